@@ -73,7 +73,7 @@ class PublicApi:
 
     def max_body_bytes(self) -> int | None:
         """Return what the largest context of the served models can need, with token ids in their longest spelling."""
-        text = self._models.max_batch_text_bytes()
+        text = self._models.batch_text_limit().num_bytes
         return None if text is None else text + ID_BYTES * MAX_VALUES
 
     async def list_models(self, request: Request) -> Response:

@@ -96,6 +96,9 @@ class GatewayConfig(SharedConfig):
     control_tokens_in_content: bool = _api(
         False, "read control tokens in messages as such: clients can then forge turns (default: as text)"
     )
+    clamp_max_tokens: bool = _api(
+        False, "cut the max_tokens of chats and completions to what the context has room for (default: a 400)"
+    )
     access_log: bool = option("observability", False, "log a line for each answer: status, seconds, tokens")
 
     def __post_init__(self) -> None:

@@ -1,16 +1,18 @@
 """Every error that a client can get, and the one place that turns an exception into one.
 
 Source: the OpenAI specification's `Error` schema: message, type, param and code are all required. Under /v1/messages
-errors have Anthropic's shape, https://platform.claude.com/docs/en/api/errors.
+errors have Anthropic's shape, https://platform.claude.com/docs/en/api/errors, and under /v1/models for its clients.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Final
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from server.router.types import NoWorkerError, TtftBudgetError
 
@@ -24,6 +26,10 @@ TTFT_BUDGET: Final = "x-headstart-ttft-budget"
 JSON_HEADERS: Final = (b"content-type", b"application/json")
 _REQUEST_ERROR: Final = "invalid_request_error"
 MESSAGES_PATH: Final = "/v1/messages"
+MODELS_PATH: Final = "/v1/models"
+RESPONSES_PATH: Final = "/v1/responses"
+_ANTHROPIC_HEADERS: Final = frozenset({b"anthropic-version", b"x-api-key"})
+"""Headers that Anthropic's clients send, and OpenAI's never."""
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -59,13 +65,16 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: tuple[tuple[bytes, bytes], ...] = (),
+        details: Mapping[str, Any] | None = None,
     ) -> None:
+        """`details`: what Anthropic's SDKs read of an error; OpenAI's errors have no such field."""
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
         self.extra_headers = headers
+        self.details = details
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": self.fields()})
@@ -86,13 +95,43 @@ class InvalidRequestError(ApiError, status=400, type=_REQUEST_ERROR):
 
 
 class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
-    """The prompt and `max_tokens` do not fit the model's context. Clients know it by OpenAI's sentence."""
+    """The prompt and `max_tokens` do not fit the model's context. Clients know it by the sentence of their API."""
 
-    def __init__(self, however: str, max_model_len: int | None, *, param: str | None = None) -> None:
-        """`max_model_len`: None if the text is too long for every model that is served."""
+    def __init__(
+        self,
+        however: str,
+        max_model_len: int | None,
+        *,
+        num_tokens: int = 0,
+        is_of_model: bool = True,
+        param: str | None = None,
+    ) -> None:
+        """`num_tokens`: the prompt's tokens, as far as they were counted.
+
+        `is_of_model`: False if `max_model_len` is the longest of all contexts (None: no model is known yet).
+        """
         limit = "exceeded" if max_model_len is None else f"{max_model_len} tokens"
+        if max_model_len is not None and not is_of_model:
+            limit = f"at most {limit}"
         remedy = "Please reduce the length of the messages or completion."
         super().__init__(f"This model's maximum context length is {limit}. However, {however}. {remedy}", param=param)
+        self._num_tokens = num_tokens
+        self._max_model_len = max_model_len
+
+    def for_messages(self) -> str:
+        """Return Anthropic's sentence, by which agents know that they have to shorten the conversation.
+
+        The first number is above the second one also where not all tokens were counted.
+        """
+        if self._max_model_len is None:
+            return "prompt is too long: it has more tokens than a context holds"
+        num_tokens = max(self._num_tokens, self._max_model_len + 1)
+        return f"prompt is too long: {num_tokens} tokens > {self._max_model_len} maximum"
+
+    def for_responses(self) -> ApiError:
+        """Return the error with the sentence that OpenAI has in /v1/responses."""
+        sentence = "Your input exceeds the context window of this model. Please adjust your input and try again."
+        return InvalidRequestError(sentence, param=self.param, code=self.code)
 
 
 class AuthenticationError(
@@ -201,11 +240,28 @@ def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
     """Return the status and the body of an error as Anthropic has them: 529 for our 503, and the field in the text."""
     status = 529 if error.status == 503 else error.status
     kind = _ANTHROPIC_TYPES.get(status, _REQUEST_ERROR if status < 500 else "api_error")
-    names_field = not error.param or error.param in error.message
-    message = error.message if names_field else f"{error.param}: {error.message}"
-    fields = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-    return status, msgspec.json.encode(fields)
+    if isinstance(error, ContextLengthError):
+        message = error.for_messages()
+    else:
+        names_field = not error.param or error.param in error.message
+        message = error.message if names_field else f"{error.param}: {error.message}"
+    fields: dict[str, Any] = {"type": kind, "message": message}
+    if error.details is not None:
+        fields["details"] = error.details
+    return status, msgspec.json.encode({"type": "error", "error": fields, "request_id": request_id})
 
 
-def takes_anthropic_errors(path: str) -> bool:
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+def responses_error(error: ApiError) -> ApiError:
+    """Return an error as /v1/responses says it."""
+    return error.for_responses() if isinstance(error, ContextLengthError) else error
+
+
+def is_under(path: str, route: str) -> bool:
+    return path == route or path.startswith(f"{route}/")
+
+
+def is_for_anthropic(scope: Scope) -> bool:
+    """Return whether the answer, and an error too, has Anthropic's shape."""
+    if is_under(scope["path"], MODELS_PATH):  # the one route that both APIs have
+        return not _ANTHROPIC_HEADERS.isdisjoint([name for name, _ in scope["headers"]])
+    return is_under(scope["path"], MESSAGES_PATH)

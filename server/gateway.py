@@ -123,7 +123,12 @@ class Gateway:
         )
         self.keep_alive = KeepAlive(config.keepalive_s)
         self.endpoint = EndpointServices(
-            self.models, self.requests, self.keep_alive, config.request_timeout_s, self._tracing
+            self.models,
+            self.requests,
+            self.keep_alive,
+            config.request_timeout_s,
+            self._tracing,
+            config.clamp_max_tokens,
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 

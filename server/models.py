@@ -23,6 +23,7 @@ from cache.types import BlockHash
 from server.auth.identity import Identity
 from server.config import GatewayConfig
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
+from server.schema.decoding import TextLimit
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.output_parser import THINK, ToolFormat, format_of
 from server.text.tokenizer import Tokenizer, TokenizerError
@@ -187,16 +188,19 @@ class Models:
         named = self._adapters | self._by_name
         return [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
 
-    def max_text_bytes(self) -> int | None:
-        """Return the most bytes that strings of any useful body hold; None when there is no bound."""
-        bounds = [model.prompt_bytes for model in self._by_name.values()]
+    def text_limit(self) -> TextLimit:
+        """Return what any useful body can need."""
+        models = self._by_name.values()
+        bounds = [model.prompt_bytes for model in models]
         known = [bound for bound in bounds if bound is not None]
-        return ESCAPED_BYTES * max(known) + OTHER_TEXT_BYTES if known and len(known) == len(bounds) else None
+        num_bytes = ESCAPED_BYTES * max(known) + OTHER_TEXT_BYTES if known and len(known) == len(bounds) else None
+        return TextLimit(num_bytes, max((model.max_model_len for model in models), default=None))
 
-    def max_batch_text_bytes(self) -> int | None:
-        """Return `max_text_bytes` for a body with many prompts. Decoded text may take four times its bytes."""
-        longest = self.max_text_bytes()
-        return None if longest is None else max(longest, BATCH_TEXT_BYTES)
+    def batch_text_limit(self) -> TextLimit:
+        """Return `text_limit` for a body with many prompts. Decoded text may take four times its bytes."""
+        limit = self.text_limit()
+        num_bytes = None if limit.num_bytes is None else max(limit.num_bytes, BATCH_TEXT_BYTES)
+        return TextLimit(num_bytes, limit.max_model_len)
 
     def namespaces(self) -> dict[str, str]:
         """Return, by model name, the fingerprint that its workers must announce."""

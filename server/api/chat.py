@@ -10,14 +10,13 @@ one function  its schema          that function's arguments
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from server.api import params
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ChunkFormatter, Spread, chat_logprobs, encode_json, response_id
-from server.api.limits import TEXT_ROOM, TokenLimits
+from server.api.limits import TokenLimits, check_text
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
@@ -40,8 +39,8 @@ class ChatEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request = await CHAT.read(body, self._models.max_text_bytes)
-            intent = request.intent()
+            request = await CHAT.read(body, self._models.text_limit)
+            intent = request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, response_id("chatcmpl-"))
@@ -96,11 +95,10 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
     if len(encode_json(conversation.template_kwargs)) > params.MAX_KWARGS_BYTES:
         raise invalid("chat_template_kwargs", f"takes at most {params.MAX_KWARGS_BYTES} bytes of JSON")
     num_chars, num_bytes = text_size(conversation)
-    max_chars = math.inf if model.prompt_bytes is None else TEXT_ROOM * model.prompt_bytes
+    check_text(num_chars, model, param)
     max_bytes = max(MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * model.max_model_len)
-    if num_chars > max_chars or num_bytes > max_bytes:
-        limit = f"{max_chars} at most are read" if num_chars > max_chars else f"at most {max_bytes} bytes in memory"
-        message = f"your messages hold {num_chars} characters, and {limit}"
+    if num_bytes > max_bytes:
+        message = f"your messages hold {num_chars} characters, and at most {max_bytes} bytes in memory"
         raise ContextLengthError(message, model.max_model_len, param=param)
     return await model.template.render_in_slices(conversation, model.tokenizer.executor)
 

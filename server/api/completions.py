@@ -39,12 +39,15 @@ class CompletionEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request = await COMPLETION.read(body, self._models.max_batch_text_bytes)
+            request = await COMPLETION.read(body, self._models.batch_text_limit)
         with trace_stage("tokenise"):
-            return await prepare_completion(request, self._model(request.model, identity), identity)
+            model, clamps = self._model(request.model, identity), self._services.clamps_max_tokens
+            return await prepare_completion(request, model, identity, clamps_max_tokens=clamps)
 
 
-async def prepare_completion(request: CompletionRequest, model: ServedModel, identity: Identity) -> PreparedRequest:
+async def prepare_completion(
+    request: CompletionRequest, model: ServedModel, identity: Identity, *, clamps_max_tokens: bool
+) -> PreparedRequest:
     """Tokenise every prompt and apply its limits. Raises ApiError."""
     prompts = request.prompts()
     num_sampled = max(request.best_of or 1, request.num_choices)
@@ -63,7 +66,8 @@ async def prepare_completion(request: CompletionRequest, model: ServedModel, ide
     _check_batch_fields(sampling, len(prompts))
     root = model.root(request_salt(identity, request.cache_salt))
     rules = params.text_rules(request, request.stop_strings, model)
-    limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=request.max_tokens is None)
+    clamps = clamps_max_tokens or request.max_tokens is None
+    limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
     specs: list[GenerationSpec] = []
     echoes: list[str] = []
     pace, num_tokens = Pace(), 0

@@ -34,7 +34,7 @@ class EmbeddingEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request = await EMBEDDING.read(body, self._models.max_batch_text_bytes)
+            request = await EMBEDDING.read(body, self._models.batch_text_limit)
             model = self._known_model(request.model, identity)
             size = self._models.embedding_size(request.model, model)
             if request.dimensions is not None and request.dimensions > size:
@@ -86,17 +86,17 @@ async def _input_ids(item: str | list[int], model: ServedModel) -> Sequence[int]
         try:
             item = model.tokenizer.around(await model.tokenizer.encode(item, room=room))
         except TooManyTokensError as error:
-            raise _too_long(model, f"at least {error.at_least}") from None
+            raise _too_long(model, error.at_least, "at least ") from None
     else:
         in_vocabulary(item, model.bundle.vocab_size, "input")
     if len(item) > room:
-        raise _too_long(model, str(len(item)))
+        raise _too_long(model, len(item))
     return item
 
 
-def _too_long(model: ServedModel, num_tokens: str) -> ContextLengthError:
-    message = f"a text of the input resulted in {num_tokens} tokens: send it in parts"
-    return ContextLengthError(message, model.max_model_len, param="input")
+def _too_long(model: ServedModel, num_tokens: int, bound: str = "") -> ContextLengthError:
+    message = f"a text of the input resulted in {bound}{num_tokens} tokens: send it in parts"
+    return ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param="input")
 
 
 class EmbeddingFormatter(ResponseFormatter):

@@ -43,6 +43,8 @@ class EndpointServices:
     keep_alive: KeepAlive
     request_timeout_s: float
     tracing: Tracing | None = None
+    clamps_max_tokens: bool = False
+    """Chats and completions take what fits of their `max_tokens`, as messages and responses always do."""
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
 

@@ -37,17 +37,16 @@ class TokenLimits:
         """
         keep = self.fields.truncate_prompt_tokens
         room = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
-        longest = model.prompt_bytes
-        if longest is not None and len(text) > TEXT_ROOM * longest:
-            message = f"your prompt has {len(text)} characters, and {TEXT_ROOM * longest} at most are read"
-            raise ContextLengthError(message, model.max_model_len, param=self.prompt_param)
+        check_text(len(text), model, self.prompt_param)
         try:
             ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=room)
         except TooManyTokensError as error:
             if keep is None:
-                raise self._too_long(model, f"at least {error.at_least}") from None
+                raise self._too_long(model, error.at_least, is_counted=False) from None
             message = f"your prompt, which is to be truncated, resulted in more than {room} tokens"
-            raise ContextLengthError(message, model.max_model_len, param=self.prompt_param) from None
+            raise ContextLengthError(
+                message, model.max_model_len, num_tokens=error.at_least, param=self.prompt_param
+            ) from None
         return self.truncated(ids)
 
     def truncated(self, prompt_ids: list[int]) -> list[int]:
@@ -62,22 +61,35 @@ class TokenLimits:
         if not num_prompt_tokens:
             raise invalid(self.prompt_param, "must not be empty")
         room = model.max_model_len - num_prompt_tokens
-        limit = room if self.max_tokens is None else self.max_tokens
-        if self.clamps:
-            limit = min(limit, room)
+        asked, least = self.max_tokens, self.fields.min_tokens or 0
+        limit = room if asked is None or (self.clamps and asked > room) else asked
         if room < 1 or limit > room:
-            raise self._too_long(model, str(num_prompt_tokens))
-        if self.fields.min_tokens is not None and self.fields.min_tokens > limit:
+            raise self._too_long(model, num_prompt_tokens)
+        if asked is not None and least > asked:
             raise invalid("min_tokens", f"must not be above {self.max_tokens_param}")
+        if least > limit:
+            raise invalid("min_tokens", f"must not be above {room}, the tokens that the context has room for")
         return limit
 
-    def _too_long(self, model: ServedModel, num_prompt_tokens: str) -> ContextLengthError:
+    def _too_long(self, model: ServedModel, num_tokens: int, *, is_counted: bool = True) -> ContextLengthError:
         what, asked = "messages" if self.prompt_param == "messages" else "prompt", self.max_tokens
-        message = f"your {what} resulted in {num_prompt_tokens} tokens"
-        if asked is not None and not self.clamps and num_prompt_tokens.isdecimal():
-            total = int(num_prompt_tokens) + asked
-            message = f"you requested {total} tokens ({num_prompt_tokens} in the {what}, {asked} in the completion)"
-        return ContextLengthError(message, model.max_model_len, param=self.prompt_param)
+        message = f"your {what} resulted in {'' if is_counted else 'at least '}{num_tokens} tokens"
+        if asked is not None and not self.clamps and is_counted:
+            total = num_tokens + asked
+            message = f"you requested {total} tokens ({num_tokens} in the {what}, {asked} in the completion)"
+        return ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param=self.prompt_param)
+
+
+def check_text(num_chars: int, model: ServedModel, param: str) -> None:
+    """Raises ContextLengthError for more characters than are read of a prompt."""
+    longest, bound = model.prompt_bytes, model.tokenizer.bound
+    if longest is None or bound is None or num_chars <= TEXT_ROOM * longest:
+        return
+    what = "messages hold" if param == "messages" else "prompt has"
+    message = f"your {what} {num_chars} characters, and {TEXT_ROOM * longest} at most are read"
+    # Each token stands for so many bytes at most.
+    num_tokens = num_chars // bound.token_bytes
+    raise ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param=param)
 
 
 def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class MessagesEndpoint(GenerateEndpoint):
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         id_ = response_id("msg_")
         with trace_stage("validate"):
-            request = await MESSAGES.read(body, self._models.max_text_bytes)
+            request = await MESSAGES.read(body, self._models.text_limit)
             intent = await _intent(request, request.max_tokens)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
@@ -63,7 +63,7 @@ class MessagesEndpoint(GenerateEndpoint):
         """Count the prompt that /v1/messages would send, even one that no context holds. Raises ApiError."""
         scope = http_request.scope
         require_json(scope["headers"])
-        request = await COUNT_TOKENS.read(await http_request.body(), self._models.max_text_bytes)
+        request = await COUNT_TOKENS.read(await http_request.body(), self._models.text_limit)
         intent = await _intent(request)
         model = self._model(request.model, identity_of(scope))
         rendered = await render_chat(intent.conversation, model)
@@ -98,6 +98,7 @@ async def _intent(request: CountTokensRequest, max_tokens: int | None = None) ->
         stops=tuple(request.stop_sequences or ()),
         max_tokens=max_tokens,
         tool_mode=use.mode,
+        clamps_max_tokens=True,
         named_tool=named,
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         response_format=_format(request),

@@ -19,7 +19,7 @@ from server.api.chat import chat_spec
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
 from server.auth.identity import Identity
-from server.errors import ApiError, InvalidRequestError
+from server.errors import ApiError, InvalidRequestError, responses_error
 from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
@@ -46,7 +46,7 @@ class ResponsesEndpoint(GenerateEndpoint):
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         id_ = f"resp_{uuid.uuid4().hex}"
         with trace_stage("validate"):
-            request = await RESPONSES.read(body, self._models.max_text_bytes)
+            request = await RESPONSES.read(body, self._models.text_limit)
             intent = _intent(request)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
@@ -70,6 +70,7 @@ def _intent(request: ResponsesRequest) -> ChatIntent:
         fields=request,
         stops=request.stop_strings,
         max_tokens=request.max_output_tokens,
+        clamps_max_tokens=True,
         num_top_logprobs=request.num_top_logprobs,
         tool_mode=use.mode,
         named_tool=named,
@@ -188,9 +189,7 @@ class ResponsesFormatter(ResponseFormatter):
         return (encode_json(self._response(response)),)
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
-        if not self._num_events:
-            for kind in ("created", "in_progress"):
-                self._emit(kind, response=self._response(None))
+        self._emit_start()
         for delta in deltas:
             self._add(delta)
         return self._taken()
@@ -200,8 +199,19 @@ class ResponsesFormatter(ResponseFormatter):
         return self._taken()
 
     def error_event(self, error: ApiError) -> bytes:
+        """Write the error, and the failed response: Codex asks again after a stream that ends with less."""
+        error = responses_error(error)
+        self._emit_start()
         self._emit("error", code=error.code, message=error.message, param=error.param)
+        self._status = "failed"
+        failed = {**self._response(None), "error": {"code": error.code or error.type, "message": error.message}}
+        self._emit("failed", response=failed)
         return self._taken()
+
+    def _emit_start(self) -> None:
+        if not self._num_events:
+            for kind in ("created", "in_progress"):
+                self._emit(kind, response=self._response(None))
 
     def _taken(self) -> bytes:
         events, self._events = self._events, []

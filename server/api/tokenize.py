@@ -17,10 +17,10 @@ from server.api.chat import render_chat
 from server.api.formatting import encode_json, json_response, token_text
 from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, identity_of
-from server.errors import ContextLengthError, InvalidRequestError
+from server.errors import ContextLengthError
 from server.event_loop import rested
 from server.models import Models, ServedModel
-from server.schema.decoding import invalid, read_json, require_json
+from server.schema.decoding import TextLimit, invalid, read_json, require_json
 from server.schema.fields import TokenId
 from server.schema.requests import CHAT
 from server.text.tokenizer import TooManyTokensError
@@ -60,7 +60,7 @@ class TokenizeApi:
             body = await http_request.body()
             if not request.model:
                 body = encode_json({**_FIELDS.decode(body), "model": name})
-            chat = await CHAT.read(body, lambda: None)
+            chat = await CHAT.read(body, TextLimit)
             model = self._models.allowed(name, identity)
             rendered = await render_chat(chat.intent().conversation, model)
             ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
@@ -102,7 +102,7 @@ class TokenizeApi:
 
     async def _read(self, http_request: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
         require_json(http_request.scope["headers"])
-        return await read_json(await http_request.body(), decoder.decode, self._models.max_text_bytes)
+        return await read_json(await http_request.body(), decoder.decode, self._models.text_limit)
 
     def _model(self, name: str | None, identity: Identity) -> ServedModel:
         """Return the model named, or the only one that this key may use."""
@@ -125,6 +125,6 @@ async def encode_any(
     limit = max(MAX_TOKENS, model.max_model_len)
     try:
         return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=limit)
-    except TooManyTokensError:
-        message = f"{param} has more than the {limit} tokens that are counted in one request: send it in parts."
-        raise InvalidRequestError(message, param=param, code=ContextLengthError.default_code) from None
+    except TooManyTokensError as error:
+        message = f"{param} has more than the {limit} tokens that are counted in one request: send it in parts"
+        raise ContextLengthError(message, model.max_model_len, num_tokens=error.at_least, param=param) from None

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from server.errors import (
+    RESPONSES_PATH,
     ApiError,
     BodyTooLargeError,
     ForbiddenError,
@@ -25,7 +26,8 @@ from server.errors import (
     anthropic_error,
     as_api_error,
     forget,
-    takes_anthropic_errors,
+    is_for_anthropic,
+    responses_error,
 )
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
@@ -76,7 +78,7 @@ class RequestMiddleware:
         CURRENT.set(context)
         if scope["path"].endswith("/") and scope["path"] != "/":  # a redirect would lose a POST's body
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        anthropic = takes_anthropic_errors(scope["path"])
+        anthropic = is_for_anthropic(scope)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -110,7 +112,9 @@ class RequestMiddleware:
             if context.status:  # the answer has begun
                 raise
             answer = anthropic_error(failure, context.request_id) if anthropic else None
-            await send_error(failure, send_with_headers, answer)
+            said = responses_error(failure) if scope["path"] == RESPONSES_PATH else failure
+            await send_error(said, send_with_headers, answer)
+            del said
             del failure
         finally:
             metrics.num_in_flight -= 1
@@ -189,8 +193,8 @@ class BodyLimitMiddleware:
             raise BodyTooLargeError(f"The body must not be larger than {self._max_bytes} bytes.")
         needed = self._needed() if num_bytes > ALWAYS_TAKEN_BYTES else None
         if needed is not None and num_bytes > needed:
-            message = f"No request for a model served here needs a body of more than {needed} bytes: send less text."
-            raise BodyTooLargeError(message)
+            message = f"The body has more than {needed} bytes, more than the context window of any model here can need"
+            raise BodyTooLargeError(f"{message}: send less text.")
 
 
 class KnownHostsMiddleware:

@@ -44,6 +44,16 @@ MAX_WIDE_BYTES: Final = 40 << 20
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """The text that a body can need for the models served here; None where there is no bound."""
+
+    num_bytes: int | None = None
+    """The most bytes that its strings hold."""
+    max_model_len: int | None = None
+    """The longest context."""
+
+
 @dataclass(slots=True)
 class Shape:
     """The size of a JSON text's structure."""
@@ -115,24 +125,24 @@ def _char_bytes(part: bytes) -> int:
 async def read_json(
     body: bytes,
     decode: Callable[[bytes], Any],
-    max_text_bytes: Callable[[], int | None] | None = None,
+    text_limit: Callable[[], TextLimit] = TextLimit,
     param: str | None = None,
 ) -> Any:
     """Return `decode(body)`, after measuring a large body with rests. Raises InvalidRequestError, whatever the bytes.
 
-    Raises ContextLengthError with `param` for more text than the models served here can need (None: unknown).
+    Raises ContextLengthError with `param` for more text than `text_limit` returns.
     """
     is_large = len(body) >= LARGE_BODY_BYTES
     if is_large:
-        shape = await paced(measure(body))
-        num_bytes = shape.num_text_bytes
-        if shape.char_bytes * shape.num_text_chars > max(len(body), MAX_WIDE_BYTES):
-            message = f"the body's strings take up to {shape.char_bytes * shape.num_text_chars} bytes in memory"
-            raise ContextLengthError(f"{message}: send less text at once", None, param=param)
-        limit = None if max_text_bytes is None else max_text_bytes()
-        if limit is not None and num_bytes > limit:
-            message = f"the body's strings take {num_bytes} bytes, and the models served here read at most {limit}"
-            raise ContextLengthError(message, None, param=param)
+        shape, limit, message = await paced(measure(body)), text_limit(), ""
+        memory_bytes = shape.char_bytes * shape.num_text_chars
+        if memory_bytes > max(len(body), MAX_WIDE_BYTES):
+            message = f"the body's strings take up to {memory_bytes} bytes in memory: send less text at once"
+        elif limit.num_bytes is not None and shape.num_text_bytes > limit.num_bytes:
+            message = f"the body's strings take {shape.num_text_bytes} bytes"
+            message = f"{message}, and the models served here read at most {limit.num_bytes}"
+        if message:
+            raise ContextLengthError(message, limit.max_model_len, is_of_model=False, param=param)
     try:
         decoded = decode(body)
     except msgspec.ValidationError as error:

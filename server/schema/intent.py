@@ -68,7 +68,7 @@ class ChatIntent:
     num_choices: int = 1
     max_tokens: int | None = None
     clamps_max_tokens: bool = False
-    """`max_tokens` is an upper bound, and no demand for so much room."""
+    """`max_tokens` is an upper bound, as messages and responses mean it, and no demand for so much room."""
     num_top_logprobs: int | None = None
     """None: no log probabilities are asked for."""
     num_prompt_logprobs: int | None = None

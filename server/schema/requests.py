@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
-from server.schema.decoding import LARGE_BODY_BYTES, invalid, read_json, unsupported
+from server.schema.decoding import LARGE_BODY_BYTES, TextLimit, invalid, read_json, unsupported
 from server.schema.field_table import Refusal, refused_at
 from server.schema.fields import (
     MAX_TOOLS,
@@ -80,7 +80,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise invalid("continue_final_message", "needs a last message of the assistant")
 
-    def intent(self) -> ChatIntent:
+    def intent(self, *, clamps_max_tokens: bool = False) -> ChatIntent:
         """Return what a checked request asks for. Raises InvalidRequestError."""
         for index, tool in enumerate(self.tools or ()):
             if tool.type != "function" or tool.function is None:
@@ -101,6 +101,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             stops=self.stop_strings,
             num_choices=self.num_choices,
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            clamps_max_tokens=clamps_max_tokens,
             num_top_logprobs=self.num_top_logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
             tool_mode=choice.mode,
@@ -266,11 +267,11 @@ class BodyDecoder(Generic[BodyT]):
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
         self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing).decode
 
-    async def read(self, body: bytes, max_text_bytes: Callable[[], int | None]) -> BodyT:
+    async def read(self, body: bytes, text_limit: Callable[[], TextLimit]) -> BodyT:
         """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError."""
         is_large = len(body) >= LARGE_BODY_BYTES
         try:
-            request: BodyT = await read_json(body, self._decode, max_text_bytes, self._text_field)
+            request: BodyT = await read_json(body, self._decode, text_limit, self._text_field)
         except InvalidRequestError as error:
             if error.param is not None and error.param in self.refused:
                 raise unsupported(error.param, self.refused[error.param].why) from None

@@ -159,7 +159,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [assistant([{**USE, "id": ""}]), user()]}, "messages[0].content[0]"),
     ({"messages": [user(), assistant([USE])]}, "messages end with a tool_use"),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text"),
-    (TOO_LONG, "messages"),
+    (TOO_LONG, "prompt is too long: "),
     ({"system": [IMAGE]}, "system[0].type"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'"),
     ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].type"),
@@ -203,14 +203,13 @@ async def test_the_error_names_the_field(says: Says, path: str) -> None:
     assert worker.received == []
 
 
-async def test_max_tokens_is_required_and_has_to_fit(says: Says) -> None:
+async def test_max_tokens_is_required(says: Says) -> None:
     worker = says("x")
     async with gateway(worker) as target:
-        for value in (None, 0, -1, "5", 1.5, 100_000):
+        for value in (None, 0, -1, "5", 1.5):
             status, headers, raw = await post(target.url, body(max_tokens=value), PATH)
             assert status == 400, raw
-            message = check_error(raw, headers)["message"]
-            assert "max_tokens" in message or "maximum context length" in message
+            assert "max_tokens" in check_error(raw, headers)["message"]
         broken = json.dumps(body(messages=[assistant([USE]), user()])).encode().replace(b"K\\u00f6ln", b"\xff")
         status, headers, raw = await post(target.url, broken, PATH)
         assert (status, "UTF-8" in check_error(raw, headers)["message"]) == (400, True)
