@@ -39,6 +39,7 @@ from server.schema.messages import COUNT_TOKENS, MESSAGES, ClientTool, ContentBl
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
 _NAMES: Final = FieldNames(response_format="output_config.format", continue_final_message="messages")
+_OLDER_NAMES: Final = FieldNames(response_format="output_format", continue_final_message="messages")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NOT_JSON: Final = "INVALID_JSON"
 """The key under which a call's input has the model's text where that is no object, as Anthropic's documents advise."""
@@ -90,15 +91,15 @@ async def _intent(request: CountTokensRequest, max_tokens: int | None = None) ->
         is_continued=request.messages[-1].role == "assistant",
         template_kwargs=_template_kwargs(request),
         reasoning_effort=config.effort if config else None,
-        names=_NAMES,
+        names=_NAMES if request.output_format is None else _OLDER_NAMES,
     )
     intent = ChatIntent(
         conversation=conversation,
         fields=request,
         stops=tuple(request.stop_sequences or ()),
         max_tokens=max_tokens,
-        tool_mode=use.mode,
         clamps_max_tokens=True,
+        tool_mode=use.mode,
         named_tool=named,
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         response_format=_format(request),
@@ -161,15 +162,18 @@ def _tool(tool: ClientTool) -> schema.Tool:
 
 
 def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
-    if request.output_config is None or request.output_config.format is None:
+    formatted = request.output_format
+    if formatted is None and request.output_config is not None:
+        formatted = request.output_config.format
+    if formatted is None:
         return None
-    json_schema = schema.JsonSchemaFormat(name="output", schema=request.output_config.format.schema)
+    json_schema = schema.JsonSchemaFormat(name="output", schema=formatted.schema)
     return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 
 def _template_kwargs(request: CountTokensRequest) -> dict[str, Any]:
-    """Return the template's switch. With `adaptive` the template decides."""
-    if request.thinking is None or request.thinking.type == "adaptive":
+    """Return the template's switch. With `adaptive` and `between_tools` the template decides."""
+    if request.thinking is None or request.thinking.type not in ("enabled", "disabled"):
         return {}
     return {"enable_thinking": request.thinking.type == "enabled"}
 

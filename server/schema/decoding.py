@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -174,9 +174,9 @@ def invalid(field: str, why: str, code: str | None = None) -> InvalidRequestErro
     return InvalidRequestError(f"{field} {why}.", param=field, code=code)
 
 
-def unsupported(field: str, why: str) -> InvalidRequestError:
-    """Return the error for a known field, or a value of it, that is not offered."""
-    return invalid(field, why, "unsupported_parameter")
+def unsupported(field: str, why: str, details: Mapping[str, Any] | None = None) -> InvalidRequestError:
+    """Return the error for a known field, or a value of it, that is not offered. `details`: see `ApiError`."""
+    return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter", details=details)
 
 
 def _validation_error(text: str) -> InvalidRequestError:

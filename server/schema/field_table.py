@@ -21,6 +21,8 @@ class Refusal:
     why: str
     neutral: tuple[Any, ...] = _NOTHING
     """The values that ask for nothing, next to null. `False` stands for 0 too."""
+    details: Mapping[str, Any] | None = None
+    """See `ApiError`."""
 
 
 def _refuse(names: str, why: str = "is not offered", neutral: tuple[Any, ...] = _NOTHING) -> dict[str, Refusal]:
@@ -81,6 +83,8 @@ _EVERYWHERE: Final[Mapping[str, Refusal]] = {
 }
 _GENERATES: Final = "is not offered: an embedding is not generated"
 _CHATS_ALONE: Final = "is a field of /v1/chat/completions"
+_NO_CONTAINER: Final = (*_NOTHING, {}, {"id": None}, {"skills": []}, {"id": None, "skills": []})
+_NO_THREADS: Final = "needs stored conversations, which this server does not keep: send all messages"
 
 REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
     "/v1/chat/completions": {
@@ -96,7 +100,12 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("functions", "is deprecated: use tools"),
         **_use(reasoning="reasoning_effort", max_output_tokens="max_completion_tokens", input="messages"),
         **_use(instructions="a system message", text="response_format", include="logprobs"),
-        **_use(system="a system message", stop_sequences="stop", output_config="response_format"),
+        **_use(
+            system="a system message",
+            stop_sequences="stop",
+            output_config="response_format",
+            output_format="response_format",
+        ),
         **_use(context_management="the messages that the model shall see"),
     },
     "/v1/completions": {
@@ -114,7 +123,9 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
             text="response_format",
             include="logprobs",
         ),
-        **_use(system="prompt", stop_sequences="stop", output_config="response_format"),
+        **_use(
+            system="prompt", stop_sequences="stop", output_config="response_format", output_format="response_format"
+        ),
         **_use(context_management="the prompt that the model shall see"),
     },
     "/v1/responses": {
@@ -135,16 +146,15 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_use(max_tokens="max_output_tokens", max_completion_tokens="max_output_tokens", messages="input"),
         **_use(response_format="text.format", logprobs="top_logprobs", chat_template_kwargs="reasoning.effort"),
         **_use(reasoning_effort="reasoning.effort", verbosity="text.verbosity", prediction="input"),
-        **_use(system="instructions", output_config="text.format", stop_sequences="stop"),
+        **_use(system="instructions", output_config="text.format", output_format="text.format", stop_sequences="stop"),
     },
     "/v1/messages": {
         **_EVERYWHERE,
         **_refuse("compaction", "is not offered: send what the model shall see"),
-        **_refuse("fallbacks", "is not offered: no other model answers"),
-        **_refuse("container", "is not offered: the server runs no code"),
-        **_refuse("inference_geo", "is not offered: the answer is made where this server runs"),
+        **_refuse("container", "is not offered: the server runs no code", _NO_CONTAINER),
+        **_refuse("inference_geo", "is not offered: the answer is made where this server runs", ("", "global")),
         **_refuse("mcp_servers", "is not offered: call the servers' tools from your side"),
-        **_refuse("thread", "needs stored conversations, which this server does not keep: send all messages"),
+        "thread": Refusal(_NO_THREADS, details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]}),
         **_refuse("n best_of", "is not offered: a message has one answer", _ONE),
         **_refuse("logprobs top_logprobs prompt_logprobs return_token_ids stream_options modalities", _CHATS_ALONE),
         **_refuse("continue_final_message add_generation_prompt chat_template_kwargs verbosity", _CHATS_ALONE),
@@ -153,7 +163,7 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("include", "is not offered: use /v1/responses"),
         **_refuse("truncation", "is a field of /v1/responses: use truncate_prompt_tokens", ("disabled",)),
         **_use(max_completion_tokens="max_tokens", max_output_tokens="max_tokens", reasoning="thinking"),
-        **_use(response_format="output_config.format", output_format="output_config.format", prompt="messages"),
+        **_use(response_format="output_config.format", prompt="messages"),
         **_use(text="output_config.format"),
         **_use(reasoning_effort="output_config.effort", stop="stop_sequences", input="messages"),
         **_use(parallel_tool_calls="tool_choice.disable_parallel_tool_use", instructions="system"),
@@ -165,10 +175,10 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("include_stop_str_in_output skip_special_tokens bad_words allowed_token_ids", _GENERATES),
         **_refuse("structured_outputs response_format max_tokens max_completion_tokens stream", _GENERATES),
         **_refuse("max_output_tokens stop_sequences stream_options logprobs top_logprobs prompt_logprobs", _GENERATES),
-        **_refuse("tools tool_choice parallel_tool_calls reasoning_effort reasoning output_config text", _GENERATES),
+        **_refuse("tools tool_choice parallel_tool_calls reasoning_effort reasoning text", _GENERATES),
         **_refuse("verbosity prediction modalities include instructions system truncation", _GENERATES),
         **_refuse("chat_template_kwargs continue_final_message add_generation_prompt chat_template", _GENERATES),
-        **_refuse("context_management echo return_token_ids", _GENERATES),
+        **_refuse("output_config output_format context_management echo return_token_ids", _GENERATES),
         **_refuse("truncate_prompt_tokens truncation_side", "is not offered: send what the model shall see"),
         **_refuse("add_special_tokens", "is not offered: send token ids", (True,)),
         **_refuse("normalize", "is not offered: the model's files say whether it normalizes", (True,)),
@@ -188,6 +198,7 @@ IGNORED: Final[Mapping[str, str]] = {
         "names the request or who sent it": "request_id rid session_id custom_labels custom_id stream_interval",
         "names who pays, or what else sees the request": "billing_policy diagnostics fallback_credit_token"
         " user_profile_id workspace_id betas speed",
+        "names the models that answer what this one declines": "fallbacks",
         "concerns caches and slots": "cache_control cache_prompt n_cache_reuse id_slot backend_sampling",
         "concerns speculation, which changes no token": "speculative.n_max speculative.n_min speculative.p_min"
         " speculative.type speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_m_hits",

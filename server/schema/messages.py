@@ -106,9 +106,10 @@ class MessagesToolChoice(Struct, kw_only=True):
 
 
 class ThinkingConfig(Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: PositiveCount | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+    block_binding: dict[str, Any] | None = None
 
 
 class JsonOutputFormat(Struct, kw_only=True):
@@ -119,6 +120,7 @@ class JsonOutputFormat(Struct, kw_only=True):
 class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
 
 
 class ContextEdit(Struct, kw_only=True):
@@ -149,6 +151,8 @@ class CountTokensRequest(ModelFields, kw_only=True):
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonOutputFormat | None = None
+    """The older name of `output_config.format`."""
     context_management: ContextManagement | None = None
     stop_sequences: list[str] | None = None
     temperature: Probability | None = None
@@ -170,6 +174,8 @@ class CountTokensRequest(ModelFields, kw_only=True):
                 block.check(f"system[{index}]", _BLOCKS["system"])
         if self.context_management is not None:
             self.context_management.check()
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise invalid("output_format", "and output_config.format exclude each other")
         for index, tool in enumerate(self.tools or ()):
             tool.check(f"tools[{index}]")
         if self.tool_choice is not None and self.tool_choice.type == "tool" and not self.tool_choice.name:
@@ -185,4 +191,4 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 MESSAGES: Final = BodyDecoder(MessagesRequest, "/v1/messages")
-COUNT_TOKENS: Final = BodyDecoder(CountTokensRequest, "/v1/messages")
+COUNT_TOKENS: Final = BodyDecoder(CountTokensRequest, "/v1/messages", ignored=("compaction",))

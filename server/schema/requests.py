@@ -257,8 +257,9 @@ class NotOffered:
 class BodyDecoder(Generic[BodyT]):
     """The decoder and the checks of one route's bodies."""
 
-    def __init__(self, kind: type[BodyT], route: str) -> None:
-        self.refused: Mapping[str, Refusal] = refused_at(route, kind.__struct_fields__)
+    def __init__(self, kind: type[BodyT], route: str, ignored: tuple[str, ...] = ()) -> None:
+        """`ignored`: fields that the route refuses, and not for this kind of body."""
+        self.refused: Mapping[str, Refusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
         self._text_field = kind.text_field
         fields = [
             (name, type("NotOffered", (NotOffered,), {"neutral": refusal.neutral}) | None, None)
@@ -273,8 +274,8 @@ class BodyDecoder(Generic[BodyT]):
         try:
             request: BodyT = await read_json(body, self._decode, text_limit, self._text_field)
         except InvalidRequestError as error:
-            if error.param is not None and error.param in self.refused:
-                raise unsupported(error.param, self.refused[error.param].why) from None
+            if error.param is not None and (refusal := self.refused.get(error.param)) is not None:
+                raise unsupported(error.param, refusal.why, refusal.details) from None
             raise
         if is_large:
             await asyncio.sleep(0)

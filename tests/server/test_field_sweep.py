@@ -127,6 +127,7 @@ EMBEDDING_VALUES: Final = {"dimensions": {"dimensions": 2}, "encoding_format": {
 ANTHROPIC_TOOL: Final = {"name": "f", "input_schema": {"type": "object"}}
 MESSAGES_VALUES: Final = {
     "output_config": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "output_format": {"output_format": {"type": "json_schema", "schema": SCHEMA}},
     "stop_sequences": {"stop_sequences": ["a"]},
     "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop_sequences": ["a"]},
     "system": {"system": "Be brief."},

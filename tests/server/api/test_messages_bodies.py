@@ -144,6 +144,7 @@ async def test_the_prompt_is_that_of_the_chat(says: Says, name: str, template: s
 
 
 IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+FORMAT: Any = {"type": "json_schema", "schema": {"type": "object"}}
 TOO_LONG: Any = {"messages": [user("word " * 3000)]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -174,10 +175,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice"),
-    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"thinking": {"type": "never"}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "other": 1}}, "thinking"),
     ({"output_config": {"format": {"type": "regex", "schema": {}}}}, "output_config.format.type"),
-    ({"output_config": {"task_budget": 5}}, "task_budget"),
+    ({"output_config": {"task_budget": 5}}, "output_config.task_budget"),
+    ({"output_format": {"type": "regex", "schema": {}}}, "output_format.type"),
+    ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format and output_config.format"),
+    ({"output_format": FORMAT, "structured_outputs": {"regex": "a"}}, "output_format"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits"),
+    ({"container": {"skills": [{"type": "custom", "skill_id": "s"}]}}, "container"),
+    ({"inference_geo": "eu"}, "inference_geo"),
     ({"temperature": 1.5}, "temperature"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": "a"}, "stop_sequences"),
@@ -239,6 +246,15 @@ HINTS: dict[str, Any] = {
     **CACHED,
     "service_tier": "standard_only",
     "speed": "fast",
+    "betas": ["fast-mode-2026-02-01"],
+    "fallbacks": [{"model": "another"}],
+    "inference_geo": "global",
+    "container": {"id": None, "skills": []},
+    "mcp_servers": [],
+    "thread": None,
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"task_budget": {"type": "tokens", "total": 5000}},
+    "thinking": {"type": "between_tools"},
     "metadata": {"user_id": None},
     "diagnostics": {"previous_message_id": None},
     "user_profile_id": "u",
