@@ -20,18 +20,16 @@ from server.api.embeddings import EmbeddingEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
 from server.api.formatting import json_response
 from server.api.messages import MessagesEndpoint
+from server.api.model_list import ModelsApi
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
-from server.auth.identity import identity_of
 from server.config import GatewayConfig
-from server.errors import MESSAGES_PATH, UnavailableError
+from server.errors import MESSAGES_PATH, MODELS_PATH, RESPONSES_PATH, UnavailableError
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
-from server.models import ServedModel
 from server.schema.decoding import MAX_VALUES, require_json
 
-OWNED_BY: Final = "headstart"
 ID_BYTES: Final = 8
 """Bytes of a token id in a body, up to 999,999, with its comma and a space."""
 
@@ -44,6 +42,7 @@ class PublicApi:
         self.draining = False
         self._live_workers = live_workers
         self._models = endpoint.models
+        self._model_list = ModelsApi(self._models)
         self._tokenize = TokenizeApi(self._models)
         self.chat = ChatEndpoint(endpoint)
         self.completions = CompletionEndpoint(endpoint)
@@ -51,7 +50,7 @@ class PublicApi:
         self.endpoints: dict[str, GenerateEndpoint] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
-            "/v1/responses": ResponsesEndpoint(endpoint),
+            RESPONSES_PATH: ResponsesEndpoint(endpoint),
             MESSAGES_PATH: self._messages,
             "/v1/embeddings": EmbeddingEndpoint(endpoint),
         }
@@ -61,8 +60,8 @@ class PublicApi:
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
             Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count_tokens, methods=["POST"]),
-            Route("/v1/models", self.list_models, methods=["GET"]),
-            Route("/v1/models/{model:path}", self.get_model, methods=["GET"]),
+            Route(MODELS_PATH, self._model_list.list, methods=["GET"]),
+            Route(f"{MODELS_PATH}/{{model:path}}", self._model_list.get, methods=["GET"]),
             Route("/tokenize", self._tokenize.tokenize, methods=["POST"]),
             Route("/detokenize", self._tokenize.detokenize, methods=["POST"]),
             Route("/tokenizer_info", self._tokenize.tokenizer_info, methods=["GET"]),
@@ -75,18 +74,6 @@ class PublicApi:
         """Return what the largest context of the served models can need, with token ids in their longest spelling."""
         text = self._models.batch_text_limit().num_bytes
         return None if text is None else text + ID_BYTES * MAX_VALUES
-
-    async def list_models(self, request: Request) -> Response:
-        identity = identity_of(request.scope)
-        named = self._models.names()
-        data = [
-            _model_card(name, model) for name, model in named if identity.may_use(name, model.adapter or model.name)
-        ]
-        return json_response({"object": "list", "data": data})
-
-    async def get_model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        return json_response(_model_card(name, self._models.allowed(name, identity_of(request.scope))))
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version("headstart")})
@@ -103,18 +90,6 @@ class PublicApi:
         if not workers:
             raise UnavailableError("No worker is ready.", retry_after_s=1.0)
         return json_response({"status": "ok", "workers": len(workers)})
-
-
-def _model_card(name: str, model: ServedModel) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": OWNED_BY,
-        "root": model.adapter or model.name,
-        "parent": model.name if model.adapter else None,
-        "max_model_len": model.max_model_len,
-    }
 
 
 class HotRoutes:

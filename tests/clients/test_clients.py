@@ -83,6 +83,14 @@ def test_anthropic(smollm2: Serve) -> None:
     assert tools["answer"]
     assert (answer["no_model"]["class"], answer["no_model"]["type"]) == ("NotFoundError", "not_found_error")
     assert (answer["image"]["class"], answer["too_long"]["class"]) == ("BadRequestError", "BadRequestError")
+    assert answer["too_long"]["message"].startswith("prompt is too long: ")
+    assert answer["clamped"] == "end_turn"
+    assert answer["run"]["kinds"] == ["tool_use", "tool_use"]
+    assert set(answer["run"]["cities"]) <= {"Paris", "Rome"}
+    assert answer["run"]["cities"]
+    assert all(name == id_ and kind == "model" for id_, kind, name in answer["models"])
+    assert answer["models"]
+    assert answer["model"].startswith("20")
     assert answer["image"]["id"].startswith("req_")
     assert "messages[0].content[0].type" in answer["image"]["message"]
 

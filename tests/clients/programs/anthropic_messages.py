@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 from pydantic import BaseModel, Field
@@ -69,6 +69,26 @@ def call_and_result(client: anthropic.Anthropic, **fields: Any) -> dict[str, Any
     }
 
 
+def tool_run(client: anthropic.Anthropic, **fields: Any) -> dict[str, Any]:
+    """The tool runner's calls: it asks for threads, and goes on without them."""
+    cities: list[str] = []
+
+    @anthropic.beta_tool
+    def name_city(name: Literal["Paris", "Rome"]) -> str:
+        """Name a city."""
+        cities.append(name)
+        return "Large."
+
+    runner = client.beta.messages.tool_runner(
+        messages=[{"role": "user", "content": "Name Paris."}],
+        tools=[name_city],
+        tool_choice={"type": "tool", "name": "name_city"},
+        max_iterations=2,
+        **fields,
+    )
+    return {"kinds": [block.type for message in runner for block in message.content], "cities": cities}
+
+
 def main(url: str, model: str) -> None:
     url = url.removesuffix("/v1")
     client = anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0)
@@ -89,6 +109,7 @@ def main(url: str, model: str) -> None:
     parsed = client.messages.parse(
         messages=[{"role": "user", "content": "Paris, as JSON."}], output_format=City, **{**common, "max_tokens": 80}
     )
+    huge = client.messages.create(messages=messages, timeout=60, **{**common, "max_tokens": 10_000_000})
     answer = {
         "first": first.content[0].text,
         "stop_reason": first.stop_reason,
@@ -105,7 +126,11 @@ def main(url: str, model: str) -> None:
         "tools": call_and_result(client, **common),
         "no_model": refusal(client, **{**common, "model": "none"}, messages=messages),
         "image": refusal(client, **common, messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]),
-        "too_long": refusal(client, **{**common, "max_tokens": 10_000_000}, messages=messages, timeout=60),
+        "too_long": refusal(client, **common, messages=[{"role": "user", "content": "word " * 50_000}]),
+        "clamped": huge.stop_reason,
+        "run": tool_run(client, **common),
+        "models": [[listed.id, listed.type, listed.display_name] for listed in client.models.list()],
+        "model": client.models.retrieve(model).created_at.isoformat(),
     }
     print(json.dumps(answer))
 
