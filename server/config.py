@@ -99,6 +99,9 @@ class GatewayConfig(SharedConfig):
     clamp_max_tokens: bool = _api(
         False, "cut the max_tokens of chats and completions to what the context has room for (default: a 400)"
     )
+    keep_client_lines: bool = _api(
+        False, "keep lines that agents put into prompts for other servers (default: known ones are removed)"
+    )
     access_log: bool = option("observability", False, "log a line for each answer: status, seconds, tokens")
 
     def __post_init__(self) -> None:

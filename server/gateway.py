@@ -31,6 +31,7 @@ import uvloop
 
 from cache.redis_index import RedisIndex
 from cache.types import GatewayId
+from server.api.client_lines import CLIENT_LINES
 from server.api.endpoint import EndpointServices
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
@@ -80,6 +81,7 @@ class Gateway:
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
+        self.metrics.removed_lines.start(*[line.rule for line in CLIENT_LINES])
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()

@@ -186,6 +186,9 @@ class GatewayMetrics:
             "answer",
         )
         self.continued.start("same", "other")
+        self.removed_lines = metric(
+            "client_lines_removed", "Prompts without a line that an agent wrote for other servers.", "rule"
+        )
         self.refusals = metric("worker_refusals", "Requests refused by a worker.", "status")
         self.lost = metric("workers_lost", "Attempts whose worker was lost.")
         self.resumed = metric("resumed", "Answers continued on another worker.")

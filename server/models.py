@@ -64,6 +64,8 @@ class ServedModel:
     """The namespace's, as its workers announce it."""
     root: Callable[[bytes], BlockHash]
     """Return a tenant's root of the hash chain by its salt, from a cache: it takes a few microseconds to make."""
+    keeps_client_lines: bool = False
+    """True: its prompts keep the lines that agents write for other servers."""
     adapter: str = ""
     """The LoRA adapter of its engines that answers; empty: the model itself."""
 
@@ -113,6 +115,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         thinks=THINK in (bundle.chat_template or "") if config.reasoning is None else config.reasoning,
         created=int(time.time()),
         root=_cached_root(namespace),
+        keeps_client_lines=config.keep_client_lines,
     )
 
 

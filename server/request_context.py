@@ -99,6 +99,8 @@ class RequestContext:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    removed_line: str = ""
+    """The rule by which a line of the agent's was removed from the prompt."""
     trace: Trace | None = None
     """None: not traced, or not sampled."""
     unsampled: Mapping[str, str] = field(default_factory=dict)

@@ -128,6 +128,12 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "As the tokens that were generated (the cache of the answer counts), or as others.",
             ),
             Panel(
+                "Client lines removed",
+                "short",
+                ((rate("headstart_client_lines_removed_total", "rule"), "{{rule}}"),),
+                "Prompts a second without a line that an agent wrote for other servers.",
+            ),
+            Panel(
                 "Wrong promises",
                 "short",
                 ((rate("headstart_promise_error_tokens_total", "direction"), "{{direction}}"),),

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from server.api import params
+from server.api.client_lines import without_client_lines
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ChunkFormatter, Spread, chat_logprobs, encode_json, response_id
 from server.api.limits import TokenLimits, check_text
@@ -23,7 +24,7 @@ from server.http.stream import sse
 from server.models import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
-from server.request_context import trace_stage
+from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import invalid
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, ChatRequest
@@ -86,8 +87,12 @@ async def chat_spec(
 
 
 async def render_chat(conversation: Conversation, model: ServedModel) -> RenderedPrompt:
-    """Render the prompt's text, in slices. Raises InvalidRequestError."""
+    """Render the prompt's text, in slices, without known lines of agents. Raises InvalidRequestError."""
     param = conversation.names.messages
+    if not model.keeps_client_lines:
+        conversation, removed = without_client_lines(conversation)
+        if removed is not None and (context := CURRENT.get(None)) is not None:
+            context.removed_line = removed.rule
     if model.template is None:
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param=param)
     if conversation.tools and len(encode_json(conversation.tools)) > params.MAX_SCHEMA_BYTES:

@@ -121,6 +121,8 @@ class RequestMiddleware:
             elapsed_s = time.perf_counter() - context.started_s
             metrics.answers.inc(context.route, context.status)
             metrics.request_s.observe(elapsed_s, context.route)
+            if context.removed_line:
+                metrics.removed_lines.inc(context.removed_line)
             context.end_trace()
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s)

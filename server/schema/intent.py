@@ -51,10 +51,12 @@ class Conversation:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     names: FieldNames = CHAT_NAMES
+    num_removed: int = 0
+    """Messages of the client that came before the first."""
 
     def place(self, number: int, path: str) -> str:
         """Name a part of a message, where the route has the same messages as the conversation."""
-        return f"messages[{number}].{path}" if self.names is CHAT_NAMES else self.names.messages
+        return f"messages[{number + self.num_removed}].{path}" if self.names is CHAT_NAMES else self.names.messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
