@@ -46,7 +46,7 @@ class ChatEndpoint(GenerateEndpoint):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, response_id("chatcmpl-"))
         formatter = ChatFormatter(spec.request_id, request, model, rules)
-        return PreparedRequest((spec,), formatter, bool(request.stream))
+        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation)
 
 
 async def chat_spec(

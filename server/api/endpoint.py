@@ -18,6 +18,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
+from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error, forget
 from server.event_loop import Pace, rested
@@ -28,6 +29,7 @@ from server.request.hints import read_hints
 from server.request.request import Generation, RequestServices
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, RequestContext
+from server.schema.intent import Conversation
 from worker.common.tracing import Tracing, mark_failed
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     """One per prompt."""
     formatter: ResponseFormatter
     stream: bool
+    conversation: Conversation | None = None
+    """The one that the prompt was rendered from."""
 
 
 class GenerateEndpoint(ABC):
@@ -100,13 +104,23 @@ class GenerateEndpoint(ABC):
         for spec in request.specs:
             generations.append(Generation(spec, services.requests, deadline_s, hints))
             await pace.rest()
+        if len(generations) == 1 and generations[0].spec.embed is None:
+            [generation], conversation = generations, request.conversation
+            services.requests.router.partings.add(
+                generation.route,
+                hints.client,
+                generation.spec.model.bundle.block_size,
+                lambda token: field_at(conversation, generation.spec, token),
+            )
+        formatter, is_streamed = request.formatter, request.stream
+        del request
         response = ResponseStream(generations, deadline_s)
         services.open_responses.add(response)
         try:
-            if request.stream:
-                await self._stream(request.formatter, response, context, scope, send)
+            if is_streamed:
+                await self._stream(formatter, response, context, scope, send)
             else:
-                await self._respond(request.formatter, response, scope, send)
+                await self._respond(formatter, response, scope, send)
         finally:
             services.open_responses.discard(response)
             context.num_output_tokens = response.num_output_tokens

@@ -52,27 +52,27 @@ class MessagesEndpoint(GenerateEndpoint):
         id_ = response_id("msg_")
         with trace_stage("validate"):
             request = await MESSAGES.read(body, self._models.text_limit)
-            intent = await _intent(request, request.max_tokens)
+            intent = await messages_intent(request, request.max_tokens)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
         shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
         formatter = MessagesFormatter(id_, request.model, rules, shows_thoughts=shows_thoughts)
-        return PreparedRequest((spec,), formatter, bool(request.stream))
+        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation)
 
     async def count_tokens(self, http_request: Request) -> Response:
         """Count the prompt that /v1/messages would send, even one that no context holds. Raises ApiError."""
         scope = http_request.scope
         require_json(scope["headers"])
         request = await COUNT_TOKENS.read(await http_request.body(), self._models.text_limit)
-        intent = await _intent(request)
+        intent = await messages_intent(request)
         model = self._model(request.model, identity_of(scope))
         rendered = await render_chat(intent.conversation, model)
         ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
         return json_response({"input_tokens": len(TokenLimits(request, "messages").truncated(ids))})
 
 
-async def _intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
+async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
     """Raises InvalidRequestError."""
     messages = []
     if request.system is not None:

@@ -47,15 +47,15 @@ class ResponsesEndpoint(GenerateEndpoint):
         id_ = f"resp_{uuid.uuid4().hex}"
         with trace_stage("validate"):
             request = await RESPONSES.read(body, self._models.text_limit)
-            intent = _intent(request)
+            intent = responses_intent(request)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
         formatter = ResponsesFormatter(id_, request, rules, model.tokenizer.token_bytes)
-        return PreparedRequest((spec,), formatter, bool(request.stream))
+        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation)
 
 
-def _intent(request: ResponsesRequest) -> ChatIntent:
+def responses_intent(request: ResponsesRequest) -> ChatIntent:
     """Raises InvalidRequestError."""
     use = _tool_use(request)
     tools, named = visible_tools([_tool(tool, index) for index, tool in enumerate(request.tools or ())], use)

@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Awaitable
 from typing import Final
 
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.auth.identity import IDENTITY, Identity, KeyFile, digest_of
@@ -20,7 +21,7 @@ from server.request_context import CURRENT
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 MAX_KEY_BYTES: Final = 1024
 _READING: Final = frozenset({"GET", "HEAD"})
-_QUESTIONS: Final = frozenset({"/route/explain"})
+_QUESTIONS: Final = frozenset({"/route/explain", "/prefixes/compare"})
 """POST routes of the ops port that change nothing. A query string names a tenant, whose cache the answer describes."""
 
 
@@ -107,7 +108,11 @@ class OpsKeyMiddleware:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_alone = self._local and self._digest is None
         may_ask = is_alone or not (self._has_tenants or scope.get("query_string"))
-        if scope["method"] not in _READING and not (may_ask and scope["path"] in _QUESTIONS):
+        if scope["method"] in _READING:
+            is_allowed = is_alone or "tenant" not in QueryParams(scope.get("query_string", b""))
+        else:
+            is_allowed = may_ask and scope["path"] in _QUESTIONS
+        if not is_allowed:
             self._check(scope)
         return self._app(scope, receive, send)
 

@@ -22,6 +22,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": ("what this machine lacks, and how to mend it", "server.cli.doctor"),
     "keys": ("API keys: make one, check a file of them", "server.cli.keys"),
     "index": ("what the shared index holds; shared prefixes; emptying a worker", "server.cli.index"),
+    "prefix": ("where the prompts of two requests part, and why", "server.cli.prefix"),
     "batch": ("a file of requests in OpenAI's batch format, answered by any server", "server.cli.batch"),
     "bench": ("the measurements; each prints a table", "benchmarks"),
 }

@@ -80,6 +80,7 @@ async def fetch_json(
     tls: ssl.SSLContext | bool = False,
     params: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
 ) -> tuple[int, Any]:
     """Return the status and body of one answer. `tls` False: any certificate will do. Raises OSError, ValueError.
 
@@ -89,7 +90,9 @@ async def fetch_json(
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.request(method, url, params=params, headers=headers, ssl=tls, allow_redirects=False) as response,
+            session.request(
+                method, url, params=params, headers=headers, data=body, ssl=tls, allow_redirects=False
+            ) as response,
         ):
             return response.status, json.loads(await read_answer(response, MAX_ANSWER_BYTES))
     except (aiohttp.ClientError, TimeoutError) as error:

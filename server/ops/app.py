@@ -1,12 +1,13 @@
 """The ops port: for operators, never for clients.
 
 GET /metrics /workers /index /prefixes /events /health/live /health/ready
-POST /route/explain /drain /workers/{id}/drain|purge
+POST /route/explain /prefixes/compare /drain /workers/{id}/drain|purge
 GET /dashboard /chat /pages/...                               /chat/api/...: the public API, for the chat page
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.formatting import json_response
+from server.api.prompts import Api, compare, read_prompt
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
@@ -55,6 +57,17 @@ CHAT_API: Final = "/chat/api"
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
+class Pair(msgspec.Struct):
+    """Two bodies of one API, which their fields tell unless it is named."""
+
+    a: msgspec.Raw
+    b: msgspec.Raw
+    api: Api | None = None
+
+
+_PAIR: Final = msgspec.json.Decoder(Pair)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpsApi:
     """The handlers of the ops port."""
@@ -75,7 +88,7 @@ class OpsApi:
             "/health/live": self.overview.api.live,
             "/health/ready": self.overview.api.ready,
         }
-        post = {"/route/explain": self.explain, "/drain": self.drain}
+        post = {"/route/explain": self.explain, "/prefixes/compare": self.compare, "/drain": self.drain}
         post |= {f"/workers/{{worker_id}}/{action}": partial(self.act, action=action) for action in ACTIONS}
         return [
             *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
@@ -95,11 +108,36 @@ class OpsApi:
         return json_response(await self.overview.index_report())
 
     async def prefixes(self, request: Request) -> Response:
-        """Return the prefixes that this gateway's requests share most: ?limit=20&model=NAME."""
+        """Return the prefixes that requests share most, and where conversations part: ?limit=20&model=NAME&tenant=NAME.
+
+        `tenant`: the partings of that tenant's conversations alone.
+        """
         limit = request.query_params.get("limit", "20")
         if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
             raise InvalidRequestError(f"limit must be 1 to {MAX_PREFIXES}.", param="limit")
-        return json_response({"prefixes": self.overview.prefixes(int(limit), request.query_params.get("model"))})
+        tenant = request.query_params.get("tenant")
+        tag = None if tenant is None else self.of_tenant(tenant).tag
+        answer = {
+            "prefixes": self.overview.prefixes(int(limit), request.query_params.get("model")),
+            "partings": self.overview.router.partings.top(int(limit), tag),
+        }
+        return json_response(answer)
+
+    async def compare(self, request: Request) -> Response:
+        """Tell where the prompts of two requests part, and what is volatile there. The answer holds no text of them."""
+        body = await request.body()
+        pair = await read_json(body, _PAIR.decode)
+        identity = self.of_tenant(DEFAULT_TENANT)
+        models = self.overview.services.models
+        prompts = []
+        for name, raw in (("a", pair.a), ("b", pair.b)):
+            try:
+                prompts.append(await read_prompt(bytes(raw), lambda model: models.allowed(model, identity), pair.api))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{name}: {error.message}", param=error.param) from error
+        parting = await asyncio.to_thread(compare, *prompts)
+        rate = self.overview.prefill_tokens_per_s(prompts[1].model.name)
+        return json_response(msgspec.structs.replace(parting, prefill_tokens_per_s=rate))
 
     async def explain(self, request: Request) -> Response:
         """Tell where a chat or completion would go now, and its cost at every worker. Nothing is sent.

@@ -3,7 +3,7 @@
 event: hello      once: version, policy, the last minutes' traffic, the last decisions
 event: snapshot   twice a second: traffic, index, a row for every worker
 event: decisions  four times a second, if there are any
-event: prefixes   every two seconds, if it changed: the tree of shared prefixes
+event: prefixes   every two seconds, if it changed: the tree of shared prefixes, and where conversations part
 """
 
 from __future__ import annotations
@@ -181,10 +181,14 @@ class Feed:
             frames.put_nowait(frame)
 
     def _send_tree(self) -> None:
-        frame = event("prefixes", {"prefixes": tree_rows(self._overview.prefixes(MAX_ROWS))})
+        frame = event("prefixes", self._shared())
         if frame != self._last.get("prefixes"):
             self._last["prefixes"] = frame
             self._send(frame)
+
+    def _shared(self) -> dict[str, Any]:
+        prefixes = tree_rows(self._overview.prefixes(MAX_ROWS))
+        return {"prefixes": prefixes, "partings": self._overview.router.partings.top()}
 
     def _send_snapshot(self) -> None:
         overview, at = self._overview, time.time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -93,6 +94,12 @@ class Overview(Collector):
     def prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
         """Return the prefixes that saved most tokens at live workers."""
         return self.router.prefix_tree.top(self.fleet.live_workers(model), limit)
+
+    def prefill_tokens_per_s(self, model: str) -> float | None:
+        """Return the median rate of the live workers of a model; None while none has measured it."""
+        rates = [candidate.load.prefill_tokens_per_s for candidate in self.fleet.candidates(model, None)]
+        measured = [rate for rate in rates if rate > 0.0]
+        return median(measured) if measured else None
 
     def _live_workers(self) -> list[Candidate]:
         """Return the live workers of every model."""

@@ -1,8 +1,9 @@
-"""Hints for the router in a request's headers: a session to keep together, and a time to first token to keep."""
+"""Hints for the router in a request's headers: a session to keep together, a time to first token, and the program."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -26,7 +27,9 @@ SESSION_HEADERS: Final = (
 """Headers by which agents name their conversation; the first that is there counts."""
 
 _SESSION_NAMES: Final = tuple(name.encode() for name in SESSION_HEADERS)
-_WANTED: Final = frozenset((TTFT_BUDGET.encode(), AFFINITY.encode(), *_SESSION_NAMES))
+_USER_AGENT: Final = b"user-agent"
+_PRODUCT: Final = re.compile(rb"[A-Za-z][A-Za-z0-9._-]{0,39}")
+_WANTED: Final = frozenset((TTFT_BUDGET.encode(), AFFINITY.encode(), _USER_AGENT, *_SESSION_NAMES))
 
 
 class RoutingHints(Struct, frozen=True, eq=False):
@@ -38,6 +41,8 @@ class RoutingHints(Struct, frozen=True, eq=False):
     """Send the session to one worker, even where another would be quicker."""
     ttft_budget_s: float | None = None
     """Refuse instead of sending the prompt to workers that need longer to its first token."""
+    client: str = ""
+    """The program's name, the first word of its user agent."""
 
 
 NO_HINTS: Final = RoutingHints()
@@ -49,7 +54,9 @@ def read_hints(headers: Iterable[tuple[bytes, bytes]]) -> RoutingHints:
     if not found:
         return NO_HINTS
     session = next((value.decode("latin-1") for name in _SESSION_NAMES if (value := found.get(name))), None)
-    return RoutingHints(session, _hard_affinity(found), _ttft_budget_s(found))
+    product = _PRODUCT.match(found.get(_USER_AGENT, b""))
+    client = product[0].decode() if product else ""
+    return RoutingHints(session, _hard_affinity(found), _ttft_budget_s(found), client)
 
 
 def _hard_affinity(found: dict[bytes, bytes]) -> bool:

@@ -103,7 +103,7 @@ class Generation:
         self.client_has_output = False
         """Set when the client has seen a part, which may not be taken back."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
-        self._route = spec.route_request(hints)
+        self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
@@ -148,7 +148,7 @@ class Generation:
             raise InternalError("This request has failed a moment ago and is not tried again.")
         services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
-        if (same := services.retokenisation.continued(self._route.hashes)) is not None:
+        if (same := services.retokenisation.continued(self.route.hashes)) is not None:
             services.metrics.continued.inc("same" if same else "other")
         try:
             while not self.finished:
@@ -157,7 +157,7 @@ class Generation:
             self._release()
         if len(self.choices) == 1 and spec.embed is None:
             output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
-            services.retokenisation.answered(spec.prompt_ids, self._route.hashes, output_ids, block_size)
+            services.retokenisation.answered(spec.prompt_ids, self.route.hashes, output_ids, block_size)
 
     def take_deltas(self) -> list[ChoiceDelta]:
         """Return what each choice gained since the last call."""
@@ -174,7 +174,7 @@ class Generation:
             workers = services.router.fleet.workers(spec.model.name) if full else ()
             if full and all((each.worker_id, each.epoch) in full for each in workers):
                 raise soonest_error(full.values(), spec)
-            request = self._route
+            request = self.route
             if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
                 request = replace(request, ttft_budget_s=self._ttft_budget_s)
             if resumed or full or history.excluded:

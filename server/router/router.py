@@ -24,6 +24,7 @@ from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
 from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
+from server.router.partings import Partings
 from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import OTHER_TASK, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
@@ -138,6 +139,7 @@ class Router:
         self._on_first_token = on_first_token
         self.decisions = DecisionLog()
         self.prefix_tree = PrefixTree(clock)
+        self.partings = Partings(clock)
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random(), self)
         self.held = HeldRequests[_Waiting](hold_s)
         self._releasing: asyncio.Task[None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from server.models import Models
 from server.request.limits import PromptTokenLimiter
 from server.request.retry import RetryBudget
 from server.router.decisions import DecisionLog
+from server.router.partings import Partings
 from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest
@@ -73,6 +75,7 @@ class PlainRouter(Router):
     def __post_init__(self) -> None:
         self.fleet = PlainFleet(self)
         self.decisions = DecisionLog()
+        self.partings = Partings(time.monotonic)
 
 
 class PlainFleet(Fleet):

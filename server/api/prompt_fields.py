@@ -1,0 +1,47 @@
+"""The class of field that a prompt's block comes from: looked for when a client's conversations part at a new place."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+import msgspec
+
+from server.request.choice import GenerationSpec
+from server.schema.intent import Conversation
+from server.text.chat_template import message_text
+
+MAX_SEARCHED_CHARS: Final = 1 << 20
+_WINDOW_CHARS: Final = 24
+_SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+
+
+def field_at(conversation: Conversation | None, spec: GenerationSpec, token: int) -> str:
+    """Return the class of the field that a prompt's block at `token` comes from; "" if none has its text."""
+    if conversation is None:
+        return "prompt"
+    decode, ids, size = spec.model.tokenizer.decode, spec.prompt_ids, spec.model.bundle.block_size
+    before, block = (_squeezed(decode(part)) for part in (ids[max(0, token - size) : token], ids[token : token + size]))
+    texts = _texts_by_field(conversation)
+    for window in (before[-_WINDOW_CHARS:] + block[:_WINDOW_CHARS], block[-_WINDOW_CHARS:], block[:_WINDOW_CHARS]):
+        for name, text in texts.items():
+            if len(window) >= _WINDOW_CHARS // 2 and window in text:
+                return name
+    short = (_squeezed(message_text(m.content)) for m in conversation.messages if m.role not in _SYSTEM_ROLES)
+    return "messages" if any(text[:_WINDOW_CHARS] in block for text in short if text) else ""
+
+
+def _texts_by_field(conversation: Conversation) -> dict[str, str]:
+    """Return the texts without white space, which templates change."""
+    texts = dict.fromkeys(("system", "tools", "messages"), "")
+    for message in conversation.messages:
+        name = "system" if message.role in _SYSTEM_ROLES else "messages"
+        if len(texts[name]) < MAX_SEARCHED_CHARS:
+            texts[name] += f"{message_text(message.content)[:MAX_SEARCHED_CHARS]}\0"
+    tools = [{"name": tool.name, **msgspec.to_builtins(tool.function)} for tool in conversation.tools]
+    texts["tools"] = json.dumps(tools, ensure_ascii=False)
+    return {name: _squeezed(text) for name, text in texts.items()}
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.replace("\ufffd", "").split())
