@@ -1,14 +1,10 @@
 """The tokenizer bundle that gateways fetch, built from the checkpoint that the worker has loaded.
 
-`python -m worker.tokenizer_bundle` prints that of a model whose weights are not loaded, packed as on the wire.
-
 GGUF files hold a vocabulary and merges; for byte-level BPE families they become a `tokenizers` tokenizer here.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +13,11 @@ from typing import Any, Final
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.model.errors import CheckpointError, ModelError, UnsupportedModel
+from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint, Metadata
-from worker.model.load import LoadedModel, default_model_path
-from worker.tokenizer_files import bundle_of_folder, canonical_json, download, fields_of_folder, fingerprint, is_hub_id
-from worker.wire import TokenizerBundle, pack
+from worker.model.load import LoadedModel
+from worker.tokenizer_files import canonical_json, fields_of_folder, fingerprint
+from worker.wire import TokenizerBundle
 
 _END_OF_TURN: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end an answer if the chat template writes them, whatever the file calls EOS."""
@@ -62,6 +58,21 @@ def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> 
         model=checkpoint.name,
         revision=checkpoint.revision,
         vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        **fields,
+    )
+
+
+def bundle_of_gguf(path: Path, *, block_size: int, max_model_len: int) -> TokenizerBundle:
+    """Build the bundle of a GGUF file, without its weights. Raise ModelError."""
+    checkpoint = GGUFCheckpoint(path)
+    fields = _from_gguf(checkpoint.metadata)
+    return TokenizerBundle(
+        fingerprint=fingerprint(*fields.values()),
+        model=checkpoint.name,
+        revision="",
+        vocab_size=len(checkpoint.metadata["tokenizer.ggml.tokens"]),
         max_model_len=max_model_len,
         block_size=block_size,
         **fields,
@@ -142,46 +153,3 @@ def _add_special_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequ
     tokenizer.add_tokens(added)
     if tokenizer.get_vocab_size() != len(tokens):
         raise CheckpointError(f"the GGUF vocabulary of {len(tokens)} became {tokenizer.get_vocab_size()} tokens")
-
-
-def bundle_of_source(source: str, *, block_size: int, max_model_len: int) -> TokenizerBundle:
-    """Build the bundle of what --model names, without its weights. Raise ModelError."""
-    path = Path(source).expanduser() if source else default_model_path()
-    if not path.exists() and is_hub_id(source):
-        path = download(source)[0]
-    if path.is_dir() and not (path / "config.json").is_file() and len(files := sorted(path.glob("*.gguf"))) == 1:
-        path = files[0]
-    if path.suffix != ".gguf":
-        name = path.resolve().name
-        return bundle_of_folder(path, model=name, revision="", block_size=block_size, max_model_len=max_model_len)
-    checkpoint = GGUFCheckpoint(path)
-    fields = _from_gguf(checkpoint.metadata)
-    vocab_size = len(checkpoint.metadata["tokenizer.ggml.tokens"])
-    return TokenizerBundle(
-        fingerprint=fingerprint(*fields.values()),
-        model=checkpoint.name,
-        revision="",
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        **fields,
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m worker.tokenizer_bundle")
-    p.add_argument("--model", default="")
-    p.add_argument("--block-size", type=int, default=16)
-    p.add_argument("--max-model-len", type=int, default=1 << 20)
-    args = p.parse_args(argv)
-    try:
-        bundle = bundle_of_source(args.model, block_size=args.block_size, max_model_len=args.max_model_len)
-    except (ModelError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    sys.stdout.buffer.write(pack(bundle))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,8 +11,9 @@ from server.request.choice import GenerationSpec
 from server.schema.intent import Conversation
 from server.text.chat_template import message_text
 
-MAX_SEARCHED_CHARS: Final = 1 << 20
-_WINDOW_CHARS: Final = 24
+MAX_SEARCHED_CHARS: Final = 1 << 18
+_WINDOW_CHARS: Final = 12
+_STEP_CHARS: Final = 4
 _SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 
 
@@ -21,11 +22,14 @@ def field_at(conversation: Conversation | None, spec: GenerationSpec, token: int
     if conversation is None:
         return "prompt"
     decode, ids, size = spec.model.tokenizer.decode, spec.prompt_ids, spec.model.bundle.block_size
-    before, block = (_squeezed(decode(part)) for part in (ids[max(0, token - size) : token], ids[token : token + size]))
+    block, behind = (_squeezed(decode(ids[at : at + size])) for at in (token, token + size))
     texts = _texts_by_field(conversation)
-    for window in (before[-_WINDOW_CHARS:] + block[:_WINDOW_CHARS], block[-_WINDOW_CHARS:], block[:_WINDOW_CHARS]):
+    # The field that begins last in the block is the one that changes; those before it end there.
+    ends = [*range(len(block), _WINDOW_CHARS - 1, -_STEP_CHARS)]
+    windows = [block[end - _WINDOW_CHARS : end] for end in ends]
+    for window in (*windows, block[:_WINDOW_CHARS], behind[-_WINDOW_CHARS:]):
         for name, text in texts.items():
-            if len(window) >= _WINDOW_CHARS // 2 and window in text:
+            if len(window) == _WINDOW_CHARS and window in text:
                 return name
     short = (_squeezed(message_text(m.content)) for m in conversation.messages if m.role not in _SYSTEM_ROLES)
     return "messages" if any(text[:_WINDOW_CHARS] in block for text in short if text) else ""

@@ -164,13 +164,13 @@ def compare(a: Prompt, b: Prompt) -> Parting:
     place = first_place(found, a.text, b.text)
     if place is None:
         paths = [difference.path for difference in found if difference.path not in _NO_TEXT]
-        only_prompt = not a.text and "prompt" in paths
+        ids = next((path for path in paths if path.startswith("prompt")), None)
         return replace(
             parting,
             goes_on=shared_length(a.text, b.text) == min(len(a.text), len(b.text)) > 0,
-            field="prompt" if only_prompt else None,
-            volatile="token ids" if only_prompt else "the template's own text",
-            other_fields=() if only_prompt else tuple(paths[:MAX_NAMED]),
+            field=ids,
+            volatile="the template's own text" if ids is None else "token ids",
+            other_fields=tuple(paths[:MAX_NAMED]) if ids is None else (),
         )
     turn = place.difference.leaves and _TURN.fullmatch(place.difference.path)
     return replace(

@@ -29,7 +29,7 @@ from server.text.tokenizer import TokenizerError
 from worker.common.modules import module_command
 from worker.wire import TokenizerBundle, WireError, unpack
 
-MODULE: Final = "worker.tokenizer_bundle"
+MODULE: Final = "worker.print_bundle"
 TIMEOUT_S: Final = 60.0
 BEFORE_CHARS: Final = 32
 AFTER_CHARS: Final = 40

@@ -3,6 +3,7 @@
 import { byId, setAttribute, setText } from "./dom.js";
 import { Decisions } from "./decisions.js";
 import { askForKey, headers } from "./key.js";
+import { showPartings } from "./partings.js";
 import { Prefixes } from "./prefixes.js";
 import { readEvents } from "./sse.js";
 import { Tiles } from "./tiles.js";
@@ -42,6 +43,7 @@ const on = {
   },
   prefixes(tree) {
     prefixes.show(tree);
+    showPartings(tree.partings);
   },
 };
 

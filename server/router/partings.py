@@ -28,7 +28,7 @@ Field = str
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """Blocks of prompts, and the last two of each. Every prefix of a known block is known."""
+    """Blocks of prompts, and the last one of each. Every prefix of a known block is known."""
 
     blocks: set[BlockHash] = field(default_factory=set)
     ends: set[BlockHash] = field(default_factory=set)
@@ -47,7 +47,7 @@ class _Place:
     field: Field
     num_conversations: int = 0
     num_prompt_tokens: int = 0
-    """Of the latest."""
+    """Those of the latest."""
     last_s: float = 0.0
 
 
@@ -95,7 +95,7 @@ class Partings:
         if len(self._young.blocks) + len(hashes) - num_young > self._max_blocks:
             self._old, self._young, num_young = self._young, _Generation(), 0
         self._young.blocks.update(hashes[num_young : self._max_blocks])
-        self._young.ends.update(hashes[-2:])  # the template's last words change as the answer follows
+        self._young.ends.add(hashes[-1])
 
     def top(self, limit: int = MAX_PARTING_ROWS, tenant: str | None = None) -> list[dict[str, Any]]:
         """Return the places behind which most tokens were computed, as JSON; `tenant`: those of one tenant's tag."""

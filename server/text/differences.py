@@ -40,7 +40,7 @@ VOLATILE: Final = {
     r"|(?<=\d)\.(?=\w*[A-Za-z])\w{3,}\b",
     "a number": r"[+-]?\d+(?:[.,]\d+)*%?",
 }
-"""What changes from request to request, by pattern, the most telling first."""
+"""Patterns of what changes from request to request, the most telling first."""
 _PATTERNS: Final = {name: re.compile(pattern) for name, pattern in VOLATILE.items()}
 _CONTEXT_CHARS: Final = 80
 
@@ -90,7 +90,7 @@ def _walk(a: Any, b: Any, path: str) -> Iterator[Difference]:
                 yield _one_sided(item, left, right)
                 return
             for difference in _walk(left, right, item):
-                yield difference._replace(why=ITEMS) if is_same else difference
+                yield difference._replace(why=difference.why or ITEMS) if is_same else difference
     elif a != b or type(a) is not type(b):
         texts = _text(a), _text(b)
         values = [_parsed(text) if path.endswith("arguments") else None for text in texts]

@@ -65,6 +65,7 @@ class ScriptedWorker:
     numerics: str = "cpu-float32"
     reply: list[int] = field(default_factory=list)
     pace_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
     num_cached_tokens: int = 0
     behave: Script | None = None
     received: list[GenerateRequest] = field(default_factory=list)
@@ -170,7 +171,7 @@ class ScriptedWorker:
         return Response(b"{}")
 
     async def _state(self, http: Request) -> Response:
-        return Response(pack(WorkerState(self.member(), WorkerLoad())))
+        return Response(pack(WorkerState(self.member(), WorkerLoad(prefill_tokens_per_s=self.prefill_tokens_per_s))))
 
     async def _purge(self, http: Request) -> Response:
         return Response(b'{"epoch": "epoch-after-purge"}')

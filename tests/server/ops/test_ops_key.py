@@ -22,7 +22,7 @@ async def ok(request: Request) -> Response:
 class EveryRoute(OpsApi):
     """Answers each route with 200."""
 
-    feed = metrics = workers = index = prefixes = explain = drain = staticmethod(ok)  # type: ignore[assignment]
+    feed = metrics = workers = index = prefixes = explain = compare = drain = staticmethod(ok)  # type: ignore[assignment]
     overview: Any = SimpleNamespace(api=SimpleNamespace(live=ok, ready=ok))
 
     def __init__(self) -> None:
@@ -48,5 +48,6 @@ async def test_only_reading_needs_no_key(is_local: bool, has_tenants: bool) -> N
                     with_key = await http.request(method, path + query, headers={"authorization": "Bearer key"})
                     assert with_key.status_code != 401
     asked = {(method, path) for method, path in open_to_all if method not in ("GET", "HEAD")}
-    assert asked == (set() if has_tenants else {("POST", "/route/explain")})
+    assert asked == (set() if has_tenants else {("POST", "/route/explain"), ("POST", "/prefixes/compare")})
+    assert not any(path.endswith("tenant=alice") for _, path in open_to_all)
     assert {path for method, path in closed if method == "POST"} > {"/drain", "/workers/w/purge", "/workers/w/drain"}
