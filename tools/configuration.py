@@ -24,6 +24,7 @@ PARSERS: Final = {
     "doctor": "server.cli.doctor",
     "keys": "server.cli.keys",
     "index": "server.cli.index",
+    "prefix": "server.cli.prefix",
     "batch": "server.cli.batch",
 }
 """Command to the module whose `parser()` reads its options. What is not here has a few options and `--help`."""

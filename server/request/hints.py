@@ -53,9 +53,11 @@ def read_hints(headers: Iterable[tuple[bytes, bytes]]) -> RoutingHints:
     found = {name: value for name, value in headers if name in _WANTED}
     if not found:
         return NO_HINTS
-    session = next((value.decode("latin-1") for name in _SESSION_NAMES if (value := found.get(name))), None)
-    product = _PRODUCT.match(found.get(_USER_AGENT, b""))
+    product = _PRODUCT.match(found.pop(_USER_AGENT, b""))
     client = product[0].decode() if product else ""
+    if not found:
+        return RoutingHints(client=client)
+    session = next((value.decode("latin-1") for name in _SESSION_NAMES if (value := found.get(name))), None)
     return RoutingHints(session, _hard_affinity(found), _ttft_budget_s(found), client)
 
 

@@ -36,6 +36,10 @@ TRAFFIC = {
     "in_flight": 3,
     "decisions_per_s": 200.0,
 }
+PARTING = {"client": "claude-cli", "model": "m", "field": "system", "num_conversations": 12} | {
+    "part_tokens": 16,
+    "prompt_tokens": 20384,
+}
 INDEX = {"blind": False, "reason": "", "precision": 1.0, "recall": 0.9}
 SHARD = {"redis": "redis://here", "connected": True, "breaker_open": False}
 
@@ -68,7 +72,8 @@ def view(*workers: dict[str, Any]) -> View:
     seen.update("hello", {"version": "1", "gateway": "g", "policy": "headstart", "decisions": [decision("a", "w0")]})
     index = {**INDEX, "shards": [SHARD]}
     seen.update("snapshot", {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers})
-    seen.update("prefixes", {"prefixes": [prefix(48, 1, "w0", "w1", num_workers=9), prefix(96, 2, "w1")]})
+    tree = [prefix(48, 1, "w0", "w1", num_workers=9), prefix(96, 2, "w1")]
+    seen.update("prefixes", {"prefixes": tree, "partings": [PARTING]})
     return seen
 
 
@@ -94,6 +99,7 @@ def test_everything_is_on_the_screen() -> None:
     assert "48 tokens" in text
     assert "w0 w1 and 7 more" in text
     assert "\n  + 96 tokens" in text
+    assert "claude-cli  part at token 16 of 20,384  in system  12x  m" in text
 
 
 @pytest.mark.parametrize(("columns", "height"), [(80, 24), (40, 10), (200, 60)])
