@@ -18,7 +18,7 @@ from server.api.messages import messages_intent
 from server.api.responses import responses_intent
 from server.api.tokenize import encode_any
 from server.models import ServedModel
-from server.schema.decoding import invalid
+from server.schema.decoding import TextLimit, invalid
 from server.schema.fields import ModelFields
 from server.schema.intent import Conversation
 from server.schema.messages import COUNT_TOKENS
@@ -111,7 +111,7 @@ async def read_prompt(raw: bytes, find: Callable[[str], ServedModel], api: Api |
     text, ids = "", list[int]()
     match api or api_of(body):
         case "completions":
-            request = completion = await COMPLETION.read(raw, lambda: None)
+            request = completion = await COMPLETION.read(raw, TextLimit)
             first = completion.prompts()[0]
             if isinstance(first, str):
                 text = first
@@ -130,12 +130,12 @@ async def read_prompt(raw: bytes, find: Callable[[str], ServedModel], api: Api |
 async def _conversation(raw: bytes, api: Api) -> tuple[ModelFields, Conversation]:
     match api:
         case "chat":
-            chat = await CHAT.read(raw, lambda: None)
+            chat = await CHAT.read(raw, TextLimit)
             return chat, chat.intent().conversation
         case "responses":
-            responses = await RESPONSES.read(raw, lambda: None)
+            responses = await RESPONSES.read(raw, TextLimit)
             return responses, responses_intent(responses).conversation
-    messages = await COUNT_TOKENS.read(raw, lambda: None)
+    messages = await COUNT_TOKENS.read(raw, TextLimit)
     return messages, (await messages_intent(messages)).conversation
 
 
