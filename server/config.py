@@ -93,6 +93,9 @@ class GatewayConfig(SharedConfig):
     reasoning: bool | None = _api(
         None, "split <think> ... </think> from the answer (default: by template)", action=argparse.BooleanOptionalAction
     )
+    strict_tools: bool = _api(
+        False, "refuse tools that only a vendor's server can run (default: leave them out where the model is free)"
+    )
     control_tokens_in_content: bool = _api(
         False, "read control tokens in messages as such: clients can then forge turns (default: as text)"
     )

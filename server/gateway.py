@@ -33,6 +33,7 @@ from cache.redis_index import RedisIndex
 from cache.types import GatewayId
 from server.api.client_lines import CLIENT_LINES
 from server.api.endpoint import EndpointServices
+from server.api.ignored_tools import IgnoredTools
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
@@ -129,6 +130,7 @@ class Gateway:
             self.requests,
             self.keep_alive,
             config.request_timeout_s,
+            IgnoredTools(strict=config.strict_tools),
             self._tracing,
             config.clamp_max_tokens,
         )

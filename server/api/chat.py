@@ -42,11 +42,12 @@ class ChatEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await CHAT.read(body, self._models.text_limit)
             intent = request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+            ignored = self._services.ignored_tools.take(intent.ignored)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, response_id("chatcmpl-"))
         formatter = ChatFormatter(spec.request_id, request, model, rules)
-        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation)
+        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
 
 
 async def chat_spec(
@@ -110,17 +111,21 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
 
 def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputRules:
     """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
+    known = intent.toolbox.names
     if intent.named_tool is not None:
-        return OutputRules(forced=intent.named_tool.name)
+        forced = intent.named_tool.name
+        return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.toolbox.grammars)
     names, parallel = frozenset(tool.name for tool in intent.conversation.tools), intent.parallel_tool_calls
     if intent.tool_mode == "required":
-        return OutputRules(tools="list", tool_names=names, parallel=parallel)
+        return OutputRules(tools="list", tool_names=names, parallel=parallel, client_names=known)
     reasoning: ReasoningStart = "none"
     if model.thinks and params.grammar_of(intent.response_format, intent.fields.structured_outputs) is None:
         reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
     if intent.tool_mode == "none":
         return OutputRules(reasoning=reasoning)
-    return OutputRules(reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel)
+    return OutputRules(
+        reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel, client_names=known
+    )
 
 
 def chat_grammar(intent: ChatIntent, model: ServedModel) -> tuple[Grammar | None, str]:
@@ -129,7 +134,8 @@ def chat_grammar(intent: ChatIntent, model: ServedModel) -> tuple[Grammar | None
     With tools in `auto` and a format, that is either the format or calls as the model's family writes them.
     """
     if intent.named_tool is not None:
-        return Grammar("json_schema", json.dumps(intent.named_tool.parameters)), "tools"
+        own = intent.toolbox.grammars.get(intent.named_tool.name)
+        return own or Grammar("json_schema", json.dumps(intent.named_tool.parameters)), "tools"
     if intent.tool_mode == "required":
         return Grammar("json_schema", json.dumps(_calls_schema(intent, "parameters"))), "tools"
     structured, name = intent.fields.structured_outputs, intent.names.response_format

@@ -18,6 +18,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
+from server.api.ignored_tools import IgnoredTools
 from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error, forget
@@ -44,6 +45,7 @@ class EndpointServices:
     requests: RequestServices
     keep_alive: KeepAlive
     request_timeout_s: float
+    ignored_tools: IgnoredTools
     tracing: Tracing | None = None
     clamps_max_tokens: bool = False
     """Chats and completions take what fits of their `max_tokens`, as messages and responses always do."""
@@ -60,6 +62,9 @@ class EndpointServices:
             response.shutdown()
 
 
+Headers = list[tuple[bytes, bytes]]
+
+
 class PreparedRequest(Struct, frozen=True, eq=False):
     """A checked, tokenised request."""
 
@@ -69,6 +74,11 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     stream: bool
     conversation: Conversation | None = None
     """The one that the prompt was rendered from."""
+    ignored: str = ""
+    """The value of the header that names the tools left out."""
+
+    def headers(self) -> Headers:
+        return [(b"x-headstart-ignored", self.ignored.encode("ascii"))] if self.ignored else []
 
 
 class GenerateEndpoint(ABC):
@@ -112,15 +122,15 @@ class GenerateEndpoint(ABC):
                 generation.spec.model.bundle.block_size,
                 lambda token: field_at(conversation, generation.spec, token),
             )
-        formatter, is_streamed = request.formatter, request.stream
+        formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
         del request
         response = ResponseStream(generations, deadline_s)
         services.open_responses.add(response)
         try:
             if is_streamed:
-                await self._stream(formatter, response, context, scope, send)
+                await self._stream(formatter, headers, response, context, scope, send)
             else:
-                await self._respond(formatter, response, scope, send)
+                await self._respond(formatter, headers, response, scope, send)
         finally:
             services.open_responses.discard(response)
             context.num_output_tokens = response.num_output_tokens
@@ -151,11 +161,13 @@ class GenerateEndpoint(ABC):
                 raise UnavailableError("No worker is ready yet.", retry_after_s=2.0) from None
             raise
 
-    async def _respond(self, formatter: ResponseFormatter, response: ResponseStream, scope: Scope, send: Send) -> None:
+    async def _respond(
+        self, formatter: ResponseFormatter, more: Headers, response: ResponseStream, scope: Scope, send: Send
+    ) -> None:
         with response.guard(client_of(scope)):
             await response.run()
             choices = response.take_deltas()
-        headers = [(b"content-type", b"application/json"), *response.headers()]
+        headers = [(b"content-type", b"application/json"), *more, *response.headers()]
         parts, num_bytes, begun = list[bytes](), 0, False
         async for part in rested(formatter.body(response, choices)):
             if num_bytes > PART_BYTES:
@@ -172,9 +184,15 @@ class GenerateEndpoint(ABC):
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
     async def _stream(
-        self, formatter: ResponseFormatter, response: ResponseStream, context: RequestContext, scope: Scope, send: Send
+        self,
+        formatter: ResponseFormatter,
+        more: Headers,
+        response: ResponseStream,
+        context: RequestContext,
+        scope: Scope,
+        send: Send,
     ) -> None:
-        writer = SseWriter(send, response.headers, formatter.ping)
+        writer = SseWriter(send, lambda: [*more, *response.headers()], formatter.ping)
         first_s = 0.0
 
         async def events_of(deltas: list[ChoiceDelta]) -> bytes:

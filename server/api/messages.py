@@ -24,6 +24,7 @@ from starlette.responses import Response
 from server.api.chat import chat_spec, render_chat
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, encode_json, json_response, response_id
+from server.api.ignored_tools import HEADER
 from server.api.limits import TokenLimits
 from server.api.tokenize import encode_any
 from server.auth.identity import Identity, identity_of
@@ -34,8 +35,9 @@ from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema import fields as schema
 from server.schema.decoding import invalid, require_json
-from server.schema.intent import ChatIntent, Conversation, FieldNames, ToolMode, ToolUse, visible_tools
-from server.schema.messages import COUNT_TOKENS, MESSAGES, ClientTool, ContentBlock, CountTokensRequest, InputMessage
+from server.schema.intent import ChatIntent, Conversation, FieldNames
+from server.schema.messages import COUNT_TOKENS, MESSAGES, ContentBlock, CountTokensRequest, InputMessage
+from server.schema.tools import Ignored, ToolMode, ToolName, ToolUse
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
 _NAMES: Final = FieldNames(response_format="output_config.format", continue_final_message="messages")
@@ -53,12 +55,13 @@ class MessagesEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await MESSAGES.read(body, self._models.text_limit)
             intent = await messages_intent(request, request.max_tokens)
+            ignored = self._services.ignored_tools.take(intent.ignored)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
         shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
         formatter = MessagesFormatter(id_, request.model, rules, shows_thoughts=shows_thoughts)
-        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation)
+        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
 
     async def count_tokens(self, http_request: Request) -> Response:
         """Count the prompt that /v1/messages would send, even one that no context holds. Raises ApiError."""
@@ -66,25 +69,31 @@ class MessagesEndpoint(GenerateEndpoint):
         require_json(scope["headers"])
         request = await COUNT_TOKENS.read(await http_request.body(), self._models.text_limit)
         intent = await messages_intent(request)
+        ignored = self._services.ignored_tools.take(intent.ignored)
         model = self._model(request.model, identity_of(scope))
         rendered = await render_chat(intent.conversation, model)
         ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
-        return json_response({"input_tokens": len(TokenLimits(request, "messages").truncated(ids))})
+        answer = json_response({"input_tokens": len(TokenLimits(request, "messages").truncated(ids))})
+        if ignored:
+            answer.headers[HEADER] = ignored
+        return answer
 
 
 async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
     """Raises InvalidRequestError."""
-    messages = []
+    messages, dropped = [], list[Ignored]()
     if request.system is not None:
         messages.append(schema.Message(role="system", content=_text(request.system)))
     async for index, message in rested(enumerate(request.messages)):
         message.check(f"messages[{index}]")
         messages += _messages(message, f"messages[{index}]")
+        dropped += _dropped(message, f"messages[{index}].content")
     choice, config = request.tool_choice, request.output_config
-    use = ToolUse("auto" if request.tools else "none")
+    toolbox = request.toolbox()
+    use = ToolUse("auto" if toolbox.tools else "none")
     if choice is not None and (request.tools or choice.type in ("any", "tool")):
-        use = ToolUse(_MODES[choice.type], [choice.name or ""] if choice.type == "tool" else None)
-    tools, named = visible_tools([_tool(tool) for tool in request.tools or ()], use)
+        use = ToolUse(_MODES[choice.type], [ToolName(choice.name or "")] if choice.type == "tool" else None)
+    use, tools, named = toolbox.chosen(use)
     conversation = Conversation(
         messages=messages,
         tools=tools,
@@ -101,6 +110,8 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         clamps_max_tokens=True,
         tool_mode=use.mode,
         named_tool=named,
+        toolbox=toolbox,
+        dropped_items=tuple(dropped),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         response_format=_format(request),
         affinity_key=request.affinity_key,
@@ -139,6 +150,7 @@ def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
 
 def _result(block: ContentBlock) -> str | list[schema.TextPart]:
     """Return a tool's result. Templates have no place for `is_error`, so that the text says it."""
+    assert not isinstance(block.content, dict), "checked with the message"
     content = _text(block.content or "")
     if not block.is_error:
         return content
@@ -155,10 +167,11 @@ def _call(block: ContentBlock, field: str) -> schema.ToolCall:
     return schema.ToolCall(id=block.id, function=schema.FunctionCall(name=block.name, arguments=arguments))
 
 
-def _tool(tool: ClientTool) -> schema.Tool:
-    assert tool.name is not None, "checked with the request"
-    function = schema.FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
-    return schema.Tool(type="function", function=function)
+def _dropped(message: InputMessage, field: str) -> Iterator[Ignored]:
+    blocks = message.content if isinstance(message.content, list) else []
+    for index, block in enumerate(blocks):
+        if block.is_server_run:
+            yield Ignored(block.type, f"{field}[{index}].type")
 
 
 def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:

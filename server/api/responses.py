@@ -18,26 +18,23 @@ import msgspec
 from server.api.chat import chat_spec
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
+from server.api.items import messages_of_items, tools_of_items
 from server.auth.identity import Identity
-from server.errors import ApiError, InvalidRequestError, responses_error
+from server.errors import ApiError, responses_error
 from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema import fields as schema
-from server.schema.decoding import invalid, unsupported
-from server.schema.intent import ChatIntent, Conversation, FieldNames, ToolUse, visible_tools
-from server.schema.requests import (
-    RESPONSES,
-    FunctionTool,
-    InputItem,
-    ResponsesRequest,
-    ResponsesToolChoice,
-    TextOptions,
-)
+from server.schema.decoding import invalid
+from server.schema.intent import ChatIntent, Conversation, FieldNames
+from server.schema.requests import RESPONSES, ResponsesRequest, TextOptions
+from server.schema.tools import ToolName, make_toolbox, read_choice, read_tools
 from server.text.detokenizer import TokenBytes
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
 _NAMES: Final = FieldNames(messages="input", max_tokens="max_output_tokens", response_format="text.format")
+_ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
 
 class ResponsesEndpoint(GenerateEndpoint):
@@ -48,19 +45,21 @@ class ResponsesEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await RESPONSES.read(body, self._models.text_limit)
             intent = responses_intent(request)
+            ignored = self._services.ignored_tools.take(intent.ignored)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
         formatter = ResponsesFormatter(id_, request, rules, model.tokenizer.token_bytes)
-        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation)
+        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
 
 
 def responses_intent(request: ResponsesRequest) -> ChatIntent:
     """Raises InvalidRequestError."""
-    use = _tool_use(request)
-    tools, named = visible_tools([_tool(tool, index) for index, tool in enumerate(request.tools or ())], use)
+    toolbox = make_toolbox([*read_tools(request.tools or (), nested=False), *tools_of_items(request.input)])
+    use, tools, named = toolbox.chosen(read_choice(request.tool_choice, toolbox, nested=False))
+    messages, dropped = messages_of_items(request, toolbox)
     conversation = Conversation(
-        messages=_messages(request),
+        messages=messages,
         tools=tools,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
         names=_NAMES,
@@ -74,84 +73,14 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
         num_top_logprobs=request.num_top_logprobs,
         tool_mode=use.mode,
         named_tool=named,
+        toolbox=toolbox,
+        dropped_items=dropped,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         response_format=_format(request.text),
         affinity_key=request.affinity_key,
     )
     intent.check()
     return intent
-
-
-def _messages(request: ResponsesRequest) -> list[schema.Message]:
-    messages = [] if request.instructions is None else [schema.Message(role="system", content=request.instructions)]
-    items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-    if not items:
-        raise invalid("input", "must not be empty")
-    for index, item in enumerate(items):
-        field = f"input[{index}]"
-        match item.type:
-            case "message":
-                if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
-                    raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
-                _check_parts(item.content, f"{field}.content")
-                messages.append(schema.Message(role=item.role, content=item.content))
-            case "function_call":
-                if not (item.call_id and item.name) or item.arguments is None:
-                    raise invalid(field, "is a function_call without call_id, name or arguments")
-                function = schema.FunctionCall(name=item.name, arguments=item.arguments)
-                _add_call(messages, schema.ToolCall(id=item.call_id, function=function))
-            case "function_call_output":
-                if not item.call_id or item.output is None:
-                    raise invalid(field, "is a function_call_output without call_id or output")
-                _check_parts(item.output, f"{field}.output")
-                messages.append(schema.Message(role="tool", tool_call_id=item.call_id, content=item.output))
-            case "reasoning":
-                continue  # templates drop the reasoning of earlier turns
-            case _:
-                raise unsupported(f"{field}.type", "can be message, function_call or function_call_output")
-    if not messages:
-        raise invalid("input", "holds no message")
-    return messages
-
-
-def _check_parts(content: str | list[schema.TextPart], field: str) -> None:
-    if isinstance(content, list):
-        schema.check_parts(content, field)
-
-
-def _add_call(messages: list[schema.Message], call: schema.ToolCall) -> None:
-    """Put calls in a row into one assistant's message."""
-    if messages and messages[-1].role == "assistant":
-        messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
-    else:
-        messages.append(schema.Message(role="assistant", tool_calls=[call]))
-
-
-def _tool(tool: FunctionTool, index: int) -> schema.Tool:
-    if tool.type != "function" or not tool.name:
-        raise unsupported(f"tools[{index}].type", "can only be function, with a name")
-    try:
-        function = msgspec.convert(tool, schema.FunctionDefinition, from_attributes=True)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"tools[{index}]: {error}.", param=f"tools[{index}]") from None
-    return schema.Tool(type="function", function=function)
-
-
-def _tool_use(request: ResponsesRequest) -> ToolUse:
-    match request.tool_choice:
-        case None | "auto":
-            return ToolUse("auto" if request.tools else "none")
-        case "none":
-            return ToolUse("none")
-        case "required":
-            return ToolUse("required")
-        case ResponsesToolChoice(type="function", name=str(name)):
-            return ToolUse("named", [name])
-        case ResponsesToolChoice(type="allowed_tools", tools=[_, *_] as tools, mode=mode):
-            return ToolUse(mode or "auto", [tool.name or "" for tool in tools])
-        case ResponsesToolChoice():
-            raise unsupported("tool_choice.type", "can only be function or allowed_tools")
-    raise invalid("tool_choice", "is none, auto, required, one function or allowed_tools")
 
 
 def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
@@ -173,6 +102,7 @@ class ResponsesFormatter(ResponseFormatter):
         self._id = id_
         self._token_bytes = token_bytes
         self._request = request
+        self._rules = rules
         self._parser = OutputParser(rules)
         self._created = int(time.time())
         self._status = "in_progress"
@@ -249,10 +179,10 @@ class ResponsesFormatter(ResponseFormatter):
                 case "call":
                     self._logprobs = []
                     self._close("completed")
-                    self._begin("function_call", name=text, call_id=call_id(), arguments="")
-                case "arguments":
-                    self._items[-1]["arguments"] += text
-                    self._emit_part("function_call_arguments.delta", delta=text)
+                    self._begin_call(self._rules.client_name(text))
+                case "arguments" | "input":
+                    self._items[-1][kind] += text
+                    self._emit_part(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
         if is_last:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             self._close(self._status)
@@ -266,6 +196,8 @@ class ResponsesFormatter(ResponseFormatter):
         item["status"] = status
         if item["type"] == "function_call":
             self._emit_part("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        elif item["type"] == "custom_tool_call":
+            self._emit_part("custom_tool_call_input.done", input=item["input"])
         else:
             part = item["content"][0]
             if item["type"] == "message":  # the last tokens may have no text
@@ -290,9 +222,15 @@ class ResponsesFormatter(ResponseFormatter):
         opened: dict[str, Any] = self._items[-1]["content"][0]
         return opened
 
+    def _begin_call(self, name: ToolName) -> None:
+        space = {} if name.namespace is None else {"namespace": name.namespace}
+        if name.kind == "custom":
+            self._begin("custom_tool_call", name=name.name, call_id=call_id(), input="", **space)
+        else:
+            self._begin("function_call", name=name.name, call_id=call_id(), arguments="", **space)
+
     def _begin(self, kind: str, **fields: Any) -> None:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        item = {"id": f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
         self._open = True
         self._emit("output_item.added", output_index=len(self._items) - 1, item=item)
@@ -323,7 +261,7 @@ class ResponsesFormatter(ResponseFormatter):
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": _written(text_format) if text_format is not None else {"type": "text"}},
             "tool_choice": _written(request.tool_choice) or "auto",
-            "tools": [{"parameters": None, "strict": None, **_written(tool)} for tool in request.tools or ()],
+            "tools": [_echoed(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
@@ -337,6 +275,11 @@ def _written(value: Any) -> Any:
     """Return a struct as its fields that are given."""
     fields = msgspec.to_builtins(value)
     return {key: item for key, item in fields.items() if item is not None} if isinstance(fields, dict) else fields
+
+
+def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as the client gave it; of functions the SDK's types ask for all fields."""
+    return {"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
 
 
 def _usage(response: ResponseStream) -> dict[str, Any]:

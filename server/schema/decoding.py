@@ -146,7 +146,7 @@ async def read_json(
     try:
         decoded = decode(body)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from None
+        raise located(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if (half := _LONE_SURROGATE.search(body)) is not None:
             message = f"The body holds half of a surrogate pair, {half[0].decode()}: send whole characters."
@@ -179,10 +179,10 @@ def unsupported(field: str, why: str, details: Mapping[str, Any] | None = None) 
     return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter", details=details)
 
 
-def _validation_error(text: str) -> InvalidRequestError:
-    """Take msgspec's "Expected `int`, got `str` - at `$.max_tokens`" apart; the path becomes `param`."""
+def located(text: str, place: str = "") -> InvalidRequestError:
+    """Take msgspec's "Expected `int`, got `str` - at `$.max_tokens`" apart; the path under `place` becomes `param`."""
     reason, _, path = text.partition(" - at `")
-    param = path.rstrip("`").removeprefix("$").removeprefix(".")
+    param = (place + path.rstrip("`").removeprefix("$")).removeprefix(".")
     if missing := _MISSING.search(reason):
         param = f"{param}.{missing[1]}" if param else missing[1]
         reason = f"{missing[1]} is required"

@@ -85,12 +85,14 @@ _GENERATES: Final = "is not offered: an embedding is not generated"
 _CHATS_ALONE: Final = "is a field of /v1/chat/completions"
 _NO_CONTAINER: Final = (*_NOTHING, {}, {"id": None}, {"skills": []}, {"id": None, "skills": []})
 _NO_THREADS: Final = "needs stored conversations, which this server does not keep: send all messages"
+_MESSAGES_ALONE: Final = "is a field of /v1/messages"
 
 REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
     "/v1/chat/completions": {
         **_EVERYWHERE,
         **_refuse("truncation", "is a field of /v1/responses: use truncate_prompt_tokens", ("disabled",)),
-        **_refuse("documents web_search_options"),
+        **_refuse("documents"),
+        **_refuse("mcp_servers", _MESSAGES_ALONE),
         **_refuse("audio", "is not offered: this server makes text"),
         **_refuse("chat_template", "is not accepted from a request"),
         **_refuse("add_special_tokens", "is not offered: the chat template writes them"),
@@ -114,7 +116,8 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("suffix", "is not offered: the model does not fill in the middle"),
         **_refuse("messages tools tool_choice parallel_tool_calls reasoning_effort chat_template_kwargs", _CHATS_ALONE),
         **_refuse("continue_final_message add_generation_prompt modalities chat_template documents", _CHATS_ALONE),
-        **_refuse("verbosity reasoning functions function_call audio prediction", _CHATS_ALONE),
+        **_refuse("verbosity reasoning functions function_call audio prediction web_search_options", _CHATS_ALONE),
+        **_refuse("mcp_servers", _MESSAGES_ALONE),
         **_use(max_completion_tokens="max_tokens", max_output_tokens="max_tokens", top_logprobs="logprobs"),
         **_use(
             input="prompt",
@@ -137,7 +140,7 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("conversation", "needs stored conversations, which this server does not keep: send the whole input"),
         **_refuse("prompt", "needs stored prompts, which this server does not keep: send instructions and input"),
         **_refuse("context_management", "is not offered: send what the model shall see"),
-        **_refuse("max_tool_calls", "concerns built-in tools, which are not offered"),
+        **_refuse("mcp_servers", _MESSAGES_ALONE),
         **_refuse("previous_input_messages enable_response_messages", "is not offered: send the whole input"),
         **_refuse("n best_of", "is not offered: a response has one answer", _ONE),
         **_refuse("echo suffix add_special_tokens prompt_logprobs input_ids", "is not offered: use /v1/completions"),
@@ -153,12 +156,11 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("compaction", "is not offered: send what the model shall see"),
         **_refuse("container", "is not offered: the server runs no code", _NO_CONTAINER),
         **_refuse("inference_geo", "is not offered: the answer is made where this server runs", ("", "global")),
-        **_refuse("mcp_servers", "is not offered: call the servers' tools from your side"),
         "thread": Refusal(_NO_THREADS, details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]}),
         **_refuse("n best_of", "is not offered: a message has one answer", _ONE),
         **_refuse("logprobs top_logprobs prompt_logprobs return_token_ids stream_options modalities", _CHATS_ALONE),
         **_refuse("continue_final_message add_generation_prompt chat_template_kwargs verbosity", _CHATS_ALONE),
-        **_refuse("prediction chat_template documents functions function_call", _CHATS_ALONE),
+        **_refuse("prediction chat_template documents functions function_call web_search_options", _CHATS_ALONE),
         **_refuse("echo add_special_tokens input_ids suffix", "is not offered: use /v1/completions"),
         **_refuse("include", "is not offered: use /v1/responses"),
         **_refuse("truncation", "is a field of /v1/responses: use truncate_prompt_tokens", ("disabled",)),
@@ -179,6 +181,7 @@ REFUSED: Final[Mapping[str, Mapping[str, Refusal]]] = {
         **_refuse("verbosity prediction modalities include instructions system truncation", _GENERATES),
         **_refuse("chat_template_kwargs continue_final_message add_generation_prompt chat_template", _GENERATES),
         **_refuse("output_config output_format context_management echo return_token_ids", _GENERATES),
+        **_refuse("web_search_options mcp_servers", _GENERATES),
         **_refuse("truncate_prompt_tokens truncation_side", "is not offered: send what the model shall see"),
         **_refuse("add_special_tokens", "is not offered: send token ids", (True,)),
         **_refuse("normalize", "is not offered: the model's files say whether it normalizes", (True,)),
@@ -199,6 +202,7 @@ IGNORED: Final[Mapping[str, str]] = {
         "names who pays, or what else sees the request": "billing_policy diagnostics fallback_credit_token"
         " user_profile_id workspace_id betas speed",
         "names the models that answer what this one declines": "fallbacks",
+        "bounds the calls of tools that are not run here": "max_tool_calls",
         "concerns caches and slots": "cache_control cache_prompt n_cache_reuse id_slot backend_sampling",
         "concerns speculation, which changes no token": "speculative.n_max speculative.n_min speculative.p_min"
         " speculative.type speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_m_hits",

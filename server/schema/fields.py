@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from server.schema.decoding import invalid, unsupported
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
-MAX_TOOLS: Final = 128
+MAX_TOOLS: Final = 1024
 MAX_STOP_CHARS: Final = 1024
 MAX_KEY_CHARS: Final = 1024
 
@@ -48,12 +48,26 @@ class TextPart(Struct, kw_only=True):
 class FunctionCall(Struct, kw_only=True):
     name: str
     arguments: str = ""
+    namespace: str | None = None
+
+
+class CustomCall(Struct, kw_only=True):
+    name: str
+    input: str
+    namespace: str | None = None
 
 
 class ToolCall(Struct, kw_only=True):
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+    @property
+    def called(self) -> FunctionCall:
+        """The function's call, which a conversation has in every call."""
+        assert self.function is not None, "checked with the message"
+        return self.function
 
 
 class Message(Struct, kw_only=True):
@@ -85,6 +99,9 @@ class Message(Struct, kw_only=True):
             called = self.tool_calls or self.function_call or self.refusal is not None
             if self.role != "assistant" or not called:
                 raise invalid(f"{field}.content", "is required")
+        for index, call in enumerate(self.tool_calls or ()):
+            if (call.function if call.type == "function" else call.custom) is None:
+                raise invalid(f"{field}.tool_calls[{index}].{call.type}", "is required")
         if self.role == "tool" and not self.tool_call_id:
             raise invalid(f"{field}.tool_call_id", "is required in a tool message")
 
@@ -97,13 +114,15 @@ def check_parts(parts: Sequence[TextPart], field: str) -> None:
 
 
 class FunctionDefinition(Struct, kw_only=True):
-    name: Name
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class Tool(Struct, kw_only=True):
+    """A function, as a model sees it."""
+
     type: str
     function: FunctionDefinition | None = None
 
@@ -116,32 +135,6 @@ class Tool(Struct, kw_only=True):
     def parameters(self) -> dict[str, Any]:
         """The schema of the function's arguments."""
         return (self.function and self.function.parameters) or {"type": "object"}
-
-
-class NamedFunction(Struct, kw_only=True):
-    name: str
-
-
-class AllowedTools(Struct, kw_only=True):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
-
-
-class ToolChoice(Struct, kw_only=True):
-    """One function (`type` function), or some of the tools (`type` allowed_tools), each named in the same way."""
-
-    type: str
-    function: NamedFunction | None = None
-    allowed_tools: AllowedTools | None = None
-
-    def names(self) -> list[str]:
-        """Return the names of the functions. Raises InvalidRequestError."""
-        match self:
-            case ToolChoice(type="function", function=NamedFunction(name=name)):
-                return [name]
-            case ToolChoice(type="allowed_tools", allowed_tools=AllowedTools(tools=tools)):
-                return [tool.function.name if tool.function else "" for tool in tools]
-        raise unsupported("tool_choice.type", "can only be function or allowed_tools")
 
 
 class JsonSchemaFormat(Struct, kw_only=True):

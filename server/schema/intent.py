@@ -6,14 +6,13 @@ found later names the field that the client sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from server.schema.decoding import invalid
 from server.schema.fields import Message, ModelFields, ResponseFormat, Tool, check_constraints
-
-ToolMode = Literal["none", "auto", "required", "named"]
+from server.schema.tools import Ignored, Toolbox, ToolMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +26,6 @@ class FieldNames:
 
 
 CHAT_NAMES: Final = FieldNames()
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The use that the model has to make of the tools."""
-
-    mode: ToolMode = "none"
-    names: Collection[str] | None = None
-    """The functions that it may call; None: all. With the mode `named` the one that it has to call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +67,10 @@ class ChatIntent:
     tool_mode: ToolMode = "none"
     named_tool: Tool | None = None
     """The one function that has to be called, in the mode `named`."""
+    toolbox: Toolbox = field(default_factory=Toolbox)
+    """The names and the grammars of the tools."""
+    dropped_items: tuple[Ignored, ...] = ()
+    """Items of the history that only a vendor's server could read."""
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     affinity_key: str | None = None
@@ -85,6 +79,10 @@ class ChatIntent:
     def names(self) -> FieldNames:
         return self.conversation.names
 
+    @property
+    def ignored(self) -> tuple[Ignored, ...]:
+        return self.toolbox.ignored + self.dropped_items
+
     def check(self) -> None:
         """Check what no single field can say. Raises InvalidRequestError."""
         structured, name = self.fields.structured_outputs, self.names.response_format
@@ -92,18 +90,3 @@ class ChatIntent:
         if structured is not None and self.tool_mode != "none":
             why = f"would keep the model from calling tools: use {name} or tool_choice none"
             raise invalid("structured_outputs", why)
-
-
-def visible_tools(tools: Sequence[Tool], choice: ToolUse) -> tuple[Sequence[Tool], Tool | None]:
-    """Return the tools that the model sees, and the one that it has to call. Raises InvalidRequestError."""
-    names = [tool.name for tool in tools]
-    if not set(choice.names or ()).issubset(names):
-        raise invalid("tool_choice", "names a function that is not among the tools")
-    if choice.mode == "none":
-        return (), None
-    if not tools:
-        raise invalid("tool_choice", "needs tools")
-    if choice.names is None:
-        return tools, None
-    chosen = [tool for tool in tools if tool.name in choice.names]
-    return (tools, chosen[0]) if choice.mode == "named" else (chosen, None)

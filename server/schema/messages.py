@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from server.schema.decoding import invalid, unsupported
 from server.schema.fields import MAX_TOOLS, ModelFields, PositiveCount, Probability, check_stops, short_key
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
+from server.schema.tools import Ignored, Offer, OfferedTool, Toolbox, ToolName, converted, make_toolbox
 
 MAX_STOPS: Final = 16
 MessageRole = Literal["user", "assistant", "system"]
@@ -24,6 +25,9 @@ _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
     "system": ("text",),
 }
 """The types of blocks that each role's content may have."""
+
+
+_SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use")
 
 
 class ContentBlock(Struct, kw_only=True):
@@ -36,11 +40,18 @@ class ContentBlock(Struct, kw_only=True):
     input: msgspec.Raw = msgspec.Raw(b"")
     """JSON as the client wrote it."""
     tool_use_id: str | None = None
-    content: str | list[ContentBlock] | None = None
+    content: str | list[ContentBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
+
+    @property
+    def is_server_run(self) -> bool:
+        """It is a vendor's server's own call, or the result."""
+        return self.type in _SERVER_CALLS or (self.type != "tool_result" and self.type.endswith("_tool_result"))
 
     def check(self, field: str, allowed: tuple[str, ...]) -> None:
         """Raises InvalidRequestError; `field` is the block's path."""
+        if self.is_server_run and "tool_use" in allowed:
+            return
         if self.type not in allowed:
             raise unsupported(f"{field}.type", f"is {self.type[:64]!r}, and can here be {' or '.join(allowed)}")
         if self.type == "text" and self.text is None:
@@ -56,6 +67,8 @@ class ContentBlock(Struct, kw_only=True):
             if isinstance(self.content, list):
                 for index, part in enumerate(self.content):
                     part.check(f"{field}.content[{index}]", ("text",))
+            elif isinstance(self.content, dict):
+                raise invalid(f"{field}.content", "is a text or a list of blocks")
 
 
 class InputMessage(Struct, kw_only=True):
@@ -78,23 +91,15 @@ class ClientTool(Struct, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
     input_examples: list[Any] | None = None
 
     def check(self, field: str) -> None:
         """Raises InvalidRequestError; `field` is the tool's path."""
-        if self.type not in (None, "custom"):
-            why = f"is {self.type[:64]!r}, and can only be custom: give a name and an input_schema"
-            raise unsupported(f"{field}.type", why)
         if self.name is None:
             raise invalid(f"{field}.name", "is required")
         if self.input_schema is None or self.input_schema.get("type") != "object":
             raise invalid(f"{field}.input_schema", "must be a JSON schema with type: object")
-        if self.defer_loading:
-            raise unsupported(f"{field}.defer_loading", "needs tool search, which is not offered")
-        if self.allowed_callers not in (None, [], ["direct"]):
-            raise unsupported(f"{field}.allowed_callers", "can only be ['direct']: the server runs no code")
         if self.input_examples:
             raise unsupported(f"{field}.input_examples", "is not offered: put examples into the description")
 
@@ -147,7 +152,8 @@ class CountTokensRequest(ModelFields, kw_only=True):
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[ContentBlock] | None = None
-    tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    mcp_servers: list[Any] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -158,6 +164,12 @@ class CountTokensRequest(ModelFields, kw_only=True):
     temperature: Probability | None = None
     metadata: MessagesMetadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+
+    def toolbox(self) -> Toolbox:
+        """Return the tools. Those with a type of their own are known to Anthropic's models alone."""
+        read = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+        servers = [Ignored("mcp_servers", "mcp_servers")] if self.mcp_servers else []
+        return make_toolbox([*read, *servers])
 
     @property
     def affinity_key(self) -> str | None:
@@ -176,14 +188,26 @@ class CountTokensRequest(ModelFields, kw_only=True):
             self.context_management.check()
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
             raise invalid("output_format", "and output_config.format exclude each other")
-        for index, tool in enumerate(self.tools or ()):
-            tool.check(f"tools[{index}]")
         if self.tool_choice is not None and self.tool_choice.type == "tool" and not self.tool_choice.name:
             raise invalid("tool_choice.name", "is required")
         last = self.messages[-1]
         blocks = last.content if last.role == "assistant" and isinstance(last.content, list) else []
         if any(block.type == "tool_use" for block in blocks):
             raise invalid("messages", "end with a tool_use: send its tool_result in a message of the user")
+
+
+def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:
+    kind = given.get("type")
+    if isinstance(kind, str) and kind != "custom":
+        name = given.get("name")
+        return Ignored(kind, f"{field}.type", name if isinstance(name, str) else None)
+    tool = converted(given, ClientTool, field)
+    tool.check(field)
+    assert tool.name is not None, "just checked"
+    if tool.allowed_callers and "direct" not in tool.allowed_callers:
+        return Ignored(tool.allowed_callers[0], f"{field}.allowed_callers", tool.name)
+    definition = OfferedTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Offer(field, ToolName(tool.name), definition)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

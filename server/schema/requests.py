@@ -19,9 +19,9 @@ from server.schema.decoding import LARGE_BODY_BYTES, TextLimit, invalid, read_js
 from server.schema.field_table import Refusal, refused_at
 from server.schema.fields import (
     MAX_TOOLS,
-    AllowedTools,
     Count,
     FormatType,
+    FunctionCall,
     Message,
     ModelFields,
     PositiveCount,
@@ -30,11 +30,11 @@ from server.schema.fields import (
     SamplingFields,
     TextPart,
     TokenId,
-    Tool,
-    ToolChoice,
+    ToolCall,
     TopLogprobs,
 )
-from server.schema.intent import ChatIntent, Conversation, ToolUse, visible_tools
+from server.schema.intent import ChatIntent, Conversation
+from server.schema.tools import Ignored, Toolbox, ToolName, input_call, make_toolbox, read_choice, read_tools
 
 MAX_MESSAGES: Final = 65_536
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
@@ -48,9 +48,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    web_search_options: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
     modalities: list[str] | None = None
     continue_final_message: bool | None = None
@@ -82,13 +83,11 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def intent(self, *, clamps_max_tokens: bool = False) -> ChatIntent:
         """Return what a checked request asks for. Raises InvalidRequestError."""
-        for index, tool in enumerate(self.tools or ()):
-            if tool.type != "function" or tool.function is None:
-                raise unsupported(f"tools[{index}].type", "can only be function")
-        choice = self._tool_choice()
-        tools, named = visible_tools(self.tools or (), choice)
+        search = [] if self.web_search_options is None else [Ignored("web_search_options", "web_search_options")]
+        toolbox = make_toolbox([*read_tools(self.tools or (), nested=True), *search])
+        use, tools, named = toolbox.chosen(read_choice(self.tool_choice, toolbox, nested=True))
         conversation = Conversation(
-            messages=self.messages,
+            messages=[_with_model_names(message, toolbox) for message in self.messages],
             tools=tools,
             is_continued=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
@@ -104,8 +103,9 @@ class ChatRequest(SamplingFields, kw_only=True):
             clamps_max_tokens=clamps_max_tokens,
             num_top_logprobs=self.num_top_logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
-            tool_mode=choice.mode,
+            tool_mode=use.mode,
             named_tool=named,
+            toolbox=toolbox,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
             affinity_key=self.affinity_key,
@@ -113,17 +113,21 @@ class ChatRequest(SamplingFields, kw_only=True):
         intent.check()
         return intent
 
-    def _tool_choice(self) -> ToolUse:
-        match self.tool_choice:
-            case ToolChoice(allowed_tools=None) as choice:
-                return ToolUse("named", choice.names())
-            case ToolChoice(allowed_tools=AllowedTools(mode=mode)) as choice:
-                return ToolUse(mode, choice.names())
-            case None:
-                return ToolUse("auto" if self.tools else "none")
-            case "none" | "auto" | "required" as mode:
-                return ToolUse(mode)
-        raise invalid("tool_choice", "is none, auto, required, one function or allowed_tools")
+
+def _with_model_names(message: Message, toolbox: Toolbox) -> Message:
+    """Write a message's calls as functions, under the names that the model knows."""
+    if not message.tool_calls:
+        return message
+    calls = []
+    for call in message.tool_calls:
+        if call.custom is not None and call.type == "custom":
+            given = call.custom
+            function = input_call(toolbox.model_name(ToolName(given.name, "custom", given.namespace)), given.input)
+        else:
+            name = ToolName(call.called.name, "function", call.called.namespace)
+            function = FunctionCall(name=toolbox.model_name(name), arguments=call.called.arguments)
+        calls.append(ToolCall(id=call.id, function=function))
+    return msgspec.structs.replace(message, tool_calls=calls)
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -168,32 +172,22 @@ class EmbeddingRequest(RequestFields, kw_only=True):
 
 
 class InputItem(Struct, kw_only=True):
+    """An item of any type, which says what fields count."""
+
     type: str = "message"
     role: str | None = None
     content: str | list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[TextPart] | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    output: Any = None
+    action: Any = None
+    operation: Any = None
+    tools: Any = None
     id: str | None = None
     status: str | None = None
-
-
-class FunctionTool(Struct, kw_only=True):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponsesToolChoice(Struct, kw_only=True):
-    """One function (`type` function), or some of the tools (`type` allowed_tools)."""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[ResponsesToolChoice] | None = None
 
 
 class TextFormat(Struct, kw_only=True):
@@ -223,8 +217,8 @@ class ResponsesRequest(ModelFields, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: PositiveCount | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | ResponsesToolChoice | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

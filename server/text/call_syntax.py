@@ -17,6 +17,13 @@ _FIELDS: Final = re.compile(rf'"(name|type|id)"\s*:\s*({_STRING})\s*,')
 _HEAD: Final = re.compile(rf'\s*\{{((?:\s*"(?:name|type|id)"\s*:\s*{_STRING}\s*,)*)\s*({_STRING})\s*:\s*(?=\S)')
 """The fields before the arguments, and the key whose value begins where it ends."""
 _CUT_NAME: Final = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*(")?)\\?')
+_INPUT_HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_STRING_PART: Final = re.compile(
+    r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u]))'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
+)
+"""Whole characters of a JSON string: an escape, or a pair of surrogates, is not cut."""
+_ESCAPE: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]")
 _HEAD_START: Final = re.compile(r'\s*(?:\{\s*(?:"|\Z)|\Z)')
 _JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SCALAR_STOP: Final = re.compile(r"[,\]}\s]")
@@ -117,6 +124,65 @@ def is_json(text: str, *, cut: bool) -> bool:
     except RecursionError:
         return False
     return not cut
+
+
+class InputReader:
+    """Read a custom tool's text out of its call's arguments, `{"input": "..."}`, as they arrive.
+
+    Arguments of another form are kept to their end: of an object with one string this is the text, else all of it.
+    """
+
+    def __init__(self, *, raw: bool) -> None:
+        """`raw`: the arguments are the text itself."""
+        self._raw = raw
+        self._text = ""
+        self._inside = False
+        self._ended = False
+
+    def feed(self, text: str) -> str:
+        """Return what more arguments give."""
+        if self._raw:
+            return text
+        if self._ended:
+            return ""
+        self._text += text
+        if not self._inside:
+            head = _INPUT_HEAD.match(self._text)
+            if head is None:
+                return ""
+            self._inside = True
+            self._text = self._text[head.end() :]
+        whole = _STRING_PART.match(self._text)
+        assert whole is not None, "it matches the empty text"
+        self._ended = self._text[whole.end() : whole.end() + 1] == '"'
+        self._text = self._text[whole.end() :]
+        return _string(whole[0])
+
+    def end(self) -> str:
+        """Return what is kept, at the end of the arguments."""
+        if self._raw or self._ended:
+            return ""
+        if self._inside:
+            return _string(self._text.partition('"')[0])
+        try:
+            value = json.loads(self._text)
+        except (ValueError, RecursionError):
+            return self._text
+        texts = list(value.values()) if isinstance(value, dict) else [value]
+        return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else self._text
+
+
+def _string(part: str) -> str:
+    """Return the text of a part of a JSON string. What is no escape stays as it is."""
+    return _ESCAPE.sub(_character, part)
+
+
+def _character(escape: re.Match[str]) -> str:
+    try:
+        character: str = json.loads(f'"{escape[0]}"')
+    except ValueError:
+        return escape[0]
+    return character if character.isascii() or not "\ud800" <= character <= "\udfff" else "\ufffd"
 
 
 def unquoted(text: str) -> str:

@@ -268,7 +268,7 @@ class ChatTemplate:
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             fields["reasoning_content"] = reasoning
         if message.tool_calls:
-            fields["tool_calls"] = [_call(call.id, call.function) for call in message.tool_calls]
+            fields["tool_calls"] = [_call(call.id, call.called) for call in message.tool_calls]
         elif message.function_call:
             fields["tool_calls"] = [_call(message.function_call.name, message.function_call)]
         return fields
@@ -291,7 +291,7 @@ def _texts(conversation: Conversation) -> Iterator[str]:
         else:
             yield from (text for part in message.content or () if (text := part.text or part.refusal))
         yield from filter(None, (message.name, message.tool_call_id, message.reasoning_content, message.reasoning))
-        calls = [(call.id, call.function) for call in message.tool_calls or ()]
+        calls = [(call.id, call.called) for call in message.tool_calls or ()]
         if message.function_call is not None:
             calls.append(("", message.function_call))
         for id_, function in calls:
@@ -310,7 +310,7 @@ def _check_arguments(conversation: Conversation) -> Steps[None]:
     num_values = 0
     for number, message in enumerate(conversation.messages):
         calls = enumerate(message.tool_calls or ())
-        functions = {f"tool_calls[{place}].function": call.function for place, call in calls}
+        functions = {f"tool_calls[{place}].function": call.called for place, call in calls}
         if message.function_call is not None:
             functions["function_call"] = message.function_call
         for name, function in functions.items():

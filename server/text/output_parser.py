@@ -15,12 +15,13 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
-from server.text.call_syntax import JsonScanner, call_of, cut_name, is_json, match_head, unquoted
+from server.schema.tools import ToolKind, ToolName
+from server.text.call_syntax import InputReader, JsonScanner, call_of, cut_name, is_json, match_head, unquoted
 from server.text.detokenizer import ambiguous_len
 
 THINK: Final = "<think>"
@@ -50,10 +51,13 @@ def format_of(template: str) -> ToolFormat | None:
     return "hermes" if "<tool_call>" in template else None
 
 
-class OutputDelta(NamedTuple):
-    """More text of one kind. A call's text is its name, its arguments are JSON."""
+DeltaKind = Literal["content", "reasoning", "call", "arguments", "input"]
 
-    kind: Literal["content", "reasoning", "call", "arguments"]
+
+class OutputDelta(NamedTuple):
+    """More text of one kind. A call's text is its name, its arguments are JSON, a custom call's input is plain text."""
+
+    kind: DeltaKind
     text: str
 
 
@@ -70,6 +74,13 @@ class OutputRules:
     tool_names: frozenset[str] = frozenset()
     parallel: bool = True
     """False: keep only the first call."""
+    client_names: Mapping[str, ToolName] = field(default_factory=dict)
+    """The client's names of tools, by the model's. Calls of custom ones have an input."""
+    is_raw_input: bool = False
+    """The forced tool is a custom one, and the text is its input."""
+
+    def client_name(self, name: str) -> ToolName:
+        return self.client_names.get(name) or ToolName(name)
 
     @property
     def plain(self) -> bool:
@@ -109,6 +120,8 @@ class OutputParser:
         self._space = ""
         """White space of the content, held until more content follows."""
         self._num_calls = 0
+        self._input: InputReader | None = None
+        """The reader of the last call's input, if this is a custom tool's."""
         self._deltas: list[OutputDelta] = []
         self._reading = self._answer()
 
@@ -141,6 +154,7 @@ class OutputParser:
         yield from self._rest(self._content)
         if not self._num_calls:
             self._emit("content", self._space)
+        self._end_input()
 
     def _reasoning(self) -> Reading:
         start = self._rules.reasoning
@@ -324,20 +338,35 @@ class OutputParser:
         self._space = text[size:]
         self._emit("content", text[:size])
 
-    def _emit(self, kind: Literal["content", "reasoning", "call", "arguments"], text: str) -> None:
+    def _emit(self, kind: DeltaKind, text: str) -> None:
         if kind == "call":
+            self._end_input()
             self._num_calls += 1
             self._space = ""
-        dropped = kind in ("call", "arguments") and self._num_calls > 1 and not self._rules.parallel
+            if self._rules.client_name(text).kind == "custom":
+                self._input = InputReader(raw=self._rules.is_raw_input)
+        elif kind == "arguments" and self._input is not None:
+            kind, text = "input", self._input.feed(text)
+        elif kind == "content" and text:
+            self._end_input()
+        dropped = kind in ("call", "arguments", "input") and self._num_calls > 1 and not self._rules.parallel
         if dropped or not (text or kind == "call"):
             return
         if self._deltas and kind == self._deltas[-1].kind != "call":
             text = self._deltas.pop().text + text
         self._deltas.append(OutputDelta(kind, text))
 
+    def _end_input(self) -> None:
+        reader, self._input = self._input, None
+        if reader is not None:
+            self._emit("input", reader.end())
+
 
 def call_id() -> str:
     return "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARS))
+
+
+_TEXT_KEYS: Final[dict[ToolKind, str]] = {"function": "arguments", "custom": "input"}
 
 
 class ChoiceMessage:
@@ -362,13 +391,16 @@ class ChoiceMessage:
                 case "reasoning":
                     deltas.append({"reasoning_content": part})
                 case "call":
-                    function = {"name": part, "arguments": ""}
-                    call = {"index": self._num_calls, "id": call_id(), "type": "function", "function": function}
+                    name = self._rules.client_name(part)
+                    called = {"name": name.name, _TEXT_KEYS[name.kind]: ""}
+                    if name.namespace is not None:
+                        called["namespace"] = name.namespace
+                    call = {"index": self._num_calls, "id": call_id(), "type": name.kind, name.kind: called}
                     deltas.append({"tool_calls": [call]})
                     self._num_calls += 1
-                case "arguments":
-                    call = {"index": self._num_calls - 1, "function": {"arguments": part}}
-                    deltas.append({"tool_calls": [call]})
+                case "arguments" | "input":
+                    key = "function" if kind == "arguments" else "custom"
+                    deltas.append({"tool_calls": [{"index": self._num_calls - 1, key: {kind: part}}]})
         return deltas
 
     def whole(self, text: str) -> dict[str, Any]:
@@ -383,7 +415,8 @@ class ChoiceMessage:
                     del call["index"]
                     calls.append(call)
                 else:
-                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                    kind = calls[-1]["type"]
+                    calls[-1][kind][_TEXT_KEYS[kind]] += call[kind][_TEXT_KEYS[kind]]
         shown = content or (None if calls or self._rules.calls_alone else "")
         message: dict[str, Any] = {"role": "assistant", "content": shown, "refusal": None}
         if calls:

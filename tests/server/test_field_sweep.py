@@ -91,6 +91,7 @@ VALUES: Final[dict[str, dict[str, Any]]] = {
     "temperature": {"temperature": 0.5},
     "text": {"text": {"format": {"type": "json_object"}}},
     "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
+    "web_search_options": {"web_search_options": {}},
     "tools": {"tools": [TOOL]},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.5},
@@ -112,6 +113,7 @@ CHAT_VALUES: Final = {
     "top_logprobs": {"top_logprobs": 2, "logprobs": True},
     "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [TOOL], "tool_choice": "required"},
     "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
+    "web_search_options": {"web_search_options": {}},
     "tools": {"tools": [TOOL]},
 }
 RESPONSES_TOOL: Final = {"type": "function", **TOOL["function"]}
@@ -132,6 +134,7 @@ MESSAGES_VALUES: Final = {
     "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop_sequences": ["a"]},
     "system": {"system": "Be brief."},
     "thinking": {"thinking": {"type": "disabled"}},
+    "mcp_servers": {"mcp_servers": [{"type": "url", "name": "m", "url": "https://m.example"}]},
     "tools": {"tools": [ANTHROPIC_TOOL]},
     "tool_choice": {"tool_choice": {"type": "any"}, "tools": [ANTHROPIC_TOOL]},
 }
@@ -184,11 +187,12 @@ async def test_no_honoured_field_is_ignored(worker: ScriptedWorker, path: str) -
     async with gateway(worker) as target:
 
         async def observed(body: dict[str, Any]) -> tuple[Any, ...]:
-            status, _, raw = await post(target.url, body, path)
+            status, headers, raw = await post(target.url, body, path)
             assert status == 200, (body, raw)
             request = worker.received[-1]
             seeds = [choice.seed for choice in request.choices]
-            return list(request.prompt_ids), request.sampling, seeds, request.priority, request.root, shape(raw)
+            asked = list(request.prompt_ids), request.sampling, seeds, request.priority, request.root
+            return *asked, shape(raw), headers.get("x-headstart-ignored")
 
         for field in sorted(set(KINDS[path].__struct_fields__) - HINTS[path] - UNCHANGED):
             values = OWN[path][field]

@@ -146,6 +146,7 @@ async def test_the_prompt_is_that_of_the_chat(says: Says, name: str, template: s
 IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
 FORMAT: Any = {"type": "json_schema", "schema": {"type": "object"}}
 TOO_LONG: Any = {"messages": [user("word " * 3000)]}
+WEB: Any = {"type": "web_search_20250305", "name": "web_search"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
@@ -162,14 +163,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text"),
     (TOO_LONG, "prompt is too long: "),
     ({"system": [IMAGE]}, "system[0].type"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'"),
-    ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].type"),
+    ({"tools": [WEB], "tool_choice": {"type": "any"}}, "cannot run web_search_20250305"),
+    (
+        {"tools": [TOOL, WEB], "tool_choice": {"type": "tool", "name": "web_search"}},
+        "tool_choice names web_search_20250305",
+    ),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{**TOOL, "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
     ({"tools": [{**TOOL, "name": "bad name"}]}, "tools[0].name"),
     ({"tools": [{**TOOL, "name": None}]}, "tools[0].name"),
-    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
-    ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [TOOL, {**TOOL, "description": "other"}]}, "tools[1].name"),
     ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),

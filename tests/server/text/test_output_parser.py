@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.schema.tools import ToolName
 from server.text.call_syntax import JsonScanner, call_of
-from server.text.output_parser import MAX_NAME_CHARS, OutputParser, OutputRules, format_of
+from server.text.output_parser import MAX_NAME_CHARS, OutputDelta, OutputParser, OutputRules, format_of
 
 HERMES = OutputRules(tools="hermes")
 LLAMA = OutputRules(tools="llama3", tool_names=frozenset({"f", "g"}))
@@ -174,3 +175,35 @@ def test_a_text_that_is_no_call_name_is_not_held_back() -> None:
 
 def test_a_call_too_deep_to_parse_is_no_call() -> None:
     assert call_of('{"name":' * 100_000 + "1" + "}" * 100_000) is None
+
+
+CUSTOM = OutputRules(tools="hermes", client_names={"say": ToolName("say", "custom")})
+INPUTS = {
+    '{"input": "a\\n\\"b\\" \\u00e9 \\ud83c\\udf89 \\\\"}': 'a\n"b" é 🎉 \\',
+    '{"input": ""}': "",
+    '{"input": "a\\ud83cb\\udf89"}': "a\ufffdb\ufffd",
+    '{"input": "a", "note": "b"}': "a",
+    '{"patch": "a\\nb"}': "a\nb",
+    '{"a": 1, "b": 2}': '{"a": 1, "b": 2}',
+    '"plain text"': "plain text",
+}
+
+
+@pytest.mark.parametrize("arguments", INPUTS)
+def test_the_input_of_a_custom_tool(arguments: str) -> None:
+    """However the text is cut, and whatever form the model gives the arguments."""
+    written = f'<tool_call>{{"name": "say", "arguments": {arguments}}}</tool_call>'
+    for size in (1, 2, 3, 5, 7, len(written)):
+        parser, deltas = OutputParser(CUSTOM), []
+        for start in range(0, len(written), size):
+            deltas += parser.feed(written[start : start + size], last=start + size >= len(written))
+        assert "".join(delta.text for delta in deltas if delta.kind == "input") == INPUTS[arguments]
+        assert [delta.text for delta in deltas if delta.kind != "input"] == ["say"]
+
+
+def test_the_input_of_a_custom_tool_comes_as_it_is_written() -> None:
+    parser = OutputParser(CUSTOM)
+    parser.feed('<tool_call>{"name": "say", "arguments": {"input": "ab', last=False)
+    assert parser.feed("cd\\", last=False) == [OutputDelta("input", "cd")]
+    assert parser.feed('ne"', last=False) == [OutputDelta("input", "\ne")]
+    assert parser.feed("}}</tool_call>", last=True) == []

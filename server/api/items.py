@@ -1,0 +1,136 @@
+"""The history of /v1/responses: its items become the messages of a chat.
+
+message                                           a message
+function_call, custom_tool_call and their outputs a call under the model's name, a tool's message
+local_shell_call, shell_call, apply_patch_call    a call that the client ran, and its output
+reasoning                                         dropped, as templates do
+web_search_call, file_search_call, mcp_call, ...  dropped and named: a vendor's server ran them
+item_reference, compaction, any other             refused: what they stand for is not here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from server.api.formatting import encode_json
+from server.schema import fields as schema
+from server.schema.decoding import invalid, located, unsupported
+from server.schema.requests import InputItem, ResponsesRequest
+from server.schema.tools import Ignored, Offer, Toolbox, ToolName, input_call, read_tools
+
+_TOOL_ITEMS: Final = ("additional_tools", "tool_search_output")
+"""Items that bring tools along."""
+_CLIENT_RUN: Final = ("local_shell_call", "shell_call", "apply_patch_call", "tool_search_call")
+_SERVER_RUN: Final = frozenset(
+    {
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call"),
+        *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program", "program_output"),
+    }
+)
+_GONE: Final = {
+    "item_reference": "names a stored item, and nothing is stored here: send the item itself",
+    "compaction": "can only be read by the server that wrote it: send the items that it stands for, or a summary",
+    "context_compaction": "can only be read by the server that wrote it: send the items that it stands for",
+    "compaction_summary": "can only be read by the server that wrote it: send the items that it stands for",
+    "compaction_trigger": "asks for a compaction, which is not offered: send what the model shall see",
+}
+
+
+def tools_of_items(items: str | Sequence[InputItem]) -> list[Offer | Ignored]:
+    """Return the tools that items bring along. Raises InvalidRequestError."""
+    found: list[Offer | Ignored] = []
+    for index, item in enumerate(() if isinstance(items, str) else items):
+        if item.type in _TOOL_ITEMS and item.tools:
+            path = f"input[{index}].tools"
+            if not isinstance(item.tools, list) or not all(isinstance(tool, dict) for tool in item.tools):
+                raise invalid(path, "is a list of tools")
+            found += read_tools(item.tools, nested=False, path=path)
+    return found
+
+
+def messages_of_items(request: ResponsesRequest, toolbox: Toolbox) -> tuple[list[schema.Message], tuple[Ignored, ...]]:
+    """Return the messages, and the items that are left out. Raises InvalidRequestError."""
+    messages = [] if request.instructions is None else [schema.Message(role="system", content=request.instructions)]
+    dropped: list[Ignored] = []
+    items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    if not items:
+        raise invalid("input", "must not be empty")
+    for index, item in enumerate(items):
+        field = f"input[{index}]"
+        if item.type in _SERVER_RUN:
+            dropped.append(Ignored(item.type, f"{field}.type"))
+            continue
+        for message in _messages(item, field, toolbox):
+            if message.tool_calls and messages and messages[-1].role == "assistant":  # calls in a row are one message
+                calls = [*(messages[-1].tool_calls or ()), *message.tool_calls]
+                messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
+            else:
+                messages.append(message)
+    if not messages:
+        raise invalid("input", "holds no message")
+    return messages, tuple(dropped)
+
+
+def _messages(item: InputItem, field: str, toolbox: Toolbox) -> Iterator[schema.Message]:
+    match item.type:
+        case "message":
+            if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
+                raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
+            if isinstance(item.content, list):
+                schema.check_parts(item.content, f"{field}.content")
+            yield schema.Message(role=item.role, content=item.content)
+        case "function_call":
+            if not (item.call_id and item.name) or not isinstance(item.arguments, str):
+                raise invalid(field, "is a function_call without call_id, name or arguments")
+            name = toolbox.model_name(ToolName(item.name, "function", item.namespace or None))
+            yield _call(item.call_id, schema.FunctionCall(name=name, arguments=item.arguments))
+        case "custom_tool_call":
+            if not (item.call_id and item.name) or not isinstance(item.input, str):
+                raise invalid(field, "is a custom_tool_call without call_id, name or input")
+            name = toolbox.model_name(ToolName(item.name, "custom", item.namespace or None))
+            yield _call(item.call_id, input_call(name, item.input))
+        case "function_call_output" | "custom_tool_call_output":
+            if not item.call_id or item.output is None:
+                raise invalid(field, f"is a {item.type} without call_id or output")
+            yield schema.Message(
+                role="tool", tool_call_id=item.call_id, content=_output(item.output, f"{field}.output")
+            )
+        case "reasoning" | "additional_tools":
+            return
+        case kind if kind in _CLIENT_RUN:
+            given = item.action or item.operation or item.arguments or {}
+            arguments = given if isinstance(given, str) else encode_json(given).decode()
+            function = schema.FunctionCall(name=kind.removesuffix("_call"), arguments=arguments)
+            yield _call(item.call_id or item.id or kind, function)
+        case "tool_search_output":
+            yield schema.Message(role="tool", tool_call_id=item.call_id or item.id or "", content=_names_of(item.tools))
+        case kind if kind.removesuffix("_output") in _CLIENT_RUN:
+            said = item.output if item.output is not None else item.status or ""
+            text = said if isinstance(said, str) else encode_json(said).decode()
+            yield schema.Message(role="tool", tool_call_id=item.call_id or item.id or kind, content=text)
+        case kind:
+            why = _GONE.get(kind, "can be message, function_call, custom_tool_call, or an output of such a call")
+            raise unsupported(f"{field}.type", f"is {kind[:64]!r}: it {why}" if kind in _GONE else why)
+
+
+def _call(id_: str, function: schema.FunctionCall) -> schema.Message:
+    return schema.Message(role="assistant", tool_calls=[schema.ToolCall(id=id_, function=function)])
+
+
+def _output(output: object, field: str) -> str | list[schema.TextPart]:
+    if isinstance(output, str):
+        return output
+    try:
+        parts = msgspec.convert(output, list[schema.TextPart])
+    except msgspec.ValidationError as error:
+        raise located(str(error), field) from None
+    schema.check_parts(parts, field)
+    return parts
+
+
+def _names_of(tools: Any) -> str:
+    names = [str(tool.get("name")) for tool in tools or () if isinstance(tool, dict)]
+    return f"Loaded: {', '.join(names)}" if names else "Nothing was found."

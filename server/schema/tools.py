@@ -1,0 +1,352 @@
+"""The tools of a request: as the client offers them, as the model sees them, and the names that lead back.
+
+function    a function, under its own name
+custom      a function with one text argument, `input`
+namespace   its tools, as functions named NAMESPACE__NAME
+any other   a tool that only its vendor's server, or a model trained on it, can use: left out and named
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from server.errors import InvalidRequestError
+from server.schema.decoding import invalid, located, unsupported
+from server.schema.fields import MAX_TOOLS, FunctionCall, FunctionDefinition, Tool
+from worker.wire import Grammar
+
+ToolMode = Literal["none", "auto", "required", "named"]
+ToolKind = Literal["function", "custom"]
+INPUT: Final = "input"
+"""The one argument of a custom tool."""
+_MAX_MODEL_NAME: Final = 64
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_NAME_WITHIN: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+"""The pattern of a namespace and of its tools: the model sees another name anyway."""
+_CANNOT_RUN: Final = "a tool that this server cannot run: give it as a function with a schema"
+_KINDS: Final[dict[str, ToolKind]] = {"function": "function", "custom": "custom"}
+_MODES: Final[dict[str, ToolMode]] = {"none": "none", "auto": "auto", "required": "required"}
+_CHOICES: Final = "is none, auto, required, one function or custom tool, or allowed_tools"
+StructT = TypeVar("StructT", bound=Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolName:
+    """The client's name of a tool."""
+
+    name: str
+    kind: ToolKind = "function"
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A part of a request that is left out of the prompt, as only a vendor's server or model could use it."""
+
+    type: str
+    field: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The use that the model has to make of the tools."""
+
+    mode: ToolMode = "none"
+    names: Collection[ToolName] | None = None
+    """The tools that it may call; None: all. With the mode `named` the one that it has to call."""
+
+
+class GrammarDefinition(Struct, kw_only=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomFormat(Struct, kw_only=True):
+    """A format, with its grammar in it (chat) or next to its type (responses)."""
+
+    type: Literal["text", "grammar"]
+    grammar: GrammarDefinition | None = None
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    def given(self, path: str) -> GrammarDefinition | None:
+        """Raises InvalidRequestError; `path` is the format's."""
+        if self.type == "text":
+            return None
+        if self.grammar is not None:
+            return self.grammar
+        if self.syntax is None or self.definition is None:
+            raise invalid(path, "of type grammar needs syntax (lark or regex) and definition")
+        return GrammarDefinition(syntax=self.syntax, definition=self.definition)
+
+
+class OfferedTool(Struct, kw_only=True):
+    """The fields of a function or a custom tool that are read."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+    allowed_callers: list[str] | None = None
+
+
+class OfferedNamespace(Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    tools: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tool that the model can call."""
+
+    field: str
+    name: ToolName
+    definition: OfferedTool
+    grammar: GrammarDefinition | None = None
+    preface: str = ""
+    """The description of a namespace, with its first tool."""
+
+    def tool(self, model_name: str) -> Tool:
+        """Return the tool as the model sees it."""
+        given = self.definition
+        parts, parameters = [self.preface, given.description or ""], given.parameters
+        if self.name.kind == "custom":
+            text: dict[str, Any] = {"type": "string"}
+            if self.grammar is not None:
+                parts.append(f"`{INPUT}` is text of this {self.grammar.syntax} grammar:\n{self.grammar.definition}")
+                if self.grammar.syntax == "regex":
+                    text["pattern"] = f"^(?:{self.grammar.definition})$"
+            parameters = {
+                "type": "object",
+                "properties": {INPUT: text},
+                "required": [INPUT],
+                "additionalProperties": False,
+            }
+        description = "\n\n".join(filter(None, parts)) or given.description
+        function = FunctionDefinition(
+            name=model_name, description=description, parameters=parameters, strict=given.strict
+        )
+        return Tool(type="function", function=function)
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of one request."""
+
+    tools: tuple[Tool, ...] = ()
+    """As the model sees them."""
+    names: Mapping[str, ToolName] = field(default_factory=dict)
+    """The client's names, by the model's."""
+    grammars: Mapping[str, Grammar] = field(default_factory=dict)
+    """The grammars of custom tools, by the model's names."""
+    ignored: tuple[Ignored, ...] = ()
+    model_names: Mapping[ToolName, str] = field(default_factory=dict)
+
+    def model_name(self, name: ToolName) -> str:
+        """Return the model's name of a tool that the client names, also of one that is no longer offered."""
+        other: ToolKind = "custom" if name.kind == "function" else "function"
+        for known in (name, ToolName(name.name, other, name.namespace)):
+            if known in self.model_names:
+                return self.model_names[known]
+        return joined_name(name)
+
+    def chosen(self, use: ToolUse) -> tuple[ToolUse, tuple[Tool, ...], Tool | None]:
+        """Return what is left of a use, the tools that the model sees, and the one that it has to call.
+
+        Raises InvalidRequestError for a use that needs what is not there.
+        """
+        types = ", ".join(dict.fromkeys(each.type for each in self.ignored))
+        for name in use.names or ():
+            if name not in self.model_names:
+                left_out = [each.type for each in self.ignored if each.name == name.name]
+                if left_out:
+                    raise unsupported("tool_choice", f"names {left_out[0]}, {_CANNOT_RUN}")
+                raise invalid("tool_choice", "names a function that is not among the tools")
+        nothing_usable = not self.tools or (use.names is not None and not use.names)
+        if use.mode == "none" or (use.mode == "auto" and nothing_usable and self.ignored):
+            return ToolUse("none"), (), None
+        if nothing_usable:
+            if self.ignored:
+                raise unsupported("tool_choice", f"asks for a call, and this server cannot run {types}")
+            raise invalid("tool_choice", "needs tools")
+        if use.names is None:
+            return use, self.tools, None
+        shown = {self.model_names[name] for name in use.names}
+        chosen = tuple(tool for tool in self.tools if tool.name in shown)
+        return (use, self.tools, chosen[0]) if use.mode == "named" else (use, chosen, None)
+
+
+def read_tools(given: Sequence[dict[str, Any]], *, nested: bool, path: str = "tools") -> list[Offer | Ignored]:
+    """Read OpenAI's tools. `nested`: a definition is under the tool's type, as in chats. Raises InvalidRequestError."""
+    read: list[Offer | Ignored] = []
+    for index, tool in enumerate(given):
+        place = f"{path}[{index}]"
+        if tool.get("type") != "namespace":
+            read.append(_offer(tool, place, nested=nested))
+            continue
+        space = converted(tool, OfferedNamespace, place)
+        _check_name(space.name, f"{place}.name", _NAME_WITHIN)
+        preface = f"{space.name}: {space.description}" if space.description else ""
+        for number, inner in enumerate(space.tools):
+            offer = _offer(inner, f"{place}.tools[{number}]", nested=nested, namespace=space.name, preface=preface)
+            preface = preface if isinstance(offer, Ignored) else ""
+            read.append(offer)
+    return read
+
+
+def _offer(
+    tool: dict[str, Any], place: str, *, nested: bool, namespace: str | None = None, preface: str = ""
+) -> Offer | Ignored:
+    written = tool.get("type")
+    if not isinstance(written, str) or not written:
+        raise invalid(f"{place}.type", "is required, and is a string")
+    kind = _KINDS.get(written)
+    if kind is None:
+        name = tool.get("name")
+        return Ignored(written, f"{place}.type", name if isinstance(name, str) else None)
+    if nested:
+        place = f"{place}.{kind}"
+        tool = tool.get(kind) or {}
+        if not tool:
+            raise invalid(place, "is required")
+    definition = converted(tool, OfferedTool, place)
+    _check_name(definition.name, f"{place}.name", _NAME if namespace is None else _NAME_WITHIN)
+    callers = definition.allowed_callers
+    if callers and "direct" not in callers:
+        return Ignored(callers[0], f"{place}.allowed_callers", definition.name)
+    form = definition.format if kind == "custom" else None
+    grammar = None if form is None else form.given(f"{place}.format")
+    return Offer(place, ToolName(definition.name, kind, namespace), definition, grammar, preface)
+
+
+def make_toolbox(read: Sequence[Offer | Ignored]) -> Toolbox:
+    """Give each tool a name of its own for the model. Raises InvalidRequestError."""
+    if len(read) > MAX_TOOLS:
+        raise invalid("tools", f"take at most {MAX_TOOLS} tools")
+    offers: dict[ToolName, Offer] = {}
+    for offer in read:
+        if isinstance(offer, Ignored):
+            continue
+        first = offers.setdefault(offer.name, offer)
+        if first.definition != offer.definition:
+            why = f"is the name of {first.field} too, which differs: give each tool a name of its own"
+            raise invalid(f"{offer.field}.name", why)
+    names = {name.name: name for name in offers if name.namespace is None and name.kind == "function"}
+    for name in offers:
+        if names.get(name.name) != name:
+            names[_free_name(joined_name(name), names)] = name
+    model_names = {name: model_name for model_name, name in names.items()}
+    grammars = {}
+    for name, offer in offers.items():
+        if offer.grammar is not None:
+            kind: Literal["grammar", "regex"] = "grammar" if offer.grammar.syntax == "lark" else "regex"
+            grammars[model_names[name]] = Grammar(kind, offer.grammar.definition)
+    return Toolbox(
+        tools=tuple(offer.tool(model_names[name]) for name, offer in offers.items()),
+        names=names,
+        grammars=grammars,
+        ignored=tuple(each for each in read if isinstance(each, Ignored)),
+        model_names=model_names,
+    )
+
+
+def joined_name(name: ToolName) -> str:
+    """Return what the model calls a tool, if no other has this name: NAMESPACE__NAME, in at most 64 characters."""
+    if name.namespace is None:
+        return name.name
+    text = re.sub(r"[^A-Za-z0-9_-]", "_", f"{name.namespace.rstrip('_')}__{name.name}")
+    if len(text) <= _MAX_MODEL_NAME:
+        return text
+    digest = blake2b(f"{name.namespace}\0{name.name}".encode(), digest_size=4).hexdigest()
+    return f"{text[: _MAX_MODEL_NAME - len(digest) - 1]}_{digest}"
+
+
+def _free_name(text: str, taken: Collection[str]) -> str:
+    number, free = 1, text
+    while free in taken:
+        number += 1
+        free = f"{text[: _MAX_MODEL_NAME - 5]}_{number}"
+    return free
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]]
+
+
+def read_choice(choice: str | dict[str, Any] | None, toolbox: Toolbox, *, nested: bool) -> ToolUse:
+    """Read OpenAI's `tool_choice`. Raises InvalidRequestError."""
+    if choice is None:
+        return ToolUse("auto" if toolbox.tools else "none")
+    if isinstance(choice, str):
+        if choice not in _MODES:
+            raise invalid("tool_choice", _CHOICES)
+        return ToolUse(_MODES[choice])
+    match choice:
+        case {"type": "allowed_tools"}:
+            place = "tool_choice.allowed_tools" if nested else "tool_choice"
+            allowed = converted(choice.get("allowed_tools") or {} if nested else choice, AllowedTools, place)
+            if not 1 <= len(allowed.tools) <= MAX_TOOLS:
+                raise invalid(f"{place}.tools", f"holds 1 to {MAX_TOOLS} tools")
+            return ToolUse(allowed.mode or "auto", list(_allowed(allowed, toolbox, place, nested=nested)))
+        case {"type": "function" | "custom"}:
+            return ToolUse("named", [_named(choice, "tool_choice", nested=nested)])
+        case {"type": str(kind)}:
+            raise unsupported("tool_choice.type", f"is {kind[:64]!r}, {_CANNOT_RUN}")
+    raise invalid("tool_choice", _CHOICES)
+
+
+def _allowed(allowed: AllowedTools, toolbox: Toolbox, place: str, *, nested: bool) -> Iterator[ToolName]:
+    types = {each.type for each in toolbox.ignored}
+    for index, tool in enumerate(allowed.tools):
+        kind, path = tool.get("type"), f"{place}.tools[{index}]"
+        if kind == "namespace":
+            inner = [name for name in toolbox.model_names if name.namespace == tool.get("name")]
+            if not inner:
+                raise invalid(f"{path}.name", "names a namespace that is not among the tools")
+            yield from inner
+        elif kind in ("function", "custom"):
+            yield _named(tool, path, nested=nested)
+        elif kind not in types:
+            raise invalid(f"{path}.type", "is not among the types of the tools")
+
+
+class _Named(Struct, kw_only=True):
+    name: str
+    namespace: str | None = None
+
+
+def _named(choice: dict[str, Any], place: str, *, nested: bool) -> ToolName:
+    kind: ToolKind = choice["type"]
+    inner = choice.get(kind) if nested else choice
+    named = converted(inner if isinstance(inner, dict) else {}, _Named, f"{place}.{kind}" if nested else place)
+    return ToolName(named.name, kind, named.namespace)
+
+
+def converted(value: object, kind: type[StructT], place: str) -> StructT:
+    """Read a part of a body. Raises InvalidRequestError, which names the field under `place`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise located(str(error), place) from None
+
+
+def input_call(model_name: str, text: str) -> FunctionCall:
+    """Return a custom tool's call as the model has written it."""
+    return FunctionCall(name=model_name, arguments=json.dumps({INPUT: text}, ensure_ascii=False))
+
+
+def _check_name(name: str, place: str, pattern: re.Pattern[str]) -> None:
+    if pattern.fullmatch(name) is None:
+        raise InvalidRequestError(f"{place}: must match {pattern.pattern!r}.", param=place)
