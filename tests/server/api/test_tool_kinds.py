@@ -19,9 +19,10 @@ from server.request.choice import ChoiceDelta
 from server.schema.requests import ChatRequest, ResponsesRequest
 from server.schema.tools import make_toolbox, read_tools
 from server.text.output_parser import ChoiceMessage, OutputRules
-from tests.server.api.test_tools import WEATHER, Says
+from tests.server.api.test_tools import WEATHER, Says, follows
 from tests.server.gateway_app import gateway
 from tests.server.test_app import MESSAGES, chat, client, post
+from worker.grammar import GrammarCompiler
 from worker.wire import Grammar, TokenizerBundle
 
 CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -138,6 +139,48 @@ async def test_a_named_custom_tool_is_held_to_its_grammar(says: Says, syntax: st
     (item,) = json.loads(raw)["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", "a+b")
     assert worker.received[0].sampling.grammar == Grammar(kind, "a.b")
+
+
+PATCH = """start: begin hunk+ end
+begin: "*** Begin Patch" LF
+end: "*** End Patch" LF?
+hunk: "*** Add File: " /(.+)/ LF ("+" /(.*)/ LF)+
+%import common.LF
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "choice", "accepted", "refused"),
+    [
+        (
+            {"syntax": "lark", "definition": PATCH},
+            {"type": "custom", "name": "apply_patch"},
+            "*** Begin Patch\n*** Add File: a.txt\n+x\n*** End Patch",
+            "Here is",
+        ),
+        ({"syntax": "regex", "definition": "[a-c]+"}, {"type": "custom", "name": "apply_patch"}, "abc", "x"),
+        (
+            {"syntax": "regex", "definition": "[a-c]+"},
+            "required",
+            '[{"name": "apply_patch", "parameters": {"input": "abc"}}]',
+            '[{"name": "apply_patch", "parameters": {"input": "x"}}]',
+        ),
+        (None, {"type": "custom", "name": "apply_patch"}, '{"input": "any"}', "any"),
+    ],
+)
+async def test_the_grammars_compile_and_hold(says: Says, form: Any, choice: Any, accepted: str, refused: str) -> None:
+    worker = says("x")
+    tool = {**CUSTOM, "format": form and {"type": "grammar", **form}}
+    async with gateway(worker) as target:
+        await post(target.url, asked("/v1/responses", tools=[tool], tool_choice=choice), "/v1/responses")
+    compiler = GrammarCompiler(worker.bundle)
+    try:
+        tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
+        for text, taken in ((accepted, True), (refused, False)):
+            constraint = (await compiler.constraints(worker.received[0]))[0]
+            assert follows(constraint, tokenizer.encode(text, add_special_tokens=False).ids) == taken, text
+    finally:
+        compiler.close()
 
 
 async def test_a_named_custom_tool_without_a_grammar_and_the_allowed_ones(says: Says) -> None:
