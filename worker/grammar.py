@@ -20,6 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from worker.common.json_schema import check_factors
 from worker.common.json_whitespace import whitespace_options
 from worker.scheduler.request import ConstraintError
 from worker.wire import GenerateRequest, Grammar, TokenizerBundle
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _NUM_THREADS: Final = 2
 _MAX_TEXT_BYTES: Final = 256 * 1024
+_STACK_BYTES: Final = 512 << 20
+"""A thread's stack, of which only what is used takes memory. A level takes some 12 KiB, and 30 bytes of a schema."""
 _PARSER_LIMITS: Final = LLParserLimits(
     max_grammar_size=500_000,
     initial_lexer_fuel=1_000_000,
@@ -90,7 +93,7 @@ class GrammarCompiler:
         self._bundle = bundle
         self._compile_timeout_s = compile_timeout_s
         self._max_cached_bytes = max_cached_bytes
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = _threads_with_stacks()
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -162,6 +165,20 @@ class GrammarCompiler:
             return self._tokenizer
 
 
+def _threads_with_stacks() -> ThreadPoolExecutor:
+    """Start the compiling threads. A schema recurses once for each reference in a row, and the compiler with it."""
+    threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+    all_started = threading.Barrier(_NUM_THREADS + 1)
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        for _ in range(_NUM_THREADS):
+            threads.submit(all_started.wait)
+    finally:
+        threading.stack_size(before)
+    all_started.wait()
+    return threads
+
+
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
     """Turn a panic of the library, a BaseException that would end the engine's thread, into a ConstraintError."""
@@ -205,7 +222,9 @@ def _from_schema(schema: object, *, compact: bool) -> str:
         raise ValueError(f"a JSON schema is an object, got {type(schema).__name__}")
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    overrides = cast("JsonCompileOptions", whitespace_options(schema, compact=compact))
+    check_factors(schema)
+    options = {**whitespace_options(schema, compact=compact), "coerce_one_of": True}
+    overrides = cast("JsonCompileOptions", options)
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
 
 

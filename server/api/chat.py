@@ -9,7 +9,6 @@ one function  its schema          that function's arguments
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from server.api import params
 from server.api.client_lines import without_client_lines
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ChunkFormatter, Spread, chat_logprobs, encode_json, response_id
+from server.api.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
 from server.api.limits import TokenLimits, check_text
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
@@ -31,8 +31,6 @@ from server.schema.requests import CHAT, ChatRequest
 from server.text.chat_template import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 from server.text.control_tokens import RenderedPrompt
 from server.text.output_parser import END_THINK, THINK, ChoiceMessage, OutputRules, ReasoningStart
-from worker.common.json_whitespace import whitespace_options
-from worker.wire import Grammar
 
 
 class ChatEndpoint(GenerateEndpoint):
@@ -60,7 +58,7 @@ async def chat_spec(
     prompt_ids = await limits.prompt_tokens(rendered.text, model, client_offsets=rendered.client_offsets)
     max_tokens = limits.token_budget(model, len(prompt_ids))
     rules = output_rules(intent, model, rendered.text)
-    grammar, grammar_param = chat_grammar(intent, model)
+    held = await chat_grammar(intent, model)
     spec = GenerationSpec(
         request_id=id_,
         model=model,
@@ -74,11 +72,12 @@ async def chat_spec(
             num_choices=intent.num_choices,
             logprobs=intent.num_top_logprobs,
             prompt_logprobs=intent.num_prompt_logprobs,
-            grammar=grammar,
+            grammar=held.grammar,
         ),
         rules=params.text_rules(fields, intent.stops, model, rules.markers()),
         prompt_param=names.messages,
-        grammar_param=grammar_param,
+        grammar_param=held.param,
+        relaxed=held.relaxed,
         priority=allowed_priority(identity, fields.priority),
         tenant=identity.tag,
         affinity_key=intent.affinity_key,
@@ -96,8 +95,8 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
             context.removed_line = removed.rule
     if model.template is None:
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param=param)
-    if conversation.tools and len(encode_json(conversation.tools)) > params.MAX_SCHEMA_BYTES:
-        raise invalid("tools", f"take at most {params.MAX_SCHEMA_BYTES} bytes of JSON")
+    if conversation.tools and len(encode_json(conversation.tools)) > MAX_SCHEMA_BYTES:
+        raise invalid("tools", f"take at most {MAX_SCHEMA_BYTES} bytes of JSON")
     if len(encode_json(conversation.template_kwargs)) > params.MAX_KWARGS_BYTES:
         raise invalid("chat_template_kwargs", f"takes at most {params.MAX_KWARGS_BYTES} bytes of JSON")
     num_chars, num_bytes = text_size(conversation)
@@ -119,80 +118,13 @@ def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputR
     if intent.tool_mode == "required":
         return OutputRules(tools="list", tool_names=names, parallel=parallel, client_names=known)
     reasoning: ReasoningStart = "none"
-    if model.thinks and params.grammar_of(intent.response_format, intent.fields.structured_outputs) is None:
+    if model.thinks and not is_held(intent.response_format, intent.fields.structured_outputs):
         reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
     if intent.tool_mode == "none":
         return OutputRules(reasoning=reasoning)
     return OutputRules(
         reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel, client_names=known
     )
-
-
-def chat_grammar(intent: ChatIntent, model: ServedModel) -> tuple[Grammar | None, str]:
-    """Return what the whole output is held to, and the field to blame when that cannot be compiled.
-
-    With tools in `auto` and a format, that is either the format or calls as the model's family writes them.
-    """
-    if intent.named_tool is not None:
-        own = intent.toolbox.grammars.get(intent.named_tool.name)
-        return own or Grammar("json_schema", json.dumps(intent.named_tool.parameters)), "tools"
-    if intent.tool_mode == "required":
-        return Grammar("json_schema", json.dumps(_calls_schema(intent, "parameters"))), "tools"
-    structured, name = intent.fields.structured_outputs, intent.names.response_format
-    answer = params.grammar_of(intent.response_format, structured, name)
-    if answer is None or intent.tool_mode == "none":
-        return answer, name if structured is None else "structured_outputs"
-    return _answer_or_calls(answer, intent, model), name
-
-
-def _answer_or_calls(answer: Grammar, intent: ChatIntent, model: ServedModel) -> Grammar:
-    """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
-    schema = json.loads(answer.text) if answer.text else {"type": "object"}
-    more = "*" if intent.parallel_tool_calls else ""
-    match model.tool_format:
-        case "hermes":
-            start, end = (_marker(model, marker) for marker in ("<tool_call>", "</tool_call>"))
-            call = f'{start} "\\n" body "\\n" {end}'
-            calls = f'call ("\\n" call){more}' if more else "call"
-            body = _any_call(intent, "arguments")
-        case "llama3":
-            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(intent, "parameters")
-        case "mistral":
-            call, calls = "body", f"{_marker(model, '[TOOL_CALLS]')} call"
-            body = _calls_schema(intent, "arguments")
-    lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
-    return Grammar("grammar", "\n".join([*lines, f"calls: {calls}", f"call: {call}", f"body: {_json_rule(body)}", ""]))
-
-
-def _marker(model: ServedModel, text: str) -> str:
-    """Name a special token by its id: it has no bytes."""
-    token_id = model.tokenizer.token_id(text)
-    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
-    return f"<[{token_id}]>" if special else json.dumps(text)
-
-
-def _json_rule(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": whitespace_options(schema)})
-
-
-def _calls_schema(intent: ChatIntent, key: str) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(intent, key)}
-    if not intent.parallel_tool_calls:
-        schema["maxItems"] = 1
-    return schema
-
-
-def _any_call(intent: ChatIntent, key: str) -> dict[str, Any]:
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, key: tool.parameters},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in intent.conversation.tools
-    ]
-    return {"anyOf": calls}
 
 
 class ChatFormatter(ChunkFormatter):

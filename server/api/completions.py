@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from server.api import params
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ChunkFormatter, Spread, encode_json, json_logprob, json_parts, response_id, token_text
+from server.api.grammars import answer_grammar
 from server.api.limits import TokenLimits, in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.event_loop import Pace
@@ -54,6 +55,7 @@ async def prepare_completion(
     if len(prompts) * num_sampled > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
     id_ = response_id("cmpl-")
+    held = await answer_grammar(request.response_format, request.structured_outputs)
     sampling = await params.sampling_params(
         request,
         model,
@@ -61,7 +63,7 @@ async def prepare_completion(
         num_choices=request.num_choices,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
-        grammar=params.grammar_of(request.response_format, request.structured_outputs),
+        grammar=held.grammar,
     )
     _check_batch_fields(sampling, len(prompts))
     root = model.root(request_salt(identity, request.cache_salt))
@@ -88,7 +90,8 @@ async def prepare_completion(
                 sampling=sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens),
                 rules=rules,
                 prompt_param="prompt",
-                grammar_param="response_format" if request.structured_outputs is None else "structured_outputs",
+                grammar_param=held.param,
+                relaxed=held.relaxed,
                 first_index=index * num_sampled,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,

@@ -15,6 +15,7 @@ The answer is a list of content blocks, and each step is an event:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -40,8 +41,10 @@ from server.schema.messages import COUNT_TOKENS, MESSAGES, ContentBlock, CountTo
 from server.schema.tools import Ignored, ToolMode, ToolName, ToolUse
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
-_NAMES: Final = FieldNames(response_format="output_config.format", continue_final_message="messages")
-_OLDER_NAMES: Final = FieldNames(response_format="output_format", continue_final_message="messages")
+_NAMES: Final = FieldNames(
+    response_format="output_config.format", continue_final_message="messages", tool_schema="input_schema"
+)
+_OLDER_NAMES: Final = replace(_NAMES, response_format="output_format")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NOT_JSON: Final = "INVALID_JSON"
 """The key under which a call's input has the model's text where that is no object, as Anthropic's documents advise."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from server.api.limits import in_vocabulary
 from server.errors import InvalidRequestError
 from server.event_loop import rested
 from server.models import ServedModel
 from server.schema.decoding import invalid
-from server.schema.fields import ModelFields, ResponseFormat, StructuredOutputs
+from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules
 from worker.wire import Grammar, SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""
-MAX_SCHEMA_BYTES: Final = 1 << 20
-"""The limit for a schema, or for all tools: templates and grammars write them in one go."""
 MAX_KWARGS_BYTES: Final = 1 << 16
 """The limit for chat_template_kwargs, as JSON."""
 _WORDS_AT_ONCE: Final = 16
@@ -87,34 +83,6 @@ def text_rules(
         terminal_ids=terminal if request.ignore_eos else terminal | model.tokenizer.eos_ids,
         shown_ids=frozenset(id_ for marker in markers if (id_ := model.tokenizer.token_id(marker)) is not None),
     )
-
-
-def grammar_of(
-    formatted: ResponseFormat | None, structured: StructuredOutputs | None, format_param: str = "response_format"
-) -> Grammar | None:
-    """Return the constraint on the output; at most one of both is given. `format_param` names the format's field."""
-    if formatted is not None and (given := formatted.given_schema) is not None:
-        field, schema = given
-        param = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
-        return Grammar("json_schema", _json(schema, param))
-    if formatted is not None and formatted.type == "json_object":
-        return Grammar("json_object", "")
-    if structured is None:
-        return None
-    [name] = structured.given()
-    kind: Any = "json_schema" if name == "json" else name
-    text = "" if kind == "json_object" else _json(getattr(structured, name))
-    return Grammar(kind, text, bool(structured.disable_any_whitespace))
-
-
-def _json(value: object, param: str = "structured_outputs") -> str:
-    """Write a value as JSON; a string is JSON already. Raises InvalidRequestError."""
-    written = value if isinstance(value, str) else msgspec.json.encode(value)
-    if len(written) <= 4 * MAX_SCHEMA_BYTES:  # a character takes up to four bytes
-        text = written if isinstance(written, str) else written.decode()
-    if len(written) > 4 * MAX_SCHEMA_BYTES or len(text) > MAX_SCHEMA_BYTES:
-        raise invalid(param, f"takes at most {MAX_SCHEMA_BYTES} characters of JSON")
-    return text
 
 
 async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

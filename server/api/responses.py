@@ -32,7 +32,9 @@ from server.schema.tools import ToolName, make_toolbox, read_choice, read_tools
 from server.text.detokenizer import TokenBytes
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
-_NAMES: Final = FieldNames(messages="input", max_tokens="max_output_tokens", response_format="text.format")
+_NAMES: Final = FieldNames(
+    messages="input", max_tokens="max_output_tokens", response_format="text.format", tool_schema="parameters"
+)
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
@@ -91,7 +93,7 @@ def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
         return schema.ResponseFormat(type=formatted.type)
     if formatted.schema is None or not formatted.name:
         raise invalid("text.format", "of type json_schema needs a name and a schema")
-    json_schema = schema.JsonSchemaFormat(name=formatted.name, schema=formatted.schema)
+    json_schema = schema.JsonSchemaFormat(name=formatted.name, schema=formatted.schema, strict=formatted.strict)
     return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 

@@ -35,6 +35,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     prompt_param: str
     """The field that holds the prompt, named in the error when a worker refuses the prompt."""
     grammar_param: str
+    relaxed: tuple[str, ...] = ()
+    """The places in JSON schemas of what no grammar holds, and is left to the model."""
     first_index: int = 0
     """The index of the first choice in the response."""
     priority: int = 0

@@ -12,6 +12,7 @@ from server.errors import ShuttingDownError
 from server.http.stream import CancelOnDisconnect, ClientConnection
 from server.request.choice import ChoiceDelta
 from server.request.request import Deliver, Generation
+from server.schema.grammar_schema import relaxed_header
 
 MAX_AT_ONCE: Final = 64
 """Prompts of one request that are at workers; the next begins when one has ended."""
@@ -129,7 +130,7 @@ class ResponseStream:
         return ",".join(dict.fromkeys([g.worker.worker_id for g in self.generations if g.worker is not None]))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that name the workers and count the cached tokens.
+        """Return the headers that name the workers, count the cached tokens, and name what is left to the model.
 
         A stream whose keep-alive comes before its prefill has only the index's promise, in whole blocks.
         """
@@ -137,7 +138,10 @@ class ResponseStream:
         if not worker_ids:
             return []
         cached_tokens = sum(generation.num_reused_tokens for generation in self.generations)
-        return [
+        headers = [
             (b"x-headstart-worker", worker_ids.encode("latin-1", "replace")),
             (b"x-headstart-cached-tokens", b"%d" % cached_tokens),
         ]
+        if relaxed := self.first.spec.relaxed:
+            headers.append(relaxed_header(relaxed))
+        return headers

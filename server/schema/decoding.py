@@ -14,7 +14,7 @@ import msgspec
 from server.errors import ContextLengthError, InvalidRequestError, MediaTypeError
 from server.event_loop import Steps, at_once, paced
 
-MAX_DEPTH: Final = 64
+MAX_DEPTH: Final = 96
 """The limit for a body, and for a JSON schema in it: later readers, the grammar compiler too, are recursive."""
 _JSON: Final = re.compile(rb"\s*application/(?:json|[^;]*\+json)\s*(?:;|\Z)", re.IGNORECASE)
 LARGE_BODY_BYTES: Final = 1 << 16

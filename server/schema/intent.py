@@ -23,6 +23,7 @@ class FieldNames:
     max_tokens: str = "max_tokens"
     response_format: str = "response_format"
     continue_final_message: str = "continue_final_message"
+    tool_schema: str = "function.parameters"
 
 
 CHAT_NAMES: Final = FieldNames()

@@ -91,6 +91,7 @@ class ClientTool(Struct, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
     allowed_callers: list[str] | None = None
     input_examples: list[Any] | None = None
 

@@ -1,0 +1,193 @@
+"""The grammars of answers: a format, a list of calls, or either of both.
+
+A tool's schema is a definition of the larger one that it is placed in, and its references point there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from server.event_loop import paced
+from server.models import ServedModel
+from server.schema.decoding import invalid
+from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
+from server.schema.grammar_schema import GrammarSchema, grammar_schema
+from server.schema.intent import ChatIntent
+from worker.common.json_schema import pointer
+from worker.common.json_whitespace import whitespace_options
+from worker.wire import Grammar
+
+MAX_SCHEMA_BYTES: Final = 1 << 20
+"""The limit for a schema, or for all tools: templates and grammars write them in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldGrammar:
+    """What an output is held to."""
+
+    grammar: Grammar | None
+    param: str = ""
+    """The field to blame when no worker can compile it."""
+    relaxed: tuple[str, ...] = ()
+    """The places in schemas of what is left to the model."""
+
+
+def is_held(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> bool:
+    """Return whether a format says what the answer looks like."""
+    return structured is not None or (formatted is not None and formatted.type != "text")
+
+
+async def answer_grammar(
+    formatted: ResponseFormat | None, structured: StructuredOutputs | None, format_param: str = "response_format"
+) -> HeldGrammar:
+    """Return what the format holds an answer to; at most one of both is given. `format_param` names the format's field.
+
+    Raises InvalidRequestError.
+    """
+    param = format_param if structured is None else "structured_outputs"
+    if formatted is not None and (given := formatted.given_schema) is not None:
+        field, schema = given
+        place = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
+        _check_size(msgspec.json.encode(schema), place)
+        strict = formatted.json_schema is not None and formatted.json_schema.strict is True
+        held = await paced(grammar_schema(schema, place, strict=strict))
+        return HeldGrammar(Grammar("json_schema", _compact(held.schema)), param, held.relaxed)
+    if formatted is not None and formatted.type == "json_object":
+        return HeldGrammar(Grammar("json_object", ""), param)
+    if structured is None:
+        return HeldGrammar(None, param)
+    [name] = structured.given()
+    kind: Any = "json_schema" if name == "json" else name
+    value, compact = getattr(structured, name), bool(structured.disable_any_whitespace)
+    if kind == "json_object":
+        return HeldGrammar(Grammar(kind, "", compact), param)
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    _check_size(text, param)
+    if kind == "json_schema" and (parsed := _object(text)) is not None:
+        held = await paced(grammar_schema(parsed, f"{param}.json", strict=False))
+        return HeldGrammar(Grammar(kind, _compact(held.schema), compact), param, held.relaxed)
+    return HeldGrammar(Grammar(kind, text, compact), param)
+
+
+async def chat_grammar(intent: ChatIntent, model: ServedModel) -> HeldGrammar:
+    """Return what the whole output of a chat is held to. Raises InvalidRequestError.
+
+    With tools in `auto` and a format, that is either the format or calls as the model's family writes them. With tools
+    in `auto` alone it is nothing: no schema is compiled, and those with `strict` are checked.
+    """
+    tools = intent.conversation.tools
+    if intent.named_tool is not None:
+        if (own := intent.toolbox.grammars.get(intent.named_tool.name)) is not None:
+            return HeldGrammar(own, "tools")
+        held = await _tool_schema(intent.named_tool, intent)
+        return HeldGrammar(Grammar("json_schema", json.dumps(held.schema)), "tools", held.relaxed)
+    if intent.tool_mode == "required":
+        placed = await _placed_tools(tools, intent)
+        schema = _calls_schema(intent, "parameters") | {"$defs": placed.schema}
+        return HeldGrammar(Grammar("json_schema", json.dumps(schema)), "tools", placed.relaxed)
+    answer = await answer_grammar(
+        intent.response_format, intent.fields.structured_outputs, intent.names.response_format
+    )
+    if intent.tool_mode == "none":
+        return answer
+    if answer.grammar is None:
+        await _placed_tools([tool for tool in tools if _is_strict(tool)], intent)
+        return answer
+    placed = await _placed_tools(tools, intent)
+    grammar = _answer_or_calls(answer.grammar, placed.schema, intent, model)
+    return HeldGrammar(grammar, answer.param, answer.relaxed + placed.relaxed)
+
+
+async def _tool_schema(tool: Tool, intent: ChatIntent, at: tuple[str, ...] = ()) -> GrammarSchema:
+    place = f"tools[{tool.name}].{intent.names.tool_schema}"
+    return await paced(grammar_schema(tool.parameters, place, strict=_is_strict(tool), at=at))
+
+
+async def _placed_tools(tools: Sequence[Tool], intent: ChatIntent) -> GrammarSchema:
+    """Return the definitions of the tools' schemas, each under its tool's name."""
+    placed = {tool.name: await _tool_schema(tool, intent, ("$defs", tool.name)) for tool in tools}
+    schemas = {name: held.schema for name, held in placed.items()}
+    return GrammarSchema(schemas, tuple(place for held in placed.values() for place in held.relaxed))
+
+
+def _is_strict(tool: Tool) -> bool:
+    return tool.function is not None and tool.function.strict is True
+
+
+def _answer_or_calls(answer: Grammar, definitions: dict[str, Any], intent: ChatIntent, model: ServedModel) -> Grammar:
+    """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
+    schema = json.loads(answer.text) if answer.text else {"type": "object"}
+    more = "*" if intent.parallel_tool_calls else ""
+    match model.tool_format:
+        case "hermes":
+            start, end = (_marker(model, marker) for marker in ("<tool_call>", "</tool_call>"))
+            call = f'{start} "\\n" body "\\n" {end}'
+            calls = f'call ("\\n" call){more}' if more else "call"
+            body = _any_call(intent, "arguments")
+        case "llama3":
+            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(intent, "parameters")
+        case "mistral":
+            call, calls = "body", f"{_marker(model, '[TOOL_CALLS]')} call"
+            body = _calls_schema(intent, "arguments")
+    lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
+    rule = _json_rule(body | {"$defs": definitions})
+    return Grammar("grammar", "\n".join([*lines, f"calls: {calls}", f"call: {call}", f"body: {rule}", ""]))
+
+
+def _marker(model: ServedModel, text: str) -> str:
+    """Name a special token by its id: it has no bytes."""
+    token_id = model.tokenizer.token_id(text)
+    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
+    return f"<[{token_id}]>" if special else json.dumps(text)
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    options = {**whitespace_options(schema), "coerce_one_of": True}
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def _calls_schema(intent: ChatIntent, key: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(intent, key)}
+    if not intent.parallel_tool_calls:
+        schema["maxItems"] = 1
+    return schema
+
+
+def _any_call(intent: ChatIntent, key: str) -> dict[str, Any]:
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, key: {"$ref": pointer(("$defs", tool.name))}},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in intent.conversation.tools
+    ]
+    return {"anyOf": calls}
+
+
+def _check_size(written: str | bytes, param: str) -> None:
+    """Raises InvalidRequestError."""
+    num_chars = len(written)
+    if num_chars > MAX_SCHEMA_BYTES and isinstance(written, bytes) and num_chars <= 4 * MAX_SCHEMA_BYTES:
+        num_chars = len(written.decode())  # a character takes up to four bytes
+    if num_chars > MAX_SCHEMA_BYTES:
+        raise invalid(param, f"takes at most {MAX_SCHEMA_BYTES} characters of JSON")
+
+
+def _compact(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """Return the object that a text holds; None: the compiler says what is wrong with it."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

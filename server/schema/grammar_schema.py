@@ -1,0 +1,258 @@
+"""A client's JSON Schema as a grammar takes it: with references that hold wherever it is placed, and without what no
+grammar can hold.
+
+An unknown `format` is an annotation, and goes. Any other keyword that a grammar cannot hold is refused where the client
+says `strict: true`. Otherwise it is left to the model, and named in a header of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Final
+
+from server.event_loop import Steps
+from server.schema.decoding import invalid
+from server.schema.patterns import FORMAT_PATTERNS, HELD_FORMATS, held_pattern
+from server.schema.schema_references import References
+from worker.common.json_schema import Path, at_pointer, children, pointer
+
+_NEVER_HELD: Final[dict[str, tuple[Any, ...]]] = {
+    "contains": (),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "if": (),
+    "maxContains": (),
+    "minContains": (),
+    "not": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "uniqueItems": (False,),
+}
+"""Keywords that no grammar holds, and the values by which they ask for nothing."""
+_NEEDED: Final = {"maxContains": ("contains",), "minContains": ("contains",), "if": ("then", "else")}
+"""Keywords that ask for nothing without one of others."""
+_LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
+"""Keywords that say how references are read. They go, as all references become pointers."""
+_REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
+_MAX_BOUND: Final = 10**16
+_MAX_DIGITS: Final = 9
+_SHOWN_PLACES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSchema:
+    schema: dict[str, Any]
+    relaxed: tuple[str, ...] = ()
+    """The places of what is left to the model."""
+
+
+def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path = ()) -> Steps[GrammarSchema]:
+    """Return a schema for a grammar that has it at a path. `param` names the client's field.
+
+    Raises InvalidRequestError that names the place of a reference to nothing, and with `strict` of what is not held.
+    """
+    schema: dict[str, Any] = json.loads(json.dumps(given))
+    references = References(schema)
+    references.add((), schema, "")
+    moved: dict[Path, Path] = {}
+    targets: list[tuple[dict[str, Any], str, Path]] = []
+    relaxed: list[str] = []
+    waiting: list[tuple[Path, Any]] = [((), schema)]
+    seen: set[int] = set()
+    while waiting:
+        path, node = waiting.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        references.add(path, node, "")
+        for keyword in _unheld(node, references):
+            place = _place(param, (*path, keyword))
+            if strict:
+                why = "is nothing that a grammar can hold: leave it out, or leave strict out"
+                raise invalid(place, why)
+            relaxed.append(place)
+            if keyword != "oneOf":  # which the compiler takes as anyOf
+                _set_aside(node, keyword, path, moved)
+        for keyword in _REFERENCES:
+            if isinstance(reference := node.get(keyword), str):
+                target = references.target(node, reference)
+                if target is None:
+                    raise invalid(_place(param, (*path, keyword)), "refers to nothing in this schema")
+                targets.append((node, keyword, target))
+                waiting.append((target, at_pointer(schema, _moved(target, moved))))
+        found = [((*path, *step), child) for step, child in children(node) if isinstance(child, dict)]
+        waiting += reversed(found)
+        yield
+    for node in references.indexed:
+        for keyword in _LOCAL & node.keys():
+            del node[keyword]
+    for node, keyword, target in targets:
+        del node[keyword]
+        node["$ref"] = pointer((*at, *_moved(target, moved)))
+    return GrammarSchema(schema, tuple(relaxed))
+
+
+def relaxed_header(places: tuple[str, ...]) -> tuple[bytes, bytes]:
+    """Return the header that names the places, the first ones of many."""
+    shown = list(places[:_SHOWN_PLACES])
+    if len(places) > len(shown):
+        shown.append(f"and {len(places) - len(shown)} more")
+    return b"x-headstart-relaxed", ", ".join(shown).encode()
+
+
+def _unheld(node: dict[str, Any], references: References) -> Iterator[str]:
+    """Yield the keywords of a schema that a grammar cannot hold, after removing those that ask for nothing."""
+    if node.get("not") in ({}, True) and "not" in node:
+        node.clear()
+        node["enum"] = []
+        return
+    _write_format(node)
+    for keyword, neutral in _NEVER_HELD.items():
+        if keyword in node:
+            needed = _NEEDED.get(keyword)
+            if node[keyword] in neutral or (needed and not any(other in node for other in needed)):
+                del node[keyword]
+            else:
+                yield keyword
+    for keyword in ("then", "else"):
+        node.pop(keyword, None)
+    patterns = node.get("patternProperties")
+    if isinstance(patterns, dict):
+        held = {held_pattern(pattern) for pattern in patterns}
+        if len(patterns) > 1 or None in held:
+            yield "patternProperties"
+            if node.get("additionalProperties", True) not in (True, {}):
+                yield "additionalProperties"
+    yield from _unheld_counts(node)
+    if isinstance(pattern := node.get("pattern"), str):
+        if (same := held_pattern(pattern)) is None:
+            yield "pattern"
+        else:
+            node["pattern"] = same
+    yield from _unheld_numbers(node)
+    if isinstance(options := node.get("oneOf"), list) and not _are_disjoint(node, options, references):
+        yield "oneOf"
+
+
+def _write_format(node: dict[str, Any]) -> None:
+    """Remove an unknown format, which is an annotation. Write dates and times as patterns."""
+    name = node.get("format")
+    if not isinstance(name, str) or name in HELD_FORMATS:
+        return
+    del node["format"]
+    if (pattern := FORMAT_PATTERNS.get(name)) is None:
+        return
+    if "pattern" not in node:
+        node["pattern"] = pattern
+    elif isinstance(both := node.setdefault("allOf", []), list):
+        both.append({"pattern": pattern})
+
+
+def _unheld_counts(node: dict[str, Any]) -> Iterator[str]:
+    """Yield bounds on the number of an object's properties, where some of the named ones may be absent."""
+    properties, required = node.get("properties", {}), node.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return
+    if node.get("minProperties") == 0:
+        del node["minProperties"]
+    if any(name not in required for name in properties) or node.get("patternProperties"):
+        yield from (keyword for keyword in ("minProperties", "maxProperties") if keyword in node)
+
+
+def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
+    """Yield bounds and factors that take more digits than a grammar counts."""
+    is_integer = node.get("type") == "integer"
+    for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        bound = node.get(keyword)
+        if not isinstance(bound, int | float) or isinstance(bound, bool) or abs(bound) <= _MAX_BOUND:
+            continue
+        if is_integer and keyword.endswith("aximum") and bound > 0 and node.get("minimum", -1) == 0:
+            continue
+        yield keyword
+    factor = node.get("multipleOf")
+    if isinstance(factor, int | float) and not isinstance(factor, bool) and factor:
+        number = Decimal(str(factor)).normalize()
+        if len(number.as_tuple().digits) > _MAX_DIGITS or abs(number.adjusted()) >= _MAX_DIGITS:
+            yield "multipleOf"
+
+
+def _are_disjoint(node: dict[str, Any], options: list[Any], references: References) -> bool:
+    """Return whether a value fits one of the options at most, by its type or by a property that tells them apart."""
+    if isinstance(discriminator := node.get("discriminator"), dict) and "propertyName" in discriminator:
+        return True
+    kinds = [_resolved(option, node, references) for option in options]
+    return all(_differ(one, other, references) for i, one in enumerate(kinds) for other in kinds[:i])
+
+
+def _resolved(option: Any, node: dict[str, Any], references: References) -> dict[str, Any]:
+    for _ in range(8):
+        if not isinstance(option, dict):
+            return {}
+        if not isinstance(reference := option.get("$ref"), str):
+            return option
+        references.bases.setdefault(id(option), references.bases[id(node)])
+        target = references.target(option, reference)
+        option = {} if target is None else at_pointer(references.schema, target)
+    return {}
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any], references: References) -> bool:
+    types = [_types(one), _types(other)]
+    if all(types) and not types[0] & types[1]:
+        return True
+    values = [_values(one), _values(other)]
+    if values[0] is not None and values[1] is not None:
+        return not any(value in values[1] for value in values[0])
+    shared = [node.get("required", []) for node in (one, other)]
+    properties = [node.get("properties", {}) for node in (one, other)]
+    if types != [{"object"}] * 2 or not all(isinstance(part, list) for part in shared):
+        return False
+    if not all(isinstance(part, dict) for part in properties):
+        return False
+    for name in properties[0].keys() & properties[1].keys():
+        if name in shared[0] and name in shared[1]:
+            held = [_values(_resolved(part[name], one, references)) for part in properties]
+            if held[0] is not None and held[1] is not None and not any(value in held[1] for value in held[0]):
+                return True
+    return False
+
+
+def _types(node: dict[str, Any]) -> set[str]:
+    given = node.get("type", [])
+    types = {given} if isinstance(given, str) else {name for name in given if isinstance(name, str)}
+    return types - {"integer"} | {"number"} if "integer" in types else types
+
+
+def _values(node: dict[str, Any]) -> list[Any] | None:
+    if "const" in node:
+        return [node["const"]]
+    return node["enum"] if isinstance(node.get("enum"), list) else None
+
+
+def _set_aside(node: dict[str, Any], keyword: str, path: Path, moved: dict[Path, Path]) -> None:
+    """Rename a keyword to one that says nothing: references may point into it."""
+    for name in (keyword, "then", "else") if keyword == "if" else (keyword,):
+        if name in node:
+            node[f"x-{name}"] = node.pop(name)
+            moved[(*path, name)] = (*path, f"x-{name}")
+
+
+def _moved(path: Path, moved: dict[Path, Path]) -> Path:
+    """Return where a path leads after keywords were renamed."""
+    return tuple(moved.get(path[: i + 1], path)[i] for i in range(len(path)))
+
+
+def _place(param: str, path: Path) -> str:
+    """Write a place in a schema as a field's name."""
+    return param + "".join(map(_step, path))
+
+
+def _step(step: str) -> str:
+    if step.isascii() and step.replace("$", "_").replace("-", "_").isidentifier():
+        return f".{step[:64]}"
+    return f"[{step[:64] if step.isascii() and step.isdecimal() else json.dumps(step[:64])}]"

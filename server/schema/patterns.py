@@ -1,0 +1,62 @@
+"""The regular expressions of JSON Schemas that a grammar can hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_DAY: Final = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME: Final = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+FORMAT_PATTERNS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}T{_TIME}$"}
+"""Formats whose own grammars take more than readers do: small letters, and the 29th of every February."""
+HELD_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+
+_SAME: Final = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
+"""Patterns with a look-ahead, of pydantic's Decimal and zod's email, and the same without one."""
+_ESCAPE: Final = (
+    r"\\(?:[-^$\\.*+?()\[\]{}|/_@: \"'%#&~`!=,;dDwWsSafnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}"
+    r"|u\{[0-9a-fA-F]{1,6}\}|[pP](?:[A-Z]|\{\w+\}))"
+)
+_TOKEN: Final = re.compile(
+    rf"(?P<class>\[\^?(?:{_ESCAPE}|[^\]\[\\])(?:{_ESCAPE}|[^\]\[\\])*\])|{_ESCAPE}"
+    r"|(?P<open>\((?:\?(?::|P?<[A-Za-z_]\w*>))?)|(?P<close>\))|(?P<either>\|)|(?P<start>\^)|(?P<end>\$)"
+    r"|(?P<times>[*+?]\??|\{\d{1,5}(?:,\d{0,5})?\}\??)|[^\\\[\]{}()|^$*+?]",
+    re.DOTALL,
+)
+
+
+def held_pattern(pattern: str) -> str | None:
+    """Return a pattern that a grammar can hold and that says the same; None: there is none.
+
+    Look-around, back references and word boundaries look beyond the text that a grammar has read.
+    """
+    pattern = _SAME.get(pattern, pattern)
+    depth = position = 0
+    begins = True  # of an alternative, outside of every group
+    ended = is_repeatable = False
+    while position < len(pattern):
+        token = _TOKEN.match(pattern, position)
+        if token is None:
+            return None
+        position, kind = token.end(), token.lastgroup
+        if kind == "either":
+            begins, ended, is_repeatable = depth == 0, False, False
+            continue
+        if ended or (kind == "start" and not begins) or (kind == "end" and depth):
+            return None
+        if kind == "times" and not is_repeatable:
+            return None
+        depth += {"open": 1, "close": -1}.get(kind or "", 0)
+        if depth < 0 or (kind == "class" and ("&&" in token[0] or "--" in token[0] or "~~" in token[0])):
+            return None
+        ended, begins = kind == "end", False
+        is_repeatable = kind not in ("open", "start", "end")
+    return None if depth else pattern
