@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from worker.common.json_schema import check_factors
 from worker.common.json_whitespace import whitespace_options
 from worker.scheduler.request import ConstraintError
+from worker.schema_errors import failing_place, in_words, named
 from worker.wire import GenerateRequest, Grammar, TokenizerBundle
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintError(_first_line(self._matcher.get_error()))
+            raise ConstraintError(in_words(_first_line(self._matcher.get_error())))
 
 
 class GrammarCompiler:
@@ -152,8 +153,22 @@ class GrammarCompiler:
             if not matcher.is_error():
                 matcher.compute_bitmask()  # lazy parts of the lexer are built here, and may hit a limit
         if matcher.is_error():
-            raise ConstraintError(f"{grammar.kind}: {_reason(matcher.get_error())}")
+            reason = in_words(_reason(matcher.get_error()))
+            place = self._place(grammar) if grammar.kind == "json_schema" else ""
+            raise ConstraintError(f"{grammar.kind}: {place}{reason}")
         return matcher
+
+    def _place(self, grammar: Grammar) -> str:
+        """Name the place in a schema that does not compile."""
+
+        def error_of(text: str) -> str:
+            source = to_llguidance(Grammar("json_schema", text))
+            with _panics_are_errors():
+                return str(LLMatcher.validate_grammar(source, self._get_tokenizer()))
+
+        schema = json.loads(grammar.text)
+        path = failing_place(schema, error_of) if isinstance(schema, dict) else ()
+        return f"at {named(path)}: " if path else ""
 
     def _get_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:
