@@ -59,7 +59,6 @@ def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path 
     schema: dict[str, Any] = json.loads(json.dumps(given))
     references = References(schema)
     references.add((), schema, "")
-    moved: dict[Path, Path] = {}
     targets: list[tuple[dict[str, Any], str, Path]] = []
     relaxed: list[str] = []
     waiting: list[tuple[Path, Any]] = [((), schema)]
@@ -77,14 +76,14 @@ def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path 
                 raise invalid(place, why)
             relaxed.append(place)
             if keyword != "oneOf":  # which the compiler takes as anyOf
-                _set_aside(node, keyword, path, moved)
+                _set_aside(node, keyword, path, references.moved)
         for keyword in _REFERENCES:
             if isinstance(reference := node.get(keyword), str):
                 target = references.target(node, reference)
                 if target is None:
                     raise invalid(_place(param, (*path, keyword)), "refers to nothing in this schema")
                 targets.append((node, keyword, target))
-                waiting.append((target, at_pointer(schema, _moved(target, moved))))
+                waiting.append((target, at_pointer(schema, references.current(target))))
         found = [((*path, *step), child) for step, child in children(node) if isinstance(child, dict)]
         waiting += reversed(found)
         yield
@@ -93,7 +92,7 @@ def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path 
             del node[keyword]
     for node, keyword, target in targets:
         del node[keyword]
-        node["$ref"] = pointer((*at, *_moved(target, moved)))
+        node["$ref"] = pointer((*at, *references.current(target)))
     return GrammarSchema(schema, tuple(relaxed))
 
 
@@ -197,7 +196,7 @@ def _resolved(option: Any, node: dict[str, Any], references: References) -> dict
             return option
         references.bases.setdefault(id(option), references.bases[id(node)])
         target = references.target(option, reference)
-        option = {} if target is None else at_pointer(references.schema, target)
+        option = {} if target is None else at_pointer(references.schema, references.current(target))
     return {}
 
 
@@ -240,11 +239,6 @@ def _set_aside(node: dict[str, Any], keyword: str, path: Path, moved: dict[Path,
         if name in node:
             node[f"x-{name}"] = node.pop(name)
             moved[(*path, name)] = (*path, f"x-{name}")
-
-
-def _moved(path: Path, moved: dict[Path, Path]) -> Path:
-    """Return where a path leads after keywords were renamed."""
-    return tuple(moved.get(path[: i + 1], path)[i] for i in range(len(path)))
 
 
 def _place(param: str, path: Path) -> str:

@@ -14,13 +14,19 @@ FORMAT_PATTERNS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time"
 """Formats whose own grammars take more than readers do: small letters, and the 29th of every February."""
 HELD_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 
+_SECONDS: Final = r"\d+(?:[.,]\d+)?S"
+_HOURS: Final = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
+_DAYS: Final = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
 _SAME: Final = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
     ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|{_DAYS}(?:{_HOURS})?|{_HOURS})$"
+    ),
 }
-"""Patterns with a look-ahead, of pydantic's Decimal and zod's email, and the same without one."""
+"""Patterns with a look-ahead, of pydantic's Decimal, zod's email and zod's duration, and the same without one."""
 _ESCAPE: Final = (
     r"\\(?:[-^$\\.*+?()\[\]{}|/_@: \"'%#&~`!=,;dDwWsSafnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}"
     r"|u\{[0-9a-fA-F]{1,6}\}|[pP](?:[A-Z]|\{\w+\}))"

@@ -19,6 +19,8 @@ class References:
     indexed: list[dict[str, Any]] = field(default_factory=list)
     resources: dict[str, Path] = field(default_factory=dict)
     anchors: dict[tuple[str, str], Path] = field(default_factory=dict)
+    moved: dict[Path, Path] = field(default_factory=dict)
+    """The new paths of keywords that were renamed."""
 
     def add(self, path: Path, node: dict[str, Any], base: str) -> None:
         """Index a schema and all that it holds."""
@@ -58,10 +60,14 @@ class References:
         elif fragment:
             path = self.anchors.get((uri, fragment))
         try:
-            found = None if path is None else at_pointer(self.schema, path)
+            found = None if path is None else at_pointer(self.schema, self.current(path))
         except (LookupError, ValueError):
             return None
         return path if isinstance(found, dict | bool) else None
+
+    def current(self, path: Path) -> Path:
+        """Return where a path leads after keywords were renamed."""
+        return tuple(self.moved.get(path[: i + 1], path)[i] for i in range(len(path)))
 
 
 def _joined(base: str, reference: str) -> str:

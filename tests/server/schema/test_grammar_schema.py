@@ -1,0 +1,215 @@
+"""Schemas of pydantic, zod and OpenAPI, and random ones: what a grammar makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator, FormatChecker
+
+from server.errors import InvalidRequestError
+from server.event_loop import at_once
+from server.schema.grammar_schema import GrammarSchema, grammar_schema, relaxed_header
+from server.schema.patterns import held_pattern
+from tests.schema_language import drawn, dumps, matcher, takes
+from worker.wire import Grammar
+
+SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "schemas.json").read_text())
+REFUSED = {
+    **dict.fromkeys(("pydantic_set", "pydantic_frozenset"), "uniqueItems"),
+    **dict.fromkeys(("pydantic_length_keys", "pydantic_enum_keys"), "propertyNames"),
+    **dict.fromkeys(("pydantic_date_keys", "pydantic_uuid_keys"), "propertyNames"),
+    **dict.fromkeys(("zod_enum_record", "zod_partial_record"), "propertyNames"),
+    "openapi_conditional": "dependentRequired",
+    "zod_emoji": "pattern",
+    "zod_numbers": "minimum",
+}
+"""Those that no grammar holds, with `strict`, and the keyword to blame."""
+FORMATS = FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
+
+
+def placed(schema: Any, *, strict: bool = False, at: tuple[str, ...] = ()) -> GrammarSchema:
+    return at_once(grammar_schema(schema, "p", strict=strict, at=at))
+
+
+def language(held: GrammarSchema) -> Any:
+    return matcher(Grammar("json_schema", dumps(held.schema)))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_ordinary_types_are_held_or_named(name: str) -> None:
+    """What is drawn from the grammar is valid, unless a keyword is named as left to the model."""
+    schema = SCHEMAS[name]
+    held = placed(schema)
+    assert (name in REFUSED) == bool(held.relaxed)
+    start = language(held)
+    texts = [text for seed in range(2) if (text := drawn(start, seed)) is not None]
+    if name not in REFUSED:
+        assert placed(schema, strict=True).schema == held.schema
+        kind = Draft202012Validator if "draft" not in name else None
+        for text in texts:
+            value = json.loads(text)
+            if kind is not None:
+                kind(schema, format_checker=FORMATS).validate(value)
+    else:
+        assert all(f".{REFUSED[name]}" in " ".join(held.relaxed) for _ in held.relaxed)
+        with pytest.raises(InvalidRequestError, match=rf"{REFUSED[name]} is nothing") as refused:
+            placed(schema, strict=True)
+        assert refused.value.param in held.relaxed
+
+
+NAMES = ("A", "b/c", "d~e", "ü %", "$ref")
+REFERENCES = ("#", *(f"#/$defs/{name}" for name in ("A", "b~1c", "d~0e", "%C3%BC%20%25", "$ref")), "#leaf")
+LEAVES = st.sampled_from(
+    [
+        {"type": "integer", "minimum": 0, "maximum": 9},
+        {"type": "boolean"},
+        {"const": {"$ref": "#/nowhere"}},
+        {"enum": ["x", {"$ref": "#"}]},
+        {"type": "null", "default": {"$ref": "#/nowhere"}, "examples": [{"$ref": "x"}]},
+    ]
+)
+
+
+def objects(value: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.dictionaries(st.sampled_from(NAMES), value, max_size=2).map(
+        lambda properties: {"type": "object", "properties": properties, "additionalProperties": False}
+    )
+
+
+NODES: st.SearchStrategy[Any] = st.recursive(
+    LEAVES | st.sampled_from(REFERENCES).map(lambda reference: {"$ref": reference}),
+    lambda node: st.one_of(
+        objects(node),
+        node.map(lambda item: {"type": "array", "items": item, "maxItems": 2}),
+        st.lists(node, min_size=1, max_size=2).map(lambda options: {"anyOf": options}),
+        node.map(lambda item: {"type": "array", "prefixItems": [item], "items": False}),
+    ),
+    max_leaves=4,
+)
+
+
+@st.composite
+def rooted(draw: st.DrawFn) -> dict[str, Any]:
+    """An object with optional properties, so that every circle of references has an end."""
+    root = draw(objects(NODES))
+    root["$defs"] = {name: draw(objects(NODES)) for name in NAMES} | {"L": {"$anchor": "leaf", "type": "boolean"}}
+    if draw(st.booleans()):
+        root["$id"] = "https://example.com/tool"
+    return root
+
+
+def check_same_language(schema: dict[str, Any], seeds: range) -> None:
+    plain = language(placed(schema))
+    other = {"type": "object", "properties": {"A": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string"}}}
+    never = placed(other, at=("$defs", "other", "properties", "never")).schema
+    calls = {
+        "type": "array",
+        "items": {"anyOf": [{"$ref": "#/$defs/other"}, {"$ref": "#/$defs/tool"}]},
+        "$defs": {
+            "other": {
+                "type": "object",
+                "required": ["never"],
+                "additionalProperties": False,
+                "properties": {"never": never},
+            },
+            "tool": placed(schema, at=("$defs", "tool")).schema,
+        },
+    }
+    inside = matcher(Grammar("json_schema", dumps(calls)))
+    for seed in seeds:
+        if (text := drawn(plain, seed)) is not None:
+            assert takes(inside, f"[{text}]"), text
+        if (text := drawn(inside, seed)) is not None:
+            for value in json.loads(text):
+                assert "never" in value or takes(plain, dumps(value)), value
+        for text in ('{"A":0}', '{"A":{"A":"x"}}', '{"b/c":true}', '{"$ref":null}', "{}", '{"x":1}'):
+            assert takes(plain, text) == takes(inside, f"[{text}]"), text
+
+
+@given(rooted())
+@settings(max_examples=25, deadline=None)
+def test_a_schema_has_the_same_language_wherever_it_is_placed(schema: dict[str, Any]) -> None:
+    check_same_language(schema, range(2))
+
+
+@pytest.mark.deep
+@given(rooted())
+@settings(max_examples=1500, deadline=None)
+def test_many_schemas_have_the_same_language_wherever_they_are_placed(schema: dict[str, Any]) -> None:
+    check_same_language(schema, range(4))
+
+
+PIECES = ("a", "[a-z]", r"\d", "(", ")", "|", "*", "+?", "{2}", "{1,}", "^", "$", r"\b", "(?:", "(?=", "(?<n>", r"\1")
+PIECES += ("{", "}", "[", "]", r"\/", r"\p{L}", r"\Z", ".", "é", "[^", "-")
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
+@settings(max_examples=150, deadline=None)
+def test_a_pattern_that_is_held_compiles(pattern: str) -> None:
+    if held_pattern(pattern) is not None:
+        matcher(Grammar("json_schema", dumps({"type": "string", "pattern": pattern})))
+
+
+def test_patterns_written_without_look_ahead_take_the_same_texts() -> None:
+    email = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    duration = SCHEMAS["zod_iso"]["properties"]["du"]["pattern"]
+    number = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+    texts = {
+        email: ["a@b.de", "a.b@c.de", ".a@b.de", "a..b@c.de", "a'@b.de", "'a@b.de", "a.@b.de", "a@b..de", "a.-@b.de"],
+        duration: ["P1W", "P", "PT", "P1Y", "P1YT", "P1Y2D", "PT1H2S", "P1W1D", "PT1.5S", "P1DT2M", "P1M2Y"],
+        number: ["1", "-1.5", ".", "+", "-.5", "1.", "", "00.10", "-."],
+    }
+    for pattern, given_texts in texts.items():
+        same = held_pattern(pattern)
+        assert same not in (None, pattern)
+        for text in given_texts:
+            assert bool(re.search(pattern, text)) == bool(re.search(str(same), text)), (pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"type": "string", "format": "time"}, "12:00:00Z", "12:00:00z"),
+        ({"type": "string", "format": "date-time"}, "2024-02-29T12:00:00+01:00", "2024-02-28t12:00:00Z"),
+        ({"type": "string", "format": "date-time", "pattern": "^2"}, "2024-02-29T12:00:00Z", "2023-02-29T12:00:00Z"),
+        ({"type": "string", "format": "path"}, "/a b", None),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "abcd", None),
+        ({"type": "string", "not": {"const": "a"}}, "b", None),
+    ],
+)
+def test_what_a_string_may_be(schema: dict[str, Any], taken: str, refused: str | None) -> None:
+    start = language(placed(schema))
+    assert takes(start, dumps(taken))
+    assert refused is None or not takes(start, dumps(refused))
+
+
+def test_a_reference_into_what_is_left_to_the_model_still_holds() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/not/items"}}, "not": {"items": {"type": "boolean"}}}
+    held = placed(schema)
+    assert held.relaxed == ("p.not",)
+    start = language(held)
+    assert takes(start, '{"a":true}')
+    assert not takes(start, '{"a":1}')
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/b", "https://example.com/x", "Pet", "#name", "#/a/0", "http://[x"])
+def test_a_reference_to_nothing_is_refused_by_its_place(reference: str) -> None:
+    for strict in (False, True):
+        with pytest.raises(InvalidRequestError, match=r"p\.items\.\$ref refers to nothing"):
+            placed({"items": {"$ref": reference}, "$defs": {"a": {}}}, strict=strict)
+
+
+def test_a_header_names_places_in_one_ascii_line() -> None:
+    schema = {"properties": {f"ü\r\n{i}, x": {"uniqueItems": True} for i in range(20)}}
+    name, value = relaxed_header(placed(schema).relaxed)
+    assert name == b"x-headstart-relaxed"
+    assert value.isascii()
+    assert b"\n" not in value
+    assert value.startswith(b'p.properties["\\u00fc\\r\\n0, x"].uniqueItems, ')
+    assert value.endswith(b", and 4 more")
