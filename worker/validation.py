@@ -23,8 +23,10 @@ def refusal(
     if (problem := _task_problem(request, embedding_size)) is not None:
         return Failed("invalid_request", problem, retryable=False)
     limits = {"the context": max_model_len, "the KV pool": pool_tokens, "max_batch_total_tokens": max_total_tokens}
-    problem = next(_problems(request, limits, vocab_size), None)
-    return None if problem is None else Failed("invalid_request", problem, retryable=False)
+    if (problem := next(_problems(request, vocab_size), None)) is not None:
+        return Failed("invalid_request", problem, retryable=False)
+    problem = _length_problem(request, limits)
+    return None if problem is None else Failed("context_length_exceeded", problem, retryable=False)
 
 
 def _task_problem(request: GenerateRequest, embedding_size: int) -> str | None:
@@ -40,7 +42,16 @@ def _task_problem(request: GenerateRequest, embedding_size: int) -> str | None:
     return None
 
 
-def _problems(request: GenerateRequest, limits: Mapping[str, int | None], vocab_size: int) -> Iterator[str]:
+def _length_problem(request: GenerateRequest, limits: Mapping[str, int | None]) -> str | None:
+    num_prompt, num_output = len(request.prompt_ids), request.sampling.max_tokens
+    for name, limit in limits.items():
+        if limit is not None and num_prompt + num_output > limit:
+            asked = f"max_tokens: {num_prompt} prompt tokens and {num_output} output tokens"
+            return f"{asked} exceed {name} of {limit} tokens; shorten the prompt or lower max_tokens"
+    return None
+
+
+def _problems(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
     sampling = request.sampling
     if (problem := too_many_ids(sampling, len(request.choices))) is not None:
         yield problem
@@ -60,13 +71,6 @@ def _problems(request: GenerateRequest, limits: Mapping[str, int | None], vocab_
         yield f"output_ids: a token is outside the vocabulary of {vocab_size}"
     if any(len(choice.output_ids) > sampling.max_tokens for choice in request.choices):
         yield f"output_ids: a choice already has more than max_tokens ({sampling.max_tokens}) tokens"
-    total_tokens = len(request.prompt_ids) + sampling.max_tokens
-    for name, limit in limits.items():
-        if limit is not None and total_tokens > limit:
-            yield (
-                f"max_tokens: {len(request.prompt_ids)} prompt tokens and {sampling.max_tokens} output tokens exceed"
-                f" {name} of {limit} tokens; shorten the prompt or lower max_tokens"
-            )
 
 
 def _are_outside(token_ids: Sequence[int], vocab_size: int) -> bool:

@@ -6,10 +6,10 @@
     GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
-503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it) or `invalid_grammar`. A gateway
-takes every other answer for that of a stranger. Closing the connection aborts the request. A stream that ends without
-End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's `output_ids`. With a cluster
-secret, a worker proves itself before any of it (`worker.common.proof`).
+503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it), `context_length_exceeded` or
+`invalid_grammar`. A gateway takes every other answer for that of a stranger. Closing the connection aborts the request.
+A stream that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's
+`output_ids`. With a cluster secret, a worker proves itself before any of it (`worker.common.proof`).
 """
 
 from __future__ import annotations

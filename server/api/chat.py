@@ -78,6 +78,7 @@ async def chat_spec(
         prompt_param=names.messages,
         grammar_param=held.param,
         relaxed=held.relaxed,
+        clamps_max_tokens=limits.clamps or limits.max_tokens is None,
         priority=allowed_priority(identity, fields.priority),
         tenant=identity.tag,
         affinity_key=intent.affinity_key,

@@ -92,6 +92,7 @@ async def prepare_completion(
                 prompt_param="prompt",
                 grammar_param=held.param,
                 relaxed=held.relaxed,
+                clamps_max_tokens=clamps,
                 first_index=index * num_sampled,
                 priority=allowed_priority(identity, request.priority),
                 tenant=identity.tag,

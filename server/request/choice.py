@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from cache.hashing import hash_chain
 from cache.types import BlockHash
@@ -37,6 +38,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     grammar_param: str
     relaxed: tuple[str, ...] = ()
     """The places in JSON schemas of what no grammar holds, and is left to the model."""
+    clamps_max_tokens: bool = False
+    """A worker with less room than `sampling.max_tokens` may answer: it generates what fits."""
     first_index: int = 0
     """The index of the first choice in the response."""
     priority: int = 0
@@ -64,7 +67,20 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             priority=self.priority,
             tenant=self.tenant,
             embeds=self.embed is not None,
+            num_context_tokens=len(self.prompt_ids) + self._num_demanded_tokens(),
         )
+
+    def _num_demanded_tokens(self) -> int:
+        if self.clamps_max_tokens:
+            return max(1, self.sampling.min_tokens)
+        return self.sampling.max_tokens
+
+    def sampling_at(self, max_model_len: int) -> SamplingParams:
+        """Return the parameters for a worker with this context, which holds what is demanded."""
+        room = max_model_len - len(self.prompt_ids)
+        if not self.clamps_max_tokens or self.sampling.max_tokens <= room:
+            return self.sampling
+        return replace(self.sampling, max_tokens=room)
 
 
 class TokenEntry(Struct, eq=False):

@@ -181,7 +181,11 @@ class Generation:
                 request = replace(request, excluded=history.excluded.union(full))
                 if resumed:
                     required = (*request.required, *resume_features(spec.sampling))
-                    request = replace(request, numerics=self._numerics, required=required)
+                    longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
+                    num_tokens = max(request.num_context_tokens, len(spec.prompt_ids) + longest + 1)
+                    request = replace(
+                        request, numerics=self._numerics, required=required, num_context_tokens=num_tokens
+                    )
             try:
                 with trace_stage("route") as trace:
                     placement = await services.router.place(request)
@@ -212,7 +216,11 @@ class Generation:
             for choice in self.choices:
                 choice.reset()
             self._services.metrics.restarted.inc()
-        elif not error.unsupported and (history.readmit_lost() or (not error.contended and history.may_wait())):
+        elif (
+            not error.unsupported
+            and error.longest_context is None
+            and (history.readmit_lost() or (not error.contended and history.may_wait()))
+        ):
             await asyncio.sleep(WORKER_WAIT_S)
         elif resumed:
             message = "The worker was lost and no other can continue its answer."
@@ -262,7 +270,7 @@ class Generation:
             root=spec.root,
             prompt_ids=spec.prompt_ids,
             choices=tuple([choice.state() for choice in self.choices if not choice.done]),
-            sampling=spec.sampling,
+            sampling=spec.sampling_at(worker.max_model_len),
             priority=spec.priority,
             tenant=spec.tenant,
             deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),

@@ -154,6 +154,12 @@ class AttemptHistory:
         if error.unsupported:
             param = self._spec.grammar_param if error.unsupported[0].startswith("grammar:") else error.unsupported[0]
             return InvalidRequestError(f"{error} Leave it out, or ask for another model.", param=param)
+        if error.longest_context is not None:
+            num_tokens = len(self._spec.prompt_ids)
+            message = f"your prompt resulted in {num_tokens} tokens, next to those that you asked for"
+            return ContextLengthError(
+                message, error.longest_context, num_tokens=num_tokens, param=self._spec.prompt_param
+            )
         if self.num_losses:
             return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
         return soonest_error(self._refusals, self._spec) if self._refusals else as_api_error(error)
@@ -210,7 +216,8 @@ def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) ->
     """Return what a worker's Failed frame means to the client."""
     match failed.code, status:
         case "context_length_exceeded", _:
-            return ContextLengthError(failed.message.rstrip("."), spec.model.max_model_len, param=spec.prompt_param)
+            message, num_tokens = failed.message.rstrip("."), len(spec.prompt_ids)
+            return ContextLengthError(message, spec.model.max_model_len, num_tokens=num_tokens, param=spec.prompt_param)
         case "invalid_grammar", _:
             return InvalidRequestError(failed.message, param=spec.grammar_param)
         case "queue_full" | "queue_timeout", _:

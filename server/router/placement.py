@@ -38,6 +38,7 @@ FORGET_S: Final = 600.0
 MIN_ESTIMATES: Final = 64
 """With fewer, none is dropped."""
 UNSUPPORTED: Final = "cannot serve a field of this request"
+TOO_SHORT: Final = "context too short"
 OTHER_TASK: Final = "makes text or embeddings alone, and the request asks for the other"
 SLOW: Final = "slow to answer"
 BREAKER: Final = "breaker open"
@@ -350,8 +351,8 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return UNSUPPORTED
     if request.adapter and request.adapter not in member.adapters:
         return "without this adapter"
-    if request.num_prompt_tokens > member.max_model_len:
-        return "context too short"
+    if max(request.num_prompt_tokens, request.num_context_tokens) > member.max_model_len:
+        return TOO_SHORT
     if worker.load.draining:
         return "draining"
     if member.worker_id in broken:

@@ -26,7 +26,7 @@ from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.partings import Partings
 from server.router.pending_prefixes import RecentPlacements
-from server.router.placement import OTHER_TASK, UNSUPPORTED, Decision, Placement, Scorer
+from server.router.placement import OTHER_TASK, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError, WorkerView
@@ -309,7 +309,8 @@ def _no_worker(decision: Decision) -> NoWorkerError:
         message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"
         return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
-    return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)
+    longest = max(worker.member.max_model_len for worker in workers) if reasons == [TOO_SHORT] else None
+    return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, longest_context=longest)
 
 
 def _loaded_by_tier(worker: WorkerView) -> dict[str, int]:

@@ -15,10 +15,22 @@ from server.router.load_tracker import WorkerLoadEstimate
 class NoWorkerError(Exception):
     """No worker can take this request now. Try again after `retry_after_s`; `contended`: 429 rather than 503."""
 
-    def __init__(self, message: str, *, contended: bool, retry_after_s: float, unsupported: Sequence[str] = ()) -> None:
-        """`unsupported`: features of the request that none of the workers has, so that no other time helps."""
+    def __init__(
+        self,
+        message: str,
+        *,
+        contended: bool,
+        retry_after_s: float,
+        unsupported: Sequence[str] = (),
+        longest_context: int | None = None,
+    ) -> None:
+        """`unsupported`: features of the request that none of the workers has, so that no other time helps.
+
+        `longest_context`: the workers' longest, if the request fits in none, for which no other time helps either.
+        """
         super().__init__(message)
         self.unsupported = unsupported
+        self.longest_context = longest_context
         self.contended = contended
         self.retry_after_s = retry_after_s
 
@@ -55,6 +67,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Features that the worker must have (`worker.wire.required_features`)."""
     embeds: bool = False
     """Only workers that make embeddings; else only those that generate text."""
+    num_context_tokens: int = 0
+    """Tokens that the worker's context has to hold: the prompt and what is demanded of the answer."""
     ttft_budget_s: float | None = None
     """Only workers whose predicted time to first token is not longer."""
     priority: int = 0

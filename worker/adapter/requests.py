@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final
@@ -27,6 +28,11 @@ logger = logging.getLogger(__name__)
 
 SUSPECT_NOTICE_S: Final = 0.02
 """Time for Started to reach the gateway before a prefill that the engine may not survive."""
+_TOO_LONG: Final = re.compile(
+    r"context length|context size|context window|maximum model length|max_model_len|max_new_tokens. must be",
+    re.IGNORECASE,
+)
+"""Parts of what vLLM, SGLang, llama.cpp and TGI say of a request that does not fit."""
 
 
 class ActiveRequest:
@@ -355,7 +361,8 @@ def _failed(error: EngineRefusedError) -> Failed:
     if error.status in (429, 503):
         return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
     if error.status in (400, 413, 422):
-        return Failed("invalid_request", error.message, retryable=False)
+        code = "invalid_request" if _TOO_LONG.search(error.message) is None else "context_length_exceeded"
+        return Failed(code, error.message, retryable=False)
     return Failed("worker_lost", str(error), retryable=True)
 
 

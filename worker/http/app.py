@@ -43,6 +43,7 @@ from worker.wire import CONTENT_TYPE, Failed, ProtocolError, WireError, pack, pa
 STATUS_OF: Final = {
     "invalid_request": 400,
     "invalid_grammar": 400,
+    "context_length_exceeded": 400,
     "unauthorized": 401,
     "forbidden": 403,
     "wrong_epoch": 409,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import aiohttp
@@ -261,3 +262,20 @@ async def test_a_stream_that_has_begun_says_it_in_its_last_events(worker: Script
         assert failed["response"]["error"] == {"code": error["code"], "message": error["message"]}
     else:
         check_sentence(path, responses_events(raw)[-1]["error"]["message"])
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_limit_is_cut_to_the_context_of_the_worker_that_answers(
+    worker: ScriptedWorker, bundle: TokenizerBundle, path: str
+) -> None:
+    """The model is learnt from the worker with the longer context."""
+    short = ScriptedWorker(replace(bundle, max_model_len=256), "w1", reply=worker.reply)
+    async with gateway(worker, short, clamp_max_tokens=True) as target:
+        target.router.members.reverse()
+        for limit in (HUGE, 1000, *([None] if path in (CHAT, RESPONSES) else [])):
+            assert (await post(target.url, body(path, limit=limit), path))[0] == 200
+            num_prompt, given = asked(short)
+            assert given == 256 - num_prompt
+        assert (await post(target.url, body(path, limit=9), path))[0] == 200
+        assert asked(short)[1] == 9
+    assert worker.received == []

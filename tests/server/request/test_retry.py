@@ -87,6 +87,13 @@ def test_without_a_worker_the_error_is_429_or_503(contended: bool, status: int) 
     assert (error.status, error.retry_after_s) == (status, 3.0)
 
 
+def test_a_request_that_fits_no_worker_is_too_long() -> None:
+    none = NoWorkerError("none", contended=False, retry_after_s=3.0, longest_context=8)
+    error = new_history().no_worker_error(none)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
+    assert "maximum context length is 8 tokens" in error.message
+
+
 def member(name: str = "w") -> WorkerMember:
     return WorkerMember(WorkerId(name), Epoch("e"), "http://w", "m", "n", "cpu", 16, 4096, protocol=1)
 

@@ -51,6 +51,20 @@ async def test_a_draining_worker_that_could_is_worth_waiting_for() -> None:
     assert not caught.value.unsupported
 
 
+async def test_a_request_goes_where_the_context_holds_what_it_demands() -> None:
+    fleets = Fleets()
+    fleets.index.register(member("a", max_model_len=100))
+    fleets.index.register(member("b", max_model_len=200))
+    assert {await fleets.worker(chain(3), num_context_tokens=150) for _ in range(5)} == {"b"}
+    with pytest.raises(NoWorkerError, match="context too short") as caught:
+        await fleets.place(chain(3), num_context_tokens=201)
+    assert caught.value.longest_context == 200
+    fleets.index.memory.publish(member("b").worker_id, load=WorkerLoad(draining=True))
+    with pytest.raises(NoWorkerError) as caught:
+        await fleets.place(chain(3), num_context_tokens=150)
+    assert caught.value.longest_context is None, "another time it would fit"
+
+
 async def test_only_workers_with_the_adapter_get_its_requests() -> None:
     fleets = Fleets()
     fleets.index.register(member("a"))

@@ -119,6 +119,12 @@ async def test_prompt_logprobs_come_before_tokens(api: ScriptedApi, rig: Rig) ->
     assert [type(frame) for frame in rig.frames[key]] == [Started, PromptLogprobs, Tokens, Finished, End]
 
 
+VLLM_TOO_LONG = "This model's maximum context length is 8 tokens. However, you requested 9 tokens."
+SGLANG_TOO_LONG = "The input (9 tokens) is longer than the model's context length (8 tokens)."
+LLAMA_TOO_LONG = "the request exceeds the available context size. try increasing the context size"
+TGI_TOO_LONG = "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 8. Given: 9 and 1"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "retryable"),
     [
@@ -126,6 +132,10 @@ async def test_prompt_logprobs_come_before_tokens(api: ScriptedApi, rig: Rig) ->
         (EngineLostError("closed", gone=True), "worker_lost", True),
         (EngineRefusedError(400, "no"), "invalid_request", False),
         (EngineRefusedError(422, "no"), "invalid_request", False),
+        (EngineRefusedError(400, VLLM_TOO_LONG), "context_length_exceeded", False),
+        (EngineRefusedError(400, SGLANG_TOO_LONG), "context_length_exceeded", False),
+        (EngineRefusedError(400, LLAMA_TOO_LONG), "context_length_exceeded", False),
+        (EngineRefusedError(422, TGI_TOO_LONG), "context_length_exceeded", False),
         (EngineRefusedError(401, "no"), "worker_lost", True),
         (EngineRefusedError(404, "no"), "worker_lost", True),
         (EngineRefusedError(429, "full"), "queue_full", True),
@@ -310,7 +320,7 @@ async def test_refusals(api: ScriptedApi, rig: Rig) -> None:
     assert "pirate" in unknown.message
     too_long = refusal(make_request(max_tokens=5000))
     assert too_long is not None
-    assert too_long.code == "invalid_request"
+    assert too_long.code == "context_length_exceeded"
     outside = refusal(make_request([99_999]))
     assert outside is not None
     assert "vocabulary" in outside.message

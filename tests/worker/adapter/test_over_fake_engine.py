@@ -116,7 +116,9 @@ async def test_a_reader_that_leaves_ends_it_in_the_engine(rig: Rig, fake: FakeEn
 async def test_a_refusal_in_a_stream(rig: Rig, fake: FakeEngine) -> None:
     fake.args.max_model_len = 100
     frames = await rig.answer(make_request(PROMPT))
-    assert frames[-1] == Failed("invalid_request", "This model's maximum context length is exceeded", retryable=False)
+    assert frames[-1] == Failed(
+        "context_length_exceeded", "This model's maximum context length is exceeded", retryable=False
+    )
 
 
 async def test_purge_while_requests_run(rig: Rig, fake: FakeEngine) -> None:

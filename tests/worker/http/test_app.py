@@ -107,7 +107,7 @@ async def test_two_hundred_streams_at_once(worker: LiveWorker) -> None:
     [
         ({"epoch": "another"}, 409, "wrong_epoch"),
         ({"prompt_ids": []}, 400, "invalid_request"),
-        ({"prompt_ids": [1] * 600}, 400, "invalid_request"),
+        ({"prompt_ids": [1] * 600}, 400, "context_length_exceeded"),
         ({"prompt_ids": [1 << 20]}, 400, "invalid_request"),
         ({"protocol": 999}, 409, "wrong_protocol"),
         ({"root": b""}, 400, "invalid_request"),
