@@ -57,13 +57,15 @@ class MessagesEndpoint(GenerateEndpoint):
         id_ = response_id("msg_")
         with trace_stage("validate"):
             request = await MESSAGES.read(body, self._models.text_limit)
-            intent = await messages_intent(request, request.max_tokens)
+            intent = await messages_intent(request, request.max_tokens or 1)
             ignored = self._services.ignored_tools.take(intent.ignored)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
         shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
-        formatter = MessagesFormatter(id_, request.model, rules, shows_thoughts=shows_thoughts)
+        formatter = MessagesFormatter(
+            id_, request.model, rules, shows_thoughts=shows_thoughts, is_empty=request.max_tokens == 0
+        )
         return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
 
     async def count_tokens(self, http_request: Request) -> Response:
@@ -203,11 +205,13 @@ class MessagesFormatter(ResponseFormatter):
 
     ping = _event("ping")
 
-    def __init__(self, id_: str, model: str, rules: OutputRules, *, shows_thoughts: bool) -> None:
+    def __init__(self, id_: str, model: str, rules: OutputRules, *, shows_thoughts: bool, is_empty: bool) -> None:
+        """`is_empty`: the one token that was generated is not shown."""
         self._id = id_
         self._model = model
         self._parser = OutputParser(rules)
         self._shows_thoughts = shows_thoughts
+        self._is_empty = is_empty
         self._started = False
         self._open: str | None = None
         """The type of the open block."""
@@ -218,7 +222,7 @@ class MessagesFormatter(ResponseFormatter):
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
         content: list[dict[str, Any]] = []
         self._last = choices[0]
-        for kind, text in self._parser.feed(choices[0].text, last=True):
+        for kind, text in () if self._is_empty else self._parser.feed(choices[0].text, last=True):
             match kind:
                 case "content":
                     content.append({"type": "text", "text": text})
@@ -237,7 +241,7 @@ class MessagesFormatter(ResponseFormatter):
             events += (_event("message_start", message=self._message(response, [])), self.ping)
         for delta in deltas:
             is_last = delta.finish_reason is not None
-            for kind, text in self._parser.feed(delta.text, last=is_last):
+            for kind, text in () if self._is_empty else self._parser.feed(delta.text, last=is_last):
                 events += self._block_events(kind, text)
             if is_last:
                 self._last = delta
@@ -245,7 +249,7 @@ class MessagesFormatter(ResponseFormatter):
         return b"".join(events)
 
     def last_events(self, response: ResponseStream) -> bytes:
-        message_delta = _event("message_delta", delta=self._stop(), usage=_usage(response))
+        message_delta = _event("message_delta", delta=self._stop(), usage=self._usage(response))
         return message_delta + _event("message_stop")
 
     def error_event(self, error: ApiError) -> bytes:
@@ -304,11 +308,19 @@ class MessagesFormatter(ResponseFormatter):
             "model": self._model,
             "content": content,
             **self._stop(),
-            "usage": {**_usage(response), "service_tier": "standard"},
+            "usage": {**self._usage(response), "service_tier": "standard"},
         }
+
+    def _usage(self, response: ResponseStream) -> dict[str, Any]:
+        usage = _usage(response)
+        if self._is_empty:
+            usage |= {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
+        return usage
 
     def _stop(self) -> dict[str, Any]:
         """Say why the answer ended; null before its end."""
+        if self._last is not None and self._is_empty:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
         matched = self._last.stop_reason if self._last is not None else None
         sequence = matched if isinstance(matched, str) else None
         reason = None

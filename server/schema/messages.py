@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.schema.decoding import invalid, unsupported
-from server.schema.fields import MAX_TOOLS, ModelFields, PositiveCount, Probability, check_stops, short_key
+from server.schema.fields import MAX_TOOLS, Count, ModelFields, PositiveCount, Probability, check_stops, short_key
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 from server.schema.tools import Ignored, Offer, OfferedTool, Toolbox, ToolName, converted, make_toolbox
 
@@ -212,7 +212,8 @@ def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    max_tokens: PositiveCount
+    max_tokens: Count
+    """0: the prompt is computed, and so it is cached; the answer is empty."""
 
 
 MESSAGES: Final = BodyDecoder(MessagesRequest, "/v1/messages")

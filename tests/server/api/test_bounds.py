@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tests.server.api.test_tools import Says
 from tests.server.gateway_app import RunningGateway, gateway
-from tests.server.messages_grammar import check_error, events_of, read_stream
+from tests.server.messages_grammar import check_error, check_message, events_of, read_stream
 from tests.server.scripted_worker import Refuse, ScriptedWorker
 from tests.server.test_limits import post
 from worker.wire import Failed, Frame, GenerateRequest, Started, TokenizerBundle
@@ -275,3 +275,14 @@ async def test_a_limit_is_cut_to_the_context_of_the_worker_that_answers(
         assert (await post(target.url, body(path, limit=9), path))[0] == 200
         assert asked(short)[1] == 9
     assert worker.received == []
+
+
+async def test_messages_without_tokens_fill_the_cache(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, {**body(MESSAGES), "max_tokens": 0}, MESSAGES)
+        assert status == 200, raw
+        answer = check_message(json.loads(raw))
+        assert (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+        assert asked(worker)[1] == 1
+        status, _, stream = await post(target.url, {**body(MESSAGES), "max_tokens": 0, "stream": True}, MESSAGES)
+        assert {**read_stream(stream), "id": ""} == {**answer, "id": ""}

@@ -216,7 +216,7 @@ async def test_the_error_names_the_field(says: Says, path: str) -> None:
 async def test_max_tokens_is_required(says: Says) -> None:
     worker = says("x")
     async with gateway(worker) as target:
-        for value in (None, 0, -1, "5", 1.5):
+        for value in (None, -1, "5", 1.5):
             status, headers, raw = await post(target.url, body(max_tokens=value), PATH)
             assert status == 400, raw
             assert "max_tokens" in check_error(raw, headers)["message"]
