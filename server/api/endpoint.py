@@ -192,6 +192,7 @@ class GenerateEndpoint(ABC):
         scope: Scope,
         send: Send,
     ) -> None:
+        client = client_of(scope)
         writer = SseWriter(send, lambda: [*more, *response.headers()], formatter.ping)
         first_s = 0.0
 
@@ -212,7 +213,7 @@ class GenerateEndpoint(ABC):
                 await writer.write(events)
 
         try:
-            with response.guard(client_of(scope)), self._services.keep_alive.keeping(writer):
+            with response.guard(client), client.probed_by(writer), self._services.keep_alive.keeping(writer):
                 await response.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
             num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])

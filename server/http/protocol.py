@@ -6,23 +6,26 @@ fields, trailers) is counted as it is parsed, and so are bytes that are received
 A connection has one open request, and what comes behind it stays bytes until its answer has gone out. So a flood of
 pipelined requests costs no more than its bytes. It takes turns with the requests of other connections.
 
-Only reading reveals that a client has left. So it pauses only while the app does not take the body of the request
-that is being answered, never while an answer is made.
+Reading reveals first that a client has left. So it pauses only while the app does not take the body of the request
+that is being answered, never while an answer is made. The end of its input alone says nothing: a client may have shut
+its sending side behind its last request (RFC 9112, 9.6), and gets its answers. Probes find out that it has gone. With
+TLS such an end is the client's, as neither asyncio nor uvloop keeps half a TLS connection.
 """
 
 from __future__ import annotations
 
-import re
 from asyncio import TimerHandle
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import ApiError, HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.event_loop import ByteCollector
+from server.http.answer import AnswerTransport, Http10Answer
+from server.http.head import FRAMING, read_head
 from server.http.middleware import new_request_id
 from server.http.stream import CLIENT, ClientConnection
 
@@ -37,9 +40,8 @@ MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read before the answer to an earlier request: unread, they would hide the client's end."""
 WRITE_STALL_S: Final = 120.0
 """A client has to take some of its answer in such a time once our buffer is full."""
-_CONTINUE: Final = b"HTTP/1.1 100 "
-_HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
-_FRAMING: Final = (b"host", b"content-length", b"transfer-encoding")
+FIRST_PROBE_S: Final = 0.25
+"""A client that sends no more is probed at once, after this, and then after three times the last wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +93,6 @@ class _RefusedError(Exception):
     """Raised inside the parser's callbacks, to end the parsing."""
 
 
-class _Transport:
-    """Holds a response's head back until its first part, as ASGI asks: one system call and one packet, not two."""
-
-    __slots__ = ("_head", "_transport", "is_closing")
-
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-        self._head: bytes | None = b""
-        """None once it is sent."""
-        self.is_closing = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data = self._head + data
-            self._head = None
-        elif self._head is not None and not data.startswith(_CONTINUE):
-            self._head = data
-            return
-        self._transport.write(data)
-
-    def flush(self) -> None:
-        """Send a head that no part has followed."""
-        if self._head:
-            self.write(b"")
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-
 class GatewayProtocol(HttpToolsProtocol):
     """One connection.
 
@@ -132,6 +104,9 @@ class GatewayProtocol(HttpToolsProtocol):
     _phase: Literal["idle", "head", "body"] = "idle"
     _timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
+    _probe_timer: TimerHandle | None = None
+    _is_half_closed = False
+    """The client sends no more."""
     _head_bytes = 0
     _unparsed_bytes = 0
     _new_body_bytes = 0
@@ -180,6 +155,8 @@ class GatewayProtocol(HttpToolsProtocol):
         self._lose_client()
         self._cancel_timer()
         self._cancel_write_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self._connections.close(self)
         del self.parser  # it holds this object, and with it the last request
 
@@ -190,6 +167,30 @@ class GatewayProtocol(HttpToolsProtocol):
         if num_parsed < len(data) and not self._refused:
             self._ahead += data[num_parsed:] if num_parsed else data
             self._is_ahead_full = len(self._ahead) > MAX_AHEAD_BYTES
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return False, which closes the connection, unless a whole request waits for its answer."""
+        if self._refused or self.scheme == "https" or not (self._is_waiting or self._ahead):
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._end_with_last_answer()
+            self._probe(FIRST_PROBE_S)
+        return True
+
+    def _end_with_last_answer(self) -> None:
+        if not self._ahead and self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _probe(self, wait_s: float) -> None:
+        """Write something that a client which is there can bear, now and after `wait_s`: it may have gone."""
+        self._probe_timer = self.loop.call_later(wait_s, self._probe, 3 * wait_s)
+        cycle: Any = self.cycle
+        if cycle is None or cycle.response_complete or self.transport.get_write_buffer_size():
+            return
+        cycle.transport.probe(chunked=cycle.chunked_encoding is True)
+        if cycle.chunked_encoding is False:
+            self._connection.probe()
 
     @property
     def _is_waiting(self) -> bool:
@@ -232,7 +233,12 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._ahead and not (self._refused or self._is_waiting or self.transport.is_closing()):
             num_parsed = self._parse(self._ahead)
             del self._ahead[:num_parsed]
-        if self._is_ahead_full and not (self._refused or self._is_waiting):
+        if self._is_half_closed and not self._refused:
+            if self._is_waiting:
+                self._end_with_last_answer()
+            else:  # the rest is no whole request, and stays so
+                self.transport.close()
+        elif self._is_ahead_full and not (self._refused or self._is_waiting):
             self._refused = True
             self._cancel_timer()
             self._close_with(b"")
@@ -255,7 +261,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse(HeaderTooLargeError("The request's headers are too large."))
         super().on_header(name, value)
         name = self.headers[-1][0]
-        if name in _FRAMING and self._phase == "head":
+        if name in FRAMING and self._phase == "head":
             if name in self._framing:
                 self._refuse()
             self._framing[name] = value.strip()
@@ -270,7 +276,11 @@ class GatewayProtocol(HttpToolsProtocol):
         self._phase = "body"  # not before the cycle is the new message's: a bad target raises above
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        cycle.transport = _Transport(self.transport)  # type: ignore[assignment]
+        cycle.transport = AnswerTransport(self.transport)  # type: ignore[assignment]
+        if cycle.scope["http_version"] == "1.0":
+            cycle.keep_alive = self.parser.should_keep_alive()
+            cycle.waiting_for_100_continue = False
+            app = Http10Answer(app, cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_body(self, body: bytes) -> None:
@@ -350,24 +360,19 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse()
 
     def _check_head(self) -> None:
-        """Refuse a head that two servers may read in two ways, or that names no host.
-
-        Source: RFC 9112, 2.3, 3.2 and 6.1 to 6.3, read as strictly as it allows.
-        """
+        """Refuse a head that is not clear, and take the host and path from a target in absolute form."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._refuse(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
-        host, length, coding = map(self._framing.get, _FRAMING)
-        if (
-            (not self.url.startswith(b"/") and self.url != b"*")
-            or (version != "1.0" if host is None else _HOST.fullmatch(host) is None)
-            or (length is not None and (coding is not None or not length.isdigit()))
-            or (coding is not None and (coding.lower() != b"chunked" or version == "1.0"))
-        ):
+        head = read_head(version, self.url, self._framing)
+        if head is None:
             self._refuse()
-        self._length = int(length or 0) if coding is None else None
+        self.url, self._length = head.target, head.length
+        if head.authority is not None:
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+            self.headers.append((b"host", head.authority))
 
-    def _refuse(self, error: ApiError | None = None) -> None:
+    def _refuse(self, error: ApiError | None = None) -> NoReturn:
         """End the parsing, which leads to `send_400_response`."""
         self._refusal = error
         raise _RefusedError

@@ -62,6 +62,11 @@ class SseWriter:
             self._ping = asyncio.create_task(self._put(self._ping_event, more=True))
             self._ping.add_done_callback(self._pinged)
 
+    def probe(self) -> None:
+        """Send a keep-alive now, in a response that has begun: it fails if the client has gone."""
+        if self.started:
+            self.ping()
+
     def cancel_ping(self) -> None:
         if self._ping is not None:
             self._ping.cancel()
@@ -112,11 +117,26 @@ class KeepAlive:
 class ClientConnection:
     """A client's connection as the HTTP protocol knows it; one answer at a time watches it."""
 
-    __slots__ = ("guard", "lost")
+    __slots__ = ("_writer", "guard", "lost")
 
     def __init__(self) -> None:
         self.lost = False
         self.guard: CancelOnDisconnect | None = None
+        self._writer: SseWriter | None = None
+
+    @contextmanager
+    def probed_by(self, writer: SseWriter) -> Iterator[None]:
+        """Let probes of the connection go out as keep-alives of a stream."""
+        self._writer = writer
+        try:
+            yield
+        finally:
+            self._writer = None
+
+    def probe(self) -> None:
+        """Write something to the client, if its answer is a stream; the protocol calls it."""
+        if self._writer is not None:
+            self._writer.probe()
 
     def lose(self) -> None:
         """Note that the connection has ended; the protocol calls it."""
