@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple
@@ -43,6 +43,13 @@ VOLATILE: Final = {
 """Patterns of what changes from request to request, the most telling first."""
 _PATTERNS: Final = {name: re.compile(pattern) for name, pattern in VOLATILE.items()}
 _CONTEXT_CHARS: Final = 80
+_WRITTEN: Final[tuple[Callable[[str], str], ...]] = (
+    lambda text: text,
+    str.strip,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1],
+)
+"""The ways in which templates write a text."""
 
 
 class Difference(NamedTuple):
@@ -169,8 +176,8 @@ def _at(difference: Difference, a: str, b: str, at: int) -> tuple[Place | None, 
     if difference.a is None or difference.b is None:
         return None, (0, 0)
     best, best_rank = None, (0, 0)
-    for ascii_only in (None, False, True):  # as it is, and as JSON
-        left, right = (_written(text, ascii_only) for text in (difference.a, difference.b))
+    for write in _WRITTEN:
+        left, right = write(difference.a), write(difference.b)
         shared = shared_length(left, right)
         # Where one text ends, the template's own may go on as the other does.
         spare = min(WINDOW_CHARS, at) if shared == min(len(left), len(right)) else 0
@@ -186,18 +193,16 @@ def _at(difference: Difference, a: str, b: str, at: int) -> tuple[Place | None, 
     return best, best_rank
 
 
-def _written(text: str, ascii_only: bool | None) -> str:
-    return text if ascii_only is None else json.dumps(text, ensure_ascii=ascii_only)[1:-1]
-
-
 def _rank(text: str, prompt: str, begin: int, shared: int) -> tuple[int, int]:
     """Return 2 and the length if the whole text stands at `begin`, 1 if that around the parting does, else 0."""
     if begin >= 0 and text and prompt.startswith(text, begin):
         return 2, len(text)
-    first, last = max(0, shared - WINDOW_CHARS), min(len(text), shared + WINDOW_CHARS // 2)
-    if begin + first < 0 or last - first < MIN_WINDOW_CHARS or not prompt.startswith(text[first:last], begin + first):
-        return 0, 0
-    return 1, last - first
+    for num_before in (WINDOW_CHARS, MIN_WINDOW_CHARS, 0):
+        first, last = max(0, shared - num_before), min(len(text), shared + WINDOW_CHARS // 2)
+        is_long = begin + first >= 0 and last - first >= MIN_WINDOW_CHARS
+        if is_long and prompt.startswith(text[first:last], begin + first):
+            return 1, last - first
+    return 0, 0
 
 
 def _one_sided_at(difference: Difference, a: str, b: str, at: int) -> tuple[Place | None, tuple[int, int]]:

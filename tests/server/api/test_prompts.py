@@ -24,7 +24,7 @@ WITH_TOOLS: Final = (
     "{{ '<|im_start|>system\\n' + system | trim }}"
     "{% if tools %}{{ '\\n\\n# Tools\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{% endif %}"
     "{{ '<|im_end|>\\n' }}"
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content.split('</think>')[-1] }}"
     "{% for call in message.tool_calls or [] %}"
     "{{ '<tool_call>' }}{{ call.function | tojson }}{{ '</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endfor %}"
@@ -117,6 +117,8 @@ USED: Final = messages(
         },
     ]
 )
+THOUGHT: Final = "<think>Let me see.</think>The folder holds 5 files, and two of them are new since then."
+ANSWERED: Final = chat(messages=[*chat()["messages"], {"role": "assistant", "content": THOUGHT}])
 PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str, int | None, str]]] = {
     "chat, an ISO date": (
         chat(f"{LONG}Today is 2026-11-24."),
@@ -152,6 +154,34 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str, int | None, st
         "messages[0].content",
         8,
         "an id",
+    ),
+    "chat, an id with the same ends": (
+        chat("Session 0f8fad5b-d9cb-469f-a165-70867728950e.\n" + LONG),
+        chat("Session 0f8fad5b-d9cb-4c9f-a165-70867728950e.\n" + LONG),
+        "messages[0].content",
+        23,
+        "an id",
+    ),
+    "chat, a text that the template trims": (
+        chat(f"  {LONG}Be kind.  "),
+        chat(f"  {LONG}Be short.  "),
+        "messages[0].content",
+        len(LONG) + 5,
+        "other text",
+    ),
+    "chat, a text that goes on as the template does": (
+        chat(user="Which files?"),
+        chat(user="Which files?<br>"),
+        "messages[1].content",
+        12,
+        "other text",
+    ),
+    "chat, a text of which the template drops a part": (
+        ANSWERED,
+        changed(ANSWERED, ("messages", 2, "content"), THOUGHT.replace("5", "61")),
+        "messages[2].content",
+        43,
+        "a number",
     ),
     "chat, white space": (
         chat("Do  this.\n" + LONG),
