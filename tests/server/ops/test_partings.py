@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from server import cli
+from server.auth.identity import digest_text
 from tests.server.api.test_prompts import PAIRS, chat, completion, messages, responses
 from tests.server.conftest import ANSWER
 from tests.server.ops.test_ops_port import events
@@ -66,6 +67,36 @@ async def test_the_next_turns_of_a_conversation_are_no_partings(gateway: Process
         assert (await post(gateway.url, body))[0] == 200
         body["messages"] += [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And then? " * 5}]
     assert await partings(gateway) == []
+
+
+async def test_each_tenant_has_rows_of_its_own_and_asking_for_them_needs_the_key(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    tenants = ("ann", "bob")
+    entries = [f'[[keys]]\ndigest = "{digest_text(name.encode())}"\ntenant = "{name}"\n' for name in tenants]
+    (tmp_path / "keys.toml").write_text("".join(entries))
+    (tmp_path / "ops.key").write_text("ops")
+    options = ("--api-keys", str(tmp_path / "keys.toml"), "--ops-key-file", str(tmp_path / "ops.key"))
+    worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+    async with (
+        listening(worker.app()) as worker.url,
+        gateway_process("--workers", worker.url, *options) as gateway,
+        aiohttp.ClientSession() as session,
+    ):
+        await gateway.until_ready()
+        for name, num_conversations in (("ann", 4), ("bob", 2)):
+            for number in range(num_conversations):
+                body = chat(f"Number {number} of {name}. {LONG}")
+                headers = {"authorization": f"Bearer {name}", "user-agent": "agent/1"}
+                assert (await post(gateway.url, body, **headers))[0] == 200
+        assert sorted(row["num_conversations"] for row in await partings(gateway)) == [1, 3]
+        for name, num_parted in (("ann", 3), ("bob", 1), ("carol", None)):
+            url = f"{gateway.ops}/prefixes?tenant={name}"
+            async with session.get(url) as response:
+                assert response.status == 401
+            async with session.get(url, headers={"authorization": "Bearer ops"}) as response:
+                rows = (await response.json())["partings"]
+            assert [row["num_conversations"] for row in rows] == ([] if num_parted is None else [num_parted])
 
 
 def words(rng: random.Random) -> Iterator[str]:
