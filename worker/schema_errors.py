@@ -1,4 +1,4 @@
-"""What is wrong with a JSON Schema that the grammar library refuses: the place, and the reason in our words."""
+"""The errors of a JSON Schema that the grammar library refuses: the place, and the reason in our words."""
 
 from __future__ import annotations
 
