@@ -43,7 +43,7 @@ class PublicApi:
         self._live_workers = live_workers
         self._models = endpoint.models
         self._model_list = ModelsApi(self._models)
-        self._tokenize = TokenizeApi(self._models)
+        self._tokenize = TokenizeApi(self._models, endpoint.ignored_tools)
         self.chat = ChatEndpoint(endpoint)
         self.completions = CompletionEndpoint(endpoint)
         self._messages = MessagesEndpoint(endpoint)

@@ -18,7 +18,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
-from server.api.ignored_tools import IgnoredTools
+from server.api.ignored_tools import IgnoredTools, ignored_header
 from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error, forget
@@ -78,7 +78,7 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     """The value of the header that names the tools left out."""
 
     def headers(self) -> Headers:
-        return [(b"x-headstart-ignored", self.ignored.encode("ascii"))] if self.ignored else []
+        return [(name.encode(), types.encode()) for name, types in ignored_header(self.ignored).items()]
 
 
 class GenerateEndpoint(ABC):

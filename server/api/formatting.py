@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ClassVar, Final
@@ -146,8 +146,8 @@ class ChunkFormatter(ResponseFormatter):
         return response.usage()
 
 
-def json_response(value: object) -> Response:
-    return Response(encode_json(value), media_type="application/json")
+def json_response(value: object, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode_json(value), media_type="application/json", headers=headers)
 
 
 def response_id(prefix: str) -> str:

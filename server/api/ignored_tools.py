@@ -41,3 +41,8 @@ class IgnoredTools:
                 self._logged.add(kind)
                 log.warning("left %s out of a prompt: this server cannot run it", kind)
         return ", ".join(types[:MAX_NAMED])
+
+
+def ignored_header(types: str) -> dict[str, str]:
+    """Return the header for what `take` has returned, if anything."""
+    return {HEADER: types} if types else {}

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from server.api.chat import chat_spec, render_chat
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, encode_json, json_response, response_id
-from server.api.ignored_tools import HEADER
+from server.api.ignored_tools import ignored_header
 from server.api.limits import TokenLimits
 from server.api.tokenize import encode_any
 from server.auth.identity import Identity, identity_of
@@ -78,10 +78,8 @@ class MessagesEndpoint(GenerateEndpoint):
         model = self._model(request.model, identity_of(scope))
         rendered = await render_chat(intent.conversation, model)
         ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
-        answer = json_response({"input_tokens": len(TokenLimits(request, "messages").truncated(ids))})
-        if ignored:
-            answer.headers[HEADER] = ignored
-        return answer
+        num_tokens = len(TokenLimits(request, "messages").truncated(ids))
+        return json_response({"input_tokens": num_tokens}, ignored_header(ignored))
 
 
 async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:

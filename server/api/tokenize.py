@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from server.api.chat import render_chat
 from server.api.formatting import encode_json, json_response, token_text
+from server.api.ignored_tools import IgnoredTools, ignored_header
 from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError
@@ -48,13 +49,15 @@ _IDS: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class TokenizeApi:
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, ignored_tools: IgnoredTools) -> None:
         self._models = models
+        self._ignored_tools = ignored_tools
 
     async def tokenize(self, http_request: Request) -> Response:
         """Tokenise a prompt, or messages through the chat template. Raises ApiError."""
         identity = identity_of(http_request.scope)
         request: TokenizeRequest = await self._read(http_request, _TEXT)
+        ignored = ""
         if memoryview(request.messages)[:5].tobytes() != b"null":
             name = request.model or self._model(None, identity).name
             body = await http_request.body()
@@ -62,7 +65,9 @@ class TokenizeApi:
                 body = encode_json({**_FIELDS.decode(body), "model": name})
             chat = await CHAT.read(body, TextLimit)
             model = self._models.allowed(name, identity)
-            rendered = await render_chat(chat.intent().conversation, model)
+            intent = chat.intent()
+            ignored = self._ignored_tools.take(intent.ignored)
+            rendered = await render_chat(intent.conversation, model)
             ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
         elif request.prompt is None:
             raise invalid("prompt", "is required")
@@ -73,7 +78,7 @@ class TokenizeApi:
         if request.return_token_strs:
             texts = [token_text(model.tokenizer.token_bytes, id_) async for id_ in rested(ids)]
         answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
-        return json_response(answer)
+        return json_response(answer, ignored_header(ignored))
 
     async def detokenize(self, http_request: Request) -> Response:
         """Return the text of ids, special tokens included. Raises ApiError."""

@@ -34,7 +34,7 @@ from server.schema.fields import (
     TopLogprobs,
 )
 from server.schema.intent import ChatIntent, Conversation
-from server.schema.tools import Ignored, Toolbox, ToolName, input_call, make_toolbox, read_choice, read_tools
+from server.schema.tools import Toolbox, ToolName, input_call, make_toolbox, read_choice, read_tools
 
 MAX_MESSAGES: Final = 65_536
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
@@ -51,7 +51,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    web_search_options: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
     modalities: list[str] | None = None
     continue_final_message: bool | None = None
@@ -83,8 +82,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def intent(self, *, clamps_max_tokens: bool = False) -> ChatIntent:
         """Return what a checked request asks for. Raises InvalidRequestError."""
-        search = [] if self.web_search_options is None else [Ignored("web_search_options", "web_search_options")]
-        toolbox = make_toolbox([*read_tools(self.tools or (), nested=True), *search])
+        toolbox = make_toolbox(read_tools(self.tools or (), nested=True))
         use, tools, named = toolbox.chosen(read_choice(self.tool_choice, toolbox, nested=True))
         conversation = Conversation(
             messages=[_with_model_names(message, toolbox) for message in self.messages],

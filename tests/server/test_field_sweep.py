@@ -91,7 +91,6 @@ VALUES: Final[dict[str, dict[str, Any]]] = {
     "temperature": {"temperature": 0.5},
     "text": {"text": {"format": {"type": "json_object"}}},
     "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
-    "web_search_options": {"web_search_options": {}},
     "tools": {"tools": [TOOL]},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.5},
@@ -113,7 +112,6 @@ CHAT_VALUES: Final = {
     "top_logprobs": {"top_logprobs": 2, "logprobs": True},
     "parallel_tool_calls": {"parallel_tool_calls": False, "tools": [TOOL], "tool_choice": "required"},
     "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
-    "web_search_options": {"web_search_options": {}},
     "tools": {"tools": [TOOL]},
 }
 RESPONSES_TOOL: Final = {"type": "function", **TOOL["function"]}

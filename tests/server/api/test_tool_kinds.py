@@ -263,6 +263,15 @@ async def test_strict_tools_refuses_them_always(says: Says, path: str) -> None:
         assert (await post(target.url, asked(path, tools=[usable(path)]), path))[0] == 200
 
 
+async def test_tokenize_says_what_a_chat_would(says: Says) -> None:
+    body = chat(tools=[WEATHER, *BUILT_IN[:1]])
+    async with gateway(says("x")) as target:
+        _, headers, _ = await post(target.url, body, "/tokenize")
+        assert headers["x-headstart-ignored"] == "web_search"
+    async with gateway(says("x"), strict_tools=True) as target:
+        assert (await post(target.url, body, "/tokenize"))[0] == 400
+
+
 async def test_a_history_of_another_server_in_messages(says: Says) -> None:
     worker = says("x")
     blocks = [
