@@ -1,4 +1,4 @@
-"""The errors of a JSON Schema that the grammar library refuses: the place, and the reason in our words."""
+"""The place and the reason, in our words, of what the grammar library refuses in a JSON Schema."""
 
 from __future__ import annotations
 

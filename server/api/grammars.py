@@ -28,7 +28,7 @@ MAX_SCHEMA_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HeldGrammar:
-    """The constraint of an output."""
+    """The constraint on an output."""
 
     grammar: Grammar | None
     param: str = ""

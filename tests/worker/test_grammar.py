@@ -218,3 +218,34 @@ async def test_an_error_of_a_regex_says_its_reason(compiler: GrammarCompiler) ->
     for pattern, reason in (("((", "unclosed group"), ("a{5,2}", "repetition"), ("(?<=a)b", "look-around")):
         with pytest.raises(ConstraintError, match=reason):
             await compiler.constraints(request(Grammar("regex", pattern)))
+
+
+def chained(num_levels: int) -> str:
+    definitions: dict[str, object] = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(num_levels)}
+    definitions[str(num_levels)] = {"type": "string"}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": definitions}, separators=(",", ":"))
+
+
+async def test_references_in_a_long_row_take_no_stack_of_the_process(compiler: GrammarCompiler) -> None:
+    await compiler.constraints(request(Grammar("json_schema", chained(1500))))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "bogus"}, "at properties.a.items: .*no type"),
+        ({"$ref": "#/nowhere"}, "at properties.a.items: the reference #/nowhere points to nothing"),
+        ({"type": "string", "minLength": -1}, "at properties.a.items: minLength must be an integer from 0"),
+        (
+            {"type": "array", "items": {"uniqueItems": True}},
+            "a.items.items: .*cannot hold .*uniqueItems",
+        ),
+        ({"type": "integer", "multipleOf": 2**31}, "multipleOf takes at most 1000000000"),
+    ],
+)
+async def test_a_schema_that_does_not_compile_is_named_by_its_place(
+    compiler: GrammarCompiler, schema: dict[str, object], message: str
+) -> None:
+    whole = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "array", "items": schema}}}
+    with pytest.raises(ConstraintError, match=message):
+        await compiler.constraints(request(Grammar("json_schema", json.dumps(whole))))

@@ -43,7 +43,7 @@ def language(held: GrammarSchema) -> Any:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_ordinary_types_are_held_or_named(name: str) -> None:
-    """A drawn text is valid, unless a keyword is named as left to the model."""
+    """A text drawn from the grammar is valid, unless a keyword is named as left to the model."""
     schema = SCHEMAS[name]
     held = placed(schema)
     assert (name in REFUSED) == bool(held.relaxed)
