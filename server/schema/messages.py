@@ -207,7 +207,9 @@ def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:
     assert tool.name is not None, "just checked"
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
         return Ignored(tool.allowed_callers[0], f"{field}.allowed_callers", tool.name)
-    definition = OfferedTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    definition = OfferedTool(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
     return Offer(field, ToolName(tool.name), definition)
 
 
