@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
 from tests.schema_language import matcher, takes
 from tests.server.api.test_tools import Says
 from tests.server.gateway_app import gateway
+from tests.server.schema.test_grammar_schema import REFUSED, SCHEMAS
 from tests.server.test_app import MESSAGES, post
 from worker.wire import Grammar, TokenizerBundle
 
@@ -157,6 +160,40 @@ async def test_objects_nest_forty_deep(says: Says, api: str) -> None:
             grammar = worker.received[-1].sampling.grammar
             assert grammar is not None
             assert takes(matcher(grammar), form % text)
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_ordinary_types_are_taken_or_refused_by_name(says: Says, api: str) -> None:
+    """Every schema, as a forced tool and as a format, strict and not."""
+    worker = says("{}", max_model_len=8192)
+    async with gateway(worker) as target, aiohttp.ClientSession() as session:
+        for name, schema in SCHEMAS.items():
+            as_tool = body(api, schema, choice="named")
+            for given, strict in itertools.product((as_tool, body(api, form=schema)), (False, True)):
+                is_tool = given is as_tool
+                if api == "messages" and (schema.get("type") != "object" if is_tool else strict):
+                    continue
+                holder = json.loads(json.dumps(given))
+                _strict_place(holder, api, is_tool=is_tool)["strict"] = strict
+                async with session.post(target.url + PATHS[api], json=holder) as response:
+                    raw, relaxed = await response.read(), response.headers.get("x-headstart-relaxed", "")
+                is_refused = strict and name in REFUSED
+                assert response.status == (400 if is_refused else 200), (name, raw)
+                assert (REFUSED[name].encode() if is_refused else b"") in raw
+                assert bool(relaxed) == (name in REFUSED and not strict), (name, relaxed)
+
+
+def _strict_place(holder: Any, api: str, *, is_tool: bool) -> Any:
+    match api, is_tool:
+        case "chat", True:
+            return holder["tools"][0]["function"]
+        case _, True:
+            return holder["tools"][0]
+        case "chat", False:
+            return holder["response_format"]["json_schema"]
+        case "responses", False:
+            return holder["text"]["format"]
+    return {}
 
 
 async def test_a_schema_of_structured_outputs_and_of_completions_is_relaxed_too(says: Says) -> None:
