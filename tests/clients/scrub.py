@@ -14,29 +14,9 @@ from tests import smollm2
 PROSE: Final = frozenset(("text", "content", "description", "instructions", "output", "thinking", "system"))
 _TAG: Final = re.compile(r"</?[a-z_-]+>")
 _WORD: Final = re.compile(r"</?[a-z_-]+>|[A-Za-z]+")
-_KEPT: Final = frozenset(
-    [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-        "Monday",
-        "Tuesday",
-        "Wednesday",
-        "Thursday",
-        "Friday",
-        "Saturday",
-        "Sunday",
-    ]
-)
+_MONTHS: Final = "January|February|March|April|May|June|July|August|September|October|November|December"
+_DAYS: Final = "Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday"
+_KEPT: Final = frozenset(f"{_MONTHS}|{_DAYS}".split("|"))
 _ID: Final = re.compile(r"(?=[0-9A-Za-z]*\d)[0-9A-Za-z]{8,}|\b[0-9a-f]{4}\b")
 _CLIENT_LINE: Final = re.compile(r"x-anthropic-billing-header: ")
 

@@ -1,6 +1,6 @@
-"""What agents and frameworks send, recorded with the real programs: accepted, and their shared prefix stays whole.
+"""Requests of real agents and frameworks: each is accepted, and their shared prefix stays whole.
 
-The bodies in `tests/data/agents` have the real ones' form; `tests/clients/scrub.py` has generated their prose anew.
+The bodies in `tests/data/agents` have the real ones' form; `tests/clients/scrub.py` has replaced their prose.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def common(first: str, second: str) -> int:
-    return next(
-        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 @pytest.mark.parametrize("agent", AGENTS)
