@@ -83,7 +83,7 @@ def start(home: Path, recorder: Recorder, folder: str, command: list[str]) -> su
         "npm": "@ai-sdk/openai-compatible",
         "name": "Headstart",
         "options": {"baseURL": f"{recorder.url}/v1", "apiKey": "unused"},
-        "models": {"tiny": {"name": "tiny"}},
+        "models": {"tiny": {"name": "tiny", "limit": {"context": 32768, "output": 4096}}},
     }
     settings = {"model": "headstart/tiny", "autoupdate": False, "provider": {"headstart": provider}}
     (home / ".config" / "opencode" / "opencode.json").write_text(json.dumps(settings))
