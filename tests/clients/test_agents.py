@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -92,7 +93,9 @@ def start(home: Path, recorder: Recorder, folder: str, command: list[str]) -> su
     env |= {"OPENAI_BASE_URL": f"{recorder.url}/v1", "OPENAI_API_KEY": "unused", "OPENAI_MODEL": "tiny"}
     env |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, env=env, cwd=home / folder, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+        command, env=env, cwd=home / folder, text=True, start_new_session=True, **pipes
+    )
 
 
 def run(home: Path, recorder: Recorder, folder: str, command: list[str]) -> tuple[int, str]:
@@ -137,7 +140,7 @@ def test_wide(name: str, wide: Serve, tmp_path: Path) -> None:
         before = len(recorder.requests)
         process = start(tmp_path, recorder, "a", [name, *agent.first, "Go on for long."])
         wait_until(lambda: any(each.answer for each in recorder.requests[before:]))
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # a package's command may be a child of what was started
         process.communicate()
         wait_until(lambda: any(each.is_cut for each in recorder.requests[before:]))
         table(name, recorder)
