@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import httpx
 import pytest
 
 from tests.clients.lead import lead
@@ -80,11 +81,12 @@ def start(home: Path, recorder: Recorder, folder: str, command: list[str]) -> su
     (home / ".codex").mkdir(exist_ok=True)
     (home / ".codex" / "config.toml").write_text(CODEX.format(url=recorder.url))
     (home / ".config" / "opencode").mkdir(exist_ok=True, parents=True)
+    context: int = httpx.get(f"{recorder.upstream}/v1/models").json()["data"][0]["max_model_len"]
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Headstart",
         "options": {"baseURL": f"{recorder.url}/v1", "apiKey": "unused"},
-        "models": {"tiny": {"name": "tiny", "limit": {"context": 32768, "output": 4096}}},
+        "models": {"tiny": {"name": "tiny", "limit": {"context": context, "output": context // 20}}},
     }
     settings = {"model": "headstart/tiny", "autoupdate": False, "provider": {"headstart": provider}}
     (home / ".config" / "opencode" / "opencode.json").write_text(json.dumps(settings))
