@@ -115,13 +115,7 @@ class GenerateEndpoint(ABC):
             generations.append(Generation(spec, services.requests, deadline_s, hints))
             await pace.rest()
         if len(generations) == 1 and generations[0].spec.embed is None:
-            [generation], conversation = generations, request.conversation
-            services.requests.router.partings.add(
-                generation.route,
-                hints.client,
-                generation.spec.model.bundle.block_size,
-                lambda token: field_at(conversation, generation.spec, token),
-            )
+            self._count_parting(generations[0], request.conversation, hints.client)
         formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
         del request
         response = ResponseStream(generations, deadline_s)
@@ -143,6 +137,13 @@ class GenerateEndpoint(ABC):
                 self._metrics.vllm.end(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
             if usage is not None:
                 usage.add_tokens(context.num_output_tokens)
+
+    def _count_parting(self, generation: Generation, conversation: Conversation | None, client: str) -> None:
+        """Note where the prompt parts from known ones. The text is not kept while the request is answered."""
+        spec = generation.spec
+        self._services.requests.router.partings.add(
+            generation.route, client, spec.model.bundle.block_size, lambda token: field_at(conversation, spec, token)
+        )
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
         """Return the model, which generates text.

@@ -37,14 +37,23 @@ def field_at(conversation: Conversation | None, spec: GenerationSpec, token: int
 
 def _texts_by_field(conversation: Conversation) -> dict[str, str]:
     """Return the texts without white space, which templates change."""
-    texts = dict.fromkeys(("system", "tools", "messages"), "")
+    parts: dict[str, list[str]] = {"system": [], "tools": [], "messages": []}
+    room = dict.fromkeys(parts, MAX_SEARCHED_CHARS)
     for message in conversation.messages:
-        name = "system" if message.role in _SYSTEM_ROLES else "messages"
-        if len(texts[name]) < MAX_SEARCHED_CHARS:
-            texts[name] += f"{message_text(message.content)[:MAX_SEARCHED_CHARS]}\0"
-    tools = [{"name": tool.name, **msgspec.to_builtins(tool.function)} for tool in conversation.tools]
-    texts["tools"] = json.dumps(tools, ensure_ascii=False)
-    return {name: _squeezed(text) for name, text in texts.items()}
+        _add(parts, room, "system" if message.role in _SYSTEM_ROLES else "messages", message_text(message.content))
+        if not (room["system"] or room["messages"]):
+            break
+    for tool in conversation.tools:
+        if not room["tools"]:
+            break
+        written = json.dumps({"name": tool.name, **msgspec.to_builtins(tool.function)}, ensure_ascii=False)
+        _add(parts, room, "tools", written)
+    return {name: _squeezed("\0".join(texts)) for name, texts in parts.items()}
+
+
+def _add(parts: dict[str, list[str]], room: dict[str, int], name: str, text: str) -> None:
+    parts[name].append(text[: room[name]])
+    room[name] -= len(parts[name][-1])
 
 
 def _squeezed(text: str) -> str:

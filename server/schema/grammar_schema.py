@@ -8,7 +8,7 @@ says `strict: true`. Otherwise it is left to the model, and named in a header of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
@@ -41,7 +41,10 @@ _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_BOUND: Final = 10**16
 _MAX_DIGITS: Final = 9
+_MAX_OPTIONS: Final = 4096
 _SHOWN_PLACES: Final = 16
+_MAX_PLACE_CHARS: Final = 120
+"""The header stays below what proxies take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path 
     """
     schema: dict[str, Any] = json.loads(json.dumps(given))
     references = References(schema)
-    references.add((), schema, "")
+    yield from references.add((), schema, "")
     targets: list[tuple[dict[str, Any], str, Path]] = []
     relaxed: list[str] = []
     waiting: list[tuple[Path, Any]] = [((), schema)]
@@ -68,7 +71,7 @@ def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path 
         if not isinstance(node, dict) or id(node) in seen:
             continue
         seen.add(id(node))
-        references.add(path, node, "")
+        yield from references.add(path, node, "")
         for keyword in _unheld(node, references):
             place = _place(param, (*path, keyword))
             if strict:
@@ -98,7 +101,10 @@ def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path 
 
 def relaxed_header(places: tuple[str, ...]) -> tuple[bytes, bytes]:
     """Return the header that names the places, the first ones of many."""
-    shown = list(places[:_SHOWN_PLACES])
+    shown = [
+        place if len(place) <= _MAX_PLACE_CHARS else f"...{place[-_MAX_PLACE_CHARS:]}"
+        for place in places[:_SHOWN_PLACES]
+    ]
     if len(places) > len(shown):
         shown.append(f"and {len(places) - len(shown)} more")
     return b"x-headstart-relaxed", ", ".join(shown).encode()
@@ -154,13 +160,13 @@ def _write_format(node: dict[str, Any]) -> None:
 
 def _unheld_counts(node: dict[str, Any]) -> Iterator[str]:
     """Yield bounds on the number of an object's properties, where some of the named ones may be absent."""
-    properties, required = node.get("properties", {}), node.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return
     if node.get("minProperties") == 0:
         del node["minProperties"]
-    if any(name not in required for name in properties) or node.get("patternProperties"):
-        yield from (keyword for keyword in ("minProperties", "maxProperties") if keyword in node)
+    counts = [keyword for keyword in ("minProperties", "maxProperties") if keyword in node]
+    properties = node.get("properties", {})
+    is_open = isinstance(properties, dict) and not (properties.keys() <= _required(node))
+    if is_open or node.get("patternProperties"):
+        yield from counts
 
 
 def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
@@ -181,11 +187,52 @@ def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _are_disjoint(node: dict[str, Any], options: list[Any], references: References) -> bool:
-    """Return whether a value fits one of the options at most, by its type or by a property that tells them apart."""
+    """Return whether a value fits one of the options at most, by its type or by what tells those of a type apart.
+
+    Takes linear time, as clients write thousands of options.
+    """
+    if len(options) > _MAX_OPTIONS:
+        return False
     if isinstance(discriminator := node.get("discriminator"), dict) and "propertyName" in discriminator:
         return True
-    kinds = [_resolved(option, node, references) for option in options]
-    return all(_differ(one, other, references) for i, one in enumerate(kinds) for other in kinds[:i])
+    groups: dict[frozenset[str], list[dict[str, Any]]] = {}
+    for option in options:
+        kind = _resolved(option, node, references)
+        groups.setdefault(frozenset(_types(kind)), []).append(kind)
+    if len(groups) > 1 and (frozenset() in groups or not _share_nothing(groups)):
+        return False
+    return all(len(group) == 1 or _are_told_apart(group, references) for group in groups.values())
+
+
+def _are_told_apart(options: list[dict[str, Any]], references: References) -> bool:
+    """Return whether the values of the options, or of a property that all require, share nothing."""
+    values = [_values(option) for option in options]
+    if None not in values:
+        return _share_nothing([each for each in values if each is not None])
+    if any(_types(option) != {"object"} for option in options):
+        return False
+    for name in frozenset.intersection(*map(_required, options)):
+        held = []
+        for option in options:
+            properties = option.get("properties")
+            if not isinstance(properties, dict) or name not in properties:
+                break
+            if (found := _values(_resolved(properties[name], option, references))) is None:
+                break
+            held.append(found)
+        else:
+            if _share_nothing(held):
+                return True
+    return False
+
+
+def _share_nothing(sets: Collection[frozenset[str]]) -> bool:
+    return sum(map(len, sets)) == len(frozenset().union(*sets))
+
+
+def _required(node: dict[str, Any]) -> frozenset[str]:
+    given = node.get("required")
+    return frozenset(name for name in given if isinstance(name, str)) if isinstance(given, list) else frozenset()
 
 
 def _resolved(option: Any, node: dict[str, Any], references: References) -> dict[str, Any]:
@@ -200,37 +247,24 @@ def _resolved(option: Any, node: dict[str, Any], references: References) -> dict
     return {}
 
 
-def _differ(one: dict[str, Any], other: dict[str, Any], references: References) -> bool:
-    types = [_types(one), _types(other)]
-    if all(types) and not types[0] & types[1]:
-        return True
-    values = [_values(one), _values(other)]
-    if values[0] is not None and values[1] is not None:
-        return not any(value in values[1] for value in values[0])
-    shared = [node.get("required", []) for node in (one, other)]
-    properties = [node.get("properties", {}) for node in (one, other)]
-    if types != [{"object"}] * 2 or not all(isinstance(part, list) for part in shared):
-        return False
-    if not all(isinstance(part, dict) for part in properties):
-        return False
-    for name in properties[0].keys() & properties[1].keys():
-        if name in shared[0] and name in shared[1]:
-            held = [_values(_resolved(part[name], one, references)) for part in properties]
-            if held[0] is not None and held[1] is not None and not any(value in held[1] for value in held[0]):
-                return True
-    return False
-
-
 def _types(node: dict[str, Any]) -> set[str]:
     given = node.get("type", [])
     types = {given} if isinstance(given, str) else {name for name in given if isinstance(name, str)}
     return types - {"integer"} | {"number"} if "integer" in types else types
 
 
-def _values(node: dict[str, Any]) -> list[Any] | None:
+def _values(node: dict[str, Any]) -> frozenset[str] | None:
+    """Return the values that a schema lists, as JSON; None if it lists none."""
     if "const" in node:
-        return [node["const"]]
-    return node["enum"] if isinstance(node.get("enum"), list) else None
+        return frozenset((_written(node["const"]),))
+    return frozenset(map(_written, node["enum"])) if isinstance(node.get("enum"), list) else None
+
+
+def _written(value: Any) -> str:
+    """Write a value so that equal ones are the same text: 1.0 is 1."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, sort_keys=True)
 
 
 def _set_aside(node: dict[str, Any], keyword: str, path: Path, moved: dict[Path, Path]) -> None:

@@ -12,6 +12,8 @@ _DAY: Final = (
 _TIME: Final = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 FORMAT_PATTERNS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}T{_TIME}$"}
 """Formats whose own grammars take more than readers do: small letters, and the 29th of every February."""
+MAX_PATTERN_CHARS: Final = 1 << 14
+"""The compiler refuses what is much longer."""
 HELD_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 
 _SECONDS: Final = r"\d+(?:[.,]\d+)?S"
@@ -44,6 +46,8 @@ def held_pattern(pattern: str) -> str | None:
 
     Look-around, back references and word boundaries look beyond the text that a grammar has read.
     """
+    if len(pattern) > MAX_PATTERN_CHARS:
+        return None
     pattern = _SAME.get(pattern, pattern)
     depth = position = 0
     begins = True  # of an alternative, outside of every group

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from server.event_loop import Steps
 from worker.common.json_schema import Path, at_pointer, children
 
 
@@ -22,10 +23,12 @@ class References:
     moved: dict[Path, Path] = field(default_factory=dict)
     """The new paths of keywords that were renamed."""
 
-    def add(self, path: Path, node: dict[str, Any], base: str) -> None:
+    def add(self, path: Path, node: dict[str, Any], base: str) -> Steps[None]:
         """Index a schema and all that it holds."""
         waiting = [(path, node, base)]
         while waiting:
+            if len(self.indexed) % 256 == 255:
+                yield
             path, node, base = waiting.pop()
             if id(node) in self.bases:
                 continue

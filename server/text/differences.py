@@ -29,19 +29,34 @@ OTHER_KEYS: Final = "keys"
 _MONTH: Final = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY: Final = r"(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thurs|Fri|Sat|Satur|Sun)(?:day)?"
 _UNIT: Final = r"[\w@+.-]+"
-VOLATILE: Final = {
-    "an id": r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b",
-    "a date": rf"\b\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\b\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}\b|\b{_DAY}\b"
-    rf"|\b{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?(?:,? \d{{4}})?|\b\d{{1,2}}\.? {_MONTH}(?: \d{{4}})?|\b{_MONTH} \d{{4}}",
-    "a time": r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\b)?(?:Z|[+-]\d{2}:?\d{2})?"
-    r"|\b\d{1,2} ?[AaPp][Mm]\b|\b1\d{9}(?:\d{3}|\.\d+)?\b",
-    "a path": rf"(?:~|\b[A-Za-z]:|(?<![\w.]))(?:[\\/]+{_UNIT})+[\\/]*|\b(?=[\d.]*[A-Za-z_])[\w.-]+(?:[\\/]{_UNIT})+",
-    "an id ": r"\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{7,}\b|\b(?=\w*\d)(?=\w*[A-Za-z])[A-Za-z]*[_-]?\w{6,}"
-    r"|(?<=\d)\.(?=\w*[A-Za-z])\w{3,}\b",
-    "a number": r"[+-]?\d+(?:[.,]\d+)*%?",
-}
+VOLATILE: Final = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("an id", r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"),
+        (
+            "a date",
+            rf"\b\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\b\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}\b|\b{_DAY}\b"
+            rf"|\b{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?(?:,? \d{{4}})?"
+            rf"|\b\d{{1,2}}\.? {_MONTH}(?: \d{{4}})?|\b{_MONTH} \d{{4}}",
+        ),
+        (
+            "a time",
+            r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\b)?(?:Z|[+-]\d{2}:?\d{2})?"
+            r"|\b\d{1,2} ?[AaPp][Mm]\b|\b1\d{9}(?:\d{3}|\.\d+)?\b",
+        ),
+        (
+            "a path",
+            rf"(?:~|\b[A-Za-z]:|(?<![\w.]))(?:[\\/]+{_UNIT})+[\\/]*|\b(?=[\d.]*[A-Za-z_])[\w.-]+(?:[\\/]{_UNIT})+",
+        ),
+        (
+            "an id",
+            r"\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{7,}\b|\b(?=\w*\d)(?=\w*[A-Za-z])[A-Za-z]*[_-]?\w{6,}"
+            r"|(?<=\d)\.(?=\w*[A-Za-z])\w{3,}\b",
+        ),
+        ("a number", r"[+-]?\d+(?:[.,]\d+)*%?"),
+    )
+)
 """Patterns of what changes from request to request, the most telling first."""
-_PATTERNS: Final = {name: re.compile(pattern) for name, pattern in VOLATILE.items()}
 _CONTEXT_CHARS: Final = 80
 _WRITTEN: Final[tuple[Callable[[str], str], ...]] = (
     lambda text: text,
@@ -236,9 +251,9 @@ def volatile(place: Place) -> str:
     at = min(at, _CONTEXT_CHARS)
     if _differs_in_space(difference.a, difference.b):
         return "white space"
-    for name, pattern in _PATTERNS.items():
+    for name, pattern in VOLATILE:
         if all(any(found.start() <= at <= found.end() for found in pattern.finditer(text)) for text in (a, b)):
-            return name.strip()
+            return name
     return "other text"
 
 

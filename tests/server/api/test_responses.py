@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from server.api.items import messages_of_items
+from server.schema.requests import InputItem, ResponsesRequest
+from server.schema.tools import Toolbox
 from tests.server.api.test_tools import CALL, WEATHER, Says
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
@@ -151,3 +155,13 @@ async def test_sampling_fields_reach_the_worker(says: Says) -> None:
     assert (sampling.top_k, sampling.frequency_penalty, sampling.min_p) == (3, 1.5, 0.1)
     assert sampling.logit_bias == ((5, 2.0),)
     assert json.loads(raw)["output"][0]["content"][0]["text"] == "one "
+
+
+async def test_thousands_of_calls_in_a_row_are_one_message() -> None:
+    """They take linear time: each adds to the message before it."""
+    items = [InputItem(type="function_call", call_id=f"c{n}", name="f", arguments="{}") for n in range(50_000)]
+    request = ResponsesRequest(model="tiny", input=items)
+    begun_s = time.thread_time()
+    [message], _ = messages_of_items(request, Toolbox())
+    assert time.thread_time() - begun_s < 1.0
+    assert [call.id for call in message.tool_calls or ()] == [f"c{n}" for n in range(50_000)]

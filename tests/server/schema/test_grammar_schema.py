@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,54 @@ def test_a_header_names_places_in_one_ascii_line() -> None:
     assert b"\n" not in value
     assert value.startswith(b'p.properties["\\u00fc\\r\\n0, x"].uniqueItems, ')
     assert value.endswith(b", and 4 more")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"const": number} for number in range(4000)]},
+        {"oneOf": [{"enum": [*range(start, start + 15_000)]} for start in (0, 15_000)]},
+        {"properties": {f"p{n}": {} for n in range(20_000)}, "required": [f"p{n}" for n in reversed(range(20_000))]},
+        {"oneOf": [{"type": "object", "required": [f"p{n}" for n in range(9_000)], "properties": {"k": {}}}] * 2},
+        {"anyOf": [{}] * 100_000},
+        {"pattern": "a" * 1_000_000},
+    ],
+)
+def test_no_large_schema_holds_the_event_loop(schema: dict[str, Any]) -> None:
+    """In processor time, and far above what a step takes: what is not linear takes minutes."""
+    steps, longest_s = grammar_schema(schema, "tools", strict=False), 0.0
+    done = False
+    while not done:
+        begun_s = time.thread_time()
+        done = next(steps, steps) is steps
+        longest_s = max(longest_s, time.thread_time() - begun_s)
+    assert longest_s < 1.0
+
+
+def test_options_are_told_apart() -> None:
+    for options, is_held in (
+        ([{"type": "string"}, {"type": "integer"}], True),
+        ([{"type": "number"}, {"type": "integer"}], False),
+        ([{"type": ["string", "null"]}, {"type": "null"}], False),
+        ([{"const": 1}, {"const": 2}], True),
+        ([{"const": 1}, {"const": 1.0}], False),
+        ([{"const": True}, {"const": 1}], True),
+        ([{"const": 1}, {"type": "string"}], False),
+        ([{"type": "string"}, _tagged("a"), _tagged("b")], True),
+        ([_tagged("a"), _tagged("a")], False),
+        ([_tagged("a"), {"type": "object"}], False),
+    ):
+        assert at_once(grammar_schema({"oneOf": options}, "x", strict=False)).relaxed == ((), ("x.oneOf",))[not is_held]
+
+
+def _tagged(kind: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+
+
+def test_the_header_of_relaxed_places_is_short() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(40):
+        schema = {"properties": {"p" * 60: schema}, "uniqueItems": True}
+    places = at_once(grammar_schema(schema, "tools", strict=False)).relaxed
+    name, value = relaxed_header(places)
+    assert (name, value.endswith(b"and 24 more"), len(value) < 4096) == (b"x-headstart-relaxed", True, True)
