@@ -187,7 +187,7 @@ def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _are_disjoint(node: dict[str, Any], options: list[Any], references: References) -> bool:
-    """Return whether a value fits one of the options at most, by its type or by what tells those of a type apart.
+    """Return whether a value fits one of the options at most, by its type or by values that those of a type do not share.
 
     Takes linear time, as clients write thousands of options.
     """
@@ -201,10 +201,10 @@ def _are_disjoint(node: dict[str, Any], options: list[Any], references: Referenc
         groups.setdefault(frozenset(_types(kind)), []).append(kind)
     if len(groups) > 1 and (frozenset() in groups or not _share_nothing(groups)):
         return False
-    return all(len(group) == 1 or _are_told_apart(group, references) for group in groups.values())
+    return all(len(group) == 1 or _have_own_values(group, references) for group in groups.values())
 
 
-def _are_told_apart(options: list[dict[str, Any]], references: References) -> bool:
+def _have_own_values(options: list[dict[str, Any]], references: References) -> bool:
     """Return whether the values of the options, or of a property that all require, share nothing."""
     values = [_values(option) for option in options]
     if None not in values:

@@ -238,7 +238,7 @@ def test_no_large_schema_holds_the_event_loop(schema: dict[str, Any]) -> None:
     assert longest_s < 1.0
 
 
-def test_options_are_told_apart() -> None:
+def test_options_that_share_no_value_are_held() -> None:
     for options, is_held in (
         ([{"type": "string"}, {"type": "integer"}], True),
         ([{"type": "number"}, {"type": "integer"}], False),
