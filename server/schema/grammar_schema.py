@@ -187,7 +187,7 @@ def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _are_disjoint(node: dict[str, Any], options: list[Any], references: References) -> bool:
-    """Return whether a value fits one of the options at most, by its type or by values that those of a type do not share.
+    """Return whether a value fits one of the options at most, by its type or by values of its own.
 
     Takes linear time, as clients write thousands of options.
     """
