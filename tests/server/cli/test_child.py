@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server.cli import serve as child_module
+from server.cli import child as child_module
+from server.cli.child import Child
 from server.cli.common import CommandError
-from server.cli.serve import Child
 from tests.waiting import HANG_S, until
 
 STUBBORN = (
@@ -101,7 +101,7 @@ async def test_a_child_dies_with_its_parent() -> None:
     """The supervisor is killed by SIGKILL, and its child does not outlive it."""
     program = (
         "import asyncio, sys\n"
-        "from server.cli.serve import Child\n"
+        "from server.cli.child import Child\n"
         "sleeper = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
         "asyncio.run(Child('part', sleeper, lambda line: print(line, flush=True)).run(print))\n"
     )

@@ -1,0 +1,105 @@
+"""A process of `headstart serve`: started, read line by line, and started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from server.cli.common import REFUSED, CommandError
+
+FIRST_DELAY_S: Final = 0.5
+MAX_DELAY_S: Final = 15.0
+STABLE_AFTER_S: Final = 60.0
+"""A child that has lived this long restarts after `FIRST_DELAY_S` again."""
+MAX_HELD_LINES: Final = 20
+MAX_LINE_BYTES: Final = 1 << 20
+_PR_SET_PDEATHSIG: Final = 1
+_READY: Final = b'{"event": "ready"'
+
+
+class Child:
+    """Owner of one process. `run` lives as long as the supervisor wants the child; `stop` ends both."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], on_line: Callable[[str], None], *, quiet: bool = False
+    ) -> None:
+        """`on_line` receives every line of output; if `quiet`, only the last ones, when the child dies."""
+        self.name = name
+        self.process: asyncio.subprocess.Process | None = None
+        self._command = command
+        self._on_line = on_line
+        self._quiet = quiet
+        self._stopping = False
+        self._was_ready = False
+
+    async def run(self, report: Callable[[str], None]) -> None:
+        """Start the child, and restart it whenever it dies, until `stop`.
+
+        Raises CommandError for exit code 2, unless the child was ready before: then what it serves has changed, and may
+        change again.
+        """
+        delay_s = FIRST_DELAY_S
+        while True:
+            started_s = time.monotonic()
+            code = await self.run_once()
+            if self._stopping:
+                return
+            if code == REFUSED and not self._was_ready:
+                raise CommandError(f"{self.name} cannot start; its lines above say why", REFUSED)
+            if time.monotonic() - started_s > STABLE_AFTER_S:
+                delay_s = FIRST_DELAY_S
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            report(f"{self.name} died ({reason}); starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            delay_s = min(MAX_DELAY_S, 2 * delay_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Send SIGTERM, and SIGKILL after `grace_s`. Return when the process is gone."""
+        self._stopping = True
+        process = self.process
+        if process is None:
+            return
+        for end, timeout_s in ((process.terminate, grace_s), (process.kill, None)):
+            with contextlib.suppress(ProcessLookupError):
+                end()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), timeout_s)
+                return
+
+    async def run_once(self) -> int:
+        """Run the process from its start to its exit code."""
+        self.process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the children in order
+            preexec_fn=partial(_die_with_parent, os.getpid()) if sys.platform == "linux" else None,
+            limit=MAX_LINE_BYTES,
+        )
+        assert process.stdout is not None
+        held: deque[str] = deque(maxlen=MAX_HELD_LINES)
+        on_line = held.append if self._quiet else self._on_line
+        while line := await process.stdout.readline():
+            self._was_ready = self._was_ready or line.startswith(_READY)
+            on_line(line.decode(errors="replace").rstrip())
+        code = await process.wait()
+        for text in () if self._stopping else held:
+            self._on_line(text)
+        return code
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel, in the child before exec, for SIGTERM when the supervisor dies, even by SIGKILL (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        os._exit(1)
