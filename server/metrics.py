@@ -180,12 +180,6 @@ class GatewayMetrics:
             "promise_error_tokens", "Cached tokens promised too many or too few.", "direction"
         )
         self._promise_errors.start("too_much", "too_little")
-        self.continued = metric(
-            "continued_turns",
-            "Turns that bring back an answer of this gateway, as its own tokens or as others.",
-            "answer",
-        )
-        self.continued.start("same", "other")
         self.removed_lines = metric(
             "client_lines_removed", "Prompts without a line that an agent wrote for other servers.", "rule"
         )
