@@ -15,7 +15,7 @@ from typing import Any
 from server.api import params
 from server.api.client_lines import without_client_lines
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ChunkFormatter, Spread, chat_logprobs, encode_json, response_id
+from server.api.formatting import ChunkFormatter, LazyJson, chat_logprobs, encode_json, response_id
 from server.api.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
 from server.api.limits import TokenLimits, check_text
 from server.auth.identity import Identity, allowed_priority, request_salt
@@ -211,6 +211,6 @@ class ChatFormatter(ChunkFormatter):
             logprobs = None
             if self._num_top is not None:
                 content = chat_logprobs(self._token_bytes, choice.entries, self._num_top)
-                logprobs = Spread(content=content, refusal=None)
+                logprobs = LazyJson(content=content, refusal=None)
             fields = {"index": choice.choice, "message": message.whole(choice.text), "logprobs": logprobs}
             yield self._whole_choice(choice, **fields, finish_reason=self._finish_reason(choice))

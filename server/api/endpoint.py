@@ -22,7 +22,7 @@ from server.api.ignored_tools import IgnoredTools, ignored_header
 from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error, forget
-from server.event_loop import Pace, rested
+from server.event_loop import TimeSlice, sliced
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models import Models, ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
@@ -110,10 +110,10 @@ class GenerateEndpoint(ABC):
         self._metrics.prompt_tokens.inc(by=num_prompt_tokens)
         self._metrics.vllm.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
-        generations, pace = [], Pace()
+        generations, time_slice = [], TimeSlice()
         for spec in request.specs:
             generations.append(Generation(spec, services.requests, deadline_s, hints))
-            await pace.rest()
+            await time_slice.rest()
         if len(generations) == 1 and generations[0].spec.embed is None:
             self._count_parting(generations[0], request.conversation, hints.client)
         formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
@@ -170,7 +170,7 @@ class GenerateEndpoint(ABC):
             choices = response.take_deltas()
         headers = [(b"content-type", b"application/json"), *more, *response.headers()]
         parts, num_bytes, begun = list[bytes](), 0, False
-        async for part in rested(formatter.body(response, choices)):
+        async for part in sliced(formatter.body(response, choices)):
             if num_bytes > PART_BYTES:
                 if not begun:
                     begun = True
@@ -201,7 +201,7 @@ class GenerateEndpoint(ABC):
             nonlocal first_s
             events = formatter.events(response, deltas)
             if not isinstance(events, bytes):
-                events = b"".join([part async for part in rested(events)])
+                events = b"".join([part async for part in sliced(events)])
             if events and not first_s:
                 response.commit()
                 first_s = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from server.event_loop import paced
+from server.event_loop import run_sliced
 from server.models import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
@@ -55,7 +55,7 @@ async def answer_grammar(
         place = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
         _check_size(msgspec.json.encode(schema), place)
         strict = formatted.json_schema is not None and formatted.json_schema.strict is True
-        held = await paced(grammar_schema(schema, place, strict=strict))
+        held = await run_sliced(grammar_schema(schema, place, strict=strict))
         return HeldGrammar(Grammar("json_schema", _compact(held.schema)), param, held.relaxed)
     if formatted is not None and formatted.type == "json_object":
         return HeldGrammar(Grammar("json_object", ""), param)
@@ -69,7 +69,7 @@ async def answer_grammar(
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     _check_size(text, param)
     if kind == "json_schema" and (parsed := _object(text)) is not None:
-        held = await paced(grammar_schema(parsed, f"{param}.json", strict=False))
+        held = await run_sliced(grammar_schema(parsed, f"{param}.json", strict=False))
         return HeldGrammar(Grammar(kind, _compact(held.schema), compact), param, held.relaxed)
     return HeldGrammar(Grammar(kind, text, compact), param)
 
@@ -105,7 +105,7 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel) -> HeldGrammar:
 
 async def _tool_schema(tool: Tool, intent: ChatIntent, at: tuple[str, ...] = ()) -> GrammarSchema:
     place = f"tools[{tool.name}].{intent.names.tool_schema}"
-    return await paced(grammar_schema(tool.parameters, place, strict=_is_strict(tool), at=at))
+    return await run_sliced(grammar_schema(tool.parameters, place, strict=_is_strict(tool), at=at))
 
 
 async def _placed_tools(tools: Sequence[Tool], intent: ChatIntent) -> GrammarSchema:

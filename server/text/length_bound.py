@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from server.event_loop import Steps, at_once
+from server.event_loop import Steps, run_now
 from server.text.detokenizer import BYTE_ALPHABET
 
 NFC_SHRINK: Final = 4
@@ -37,7 +37,7 @@ class LengthBound:
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that the text has at least."""
-        return at_once(self.counting(text))
+        return run_now(self.counting(text))
 
     def counting(self, text: str) -> Steps[int]:
         """Return `least_tokens` in steps."""
