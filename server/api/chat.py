@@ -21,7 +21,7 @@ from server.api.limits import TokenLimits, check_text
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage

@@ -24,7 +24,7 @@ from server.api.limits import TokenLimits, in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.event_loop import TimeSlice
 from server.http.stream import sse
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation
 from server.request.response import ResponseStream

@@ -15,7 +15,7 @@ from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError
 from server.event_loop import TimeSlice
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import trace_stage

@@ -24,7 +24,8 @@ from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error, forget
 from server.event_loop import TimeSlice, sliced
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
-from server.models import Models, ServedModel
+from server.models.registry import Models
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.hints import read_hints
 from server.request.request import Generation, RequestServices

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from server.event_loop import run_sliced
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
 from server.schema.grammar_schema import GrammarSchema, grammar_schema

@@ -10,7 +10,7 @@ from typing import Final
 from server.api.limits import in_vocabulary
 from server.errors import InvalidRequestError
 from server.event_loop import sliced
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules

@@ -20,7 +20,8 @@ from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError
 from server.event_loop import sliced
-from server.models import Models, ServedModel
+from server.models.registry import Models
+from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit, invalid, read_json, require_json
 from server.schema.fields import TokenId
 from server.schema.requests import CHAT

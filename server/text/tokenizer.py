@@ -137,7 +137,7 @@ class Tokenizer:
         Raises TooManyTokensError early for a long text with more than `room` tokens.
         """
         is_long = len(text) > INLINE_CHARS
-        if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.counting(text))) > room:
+        if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > room:
             raise TooManyTokensError(at_least)
         has_client_tokens = client_offsets is not None and bool(client_offsets or self._can_spell_control)
         if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self._can_spell_control)):
