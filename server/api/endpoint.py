@@ -108,8 +108,7 @@ class GenerateEndpoint(ABC):
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
-        self._metrics.prompt_tokens.inc(by=num_prompt_tokens)
-        self._metrics.vllm.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
+        self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         generations, time_slice = [], TimeSlice()
         for spec in request.specs:
@@ -131,11 +130,10 @@ class GenerateEndpoint(ABC):
             context.num_output_tokens = response.num_output_tokens
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
-            self._metrics.output_tokens.inc(by=context.num_output_tokens)
-            self._metrics.vllm.generation_tokens.inc(response.model, by=context.num_output_tokens)
+            self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
             if response.finished:
                 elapsed_s = time.perf_counter() - context.started_s
-                self._metrics.vllm.end(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
+                self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
             if usage is not None:
                 usage.add_tokens(context.num_output_tokens)
 
@@ -206,8 +204,7 @@ class GenerateEndpoint(ABC):
             if events and not first_s:
                 response.commit()
                 first_s = time.perf_counter()
-                self._metrics.ttft_s.observe(first_s - context.started_s)
-                self._metrics.vllm.ttft_s.observe(first_s - context.started_s, response.model)
+                self._metrics.ttft_s.observe(first_s - context.started_s, response.model)
             return events
 
         async def deliver(deltas: list[ChoiceDelta]) -> None:
@@ -221,8 +218,7 @@ class GenerateEndpoint(ABC):
             num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])
             if first_s and num_gaps > 0:
                 gap_s = (time.perf_counter() - first_s) / num_gaps
-                self._metrics.token_s.observe(gap_s)
-                self._metrics.vllm.observe_gaps(gap_s, response.model, num_gaps)
+                self._metrics.count_gaps(response.model, gap_s, num_gaps)
             await writer.write(last + formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise

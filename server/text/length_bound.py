@@ -57,7 +57,7 @@ def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
     if "ByteLevel" in types and model["type"] == "BPE":
         longest = max(map(len, tokens))
         lost = bytes(byte for char, byte in BYTE_ALPHABET.items() if char not in vocab)
-    elif "ByteLevel" not in types and model.get("byte_fallback") and _BYTE_TOKENS <= set(tokens):
+    elif "ByteLevel" not in types and model.get("byte_fallback") and set(tokens) >= _BYTE_TOKENS:
         longest = max(map(_num_bytes, tokens))
     else:
         return None
