@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -125,10 +125,13 @@ class GatewayMetrics:
         def metric(name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()) -> Metric:
             return Metric(self.registry, f"headstart_{name}", text, *labels, bounds=bounds)
 
-        def by_model(name: str, text: str, *labels: str, copy: str = "", total: str = "", **more: Any) -> Metric:
+        def by_model(
+            name: str, text: str, *labels: str, bounds: tuple[float, ...] = (), copy: str = "", total: str = ""
+        ) -> Metric:
             """Make a metric under the name that vLLM 0.32 has for it, for dashboards that read those."""
-            names = {"copy": copy and f"vllm:{copy}", "total": total and f"headstart_{total}"}
-            return Metric(self.registry, f"vllm:{name}", text, "model_name", *labels, **names, **more)
+            copy, total = copy and f"vllm:{copy}", total and f"headstart_{total}"
+            labels = ("model_name", *labels)
+            return Metric(self.registry, f"vllm:{name}", text, *labels, bounds=bounds, copy=copy, total=total)
 
         in_flight = gauge("headstart_requests_in_flight", "Requests being answered.")
         in_flight.set_function(lambda: self.num_in_flight)

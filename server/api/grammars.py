@@ -122,28 +122,34 @@ def _is_strict(tool: Tool) -> bool:
 def _answer_or_calls(answer: Grammar, definitions: dict[str, Any], intent: ChatIntent, model: ServedModel) -> Grammar:
     """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
-    more = "*" if intent.parallel_tool_calls else ""
-    match model.tool_format:
-        case "hermes":
-            start, end = (_marker(model, marker) for marker in ("<tool_call>", "</tool_call>"))
-            call = f'{start} "\\n" body "\\n" {end}'
-            calls = f'call ("\\n" call){more}' if more else "call"
-            body = _any_call(intent, "arguments")
-        case "llama3":
-            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(intent, "parameters")
-        case "mistral":
-            call, calls = "body", f"{_marker(model, '[TOOL_CALLS]')} call"
-            body = _calls_schema(intent, "arguments")
+    rules = model.tool_format.call_rules(_Schemas(intent, model))
+    body = _json_rule(rules.body | {"$defs": definitions})
     lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
-    rule = _json_rule(body | {"$defs": definitions})
-    return Grammar("grammar", "\n".join([*lines, f"calls: {calls}", f"call: {call}", f"body: {rule}", ""]))
+    return Grammar("grammar", "\n".join([*lines, f"calls: {rules.calls}", f"call: {rules.call}", f"body: {body}", ""]))
 
 
-def _marker(model: ServedModel, text: str) -> str:
-    """Name a special token by its id: it has no bytes."""
-    token_id = model.tokenizer.token_id(text)
-    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
-    return f"<[{token_id}]>" if special else json.dumps(text)
+@dataclass(frozen=True, slots=True)
+class _Schemas:
+    """See `CallSchemas`."""
+
+    intent: ChatIntent
+    model: ServedModel
+
+    @property
+    def parallel(self) -> bool:
+        return self.intent.parallel_tool_calls
+
+    def marker(self, text: str) -> str:
+        """Name a special token by its id: it has no bytes."""
+        token_id = self.model.tokenizer.token_id(text)
+        special = token_id is not None and token_id in self.model.tokenizer.token_bytes.special_ids
+        return f"<[{token_id}]>" if special else json.dumps(text)
+
+    def one(self, arguments_key: str) -> dict[str, Any]:
+        return _any_call(self.intent, arguments_key)
+
+    def many(self, arguments_key: str) -> dict[str, Any]:
+        return _calls_schema(self.intent, arguments_key)
 
 
 def _json_rule(schema: dict[str, Any]) -> str:

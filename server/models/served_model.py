@@ -13,7 +13,9 @@ from cache.hashing import Namespace
 from cache.types import BlockHash
 from server.config import GatewayConfig
 from server.text.chat_template import ChatTemplate
-from server.text.output_parser import THINK, ToolFormat, format_of
+from server.text.formats import FORMATS, format_of
+from server.text.formats.base import ToolFormat
+from server.text.output_parser import THINK
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.wire import TokenizerBundle
 
@@ -84,12 +86,16 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         bundle=bundle,
         tokenizer=tokenizer,
         template=template,
-        tool_format=config.tool_parser or format_of(bundle.chat_template or "") or "hermes",
+        tool_format=_tool_format(config.tool_parser, bundle.chat_template or ""),
         thinks=THINK in (bundle.chat_template or "") if config.reasoning is None else config.reasoning,
         created=int(time.time()),
         root=_cached_root(namespace),
         keeps_client_lines=config.keep_client_lines,
     )
+
+
+def _tool_format(name: str | None, template: str) -> ToolFormat:
+    return format_of(template) or FORMATS["hermes"] if name is None else FORMATS[name]
 
 
 def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], BlockHash]:
