@@ -24,7 +24,7 @@ from server.config import GatewayConfig
 from server.errors import ApiError
 from server.models.served_model import ServedModel, build_model
 from server.text.chat_template import TemplateError
-from server.text.differences import Difference, differences, shared_length
+from server.text.differences import differences, shared_length
 from server.text.tokenizer import TokenizerError
 from worker.common.modules import module_command
 from worker.wire import TokenizerBundle, WireError, unpack
@@ -104,45 +104,37 @@ async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Pa
         raise CommandError(f"{url} is not a gateway's ops port: it answered {status}", REFUSED) from None
 
 
-def lines_of(parting: Parting, excerpts: tuple[str, str] | None) -> list[str]:
-    """Return the report for people."""
+def lines_of(parting: Parting, excerpts: Sequence[str]) -> list[str]:
+    """Return the report as text."""
     size, cached, total = parting.block_size, parting.num_cached_tokens, parting.num_tokens_b
+    where, lost, rate = parting.field or "the template's own text", total - cached, parting.prefill_tokens_per_s
+    volatile = "" if parting.volatile == where else f": {parting.volatile}"
+    character = "" if parting.character is None else f", character {parting.character:,}"
+    cost = "" if rate is None else f", about {lost / rate:.3g} s at {rate:,.0f} tokens/s"
     lines = [
         f"{parting.model}: A has {parting.num_tokens_a:,} tokens and B {total:,}; they share the first "
         f"{parting.num_shared_tokens:,}",
         f"B finds {cached:,} tokens cached: {cached // size:,} of {-(-total // size):,} blocks of {size}",
+        f"They part in {where}{character}{volatile}",
     ]
-    where = parting.field or "the template's own text"
-    if parting.character is not None:
-        where += f", character {parting.character:,}"
-    lines.append(f"They part in {where}: {parting.volatile}" if parting.volatile != where else f"They part in {where}")
     if parting.other_fields:
         lines.append(f"The bodies differ in {', '.join(parting.other_fields)}")
-    if excerpts is not None:
-        lines += [f"  {name}  {text}" for name, text in zip("AB", excerpts, strict=True)]
-    lost = total - cached
-    cost = f"Cost: {lost:,} tokens of B ({-(-lost // size):,} blocks) are computed"
-    if parting.prefill_tokens_per_s is not None:
-        cost += f", about {lost / parting.prefill_tokens_per_s:.3g} s at {parting.prefill_tokens_per_s:,.0f} tokens/s"
-    lines.append(cost)
-    without = parting.num_shared_tokens_without
-    if not parting.goes_on and without is not None:
-        lines.append(f"With the same text there, they would share the first {without:,}")
+    lines += [f"  {name}  {text}" for name, text in zip("AB", excerpts, strict=False)]
+    lines.append(f"Cost: {lost:,} tokens of B ({-(-lost // size):,} blocks) are computed{cost}")
+    if not parting.goes_on and parting.num_shared_tokens_without is not None:
+        lines.append(f"With the same text there, they would share the first {parting.num_shared_tokens_without:,}")
     return lines
 
 
-def find_excerpts(parting: Parting, bodies: Sequence[bytes]) -> tuple[str, str] | None:
-    """Return both sides of the place, from the files."""
-    a, b = map(json.loads, bodies)
-    named = [difference for difference in differences(a, b) if difference.path == parting.field]
-    has_text = [each for each in named if (parting.character is None) == bool(each.why or each.leaves)] or named
-    return _excerpts(has_text[0]) if has_text else None
-
-
-def _excerpts(difference: Difference) -> tuple[str, str]:
-    texts = difference.a, difference.b
-    at = shared_length(texts[0] or "", texts[1] or "")
-    return _excerpt(texts[0], at), _excerpt(texts[1], at)
+def find_excerpts(parting: Parting, bodies: Sequence[bytes]) -> list[str]:
+    """Return both sides of the place, from the files; nothing where the bodies have no such place."""
+    named = [each for each in differences(*map(json.loads, bodies)) if each.path == parting.field]
+    if not named:
+        return []
+    has_text = [each for each in named if (parting.character is None) == bool(each.why or each.leaves)]
+    _, a, b, *_ = (has_text or named)[0]
+    at = shared_length(a or "", b or "")
+    return [_excerpt(text, at) for text in (a, b)]
 
 
 def _excerpt(text: str | None, at: int) -> str:
@@ -183,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     excerpts = find_excerpts(parting, bodies)
     if args.json:
         fields: dict[str, Any] = msgspec.to_builtins(parting)
-        fields |= {"num_cached_tokens": parting.num_cached_tokens, "excerpts": excerpts}
+        fields |= {"num_cached_tokens": parting.num_cached_tokens, "excerpts": excerpts or None}
         print(json.dumps(fields))
     else:
         print("\n".join(lines_of(parting, excerpts)))
