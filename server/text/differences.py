@@ -96,8 +96,8 @@ class Place(NamedTuple):
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """Return where two bodies differ, in the order in which most templates write them."""
     names = dict.fromkeys([*ORDER, *a, *b])
-    ordered = ({name: body[name] for name in names if name in body} for body in (a, b))
-    return list(islice(_walk(*ordered, ""), MAX_DIFFERENCES))
+    first, second = ({name: body[name] for name in names if name in body} for body in (a, b))
+    return list(islice(_walk(first, second, ""), MAX_DIFFERENCES))
 
 
 def _walk(a: Any, b: Any, path: str) -> Iterator[Difference]:
@@ -124,7 +124,7 @@ def _walk(a: Any, b: Any, path: str) -> Iterator[Difference]:
         texts = _text(a), _text(b)
         values = [_parsed(text) if path.endswith("arguments") else None for text in texts]
         if None not in values:  # the template writes the values, and not the client's JSON
-            yield from _walk(*values, path)
+            yield from _walk(values[0], values[1], path)
         yield Difference(path, *texts)
 
 
