@@ -101,6 +101,32 @@ async def fetch_json(
         raise ValueError("its answer is nested too deep") from None
 
 
+async def ask_ops_port(
+    base: str,
+    path: str,
+    *,
+    option: str,
+    status: int = 1,
+    key: str | None = None,
+    ca_file: Path | None = None,
+    **request: Any,
+) -> dict[str, Any]:
+    """Return the answer of a gateway's ops port. Raises CommandError, with `status` and the name of the `option`."""
+    headers = {"content-type": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
+    url, tls = base.rstrip("/") + path, ssl.create_default_context(cafile=ca_file)
+    try:
+        code, answer = await fetch_json(url, tls=tls, headers=headers, **request)
+    except (OSError, ValueError) as error:
+        problem = f"no gateway's ops port at {base}: {error}; give {option} URL"
+        raise CommandError(problem, status) from None
+    match answer:
+        case {"error": {"message": message}}:
+            raise CommandError(f"{url} answered {code}: {message}", status)
+        case dict() if code == 200:
+            return answer
+    raise CommandError(f"{url} is not a gateway's ops port: it answered {code}", status)
+
+
 async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """Return the body of an answer. Raises RedirectError, or ValueError for a longer one."""
     if 300 <= response.status < 400:

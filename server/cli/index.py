@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ from typing import Any, Final
 from rich.table import Column, Table
 
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
-from server.cli.common import CommandError, between, fetch_json, plain_console, secret_file
+from server.cli.common import CommandError, ask_ops_port, between, plain_console, secret_file
 from server.ops.overview import index_row
 
 TIMEOUT_S: Final = 15.0
@@ -100,21 +99,16 @@ async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
 async def _ask_gateway(
     args: argparse.Namespace, method: str, path: str, query: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    headers = {} if args.ops_key_file is None else {"authorization": f"Bearer {args.ops_key_file}"}
-    tls = ssl.create_default_context(cafile=args.ops_ca_file)
-    try:
-        status, answer = await fetch_json(
-            args.ops.rstrip("/") + path, timeout_s=TIMEOUT_S, method=method, tls=tls, params=query, headers=headers
-        )
-    except (OSError, ValueError) as error:
-        raise CommandError(f"no gateway's ops port at {args.ops}: {error}; give --ops URL") from None
-    match answer:
-        case {"error": {"message": message}}:
-            raise CommandError(f"{args.ops}{path} answered {status}: {message}")
-        case dict() if status == 200:
-            return answer
-        case _:
-            raise CommandError(f"{args.ops}{path} is not a gateway's ops port: it answered {status}")
+    return await ask_ops_port(
+        args.ops,
+        path,
+        option="--ops",
+        key=args.ops_key_file,
+        ca_file=args.ops_ca_file,
+        timeout_s=TIMEOUT_S,
+        method=method,
+        params=query,
+    )
 
 
 def _worker_cells(worker: dict[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import ssl
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from server.api.prompts import Api, Parting, Prompt, compare, read_prompt
-from server.cli.common import REFUSED, CommandError, between, fetch_json, secret_file
+from server.cli.common import REFUSED, CommandError, ask_ops_port, between, secret_file
 from server.config import GatewayConfig
 from server.errors import ApiError
 from server.models.served_model import ServedModel, build_model
@@ -29,6 +28,7 @@ from server.text.tokenizer import TokenizerError
 from worker.common.modules import module_command
 from worker.wire import TokenizerBundle, WireError, unpack
 
+PATH: Final = "/prefixes/compare"
 MODULE: Final = "worker.print_bundle"
 TIMEOUT_S: Final = 60.0
 BEFORE_CHARS: Final = 32
@@ -83,25 +83,22 @@ async def compare_here(args: argparse.Namespace, bodies: Sequence[bytes]) -> Par
 
 async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Parting:
     """Let a running gateway compare. Raises CommandError."""
-    url = args.url.rstrip("/") + "/prefixes/compare"
-    pair = {"a": msgspec.Raw(bodies[0]), "b": msgspec.Raw(bodies[1]), "api": args.api}
-    headers = {"content-type": "application/json"}
-    if args.ops_key_file is not None:
-        headers["authorization"] = f"Bearer {args.ops_key_file}"
-    tls = ssl.create_default_context(cafile=args.ops_ca_file)
-    try:
-        status, answer = await fetch_json(
-            url, timeout_s=TIMEOUT_S, method="POST", tls=tls, headers=headers, body=msgspec.json.encode(pair)
-        )
-    except (OSError, ValueError) as error:
-        raise CommandError(f"no gateway's ops port at {args.url}: {error}; give --url URL", REFUSED) from None
-    match answer:
-        case {"error": {"message": message}}:
-            raise CommandError(f"{url} answered {status}: {message}", REFUSED)
+    body = msgspec.json.encode({"a": msgspec.Raw(bodies[0]), "b": msgspec.Raw(bodies[1]), "api": args.api})
+    answer = await ask_ops_port(
+        args.url,
+        PATH,
+        option="--url",
+        status=REFUSED,
+        key=args.ops_key_file,
+        ca_file=args.ops_ca_file,
+        timeout_s=TIMEOUT_S,
+        method="POST",
+        body=body,
+    )
     try:
         return msgspec.convert(answer, Parting)
-    except msgspec.ValidationError:
-        raise CommandError(f"{url} is not a gateway's ops port: it answered {status}", REFUSED) from None
+    except msgspec.ValidationError as error:
+        raise CommandError(f"{args.url}{PATH} is not a gateway's ops port: {error}", REFUSED) from None
 
 
 def lines_of(parting: Parting, excerpts: Sequence[str]) -> list[str]:
