@@ -1,7 +1,7 @@
 """Lines that agents put into prompts for the servers of their maker, and that are no text for a model.
 
-Such a line stands before everything else, and differs from one conversation to the next. In a prompt it parts two
-conversations at their first tokens, and the long prefix that they share is computed again.
+Such a line comes first and differs from one conversation to the next. Two prompts then differ in their first tokens,
+and the long prefix that they share is computed again.
 
 docs/api.md has the same table, and lists the lines that stay.
 """

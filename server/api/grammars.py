@@ -38,7 +38,7 @@ class HeldGrammar:
 
 
 def is_held(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> bool:
-    """Return whether a format says what the answer looks like."""
+    """Return whether a format constrains the answer."""
     return structured is not None or (formatted is not None and formatted.type != "text")
 
 
@@ -77,8 +77,8 @@ async def answer_grammar(
 async def chat_grammar(intent: ChatIntent, model: ServedModel) -> HeldGrammar:
     """Return what the whole output of a chat is held to. Raises InvalidRequestError.
 
-    With tools in `auto` and a format, that is either the format or calls as the model's family writes them. With tools
-    in `auto` alone it is nothing: no schema is compiled, and those with `strict` are checked.
+    With tools in `auto` and a format, the answer is in the format or consists of the family's calls.
+    With tools in `auto` and no format there is no grammar: schemas are not compiled, and strict ones are checked.
     """
     tools = intent.conversation.tools
     if intent.named_tool is not None:
@@ -191,7 +191,7 @@ def _compact(schema: dict[str, Any]) -> str:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """Return the object that a text holds; None: the compiler says what is wrong with it."""
+    """Return the object that a text holds; None if it holds none: the compiler reports the error."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -35,7 +35,7 @@ _GONE: Final = {
     "compaction": "can only be read by the server that wrote it: send the items that it stands for, or a summary",
     "context_compaction": "can only be read by the server that wrote it: send the items that it stands for",
     "compaction_summary": "can only be read by the server that wrote it: send the items that it stands for",
-    "compaction_trigger": "asks for a compaction, which is not offered: send what the model shall see",
+    "compaction_trigger": "asks for a compaction, which is not offered: send what the model should see",
 }
 
 

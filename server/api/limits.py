@@ -31,7 +31,7 @@ class TokenLimits:
     async def prompt_tokens(
         self, text: str, model: ServedModel, *, add_bos: bool = False, client_offsets: Sequence[int] | None = None
     ) -> list[int]:
-        """Tokenise a prompt, and cut it if the request says so. Raises ContextLengthError as soon as it cannot fit.
+        """Tokenise a prompt, and cut it if the request asks for it. Raises ContextLengthError as soon as it cannot fit.
 
         `client_offsets`: see `Tokenizer.encode`.
         """
@@ -43,14 +43,14 @@ class TokenLimits:
         except TooManyTokensError as error:
             if keep is None:
                 raise self._too_long(model, error.at_least, is_counted=False) from None
-            message = f"your prompt, which is to be truncated, resulted in more than {room} tokens"
+            message = f"the prompt has more than {room} tokens, too many even before truncation"
             raise ContextLengthError(
                 message, model.max_model_len, num_tokens=error.at_least, param=self.prompt_param
             ) from None
         return self.truncated(ids)
 
     def truncated(self, prompt_ids: list[int]) -> list[int]:
-        """Apply `truncate_prompt_tokens`: keep the last so many tokens, or the first with truncation_side `right`."""
+        """Apply `truncate_prompt_tokens`: keep the last N tokens, or the first N with truncation_side `right`."""
         keep = self.fields.truncate_prompt_tokens
         if keep is None or len(prompt_ids) <= keep:
             return prompt_ids
@@ -87,7 +87,6 @@ def check_text(num_chars: int, model: ServedModel, param: str) -> None:
         return
     what = "messages hold" if param == "messages" else "prompt has"
     message = f"your {what} {num_chars} characters, and {TEXT_ROOM * longest} at most are read"
-    # Each token stands for so many bytes at most.
     num_tokens = num_chars // bound.token_bytes
     raise ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param=param)
 

@@ -152,7 +152,7 @@ def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
 
 
 def _result(block: ContentBlock) -> str | list[schema.TextPart]:
-    """Return a tool's result. Templates have no place for `is_error`, so that the text says it."""
+    """Return a tool's result. Chat templates cannot express `is_error`, so it is prefixed to the text."""
     assert not isinstance(block.content, dict), "checked with the message"
     content = _text(block.content or "")
     if not block.is_error:
@@ -316,7 +316,7 @@ class MessagesFormatter(ResponseFormatter):
         return usage
 
     def _stop(self) -> dict[str, Any]:
-        """Say why the answer ended; null before its end."""
+        """Return why the answer ended; null before its end."""
         if self._last is not None and self._is_empty:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         matched = self._last.stop_reason if self._last is not None else None

@@ -1,6 +1,6 @@
 """GET /v1/models and /v1/models/{id}, the routes that OpenAI's and Anthropic's APIs share.
 
-The headers say whose client asks. Sources: OpenAI's specification, and https://platform.claude.com/docs/en/api/models.
+The headers show which API the client speaks. Sources: OpenAI's specification, and https://platform.claude.com/docs/en/api/models.
 """
 
 from __future__ import annotations

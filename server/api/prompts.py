@@ -77,7 +77,7 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def api_of(body: Mapping[str, Any]) -> Api:
-    """Tell an API by the fields of its body. Raises InvalidRequestError."""
+    """Return the API to which a body belongs by its fields. Raises InvalidRequestError."""
     if "messages" in body:
         return "messages" if _is_anthropic(body) else "chat"
     if "input" in body:
