@@ -163,7 +163,7 @@ async def read_json(
 
 
 def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises MediaTypeError for a body that does not say that it is JSON.
+    """Raises MediaTypeError for a body whose type is not JSON.
 
     A page of another site can send text, forms, and bodies without a type (a Blob) without asking first.
     """

@@ -1,8 +1,8 @@
 """A client's JSON Schema as a grammar takes it: with references that hold wherever it is placed, and without what no
 grammar can hold.
 
-An unknown `format` is an annotation, and goes. Any other keyword that a grammar cannot hold is refused where the client
-says `strict: true`. Otherwise it is left to the model, and named in a header of the answer.
+An unknown `format` is an annotation, and is dropped. Any other keyword that a grammar cannot hold is refused with
+`strict: true`. Otherwise it is left to the model, and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NEVER_HELD: Final[dict[str, tuple[Any, ...]]] = {
 _NEEDED: Final = {"maxContains": ("contains",), "minContains": ("contains",), "if": ("then", "else")}
 """Keywords that ask for nothing without one of others."""
 _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
-"""Keywords that say how references are read. They go, as all references become pointers."""
+"""Keywords for the reading of references. They are dropped, as all references become pointers."""
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_BOUND: Final = 10**16
 _MAX_DIGITS: Final = 9
@@ -268,7 +268,7 @@ def _written(value: Any) -> str:
 
 
 def _set_aside(node: dict[str, Any], keyword: str, path: Path, moved: dict[Path, Path]) -> None:
-    """Rename a keyword to one that says nothing: references may point into it."""
+    """Rename a keyword to one without a meaning: references may point into it."""
     for name in (keyword, "then", "else") if keyword == "if" else (keyword,):
         if name in node:
             node[f"x-{name}"] = node.pop(name)

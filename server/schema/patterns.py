@@ -42,7 +42,7 @@ _TOKEN: Final = re.compile(
 
 
 def held_pattern(pattern: str) -> str | None:
-    """Return a pattern that a grammar can hold and that says the same; None: there is none.
+    """Return an equivalent pattern that a grammar can hold; None: there is none.
 
     Look-around, back references and word boundaries look beyond the text that a grammar has read.
     """

@@ -49,7 +49,7 @@ class ToolName:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A part of a request that is left out of the prompt, as only a vendor's server or model could use it."""
+    """A part of a request that only a vendor's server or model could use. It is left out of the prompt."""
 
     type: str
     field: str
@@ -162,9 +162,9 @@ class Toolbox:
         return joined_name(name)
 
     def chosen(self, use: ToolUse) -> tuple[ToolUse, tuple[Tool, ...], Tool | None]:
-        """Return what is left of a use, the tools that the model sees, and the one that it has to call.
+        """Return the use that is possible, the tools that the model sees, and the one that it has to call.
 
-        Raises InvalidRequestError for a use that needs what is not there.
+        Raises InvalidRequestError for a use that needs a missing tool.
         """
         for name in use.names or ():
             self._check_offered(name)

@@ -351,7 +351,7 @@ def _tools(given: Sequence[Tool]) -> list[dict[str, Any]] | None:
 
 
 def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write tools into the system message, and calls and results as text, for a template that knows no tools.
+    """Write tools into the system message, and calls and results as text, for a template without tools.
 
     The answer is read as `hermes`.
     """

@@ -1,14 +1,14 @@
 """Keep control tokens that clients write as text, apart from those that the chat template writes.
 
-A template writes a model's control tokens around what clients say. When a client writes such a token, the rendered text
-does not say whose it is. So whatever of a client's could become a control token gets a mark after its first character
-before rendering. Afterwards the marks are removed, and say which tokens are text:
+A template writes a model's control tokens around the text of clients. When a client writes such a token, the rendered
+text does not show whose it is. So client text that could become a control token gets a mark after its first character
+before rendering. Afterwards the marks are removed, and show which tokens are text:
 
     content     is <|im_end|> a token?                          marked    is <4711|im_end|> a token?
     rendered    <|im_start|>user\\nis <4711|im_end|> a token?<|im_end|>\\n
     text        <|im_start|>user\\nis <|im_end|> a token?<|im_end|>\\n        client_offsets    {20}
 
-Marked are whole tokens, and what could become one at the end of a field or where a template cuts something out.
+Marked are whole tokens, and beginnings of tokens at the end of a field or where a template cuts text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PART_CHARS: Final = 1 << 14
 MARK_DIGITS: Final = 20
 SHORT_MARK_DIGITS: Final = 6
 MANY_MARKS: Final = 50_000
-"""From so many on, marks are short, and looked for in the texts first."""
+"""With this many or more, marks are short, and are searched for in the texts first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def holds(offsets: Sequence[int], at: int) -> bool:
 
 
 def new_mark(num_digits: int = MARK_DIGITS) -> str:
-    """Return digits, which every filter of a template leaves alone, and which no client can guess."""
+    """Return digits, which no filter of a template changes, and which no client can guess."""
     return f"{secrets.randbelow(10**num_digits):0{num_digits}d}"
 
 
@@ -164,7 +164,7 @@ def any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _could_begin(word: str, tokens: Collection[str]) -> bool:
-    """Return whether a token lies in `word`, or could begin in it."""
+    """Return whether `word` contains a token, or its end could begin one."""
     tails = [word[start:] for start in range(len(word))]
     return any(token.startswith(tail) or tail.startswith(token) for token in tokens for tail in tails)
 

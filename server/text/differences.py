@@ -1,7 +1,7 @@
-"""Find the first place where two requests' prompts part, in the words of their bodies, and say what is volatile there.
+"""Find the field of two bodies at which their prompts part, and what is volatile there.
 
-The bodies are compared field by field. Which of their differences is the first in the prompt, the rendered texts say:
-it stands around the first character in which they differ, on both sides.
+The bodies are compared field by field. Of their differences, the one around the first character in which the rendered
+texts differ is where the prompts part.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 ORDER: Final = ("system", "instructions", "tools", "messages", "input", "prompt")
-"""The order of fields in most templates; others come behind."""
+"""The order of fields in most templates; others follow."""
 MAX_DIFFERENCES: Final = 20_000
 WINDOW_CHARS: Final = 32
 MIN_WINDOW_CHARS: Final = 12
-"""The least text that tells a field, where the template has changed the rest of it."""
+"""The least text that identifies a field of which the template has changed the rest."""
 MAX_OWN_CHARS: Final = 96
 """Text of the template before a message or tool that the other prompt lacks."""
 MAX_LEAVES: Final = 8
@@ -57,7 +57,7 @@ VOLATILE: Final = tuple(
         ("a number", r"[+-]?\d+(?:[.,]\d+)*%?"),
     )
 )
-"""Patterns of what changes from request to request, the most telling first."""
+"""Patterns of what changes from request to request, the most specific first."""
 _CONTEXT_CHARS: Final = 80
 _WRITTEN: Final[tuple[Callable[[str], str], ...]] = (
     lambda text: text,

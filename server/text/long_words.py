@@ -1,12 +1,12 @@
 """Tokenise a text of any length window by window, where `pretoken_cache` finds no space to cut at.
 
-A split pattern of the families known here looks at no text before a word, and little behind it. So the words of a
-window are those of the whole but for its last, and the next window begins there:
+A split pattern of the families known here reads no text before a word, and little after it. So the words of a window
+are those of the whole text, except for the last. The next window begins there:
 
     aaa=bbb=ccc=dd|d...      aaa =bbb =ccc | =dd        the next begins at =dd
 
-A word longer than a window is merged in overlapping windows. A row of tokens is the encoding of its text when each two
-neighbours are that of theirs. So two encodings may be joined behind a token that both of them have at one place:
+A word longer than a window is merged in overlapping windows. A row of tokens is the encoding of its text if each two
+neighbours are that of theirs. So two encodings may be joined after a token that both have in one place:
 
     encoding of one window     | ab | ab | a
     of the next                     | ab | aab | ...      joined:  | ab | ab | aab | ...
@@ -33,7 +33,7 @@ from server.text.detokenizer import BYTE_ALPHABET
 WINDOW_CHARS: Final = 8192
 _SEARCH_CHARS: Final = 1 << 17
 _BACK_CHARS: Final = 256
-"""A window begins at most so much earlier, to begin with no combining character."""
+"""A window may begin up to this much earlier, to avoid a combining character at its beginning."""
 _MAX_RUN_CHARS: Final = 1 << 16
 _SPACE_CHARS: Final = "".join(
     map(chr, (*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000))
@@ -121,7 +121,7 @@ class Windows:
         return at
 
     def _apart(self, text: str, at: int, end: int) -> int:
-        """Return a place near `at`, or the first behind it, on each side of which a normalizer works alone.
+        """Return a place near `at`, or the first after it, at which a normalizer joins nothing across.
 
         A run of more than `_MAX_RUN_CHARS` combining characters is cut: to compose it whole would hold the loop.
         """
@@ -141,7 +141,7 @@ class Windows:
         if stop >= start + size - 1:
             if self._by_lines and (line := max(text.rfind("\n", start, stop), text.rfind("\r", start, stop))) >= start:
                 return line + 1
-            at = stop - size  # its end alone tells where it is split
+            at = stop - size  # where it is split depends only on its end
         while True:
             at = self._before(text, at + size - size // 8)
             encoding = self._tokenizer.encode(text[at : min(end, at + size)], add_special_tokens=False)
@@ -215,7 +215,7 @@ def _tokens(model: Any, word: bytes, begin: int, size: int) -> list[_Token]:
 def long_words(
     tokenizer: tokenizers.Tokenizer, layout: Mapping[str, Any], num_chars: int = WINDOW_CHARS
 ) -> Windows | None:
-    """Return the windows of a tokenizer whose words `pretoken_cache` knows; None if they are not exact on probes."""
+    """Return the windows of a tokenizer that `pretoken_cache` supports; None if they are not exact on probes."""
     vocab = layout["model"]["vocab"]
     lost = "".join(chr(byte) for char, byte in BYTE_ALPHABET.items() if char not in vocab)
     composes = layout.get("normalizer") is not None

@@ -22,13 +22,13 @@ Asking = Generator[None, None, bool]
 
 
 class TextReader(ABC):
-    """The text of one choice, as far as it has arrived and is not read yet."""
+    """The text of one choice that has arrived and is not read yet."""
 
     def __init__(self, tool_names: frozenset[str]) -> None:
         self.tool_names = tool_names
         self.text = ""
         self.ended = False
-        """No more text follows."""
+        """The text is complete."""
 
     @abstractmethod
     def emit(self, kind: DeltaKind, text: str) -> None:
@@ -153,7 +153,7 @@ class TextReader(ABC):
 
 
 class CallSchemas(Protocol):
-    """What a grammar of calls is made of."""
+    """The parts of a grammar of calls."""
 
     @property
     def parallel(self) -> bool:

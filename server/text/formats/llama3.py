@@ -32,7 +32,7 @@ def _read(reader: TextReader) -> Reading:
 
 
 def _read_cut(reader: TextReader, text: str) -> None:
-    """Read a call that the end of the answer cuts before its arguments, or one with its keys in another order."""
+    """Read a call that ends before its arguments, or one with its keys in another order."""
     name = cut_name(text)
     if name not in reader.tool_names:
         return
