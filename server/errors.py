@@ -39,7 +39,7 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic's types of errors by status. The other statuses of clients are bad requests, those of ours api_error."""
+"""Anthropic's types of errors by status. Other 4xx are invalid_request_error, other 5xx api_error."""
 
 
 class ApiError(Exception):
@@ -95,7 +95,7 @@ class InvalidRequestError(ApiError, status=400, type=_REQUEST_ERROR):
 
 
 class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
-    """The prompt and `max_tokens` do not fit the model's context. Clients know it by the sentence of their API."""
+    """The prompt and `max_tokens` do not fit the model's context. Clients recognise it by the sentence of their API."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
         is_of_model: bool = True,
         param: str | None = None,
     ) -> None:
-        """`num_tokens`: the prompt's tokens, as far as they were counted.
+        """`num_tokens`: the prompt's tokens that were counted.
 
         `is_of_model`: False if `max_model_len` is the longest of all contexts (None: no model is known yet).
         """
@@ -119,7 +119,7 @@ class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
         self._max_model_len = max_model_len
 
     def for_messages(self) -> str:
-        """Return Anthropic's sentence, by which agents know that they have to shorten the conversation.
+        """Return Anthropic's sentence, by which agents recognise that they have to shorten the conversation.
 
         The first number is above the second one also where not all tokens were counted.
         """
@@ -223,10 +223,10 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def forget(error: BaseException) -> None:
-    """Free what an answered exception holds: the frames of its traceback, and the exceptions behind it.
+    """Free what an answered exception holds: the frames of its traceback, and its causes.
 
-    A frame that has its exception in a variable is a cycle, as a group is that causes its own member. The collector
-    counts objects, not bytes: until it comes, such cycles would hold the bodies of many requests.
+    A frame with its exception in a variable is a cycle; so is a group that causes its own member. The collector counts
+    objects, not bytes: until it runs, such cycles would hold the bodies of many requests.
     """
     errors = [error]
     while errors:
@@ -252,7 +252,7 @@ def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
 
 
 def responses_error(error: ApiError) -> ApiError:
-    """Return an error as /v1/responses says it."""
+    """Return an error in the words of /v1/responses."""
     return error.for_responses() if isinstance(error, ContextLengthError) else error
 
 

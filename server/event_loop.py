@@ -19,7 +19,7 @@ SLICE_S: Final = 0.005
 SAMPLE_S: Final = 0.01
 RESTART_PAUSE_S: Final = 1.0
 COLLECTED_BYTES: Final = 256 << 20
-"""A collection takes some milliseconds, and so many bytes take a second to arrive and be read."""
+"""A collection takes some milliseconds; these bytes take a second to arrive and be read."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -35,7 +35,7 @@ class TimeSlice:
         self._until_s = time.perf_counter() + SLICE_S
 
     async def rest(self) -> None:
-        """Let others run if the slice is used up."""
+        """Yield to other tasks if the slice is used up."""
         if time.perf_counter() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = time.perf_counter() + SLICE_S
@@ -74,7 +74,7 @@ def run_now(steps: Steps[T]) -> T:
 
 
 class ByteCollector:
-    """Runs the garbage collector after so many bytes of bodies: by itself it counts objects alone.
+    """Runs the garbage collector after `max_bytes` of bodies: by itself it only counts objects.
 
     Requests leave no cycles. Should one do so, its body is freed before many others have come.
     """
@@ -118,7 +118,7 @@ async def keep_running(
 
 
 async def sample_delay(observe: Callable[[float], None]) -> None:
-    """Observe how much later than asked for the loop wakes this task, for ever."""
+    """Observe how late the loop wakes this task. Never returns."""
     while True:
         due_s = time.monotonic() + SAMPLE_S
         await asyncio.sleep(SAMPLE_S)

@@ -237,7 +237,7 @@ def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None
 
 
 def _freeze_gc() -> None:
-    """Take what lives as long as the process from the collector, and let it look less often at open streams."""
+    """Freeze long-lived objects and run the garbage collector less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 20)

@@ -1,6 +1,6 @@
 """The gateway's Prometheus metrics. Names and labels are a contract with dashboards and alerts.
 
-Label values come from our own code only, never from a client. Counters and histograms are plain numbers of the event
+Label values never come from a client. Counters and histograms are plain numbers of the event
 loop, exported at the scrape: a request changes many of them.
 """
 
@@ -37,7 +37,7 @@ PLACES: Final = ("pool", *get_args(Tier), "peer")
 
 
 def known_places(loaded_tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return what a worker says that it loaded, without places that we do not know."""
+    """Return the tokens that a worker reports as loaded, without unknown places."""
     return {place: loaded_tokens[place] for place in PLACES[1:] if loaded_tokens.get(place, 0) > 0}
 
 
@@ -196,7 +196,7 @@ class GatewayMetrics:
         self.index_events = metric(
             "index_events", "Lookups without an answer in time, and invalid records in Redis.", "event"
         )
-        self.drops = metric("requests_dropped", "Requests that were refused or broke off, by error code.", "reason")
+        self.drops = metric("requests_dropped", "Requests that were refused or ended early, by error code.", "reason")
         self.task_failures = metric("task_failures", "Background tasks that failed and were started again.", "task")
         self.loop_delay_s = metric(
             "event_loop_delay_seconds",
@@ -252,7 +252,7 @@ class GatewayMetrics:
             self._promise_errors.inc("too_much" if promised > cached else "too_little", by=abs(promised - cached))
 
     def correct_prompt(self, guessed: int, cached: int) -> None:
-        """Take the engine's count in the place of its worker's guess, which was counted as found."""
+        """Replace the worker's guess, which was counted as found, by the engine's count."""
         self.cached_tokens.inc(by=max(0, cached - guessed))
         self._placed_tokens.inc("pool", by=max(0, cached - guessed))
         if guessed != cached:

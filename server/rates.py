@@ -52,7 +52,7 @@ class DecayedSum:
         self._at_s = 0.0
 
     def add(self, amount: float, now_s: float) -> None:
-        """Add `amount` at `now_s`, which may lie before that of an earlier call."""
+        """Add `amount` at `now_s`, which may be before that of an earlier call."""
         if now_s >= self._at_s:
             self._value = self.at(now_s) + amount
             self._at_s = now_s

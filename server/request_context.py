@@ -104,7 +104,7 @@ class RequestContext:
     trace: Trace | None = None
     """None: not traced, or not sampled."""
     unsampled: Mapping[str, str] = field(default_factory=dict)
-    """Tells workers not to trace a request that is not sampled: they would begin a trace of their own."""
+    """A trace context that is not sampled, for workers: without it they would begin their own trace."""
 
     def begin_trace(self, tracing: Tracing, scope: Scope) -> None:
         path, names = scope["path"], (b"traceparent", b"tracestate")

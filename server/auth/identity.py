@@ -15,7 +15,7 @@ API keys are in a TOML file of digests, reloaded whenever it changes:
     max_streams = 32               # requests at a time
     may_prioritise = true          # may set `priority`
 
-TOML, because an entry is appended to the file as it is printed, with comments that say who has the key.
+The format is TOML: an entry is appended as it is printed, and comments can name the owner of a key.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Identity:
         self.tenant = key.tenant
         self.salt = tenant_salt(cluster_secret, key.tenant)
         self.tag = blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()
-        """The name by which workers tell tenants apart; it reveals nothing else about them."""
+        """The name by which workers separate tenants; it reveals nothing else about them."""
 
     def may_use(self, *names: str) -> bool:
         """Return whether the key may use a model with any of these names."""
@@ -177,7 +177,7 @@ class KeyFile(WatchedFiles):
         return found
 
     def reload(self) -> None:
-        """Read the file. One that cannot be used changes nothing: the keys in force stay, and the log says why."""
+        """Read the file. An invalid file changes nothing: the current keys stay, and the log has the reason."""
         try:
             self._load()
         except ValueError as error:

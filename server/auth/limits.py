@@ -112,8 +112,8 @@ def duration_text(seconds: float) -> str:
 class AuthThrottle:
     """Slows down whoever guesses keys: per source a few wrong ones, then one now and then.
 
-    A source over its allowance is refused before its key is looked at, so that the answer tells it nothing. Keys that
-    this source has used before go on working: one client behind a proxy must not lock out the rest.
+    A source over its allowance is refused before its key is checked, so the answer reveals nothing. Keys that this
+    source has used before keep working: one client behind a proxy must not lock out the rest.
     Bounded: the sources and keys unseen for longest are forgotten first. Owned by the event loop.
     """
 

@@ -19,7 +19,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "gateway": ("one gateway: the OpenAI API in front of the workers", "server.gateway"),
     "worker": ("one worker: a model on one device", "worker"),
     "top": ("the fleet in a terminal: workers, load, decisions", "server.cli.top"),
-    "doctor": ("what this machine lacks, and how to mend it", "server.cli.doctor"),
+    "doctor": ("what this machine lacks, and how to fix it", "server.cli.doctor"),
     "keys": ("API keys: make one, check a file of them", "server.cli.keys"),
     "index": ("what the shared index holds; shared prefixes; emptying a worker", "server.cli.index"),
     "prefix": ("where the prompts of two requests part, and why", "server.cli.prefix"),
@@ -31,7 +31,9 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 
 def usage() -> str:
     lines = [f"  {name:8} {summary}" for name, (summary, _) in COMMANDS.items()]
-    return "\n".join(["usage: headstart COMMAND [OPTIONS]", "", *lines, "", "headstart COMMAND --help tells the rest."])
+    return "\n".join(
+        ["usage: headstart COMMAND [OPTIONS]", "", *lines, "", "headstart COMMAND --help lists its options."]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """`headstart batch`: answer a file of requests in OpenAI's batch format, at any server that speaks its API.
 
-The lines go in the order of their prompts, so that those which share a prefix follow each other and find it cached.
-Answers are appended as they come. A run that was killed goes on where it stopped: lines that have an answer are done.
+Lines are sent in the order of their prompts: those that share a prefix follow each other and find it cached.
+Answers are appended as they come. A run that was killed resumes: it skips lines that have an answer.
 """
 
 from __future__ import annotations

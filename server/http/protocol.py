@@ -1,15 +1,15 @@
 """uvicorn's httptools protocol with bounds, strict framing, and errors in our shape.
 
-httptools is twice as fast as h11, and bounds nothing: it accepts a head of 200 MB. Here the head (target, header
-fields, trailers) is counted as it is parsed, and so are bytes that are received but not parsed yet.
+httptools is twice as fast as h11, and bounds nothing: it accepts a head of 200 MB. Here the head (target, fields,
+trailers) is counted as it is parsed. So are bytes that are received and not parsed yet.
 
-A connection has one open request, and what comes behind it stays bytes until its answer has gone out. So a flood of
-pipelined requests costs no more than its bytes. It takes turns with the requests of other connections.
+A connection has one open request. Later input stays unparsed until its answer is sent, so a flood of pipelined
+requests costs only its bytes. It takes turns with the requests of other connections.
 
-Reading reveals first that a client has left. So it pauses only while the app does not take the body of the request
-that is being answered, never while an answer is made. The end of its input alone says nothing: a client may have shut
-its sending side behind its last request (RFC 9112, 9.6), and gets its answers. Probes find out that it has gone. With
-TLS such an end is the client's, as neither asyncio nor uvloop keeps half a TLS connection.
+Reading is the first sign that a client has left. So reading pauses only while the app does not take the body, never
+while an answer is made. The end of the input is no proof: a client may shut its sending side after its last request
+(RFC 9112, 9.6), and gets its answers. Probes detect that it has gone. With TLS the end of input means that the client
+has left: neither asyncio nor uvloop keeps half a TLS connection.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_AHEAD_BYTES: Final = 1 << 20
 WRITE_STALL_S: Final = 120.0
 """A client has to take some of its answer in such a time once our buffer is full."""
 FIRST_PROBE_S: Final = 0.25
-"""A client that sends no more is probed at once, after this, and then after three times the last wait."""
+"""Once a client has ended its input, it is probed at once, after this time, and at growing intervals."""
 
 
 class _RefusedError(Exception):
@@ -59,7 +59,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _write_timer: TimerHandle | None = None
     _probe_timer: TimerHandle | None = None
     _is_half_closed = False
-    """The client sends no more."""
+    """The client has ended its input."""
     _head_bytes = 0
     _unparsed_bytes = 0
     _new_body_bytes = 0
@@ -73,7 +73,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _framing: dict[bytes, bytes]
     """The header fields that decide how the message is read."""
     _refused = False
-    """The input is dropped from here on."""
+    """Further input is dropped."""
     _refusal: ApiError | None = None
     """The error that a callback has refused the input for."""
 
@@ -85,7 +85,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._limits = limits
         self._connections = connections
         self._ahead = bytearray()
-        """The input behind the request that is being answered."""
+        """The input after the request that is being answered."""
         self._is_ahead_full = False
         """More came than is kept: the connection ends with the requests that are whole in `_ahead`."""
 
@@ -136,7 +136,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _probe(self, wait_s: float) -> None:
-        """Write something that a client which is there can bear, now and after `wait_s`: it may have gone."""
+        """Write a byte that a present client ignores, now and after `wait_s`: the client may have gone."""
         self._probe_timer = self.loop.call_later(wait_s, self._probe, 3 * wait_s)
         cycle: Any = self.cycle
         if cycle is None or cycle.response_complete or self.transport.get_write_buffer_size():
@@ -147,7 +147,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """True while a whole request is being answered, or its answer is too much for a client that does not read."""
+        """True while a request is being answered, or while the client does not read its answer."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return self._phase == "idle" and (not is_answered or self.flow.write_paused)
 
@@ -182,7 +182,7 @@ class GatewayProtocol(HttpToolsProtocol):
         return len(data) if end < 0 else end + len(mark)
 
     def _parse_ahead(self) -> None:
-        """Go on with what was received behind the last request."""
+        """Parse what was received after the last request."""
         if self._ahead and not (self._refused or self._is_waiting or self.transport.is_closing()):
             num_parsed = self._parse(self._ahead)
             del self._ahead[:num_parsed]
@@ -254,7 +254,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Go on with the connection. The rest of a body that was answered early (401, 413) is not waited for."""
+        """Continue the connection. The rest of a body that was answered early (401, 413) is not awaited."""
         cycle: Any = self.cycle
         cycle.transport.flush()
         super().on_response_complete()
@@ -268,7 +268,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._phase == "body":
             self.loop.call_later(LINGER_S, self._close_unread, cycle)
         elif self._ahead or self._is_ahead_full:
-            self.loop.call_soon(self._parse_ahead)  # behind the turns of other connections
+            self.loop.call_soon(self._parse_ahead)  # after the turns of other connections
 
     def _close_unread(self, cycle: object) -> None:
         if self._phase == "body" and self.cycle is cycle:

@@ -66,7 +66,7 @@ class Listener(uvicorn.Server):
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, with a bound on the TLS handshake: strangers could hold uvloop's for 60 s."""
+        """Start as uvicorn does, with a bound on the TLS handshake: uvloop's can be held open for 60 s."""
         loop = asyncio.get_running_loop()
         limits, tls = self._limits, self.config.ssl
 
@@ -86,8 +86,8 @@ class Listener(uvicorn.Server):
 def affordable_connections(wanted: int) -> int:
     """Return how many of `wanted` connections this process may have files for: one to the client, one to the worker.
 
-    Raises the soft limit on open files as far as it may. Raises ValueError for a limit that leaves next to none, and
-    warns of one that leaves fewer than wanted.
+    Sets the soft limit on open files to the hard limit if it has to. Raises ValueError if the limit leaves hardly any
+    connections, and warns if it leaves fewer than wanted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * wanted + SPARE_FILES
