@@ -79,7 +79,7 @@ class PlainRouter(Router):
 
 
 class PlainFleet(Fleet):
-    """The router's workers, of which none is ever left alone."""
+    """The router's workers, none of which is ever excluded."""
 
     def __init__(self, router: PlainRouter) -> None:
         self._router = router

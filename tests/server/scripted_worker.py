@@ -1,4 +1,4 @@
-"""A worker that speaks the real wire protocol over real HTTP and does what a test tells it to.
+"""A worker that speaks the real wire protocol over real HTTP and does what a test asks for.
 
 Its "model" continues a prompt with the ids of `reply`; a test changes `behave` to refuse, die, stall or misspeak.
 """
@@ -201,7 +201,7 @@ class ProvenWorker(ScriptedWorker):
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves the signals of the test process alone, and ends at once when it is stopped."""
+    """Does not handle the signals of the test process, and ends at once when it is stopped."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

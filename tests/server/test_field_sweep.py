@@ -1,4 +1,4 @@
-"""Every field that clients or other servers know is honoured, refused by name, or one that cannot change an answer."""
+"""Every field of clients or other servers is honoured, refused by name, or cannot change an answer."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ HINTS: Final = {
 
 
 def known(path: str) -> dict[str, str]:
-    """Name every field that a client or a server knows on this route, with who knows it."""
+    """Return every field that a client or a server has on this route, with its source."""
     fields = dict.fromkeys(SDK_FIELDS[path], "its SDK")
     for engine, table in ENGINES.items():
         fields |= dict.fromkeys(table.get(NAMES[path], ()), engine)

@@ -1,4 +1,4 @@
-"""Every field of a body that a worker has to know reaches it, alone and as it is, also where it is nought."""
+"""Every sampling field of a body reaches the worker by itself and unchanged, also with the value 0."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ async def test_the_grammars_compile_and_hold(says: Says, form: Any, choice: Any,
         compiler.close()
 
 
-async def test_a_named_custom_tool_without_a_grammar_and_the_allowed_ones(says: Says) -> None:
+async def test_a_named_custom_tool_without_a_grammar_and_allowed_tools(says: Says) -> None:
     worker = says('{"input": "text"}')
     tools = [{"type": "custom", "custom": {"name": "say"}}, WEATHER]
     async with gateway(worker) as target:

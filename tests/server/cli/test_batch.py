@@ -58,9 +58,10 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-async def test_every_line_gets_its_answer_and_a_second_run_only_what_is_left(
+async def test_a_second_run_answers_only_the_lines_that_are_left(
     worker: ScriptedWorker, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Every line gets its answer; a second run asks only for those that are missing."""
     lines = [line(f"r{i}", chat(max_tokens=i + 1)) for i in range(5)]
     completion = line("c", {"model": "tiny", "prompt": "x"}, url="/v1/completions")
     files.ask(*lines, line("bad", {"model": "tiny"}), line("none", chat(model="none")), completion)
@@ -164,7 +165,7 @@ def test_a_file_of_something_else_is_left_as_it_is(files: Files, capsys: pytest.
 
 
 class Moody:
-    """A server that answers each request as a script says, by its custom text."""
+    """A server that answers each request by a script, found by its custom text."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

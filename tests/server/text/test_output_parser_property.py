@@ -114,7 +114,7 @@ RULED = st.sampled_from(RULES).flatmap(lambda rules: st.tuples(st.just(rules), t
 
 
 def merged(deltas: Sequence[OutputDelta]) -> list[tuple[str, str]]:
-    """Join neighbours of one kind; each call stands alone."""
+    """Join neighbours of one kind; each call stays separate."""
     found: list[tuple[str, str]] = []
     for kind, text in deltas:
         if found and kind == found[-1][0] != "call":
