@@ -84,10 +84,12 @@ class Windows:
                 yield encoding.ids[:num_tokens]
                 start += known
                 continue
-            if not _is_space(part) and len(starts) > 1:  # no window may begin between its words
+            stop = None
+            if _is_space(part) or len(starts) == 1:
+                stop = yield from self._word_end(text, start, end)
+            if stop is None:  # no window may begin between its words
                 yield self._tokenizer.encode(text[start:end], add_special_tokens=False).ids
                 return
-            stop = yield from self._word_end(text, start, end)
             yield from self._merged(text, start, stop)
             start = stop
 
@@ -131,8 +133,11 @@ class Windows:
             place += 1
         return place
 
-    def _word_end(self, text: str, start: int, end: int) -> Generator[list[int], None, int]:
-        """Return where the word ends that fills a window from `start` on; yield nothing's ids while it looks."""
+    def _word_end(self, text: str, start: int, end: int) -> Generator[list[int], None, int | None]:
+        """Return where the word ends that fills a window at `start`; None if no window may begin there.
+
+        Yields no ids while it looks.
+        """
         size = self._num_chars
         at = stop = start
         while spaces := _SPACES.match(text, stop, min(end, stop + _SEARCH_CHARS)):
@@ -146,8 +151,9 @@ class Windows:
             at = self._before(text, at + size - size // 8)
             encoding = self._tokenizer.encode(text[at : min(end, at + size)], add_special_tokens=False)
             starts = self._word_starts(text[at : min(end, at + size)], encoding)
-            if len(starts) > 1 and self._may_begin(text, stop := at + starts[1]):
-                return stop
+            if len(starts) > 1:
+                stop = at + starts[1]
+                return stop if self._may_begin(text, stop) else None
             if at + size >= end:
                 return end
             yield []
