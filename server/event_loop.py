@@ -51,26 +51,24 @@ async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
 
 async def run_sliced(steps: Steps[T]) -> T:
     """Return the result of `steps`, run slice by slice."""
-    until_s = time.perf_counter() + SLICE_S
-    while True:
-        try:
+    time_slice = TimeSlice()
+    try:
+        while True:
             next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        if time.perf_counter() >= until_s:
-            await asyncio.sleep(0)
-            until_s = time.perf_counter() + SLICE_S
+            await time_slice.rest()
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 def run_now(steps: Steps[T]) -> T:
     """Return the result of `steps`, run without a rest."""
-    while True:
-        try:
+    try:
+        while True:
             next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 class ByteCollector:

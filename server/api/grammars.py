@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +19,7 @@ from server.schema.decoding import invalid
 from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
 from server.schema.grammar_schema import GrammarSchema, grammar_schema
 from server.schema.intent import ChatIntent
+from server.text.formats.base import CallSchemas
 from worker.common.json_schema import pointer
 from worker.common.json_whitespace import whitespace_options
 from worker.wire import Grammar
@@ -122,34 +124,19 @@ def _is_strict(tool: Tool) -> bool:
 def _answer_or_calls(answer: Grammar, definitions: dict[str, Any], intent: ChatIntent, model: ServedModel) -> Grammar:
     """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
-    rules = model.tool_format.call_rules(_Schemas(intent, model))
+    one, many = partial(_any_call, intent), partial(_calls_schema, intent)
+    schemas = CallSchemas(intent.parallel_tool_calls, partial(_marker, model), one, many)
+    rules = model.tool_format.call_rules(schemas)
     body = _json_rule(rules.body | {"$defs": definitions})
     lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
     return Grammar("grammar", "\n".join([*lines, f"calls: {rules.calls}", f"call: {rules.call}", f"body: {body}", ""]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Schemas:
-    """See `CallSchemas`."""
-
-    intent: ChatIntent
-    model: ServedModel
-
-    @property
-    def parallel(self) -> bool:
-        return self.intent.parallel_tool_calls
-
-    def marker(self, text: str) -> str:
-        """Name a special token by its id: it has no bytes."""
-        token_id = self.model.tokenizer.token_id(text)
-        special = token_id is not None and token_id in self.model.tokenizer.token_bytes.special_ids
-        return f"<[{token_id}]>" if special else json.dumps(text)
-
-    def one(self, arguments_key: str) -> dict[str, Any]:
-        return _any_call(self.intent, arguments_key)
-
-    def many(self, arguments_key: str) -> dict[str, Any]:
-        return _calls_schema(self.intent, arguments_key)
+def _marker(model: ServedModel, text: str) -> str:
+    """Name a special token by its id: it has no bytes."""
+    token_id = model.tokenizer.token_id(text)
+    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
+    return f"<[{token_id}]>" if special else json.dumps(text)
 
 
 def _json_rule(schema: dict[str, Any]) -> str:

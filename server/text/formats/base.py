@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from server.text.call_syntax import JsonScanner, call_of, cut_name, is_json, match_head, unquoted
 from server.text.detokenizer import ambiguous_len
@@ -152,21 +152,18 @@ class TextReader(ABC):
             yield
 
 
-class CallSchemas(Protocol):
-    """The parts of a grammar of calls."""
+@dataclass(frozen=True, slots=True)
+class CallSchemas:
+    """The parts of a grammar of calls. `one` and `many` take the key of a call's arguments."""
 
-    @property
-    def parallel(self) -> bool:
-        """Several calls are allowed."""
-
-    def marker(self, text: str) -> str:
-        """Return a marker in Lark."""
-
-    def one(self, arguments_key: str) -> dict[str, Any]:
-        """Return the JSON schema of a call."""
-
-    def many(self, arguments_key: str) -> dict[str, Any]:
-        """Return the JSON schema of a list of calls."""
+    parallel: bool
+    """Several calls are allowed."""
+    marker: Callable[[str], str]
+    """Returns a marker in Lark."""
+    one: Callable[[str], dict[str, Any]]
+    """Returns the JSON schema of a call."""
+    many: Callable[[str], dict[str, Any]]
+    """Returns the JSON schema of a list of calls."""
 
 
 class CallRules(NamedTuple):
