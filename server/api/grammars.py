@@ -77,7 +77,7 @@ async def answer_grammar(
 
 
 async def chat_grammar(intent: ChatIntent, model: ServedModel) -> HeldGrammar:
-    """Return what the whole output of a chat is held to. Raises InvalidRequestError.
+    """Return the grammar of the output, and the request field that defines it. Raises InvalidRequestError.
 
     With tools in `auto` and a format, the answer is in the format or consists of the family's calls.
     With tools in `auto` and no format there is no grammar: schemas are not compiled, and strict ones are checked.

@@ -1,4 +1,4 @@
-"""The identity behind a request, and the salt that keeps one tenant's cache from another's.
+"""The identity of a request, and the salt that separates the caches of tenants.
 
 tenant salt  = HMAC(cluster secret, "tenant" || tenant)       made here, never taken from a request
 request salt = HMAC(tenant salt, "cache_salt" || cache_salt)  a request can narrow, never widen
@@ -48,12 +48,12 @@ DIGEST_PREFIX: Final = "sha256:"
 
 
 class Identity:
-    """A tenant, and what the key that was presented may do."""
+    """A tenant, and the permissions of the presented key."""
 
     __slots__ = ("key", "salt", "tag", "tenant", "usage")
 
     def __init__(self, cluster_secret: bytes, key: KeyEntry, usage: KeyUsage | None = None) -> None:
-        """`usage` is what an earlier version of the key's entry has used."""
+        """`usage`: that of an earlier version of the key's entry."""
         self.key = key
         self.usage: KeyUsage | None = None
         """None: the key has no limits."""
@@ -120,7 +120,7 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     if len({entry.digest for entry in entries}) < len(entries):
-        raise ValueError("a digest is given twice: which of its entries counts?")
+        raise ValueError("duplicate digest")
     return entries
 
 
@@ -181,7 +181,7 @@ class KeyFile(WatchedFiles):
         try:
             self._load()
         except ValueError as error:
-            log.error("the API keys were NOT reloaded, the %d old ones still count: %s", len(self), error)
+            log.error("the API keys were NOT reloaded, the %d old ones stay valid: %s", len(self), error)
             self._on_reload("rejected")
         else:
             log.info("%d API keys reloaded from %s", len(self), self.paths[0])
