@@ -41,7 +41,7 @@ class AnswerTransport:
         self._head: bytes | None = b""
         """None once it is sent."""
         self._num_probes = 0
-        """Bytes that were sent ahead of the next write."""
+        """Bytes of the next write that probes have sent already."""
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
@@ -55,7 +55,7 @@ class AnswerTransport:
         self._transport.write(data)
 
     def probe(self, *, chunked: bool) -> None:
-        """Write one byte of what comes next, if that is known. `chunked`: the answer's body has chunks."""
+        """Write the next byte of the answer if it is known. `chunked`: the body has chunks."""
         if self._head:
             self.flush()
         elif self._head == b"" and self._num_probes < len(_VERSION):
@@ -66,7 +66,7 @@ class AnswerTransport:
             self._transport.write(b"0")
 
     def flush(self) -> None:
-        """Send a head that no part has followed."""
+        """Send a head that waits for its first part."""
         if self._head:
             self.write(b"")
 

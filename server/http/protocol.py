@@ -33,11 +33,11 @@ MAX_CHUNKS: Final = 4096
 MIN_CHUNK_BYTES: Final = 16
 """Beyond MAX_CHUNKS, the chunks of a body have to be this large on average: a chunk costs more than its byte."""
 MIN_BODY_BYTES: Final = 30 * 1024
-"""A body has to bring this much in each of its timeouts."""
+"""A body has to deliver this much in each of its timeouts."""
 MAX_AHEAD_BYTES: Final = 1 << 20
-"""Pipelined bytes that are read before the answer to an earlier request: unread, they would hide the client's end."""
+"""Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
 WRITE_STALL_S: Final = 120.0
-"""A client has to take some of its answer in such a time once our buffer is full."""
+"""Once the send buffer is full, a client has to read some of its answer in this time."""
 FIRST_PROBE_S: Final = 0.25
 """Once a client has ended its input, it is probed at once, after this time, and at growing intervals."""
 
@@ -69,7 +69,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _length: int | None = None
     """The body's length; None: it is chunked."""
     _tail = b""
-    """The last bytes that were parsed: with the next ones they may end a head, or a chunked body."""
+    """The last parsed bytes: a mark that ends a head or a chunked body may begin in them."""
     _framing: dict[bytes, bytes]
     """The header fields that decide how the message is read."""
     _refused = False
@@ -87,7 +87,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._ahead = bytearray()
         """The input after the request that is being answered."""
         self._is_ahead_full = False
-        """More came than is kept: the connection ends with the requests that are whole in `_ahead`."""
+        """More input came than is kept: the connection ends after the complete requests in `_ahead`."""
 
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
@@ -97,7 +97,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self.drop()
 
     def drop(self) -> None:
-        """Abort: there are too many connections, and this one asks for nothing."""
+        """Abort: there are too many connections, and this one has no request."""
         self._refused = True
         self.transport.abort()
 
@@ -152,7 +152,7 @@ class GatewayProtocol(HttpToolsProtocol):
         return self._phase == "idle" and (not is_answered or self.flow.write_paused)
 
     def _parse(self, data: bytes | bytearray) -> int:
-        """Parse up to the end of a request that has to be answered first. Return the number of bytes taken."""
+        """Parse up to the end of one request, which is answered first. Return the number of bytes parsed."""
         start = 0
         with memoryview(data) as view:
             while start < len(data) and not (self._refused or self._is_waiting):
@@ -170,7 +170,7 @@ class GatewayProtocol(HttpToolsProtocol):
         return start
 
     def _next_end(self, data: bytes | bytearray, start: int) -> int:
-        """Return up to where `data` holds the end of one head, or of one body, at most."""
+        """Return an end in `data` such that the piece before it completes at most one head or one body."""
         if self._phase == "body" and self._length is not None:
             return min(len(data), start + self._length - self._body_bytes)
         mark = b"\r\n\r\n" if self._phase == "body" else b"\n\r\n"
@@ -313,7 +313,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse()
 
     def _check_head(self) -> None:
-        """Refuse a head that is not clear, and take the host and path from a target in absolute form."""
+        """Refuse an ambiguous head, and take the host and path from a target in absolute form."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._refuse(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
@@ -326,12 +326,12 @@ class GatewayProtocol(HttpToolsProtocol):
             self.headers.append((b"host", head.authority))
 
     def _refuse(self, error: ApiError | None = None) -> NoReturn:
-        """End the parsing, which leads to `send_400_response`."""
+        """End the parsing. It calls `send_400_response`."""
         self._refusal = error
         raise _RefusedError
 
     def send_400_response(self, msg: str) -> None:
-        """Answer 431 past a bound, the callback's refusal, or 400. A request whose body is broken ends with it."""
+        """Answer with the callback's error, 431 for too large a head, or 400. It ends a request with a broken body."""
         self._refused = True
         error = self._refusal
         if error is None and max(self._head_bytes, self._unparsed_bytes) > self._limits.max_header_bytes:
@@ -363,7 +363,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _on_timeout(self) -> None:
-        """Close after too slow a head, or too little of a body; while we do not read, the client is not at fault."""
+        """Close after a slow head or body. While reading is paused, the client is not at fault."""
         self._timer = None
         if self._phase == "body" and (self.flow.read_paused or self._new_body_bytes >= MIN_BODY_BYTES):
             self._new_body_bytes = 0

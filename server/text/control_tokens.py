@@ -35,7 +35,7 @@ MANY_MARKS: Final = 50_000
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt's text, and where control tokens that clients wrote begin. None: they are control tokens too."""
+    """A prompt's text, and the offsets of control tokens that clients wrote. None: they count as control tokens."""
 
     text: str
     client_offsets: Sequence[int] | None = None
@@ -43,10 +43,10 @@ class RenderedPrompt:
 
 
 class Marker:
-    """Mark what could become one of `tokens` in clients' texts. Thread-safe."""
+    """Marks client text that could become one of `tokens`. Thread-safe."""
 
     def __init__(self, tokens: Collection[str], constants: Iterable[str]) -> None:
-        """`constants`: the template's own strings, which it may look for in clients' texts, or cut out of them."""
+        """`constants`: the template's strings, which it may search for in client text, or cut out of it."""
         self._tokens = any_of(tokens)
         self._firsts = {token[0] for token in tokens}
         words = sorted(set(filter(None, constants)), key=len, reverse=True)
@@ -170,7 +170,7 @@ def _could_begin(word: str, tokens: Collection[str]) -> bool:
 
 
 class TextTokenizer:
-    """A tokenizer of rendered prompts, to which clients' control tokens are text. Shares the original's model.
+    """A tokenizer of rendered prompts that encodes clients' control tokens as text. Shares the original's model.
 
     Each control token has an alias that behaves as the token itself, and that no client can write.
     """
@@ -198,7 +198,7 @@ class TextTokenizer:
     def encode(self, text: str, client_offsets: Sequence[int]) -> list[int]:
         """Encode a whole prompt: control tokens of clients as text, those of the template as themselves.
 
-        Raises InvalidRequestError if the vocabulary can spell a client's control token in one way only.
+        Raises InvalidRequestError if the vocabulary can only spell a client's control token as that token.
         """
         written: list[str] = []
         start = end = 0
@@ -217,7 +217,7 @@ class TextTokenizer:
         return [item.ids for item in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def check(self, ids: list[int]) -> None:
-        """Raises InvalidRequestError for text that became a control token all the same."""
+        """Raises InvalidRequestError for text that became a control token."""
         if not self._control_ids.isdisjoint(ids):
             message = "The messages hold a control token of this model; its vocabulary has no other spelling of it."
             raise InvalidRequestError(message, param="messages", code="control_token")

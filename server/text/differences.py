@@ -80,7 +80,7 @@ class Difference(NamedTuple):
     b: str | None
     why: str = ""
     leaves: tuple[str, ...] = ()
-    """The first texts of what only one body has."""
+    """The first texts of an item that only one body has."""
 
 
 class Place(NamedTuple):

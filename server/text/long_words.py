@@ -38,7 +38,7 @@ _MAX_RUN_CHARS: Final = 1 << 16
 _SPACE_CHARS: Final = "".join(
     map(chr, (*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000))
 )
-"""The white space of a split pattern. Python's own methods also take 0x1c to 0x1f, which is none."""
+"""The white space of a split pattern. Python's methods also count 0x1c to 0x1f, which patterns do not."""
 _SPACES: Final = re.compile(f"[{_SPACE_CHARS}]+")
 _TO_ALPHABET: Final = {byte: ord(char) for char, byte in BYTE_ALPHABET.items()}
 
@@ -58,8 +58,8 @@ class Windows:
     ) -> None:
         """`lost`: bytes that the vocabulary lacks, as characters. `composes`: the normalizer composes characters.
 
-        `by_lines`: white space is split at its last line end. `min_bytes`: how much of a word is merged at once, at
-        least: the end of a window changes tokens that are a few of the longest token before it.
+        `by_lines`: white space is split at its last line end. `min_bytes`: the least part of a word that is merged at
+        once: the end of a window may change tokens up to a few times the longest token before it.
         """
         self._tokenizer = tokenizer
         self._table = _TO_ALPHABET | dict.fromkeys(map(ord, lost))
@@ -101,7 +101,7 @@ class Windows:
         return [offsets[at][0] for at, word in enumerate(words) if not at or word != words[at - 1]]
 
     def _known_end(self, part: str, starts: list[int]) -> int:
-        """Return up to where the words of a window are those of the whole; 0 for none."""
+        """Return the end of the words that the window shares with the whole text; 0 for none."""
         spaces = len(part.rstrip(_SPACE_CHARS))
         for at in range(len(starts) - 1, 0, -1):
             # How white space at the end of a window is split depends on what follows.
@@ -111,7 +111,7 @@ class Windows:
         return 0
 
     def _may_begin(self, text: str, at: int) -> bool:
-        """Return whether a normalizer leaves the character apart from those before it."""
+        """Return whether no normalizer joins the character with those before it."""
         char = text[at]
         return not self._composes or (unicodedata.category(char)[0] != "M" and not "\u1160" <= char <= "\u11ff")
 

@@ -1,4 +1,4 @@
-"""Tokenise plain text from a cache of pre-tokens: most of a text's words were in another text before.
+"""Tokenise plain text from a cache of pre-tokens: most words of a text were in an earlier one.
 
 A byte-level BPE tokenizer splits a text by a pattern first and merges only within the parts. So the ids of a text are
 those of its parts in a row. Every pattern of the supported families ends a part before a space that follows no white
@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, Final, cast
 
 MAX_CACHED_BYTES: Final = 48 << 20
-"""Bound on chunks with their ids. Past it the cache starts over."""
+"""Bound on chunks with their ids. Past it the cache is emptied."""
 MAX_CHUNK_CHARS: Final = 48
 """Longer chunks are unlikely to come again, and are not kept."""
 WINDOW_CHARS: Final = 8192
@@ -66,7 +66,7 @@ class PretokenCache:
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
         self._ids: dict[str, Sequence[int]] = {}
-        """Keys: of a space and a word, the word; of any other chunk, the chunk and a space."""
+        """Keys: the word, for a chunk of a space and a word; else the chunk and a space."""
         self.num_bytes = 0
 
     def ids(self, text: str) -> list[int]:

@@ -46,7 +46,7 @@ MAX_CACHED_BYTES: Final = 48 << 20
 
 
 class TokenizerError(ValueError):
-    """The bundle holds no tokenizer that we can use."""
+    """The bundle holds no usable tokenizer."""
 
 
 class TooManyTokensError(ValueError):
@@ -247,7 +247,7 @@ class Tokenizer:
             self._texts.check(ids[begun:])
 
     def _parts(self, text: str, start: int, end: int, *, as_text: bool) -> Iterator[list[int]]:
-        """Yield the ids of a window, of which a long one is several."""
+        """Yield the ids of a window, in several parts if it is long."""
         if end - start > 2 * WINDOW_CHARS and self._long_words is not None:
             yield from self._long_words.ids(text, start, end)
             return
