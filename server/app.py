@@ -71,7 +71,7 @@ class PublicApi:
         ]
 
     def max_body_bytes(self) -> int | None:
-        """Return what the largest context of the served models can need, with token ids in their longest spelling."""
+        """Return the largest useful body for the served models, with token ids in their longest spelling."""
         text = self._models.batch_text_limit().num_bytes
         return None if text is None else text + ID_BYTES * MAX_VALUES
 
@@ -93,7 +93,7 @@ class PublicApi:
 
 
 class HotRoutes:
-    """Innermost middleware: takes POSTs to exactly these paths straight to their endpoint, past the scan of routes."""
+    """Innermost middleware: sends POSTs to these exact paths to their endpoint, without a scan of the routes."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
         self._app = app

@@ -51,7 +51,7 @@ class ApiError(Exception):
     default_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = (JSON_HEADERS,)
 
     def __init_subclass__(cls, status: int = 0, type: str = "", code: str = "", header: str = "") -> None:
-        """`header` is one that every such answer has; what is not given is inherited."""
+        """`header`: one that every such answer has. Missing values are inherited."""
         cls.status, cls.type, cls.default_code = status or cls.status, type or cls.type, code or cls.default_code
         if header:
             name, _, value = header.encode().partition(b": ")
@@ -67,7 +67,7 @@ class ApiError(Exception):
         headers: tuple[tuple[bytes, bytes], ...] = (),
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`details`: what Anthropic's SDKs read of an error; OpenAI's errors have no such field."""
+        """`details`: read by Anthropic's SDKs; OpenAI's errors have no such field."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -121,7 +121,7 @@ class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
     def for_messages(self) -> str:
         """Return Anthropic's sentence, by which agents recognise that they have to shorten the conversation.
 
-        The first number is above the second one also where not all tokens were counted.
+        The first number exceeds the second one even if not all tokens were counted.
         """
         if self._max_model_len is None:
             return "prompt is too long: it has more tokens than a context holds"
@@ -171,7 +171,7 @@ class OverloadedError(
 
 
 class InternalError(ApiError, code="internal_error", header="x-should-retry: false"):
-    """Our bug, or a poison request: clients must not retry."""
+    """A bug, or a poison request: clients must not retry."""
 
 
 class WorkerLostError(ApiError, status=503, code="worker_lost"):
@@ -198,7 +198,7 @@ class HttpVersionError(ApiError, status=505, type=_REQUEST_ERROR, code="http_ver
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the ApiError that stands for any exception. An unknown one reveals nothing of our insides."""
+    """Return the ApiError that stands for any exception. An unknown exception reveals no internals."""
     match error:
         case ApiError():
             return error
@@ -237,7 +237,7 @@ def forget(error: BaseException) -> None:
 
 
 def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """Return the status and the body of an error as Anthropic has them: 529 for our 503, and the field in the text."""
+    """Return the status and the body of an error in Anthropic's shape: 529 for 503, and the field in the text."""
     status = 529 if error.status == 503 else error.status
     kind = _ANTHROPIC_TYPES.get(status, _REQUEST_ERROR if status < 500 else "api_error")
     if isinstance(error, ContextLengthError):

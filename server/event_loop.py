@@ -1,7 +1,7 @@
-"""Sharing the event loop: long work in slices, background tasks that start again, and how late the loop is.
+"""Sharing the event loop: long work in slices, background tasks that are restarted, and the delay of the loop.
 
 Long work is a generator: at each `yield` it may rest. `run_sliced` gives the loop a turn whenever a slice is used up,
-`run_now` runs the work through. A thread would be no help: Python code holds the GIL there too.
+`run_now` runs the work without a pause. A thread would not help: Python code holds the GIL there too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TimeSlice:
 
 
 async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield the items, with a rest between two of them whenever the slice is used up."""
+    """Yield the items. Rest between two of them when the slice is used up."""
     time_slice = TimeSlice()
     for item in items:
         yield item
@@ -74,7 +74,7 @@ def run_now(steps: Steps[T]) -> T:
 class ByteCollector:
     """Runs the garbage collector after `max_bytes` of bodies: by itself it only counts objects.
 
-    Requests leave no cycles. Should one do so, its body is freed before many others have come.
+    Requests leave no cycles. If one does, its body is freed before many others arrive.
     """
 
     __slots__ = ("_max_bytes", "_num_bytes")

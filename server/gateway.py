@@ -68,7 +68,7 @@ FOLLOW_INTERVAL_S: Final = 0.1
 SHUTDOWN_NOTICE_S: Final = 1.0
 """The last part of the drain grace, in which open answers end with an error."""
 NUM_THREADS: Final = 2
-"""Threads that tokenise long texts, which releases the GIL."""
+"""Threads that tokenise long texts: the library releases the GIL."""
 GC_THRESHOLD: Final = 20_000
 REFUSED: Final = 2
 
@@ -77,7 +77,7 @@ class Gateway:
     """The parts of one gateway process. Build it inside the event loop, then `run` it to its end."""
 
     def __init__(self, config: GatewayConfig, *, router: Router | None = None) -> None:
-        """`router` takes the place of the one that `config` describes. Raises ValueError and OSError."""
+        """`router` replaces the one that `config` describes. Raises ValueError and OSError."""
         self._config = config
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         secret = config.cluster_secret()

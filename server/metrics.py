@@ -33,7 +33,7 @@ _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 
 
 PLACES: Final = ("pool", *get_args(Tier), "peer")
-"""Where a worker may have a prompt's cached blocks from."""
+"""The places from which a worker may take cached blocks."""
 
 
 def known_places(loaded_tokens: Mapping[str, int]) -> dict[str, int]:
@@ -70,7 +70,7 @@ class Metric(Collector):
         registry.register(self)
 
     def start(self, *values: object) -> None:
-        """Export these values of the one label from zero on: an alert on the first increase needs it."""
+        """Export these values of the only label with zero: an alert on the first increase needs it."""
         for value in values:
             self._series[value,]
 
@@ -242,7 +242,7 @@ class GatewayMetrics:
             self._answer_sizes.observe(num_output_tokens, model)
 
     def count_prompt(self, promised: int, cached: int, loaded: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Compare the index's promise with what the worker found; `loaded` of it came from elsewhere than its pool."""
+        """Compare the index's promise with the worker's finding. `loaded`: tokens from outside its pool, by place."""
         self._promised_tokens.inc(by=promised)
         self.cached_tokens.inc(by=cached)
         self._placed_tokens.inc("pool", by=max(0, cached - sum(loaded.values())))

@@ -111,7 +111,7 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
 
 
 def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputRules:
-    """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
+    """Return how to parse the model's text. The rendered `prompt` may already open the reasoning."""
     known = intent.toolbox.names
     if intent.named_tool is not None:
         forced = intent.named_tool.name
@@ -142,7 +142,7 @@ class ChatFormatter(ChunkFormatter):
         self._rules = rules
         self._messages: dict[int, ChoiceMessage] = {}
         self._prefix = b""
-        """The bytes of every plain chunk up to the choice's index."""
+        """The bytes of a plain chunk that precede the choice's index."""
         annotated = self._num_top is not None or self._usage_in_chunks or self._token_ids
         self._plain = rules.plain and not annotated
         self._suffix = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"

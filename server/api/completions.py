@@ -105,7 +105,7 @@ async def prepare_completion(
 
 
 def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:
-    """Raises InvalidRequestError for fields that are small once, and large with every prompt."""
+    """Raises InvalidRequestError for fields that are too large when they are sent with every prompt."""
     size = len(params.allowed_token_ids or ()) + len(params.logit_bias) + sum(map(len, params.bad_words))
     size += len(params.grammar.text) // 4 if params.grammar is not None else 0
     if num_prompts > 1 and size * num_prompts > MAX_BATCH_FIELDS:
@@ -131,7 +131,7 @@ async def _prompt_ids(
 
 
 class CompletionFormatter(ChunkFormatter):
-    """Completion shapes. `num_sampled` choices were generated per prompt, the best n of them are shown."""
+    """Completion shapes. `num_sampled` choices were generated per prompt; the best n are shown."""
 
     prompt_per_choice = True
 
@@ -240,7 +240,7 @@ class CompletionFormatter(ChunkFormatter):
         return {self._distinct_text(id_): json_logprob(value) for id_, value in ranked}
 
     def _distinct_text(self, token_id: int) -> str:
-        """Return a token's text as a key; its bytes where they are no text of their own."""
+        """Return a token's text as a key, or its bytes if they are not valid UTF-8."""
         token_bytes = self._token_bytes[token_id]
         try:
             return token_bytes.decode()

@@ -1,6 +1,6 @@
 """The grammars of answers: a format, a list of calls, or either of both.
 
-A tool's schema is a definition of the larger one that it is placed in, and its references point there.
+A tool's schema becomes a definition of a larger schema, and its references point there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class HeldGrammar:
 
     grammar: Grammar | None
     param: str = ""
-    """The field to blame when no worker can compile it."""
+    """The field to name when no worker can compile the grammar."""
     relaxed: tuple[str, ...] = ()
-    """The places in schemas of what is left to the model."""
+    """The places in schemas that no grammar holds and that are left to the model."""
 
 
 def is_held(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> bool:
@@ -47,7 +47,7 @@ def is_held(formatted: ResponseFormat | None, structured: StructuredOutputs | No
 async def answer_grammar(
     formatted: ResponseFormat | None, structured: StructuredOutputs | None, format_param: str = "response_format"
 ) -> HeldGrammar:
-    """Return what the format holds an answer to; at most one of both is given. `format_param` names the format's field.
+    """Return the grammar of a format; at most one of both is given. `format_param` names the format's field.
 
     Raises InvalidRequestError.
     """

@@ -26,7 +26,7 @@ class TokenLimits:
     max_tokens: int | None = None
     """None: what the context has room for."""
     clamps: bool = False
-    """`max_tokens` is cut to what the context has room for, and else such a request is an error."""
+    """`max_tokens` is cut to what the context has room for; otherwise such a request is an error."""
 
     async def prompt_tokens(
         self, text: str, model: ServedModel, *, add_bos: bool = False, client_offsets: Sequence[int] | None = None
@@ -81,7 +81,7 @@ class TokenLimits:
 
 
 def check_text(num_chars: int, model: ServedModel, param: str) -> None:
-    """Raises ContextLengthError for more characters than are read of a prompt."""
+    """Raises ContextLengthError for a prompt with too many characters to be tokenised."""
     longest, bound = model.prompt_bytes, model.tokenizer.bound
     if longest is None or bound is None or num_chars <= TEXT_ROOM * longest:
         return
@@ -92,7 +92,7 @@ def check_text(num_chars: int, model: ServedModel, param: str) -> None:
 
 
 def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
-    """Return the ids. Raises InvalidRequestError for one that no token has."""
+    """Return the ids. Raises InvalidRequestError for an id beyond the vocabulary."""
     ids = tuple(token_ids)
     if ids and max(ids) >= vocab_size:
         raise invalid(param, f"has token ids from 0 to {vocab_size - 1}, got {next(i for i in ids if i >= vocab_size)}")

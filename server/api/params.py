@@ -25,7 +25,7 @@ _SAME_FIELDS: Final = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("min_tokens", "ignore_eos"),
 )
-"""The fields that a worker takes as the client gives them, with the same defaults."""
+"""The fields that are sent to a worker unchanged, with the same defaults."""
 _SEED_MASK: Final = 2**63 - 1
 
 

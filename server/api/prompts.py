@@ -1,4 +1,4 @@
-"""The prompt of a request of any API, without running it, and where two prompts part."""
+"""The prompt of a request of any API, which is not run, and where two prompts part."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Prompt:
     """Empty for a prompt of token ids."""
     ids: list[int]
     is_cut: bool
-    """`truncate_prompt_tokens` has taken some away."""
+    """`truncate_prompt_tokens` has cut it."""
 
 
 class Parting(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,8 +44,7 @@ class Child:
     async def run(self, report: Callable[[str], None]) -> None:
         """Start the child, and restart it whenever it dies, until `stop`.
 
-        Raises CommandError for exit code 2, unless the child was ready before: then what it serves has changed, and may
-        change again.
+        Raises CommandError for exit code 2, unless the child was ready before: what it serves may then change again.
         """
         delay_s = FIRST_DELAY_S
         while True:

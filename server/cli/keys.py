@@ -23,7 +23,7 @@ def new_key() -> str:
 
 
 def entry_text(key: str, args: argparse.Namespace) -> str:
-    """Return the key's table for the file. Raises ValueError for a value that the file may not have."""
+    """Return the key's table for the file. Raises ValueError for an invalid value."""
     values = {**vars(args), "digest": digest_text(key.encode())}
     fields = {name: values[name] for name in KeyEntry.__struct_fields__ if values[name] is not None}
     # JSON's strings, lists and numbers are TOML's too.

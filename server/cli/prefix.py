@@ -124,7 +124,7 @@ def lines_of(parting: Parting, excerpts: Sequence[str]) -> list[str]:
 
 
 def find_excerpts(parting: Parting, bodies: Sequence[bytes]) -> list[str]:
-    """Return both sides of the place, from the files; nothing where the bodies have no such place."""
+    """Return the text around the place in both files; empty if the bodies have no such place."""
     named = [each for each in differences(*map(json.loads, bodies)) if each.path == parting.field]
     if not named:
         return []

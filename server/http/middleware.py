@@ -63,7 +63,7 @@ class Application(Starlette):
 
 
 class RequestMiddleware:
-    """Gives each request a context, and each exception an error object. Adds headers to the answer, counts and times it.
+    """Gives each request a context, and each exception an error object. Counts and times the answer, and adds headers.
 
     It is the outermost middleware.
     """

@@ -110,7 +110,7 @@ class Models:
         return [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
 
     def text_limit(self) -> TextLimit:
-        """Return what any useful body can need."""
+        """Return the largest text that a useful body can have."""
         models = self._by_name.values()
         bounds = [model.prompt_bytes for model in models]
         known = [bound for bound in bounds if bound is not None]

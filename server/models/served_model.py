@@ -38,11 +38,11 @@ class ServedModel:
     fingerprint: str
     """The namespace's, as its workers announce it."""
     root: Callable[[bytes], BlockHash]
-    """Return a tenant's root of the hash chain by its salt, from a cache: it takes a few microseconds to make."""
+    """Return a tenant's root of the hash chain by its salt, cached: making it takes a few microseconds."""
     keeps_client_lines: bool = False
-    """True: its prompts keep the lines that agents write for other servers."""
+    """Prompts keep the lines that agents write for other servers."""
     adapter: str = ""
-    """The LoRA adapter of its engines that answers; empty: the model itself."""
+    """The LoRA adapter that answers; empty: the model itself."""
 
     @property
     def max_model_len(self) -> int:
@@ -54,7 +54,7 @@ class ServedModel:
 
     @property
     def prompt_bytes(self) -> int | None:
-        """Return the most bytes a prompt that fits can have; None when there is no bound."""
+        """Return the most bytes of a prompt that fits; None without a bound."""
         bound = self.tokenizer.bound
         return None if bound is None or not bound.counts_space else bound.token_bytes * self.max_model_len
 

@@ -24,7 +24,7 @@ class FieldRefusal:
 
     why: str
     neutral: tuple[Any, ...] = _NOTHING
-    """The values that ask for nothing, next to null. `False` equals 0."""
+    """The values that have no effect, next to null. `False` equals 0."""
     details: Mapping[str, Any] | None = None
     """See `ApiError`."""
 

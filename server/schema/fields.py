@@ -145,7 +145,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """A format. Others than OpenAI put the schema into `schema` (llama.cpp, Fireworks) or `value` (TGI)."""
+    """A format. Servers other than OpenAI have the schema in `schema` (llama.cpp, Fireworks) or `value` (TGI)."""
 
     type: FormatType
     json_schema: JsonSchemaFormat | None = None
@@ -250,7 +250,7 @@ class RequestFields(Struct, kw_only=True):
 
     @property
     def affinity_key(self) -> str | None:
-        """The body's name for what the request belongs to."""
+        """The body's key for the conversation or user of the request."""
         return short_key(self.prompt_cache_key or self.user)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""A chat that a client asks for, in one form for every API that has chats.
+"""The chat that a client asks for, in one form for all APIs with chats.
 
 Each route makes a `ChatIntent` of its own body. The intent has the route's field names, so that a later error names
 the field that the client sent.
@@ -17,7 +17,7 @@ from server.schema.tools import Ignored, Toolbox, ToolMode
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """A route's names of what every chat API has."""
+    """A route's names for the fields of every chat API."""
 
     messages: str = "messages"
     max_tokens: str = "max_tokens"
@@ -37,7 +37,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     """Those that the model sees."""
     is_continued: bool = False
-    """The answer goes on with the last message, which is the assistant's."""
+    """The answer continues the last message, which is the assistant's."""
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None

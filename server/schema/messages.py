@@ -45,7 +45,7 @@ class ContentBlock(Struct, kw_only=True):
 
     @property
     def is_server_run(self) -> bool:
-        """It is a vendor's server's own call, or the result."""
+        """A call that a vendor's server ran, or its result."""
         return self.type in _SERVER_CALLS or (self.type != "tool_result" and self.type.endswith("_tool_result"))
 
     def check(self, field: str, allowed: tuple[str, ...]) -> None:
@@ -137,7 +137,7 @@ class ContextManagement(Struct, kw_only=True, forbid_unknown_fields=True):
     edits: list[ContextEdit] | None = None
 
     def check(self) -> None:
-        """Accept the edits that drop thoughts, as templates do so anyway. Raises InvalidRequestError."""
+        """Accept only edits that drop thoughts, as templates do. Raises InvalidRequestError."""
         if any(not edit.type.startswith("clear_thinking") for edit in self.edits or ()):
             raise unsupported("context_management.edits", "can only clear thinking: send what the model should see")
 
@@ -147,7 +147,7 @@ class MessagesMetadata(Struct, kw_only=True):
 
 
 class CountTokensRequest(ModelFields, kw_only=True):
-    """All that the prompt depends on, and what else a client may send along."""
+    """The fields that the prompt depends on, and others that a client may send."""
 
     text_field: ClassVar = "messages"
 
@@ -215,7 +215,7 @@ def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Count
-    """0: the prompt is computed, and so it is cached; the answer is empty."""
+    """0: the prompt is computed and cached, and the answer is empty."""
 
 
 MESSAGES: Final = BodyDecoder(MessagesRequest, "/v1/messages")

@@ -241,7 +241,7 @@ BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
 class NotOffered:
-    """The value of a refused field: one that asks for nothing."""
+    """A neutral value of a refused field."""
 
     neutral: ClassVar[tuple[Any, ...]] = ()
 
@@ -250,7 +250,7 @@ class BodyDecoder(Generic[BodyT]):
     """The decoder and the checks of one route's bodies."""
 
     def __init__(self, kind: type[BodyT], route: str, ignored: tuple[str, ...] = ()) -> None:
-        """`ignored`: fields that the route refuses, and not for this kind of body."""
+        """`ignored`: fields that the route refuses, but not in this kind of body."""
         self.refused: Mapping[str, FieldRefusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
         self._text_field = kind.text_field
         fields = [
