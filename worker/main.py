@@ -32,14 +32,14 @@ from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
 from worker.common.watchdog import watched
 from worker.config import WorkerConfig, parse
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine, EngineDeadError
-from worker.engine.publisher import Publisher
+from worker.contracts.engine import Engine, EngineDeadError
+from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
 from worker.http.protocol import BoundedProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
+from worker.publisher import Publisher
 from worker.wire import gateway_token
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ from tests.faults.part import Worker
 from tests.redis_server import RedisServer
 from tests.waiting import HANG_S, wait_until
 from worker.common.tls import WorkerCa
-from worker.kv_transfer.peers import BlocksWanted, PeerClient
+from worker.contracts.exchange import BlocksWanted
+from worker.kv_transfer.peers import PeerClient
 from worker.wire import TokenizerBundle, gateway_token, pack, unpack
 
 SECRET_WORDS = ("zanzibarquokka", "moonlitferrule", "obsidiantrellis")

@@ -36,7 +36,7 @@ from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
 from tests.server.conftest import bundle_of
 from tests.waiting import HANG_S
-from worker.engine.publisher import Publisher, PublisherSettings
+from worker.publisher import Publisher, PublisherSettings
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
 MODEL: Final = "m"

@@ -15,12 +15,13 @@ from cache.block_record import RecordFormat
 from cache.events import BlockEvent, Stored
 from cache.store import BlockStore, ChainLink
 from cache.types import BlockHash, Tier
-from worker.engine.mailbox import Mailbox
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EventPublisher
-from worker.engine.rates import PrefillRate, TransferRate
+from worker.contracts.engine import EventPublisher
+from worker.contracts.exchange import Handover
+from worker.contracts.mailbox import Mailbox
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate, TransferRate
 from worker.kv_transfer.loads import BlockReader, LoadQueue, LoadSource, PrefixLoad
-from worker.kv_transfer.peers import Handover, PeerClient
+from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
 from worker.scheduler.request import TokenSequence
@@ -136,7 +137,7 @@ class KVTransfers:
         return self.record.header(link, payload)
 
     def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
         fetch = partial(self._peers.fetching, url, epoch)
         adopted: Future[int] = Future()
@@ -156,12 +157,12 @@ class KVTransfers:
         return adopted
 
     def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
         return self._peers.offer(url, epoch, handover, timeout_s)
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
-        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._mailbox is not None, "not started"
         return self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
 

@@ -25,7 +25,7 @@ from cache.types import BlockHash, Epoch, Tier, WorkerId
 from tests.redis_server import RedisServer
 from tests.running import running
 from tests.waiting import HANG_S, until
-from worker.engine.publisher import Changes
+from worker.publisher import Changes
 
 T = TypeVar("T")
 Seen = tuple[str, str, int, tuple[int, ...], int]

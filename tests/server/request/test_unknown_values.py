@@ -42,7 +42,7 @@ from tests.worker.scheduler.engine import generate
 from worker import wire
 from worker.common import proof
 from worker.common.frames import FrameReader
-from worker.device import DeviceStream
+from worker.kernels.device import DeviceStream
 from worker.kv_transfer import peers
 
 Place = tuple[str | int, ...]
