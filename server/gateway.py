@@ -57,6 +57,7 @@ from server.workers.client import StallWatch, WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from worker.common.logs import configure_logging
+from worker.common.options import warn_deprecated
 from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
 from worker.common.watchdog import watched
@@ -251,8 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        config = parse(argv)
         configure_logging(config.log_level, config.log_format, add_ids)
+        warn_deprecated(GatewayConfig, argv, log)
         config = replace(config, max_connections=affordable_connections(config.max_connections))
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))
