@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cache.events import BlockEvent
 from cache.types import BlockHash, Tier
@@ -32,6 +32,10 @@ class BlockStore(Protocol):
     """
 
     tier: Tier
+    takes: Literal["all", "victims"]
+    """Which blocks of the pool the worker saves here: each when it is full, or only those next to be evicted."""
+    guess_bytes_per_s: float
+    """The rate of reads, until one is measured."""
 
     def __len__(self) -> int:
         """Return the number of blocks held."""
@@ -44,14 +48,14 @@ class BlockStore(Protocol):
     def read(self, link: ChainLink, payload: memoryview) -> bool:
         """Fill `payload` with the block. False: a miss, and `payload` is undefined; a damaged block is dropped."""
 
-    def write(self, link: ChainLink, payload: memoryview, generation: int) -> bool:
+    def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
         """Keep the block, and evict others for it. False: not kept.
 
-        There is no room, its parent is not here, the device fails, or `clear` was called after `generation` was read.
+        There is no room, its parent is not here, the device fails, or `clear` was called after `version` was read.
         """
 
     @property
-    def generation(self) -> int:
+    def version(self) -> int:
         """Changes with every `clear`."""
 
     def clear(self) -> None:

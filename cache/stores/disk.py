@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import Final, Literal
 
 from cache.block_record import HEADER_BYTES, RecordFormat
 from cache.store import ChainLink
@@ -43,6 +43,8 @@ class DiskStore(SlotStore):
     """
 
     tier: Tier = "disk"
+    takes: Literal["all", "victims"] = "all"
+    guess_bytes_per_s = 400e6
 
     def __init__(
         self, directory: Path, record: RecordFormat, max_bytes: int, *, segment_bytes: int = SEGMENT_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from cache.store import ChainLink
 from cache.stores.slot_store import SlotStore
@@ -13,6 +14,8 @@ class HostStore(SlotStore):
     """A `BlockStore` in memory of the caller's, which pins it for a device to copy from."""
 
     tier: Tier = "host"
+    takes: Literal["all", "victims"] = "victims"
+    guess_bytes_per_s = 4e9
 
     def __init__(self, slabs: Sequence[memoryview], payload_bytes: int) -> None:
         """Cut writable slabs into slots; what is left of each stays unused. Raises ValueError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from cache.events import BlockEvent
 from cache.store import ChainLink
@@ -20,6 +21,8 @@ class SlotStore(ABC):
     """
 
     tier: Tier
+    takes: Literal["all", "victims"]
+    guess_bytes_per_s: float
 
     def __init__(self, payload_bytes: int) -> None:
         self._payload_bytes = payload_bytes
@@ -28,12 +31,12 @@ class SlotStore(ABC):
         self._free: list[int] = []
         """Slots that hold no block and that no write is filling; the last is taken first."""
         self._writing: set[int] = set()
-        self._generation = 0
+        self._version = 0
         self._closed = False
 
     @property
-    def generation(self) -> int:
-        return self._generation
+    def version(self) -> int:
+        return self._version
 
     # The engine thread asks these for every request. They take no lock: a dict changes by whole operations.
 
@@ -62,10 +65,10 @@ class SlotStore(ABC):
                 self._free += self._chains.forget(lambda held: held is block)
         return is_exact
 
-    def write(self, link: ChainLink, payload: memoryview, generation: int) -> bool:
+    def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
         assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
         with self._lock:
-            if self._closed or generation != self._generation:
+            if self._closed or version != self._version:
                 return False
             if (held := self._chains.get(link.block_hash)) is not None:
                 self._chains.touch(held)
@@ -78,11 +81,11 @@ class SlotStore(ABC):
         with self._lock:
             self._writing.discard(slot)
             # While the lock was open the parent may have left, or another thread have written this block.
-            if is_written and generation == self._generation and self._chains.accepts(link):
+            if is_written and version == self._version and self._chains.accepts(link):
                 self._chains.add(link, slot)
             else:
                 self._free += self._usable([slot])
-            return generation == self._generation and link.block_hash in self._chains
+            return version == self._version and link.block_hash in self._chains
 
     def clear(self) -> None:
         with self._lock:
@@ -102,8 +105,8 @@ class SlotStore(ABC):
             return self._chains.take_events()
 
     def _forget_all(self) -> None:
-        """Begin another generation, without blocks. The lock is held."""
-        self._generation += 1
+        """Begin another version without blocks. The lock is held."""
+        self._version += 1
         self._chains = ChainLRU()
         self._reset_slots()
 

@@ -218,9 +218,9 @@ def test_a_write_under_way_leaves_no_file_after_a_clear(tmp_path: Path, monkeypa
 
 def test_a_block_from_before_a_clear_never_comes_to_the_disk(tmp_path: Path) -> None:
     store = open_disk(tmp_path)
-    generation = store.generation
+    version = store.version
     store.clear()
-    assert not store.write(LINKS[0], payload_of(LINKS[0]), generation)
+    assert not store.write(LINKS[0], payload_of(LINKS[0]), version)
     assert segments(tmp_path) == []
 
 
@@ -391,7 +391,7 @@ def test_the_payload_is_read_into_the_callers_memory(tmp_path: Path) -> None:
     record = RecordFormat(bytes(16), 3)
     store = open_disk(tmp_path, record=record)
     (link,) = chain([0])
-    assert store.write(link, payload_of(link, 3), store.generation)
+    assert store.write(link, payload_of(link, 3), store.version)
     memory = bytearray(9)
     assert store.read(link, memoryview(memory)[3:6])
     assert memory == bytes(3) + payload_of(link, 3) + bytes(3)

@@ -91,13 +91,13 @@ def test_a_clear_drops_all_without_events(make_store: MakeStore) -> None:
     store = make_store(3)
     links = chain([0, 1, 0])
     write(store, *links)
-    generation = store.generation
+    version = store.version
     store.clear()
-    assert store.generation != generation
+    assert store.version != version
     assert len(store) == 0
     assert store.take_events() == []
     assert not any(reads_exactly(store, link) for link in links)
-    assert not store.write(links[0], payload_of(links[0]), generation), "a block from before the purge was written"
+    assert not store.write(links[0], payload_of(links[0]), version), "a block from before the purge was written"
     assert write(store, *links) == [True] * 3
 
 
@@ -193,7 +193,7 @@ def test_a_payload_of_another_size_is_a_broken_invariant(make_store: MakeStore) 
     store = make_store(1)
     (link,) = chain([0])
     with pytest.raises(AssertionError, match="bytes"):
-        store.write(link, memoryview(bytes(PAYLOAD_BYTES + 1)), store.generation)
+        store.write(link, memoryview(bytes(PAYLOAD_BYTES + 1)), store.version)
     with pytest.raises(AssertionError, match="bytes"):
         store.read(link, memoryview(bytearray(PAYLOAD_BYTES - 1)))
 
