@@ -184,7 +184,7 @@ def test_a_worker_registered_with_an_unknown_value_is_a_candidate(
     member = replace(make().member(), url="http://w0")
     signer, events = Signer(secret, "headstart", 0), list[str]()
     record = msgspec.json.encode(newer(member, place, value))
-    numbers = {"generation": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
+    numbers = {"set_version": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
     state = signer.sign_state(member.worker_id, schema.encode_state(member, WorkerLoad(), (5,), **numbers))
     registry = Registry(events.append, signer)
     registry.refresh([(b"w0", signer.sign_member(member.worker_id, record))], [(b"w0", state)])
