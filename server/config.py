@@ -11,7 +11,7 @@ from typing import Final
 
 from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
-from server.text.output_parser import MARKERS, ToolFormat
+from server.text.formats import FORMATS
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
 
@@ -97,8 +97,8 @@ class GatewayConfig(SharedConfig):
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
-    tool_parser: ToolFormat | None = _api(  # noqa: RUF009 (a field)
-        None, "format of the models' tool calls (default: by template)", choices=tuple(MARKERS)
+    tool_parser: str | None = _api(
+        None, "format of the models' tool calls (default: by template)", choices=tuple(FORMATS)
     )
     reasoning: bool | None = _api(
         None, "split <think> ... </think> from the answer (default: by template)", action=argparse.BooleanOptionalAction

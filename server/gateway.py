@@ -39,12 +39,12 @@ from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
+from server.http.connections import HttpLimits
 from server.http.middleware import Application, KnownHostsMiddleware
-from server.http.protocol import HttpLimits
 from server.http.server import Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
-from server.models import Models
+from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview

@@ -26,7 +26,8 @@ from cache.redis_index.schema import Keys, Signer
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.cli.index import shown
 from server.config import GatewayConfig
-from server.models import Models, namespace_of
+from server.models.registry import Models
+from server.models.served_model import namespace_of
 from server.ops.overview import index_row
 from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest

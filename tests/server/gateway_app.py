@@ -18,7 +18,7 @@ from server.config import GatewayConfig
 from server.gateway import Gateway
 from server.http.server import Listener
 from server.metrics import GatewayMetrics
-from server.models import Models
+from server.models.registry import Models
 from server.request.limits import PromptTokenLimiter
 from server.request.retry import RetryBudget
 from server.router.decisions import DecisionLog
