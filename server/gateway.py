@@ -48,9 +48,9 @@ from server.models import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview
-from server.request.limits import PromptTokenLimiter
+from server.request.queue_limit import PromptTokenLimiter
 from server.request.request import RequestServices
-from server.request.retry import RetryState
+from server.request.retry_state import RetryState
 from server.request_context import add_ids
 from server.router.router import Router
 from server.workers.client import StallWatch, WorkerClient

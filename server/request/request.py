@@ -28,8 +28,9 @@ from server.errors import InternalError, WorkerLostError
 from server.metrics import GatewayMetrics, known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.hints import NO_HINTS, RoutingHints
-from server.request.limits import PromptTokenLimiter
-from server.request.retry import AttemptHistory, RetryState, Stage, WorkerFailed, soonest_error
+from server.request.queue_limit import PromptTokenLimiter
+from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
+from server.request.retry_state import RetryState
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
 from server.router.router import Router
@@ -143,7 +144,7 @@ class Generation:
         Raises ApiError, also for a poison request, or when no more prompts may wait.
         """
         spec, services = self.spec, self._services
-        services.retry.budget.num_requests += 1
+        services.retry.budget.earn()
         if spec in services.retry.poison:
             raise InternalError("This request has failed a moment ago and is not tried again.")
         services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
@@ -231,7 +232,7 @@ class Generation:
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Let one worker generate the unfinished choices. Raises ApiError when no other attempt may follow."""
         worker = placement.worker
-        self._history.stage = Stage.SENT
+        self._history.reached(Stage.SENT)
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
                 request = self._wire_request(worker, placement.source, attempt_carrier(trace))
@@ -287,7 +288,7 @@ class Generation:
         self, stream: GenerateStream, placement: Placement, trace: Trace | None, deliver: Deliver | None
     ) -> None:
         history = self._history
-        history.stage = Stage.ACCEPTED
+        history.reached(Stage.ACCEPTED)
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
                 if isinstance(frame, Embedding):
@@ -331,7 +332,7 @@ class Generation:
                         raise WorkerLost(f"{stream.url}: Finished without the embedding")
                     choice.finish("stop" if frame.reason == "stop" else "length", frame.stop_token_id)
             case Started():
-                self._history.stage = Stage.PREFILLING
+                self._history.reached(Stage.PREFILLING)
                 placement.prefill_started(frame.num_cached_tokens)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens

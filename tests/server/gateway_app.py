@@ -19,8 +19,8 @@ from server.gateway import Gateway
 from server.http.server import Listener
 from server.metrics import GatewayMetrics
 from server.models import Models
-from server.request.limits import PromptTokenLimiter
-from server.request.retry import RetryBudget
+from server.request.queue_limit import PromptTokenLimiter
+from server.request.retry_state import RetryBudget
 from server.router.decisions import DecisionLog
 from server.router.partings import Partings
 from server.router.placement import Placement

@@ -11,18 +11,17 @@ from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from server.errors import ApiError, InternalError, WorkerLostError
 from server.metrics import GatewayMetrics
-from server.request.limits import MAX_POISON_ENTRIES, MAX_RETRIES, POISON_TTL_S, PoisonCache, RetryBudget
 from server.request.retry import (
     MAX_LOSSES,
     MAX_READMISSIONS,
     MAX_REFUSALS,
     MAX_WAITS,
     AttemptHistory,
-    RetryState,
     Stage,
     WorkerFailed,
     error_of,
 )
+from server.request.retry_state import RetryState
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
 from worker.wire import Failed, SamplingParams
@@ -170,43 +169,3 @@ def test_a_request_without_losses_waits_for_a_worker_for_a_while(is_lost: bool, 
     if is_lost:
         lost(history, Stage.ANSWERED)
     assert [history.may_wait() for _ in range(MAX_WAITS + 1)].count(True) == num_waits
-
-
-def test_retries_are_earned_by_requests_and_by_time_and_saved_up_to_a_limit() -> None:
-    now_s = 0.0
-    budget = RetryBudget(clock=lambda: now_s)
-
-    def num_allowed() -> int:
-        return next(number for number in range(10_000) if not budget.spend())
-
-    assert num_allowed() == MAX_RETRIES
-    assert num_allowed() == 0
-    now_s += 4.25
-    assert num_allowed() == 8
-    budget.num_requests += 35
-    assert num_allowed() == 4
-    now_s += 1e6
-    budget.num_requests += 1000
-    assert num_allowed() == MAX_RETRIES
-
-
-def test_a_poison_request_is_known_by_all_that_is_computed() -> None:
-    now_s = 0.0
-    cache = PoisonCache(clock=lambda: now_s)
-
-    def spec(ids: list[int], root: bytes = b"r" * 16, max_tokens: int = 5) -> Any:
-        return SimpleNamespace(root=root, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens))
-
-    assert spec([1, 2]) not in cache
-    cache.add(spec([1, 2]))
-    assert spec([1, 2]) in cache
-    for other in (spec([1, 2, 3]), spec([1, 2], max_tokens=6), spec([1, 2], root=b"s" * 16)):
-        assert other not in cache
-    for number in range(MAX_POISON_ENTRIES):
-        cache.add(spec([number]))
-    assert len(cache._until_s) == MAX_POISON_ENTRIES
-    assert spec([1, 2]) not in cache, "the oldest made room"
-    assert spec([1]) in cache
-    now_s += POISON_TTL_S + 1
-    assert not any(spec([number]) in cache for number in range(MAX_POISON_ENTRIES))
-    assert not cache._until_s
