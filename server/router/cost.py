@@ -352,7 +352,7 @@ def view(
         candidate.load,
         estimate,
         index_tokens=candidate.matched_blocks * block_size,
-        pending_tokens=min(pending_blocks * block_size, most_tokens),
+        pending_tokens=min(pending_blocks * block_size, most_tokens) if pending_blocks else 0,
         matched_tokens=matched_tokens,
         prefill_tokens_per_s=tokens_per_s,
         prefill_s=prefill_s,
@@ -378,9 +378,10 @@ def _pool_wait(
     num_blocks = -(-context.request.num_prompt_tokens // member.block_size)
     num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(context.now_s)
     usage = (num_held + num_blocks - matched // member.block_size) / load.num_blocks
+    if not context.mean_residency_s:
+        return usage, 0.0
     weight = cost.eviction_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
-    num_slots = load.num_blocks / max(1, num_blocks)
-    return usage, cost.kv_wait_s(usage, num_slots, context.mean_residency_s, weight)
+    return usage, cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), context.mean_residency_s, weight)
 
 
 def free_homes(workers: Sequence[WorkerView]) -> list[int]:

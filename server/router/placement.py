@@ -145,7 +145,7 @@ class Scorer:
         scores = self._policy.scores(request, eligible, FleetView(self._cost, recent_s, len(workers), draw))
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score
-        return Decision(request, workers, _best(request, eligible, scores))
+        return Decision(request, workers, _best(request, eligible))
 
     def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
@@ -306,14 +306,11 @@ def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:
     return []
 
 
-def _best(request: RouteRequest, workers: Sequence[WorkerView], scores: Sequence[float]) -> list[WorkerView]:
+def _best(request: RouteRequest, workers: Sequence[WorkerView]) -> Sequence[WorkerView]:
     """Return the workers with the lowest score, of those within the request's budget; or its session's own worker."""
-    scored, budget_s = list(zip(workers, scores, strict=True)), request.ttft_budget_s
-    if budget_s is not None:
-        scored = [(worker, score) for worker, score in scored if worker.predicted_ttft_s <= budget_s]
-    if not scored:
-        return []
-    if request.hard_affinity and request.affinity_key:
-        return [rendezvous_worker(request.affinity_key, [worker for worker, _ in scored])]
-    lowest = min([score for _, score in scored])
-    return [worker for worker, score in scored if score == lowest]
+    if request.ttft_budget_s is not None:
+        workers = [worker for worker in workers if worker.predicted_ttft_s <= request.ttft_budget_s]
+    if request.hard_affinity and request.affinity_key and workers:
+        return [rendezvous_worker(request.affinity_key, workers)]
+    lowest = min([worker.score for worker in workers if worker.score is not None], default=0.0)
+    return [worker for worker in workers if worker.score == lowest]
