@@ -235,7 +235,7 @@ class Generation:
         elif (
             not error.unsupported
             and error.longest_context is None
-            and (history.readmit_lost() or (not error.contended and history.may_wait()))
+            and (history.readmit_lost() or history.may_wait())
         ):
             await asyncio.sleep(WORKER_WAIT_S)
         elif resumed:

@@ -241,12 +241,12 @@ def _no_worker(decision: Decision) -> NoWorkerError:
         return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
         message = f"no worker of model {model!r} is known"
-        return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)
+        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S)
     reasons = sorted({str(worker.guard) for worker in workers if worker.guard != OTHER_TASK} or {OTHER_TASK})
     if reasons == [UNSUPPORTED]:
         lacking = [name for name in decision.request.required if any(name in w.member.unsupported for w in workers)]
         message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"
-        return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
+        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
     longest = max(worker.member.max_model_len for worker in workers) if reasons == [TOO_SHORT] else None
-    return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, longest_context=longest)
+    return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, longest_context=longest)

@@ -10,13 +10,12 @@ from cache.types import BlockHash, WorkerIncarnation
 
 
 class NoWorkerError(Exception):
-    """No worker can take this request now; it may be retried after `retry_after_s`. `contended`: 429, else 503."""
+    """No worker can take this request now; it may be retried after `retry_after_s`."""
 
     def __init__(
         self,
         message: str,
         *,
-        contended: bool,
         retry_after_s: float,
         unsupported: Sequence[str] = (),
         longest_context: int | None = None,
@@ -29,7 +28,6 @@ class NoWorkerError(Exception):
         super().__init__(message)
         self.unsupported = unsupported
         self.longest_context = longest_context
-        self.contended = contended
         self.retry_after_s = retry_after_s
 
 
@@ -39,7 +37,7 @@ class TtftBudgetError(NoWorkerError):
     def __init__(self, predicted_s: float, budget_s: float) -> None:
         """`predicted_s`: the earliest prediction."""
         message = f"The first token is predicted after {predicted_s:.3g} s, and the budget is {budget_s:g} s."
-        super().__init__(message, contended=True, retry_after_s=max(1.0, predicted_s - budget_s))
+        super().__init__(message, retry_after_s=max(1.0, predicted_s - budget_s))
         self.predicted_s = predicted_s
 
 

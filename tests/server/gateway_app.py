@@ -54,7 +54,7 @@ class PlainRouter:
                 placement = RecordedPlacement(*about, 0.0, 0.0, 1.0, estimate, estimate.add(0.0, 0, 0.0))
                 self.placements.append(placement)
                 return placement
-        raise NoWorkerError("no worker is ready", contended=False, retry_after_s=2.0)
+        raise NoWorkerError("no worker is ready", retry_after_s=2.0)
 
     def started(self, placement: Placement, num_cached_tokens: int) -> None:
         self._record(placement, f"started {num_cached_tokens}")

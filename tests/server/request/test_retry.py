@@ -80,14 +80,13 @@ def test_failed_frames_become_openai_errors(code: str, status: int | None, expec
         assert "secret" not in error.message
 
 
-@pytest.mark.parametrize(("contended", "status"), [(True, 429), (False, 503)])
-def test_without_a_worker_the_error_is_429_or_503(contended: bool, status: int) -> None:
-    error = new_history().no_worker_error(NoWorkerError("none", contended=contended, retry_after_s=3.0))
-    assert (error.status, error.retry_after_s) == (status, 3.0)
+def test_without_a_worker_the_error_is_503() -> None:
+    error = new_history().no_worker_error(NoWorkerError("none", retry_after_s=3.0))
+    assert (error.status, error.retry_after_s) == (503, 3.0)
 
 
 def test_a_request_that_fits_no_worker_is_too_long() -> None:
-    none = NoWorkerError("none", contended=False, retry_after_s=3.0, longest_context=8)
+    none = NoWorkerError("none", retry_after_s=3.0, longest_context=8)
     error = new_history().no_worker_error(none)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
     assert "maximum context length is 8 tokens" in error.message
@@ -129,7 +128,7 @@ def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     history = new_history()
     for retry_after_s in (5.0, 2.0, 9.0):
         assert failure(history, refusal(retry_after_s=retry_after_s)) is None
-    error = history.no_worker_error(NoWorkerError("none", contended=False, retry_after_s=7.0))
+    error = history.no_worker_error(NoWorkerError("none", retry_after_s=7.0))
     assert (error.code, error.retry_after_s) == ("queue_full", 2.0)
     others = [failure(history, refusal(retry_after_s=9.0)) for _ in range(MAX_REFUSALS - 2)]
     assert [error is None for error in others] == [True] * (MAX_REFUSALS - 3) + [False]

@@ -40,7 +40,6 @@ async def test_the_error_names_every_feature_that_no_worker_has() -> None:
     with pytest.raises(NoWorkerError, match=r"^bad_words: no worker of model 'm' can serve this") as caught:
         await fleets.place(chain(3), required=("bad_words", "logprobs"))
     assert caught.value.unsupported == ["bad_words"]
-    assert not caught.value.contended
 
 
 async def test_a_draining_worker_that_could_is_worth_waiting_for() -> None:
