@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -72,7 +73,7 @@ def pages() -> dict[Path, str]:
 def section(name: str) -> Iterator[str]:
     parser: argparse.ArgumentParser = import_module(PARSERS[name]).parser()
     yield f"## headstart {name}\n"
-    yield f"{parser.description}\n"
+    yield f"{textwrap.fill(str(parser.description), 120)}\n"
     subcommands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     yield from tables(parser)
     for action in subcommands:

@@ -20,7 +20,7 @@ NAMES = {"CancelOnDisconnect", "Models"}
         ("See `server.http.nothing`.", "there is no server.http.nothing"),
         ("See `server.http.stream.Nothing`.", "there is no server.http.stream.Nothing"),
         ("Run by tests/server/test_nothing.py.", "tests/server/test_nothing.py does not exist"),
-        ('Source: docs/architecture.md, "The block hash".', None),
+        ('Source: docs/architecture/blocks.md, "The block hash".', None),
         ("See `CancelOnDisconnect.end`, `Models` and `None`.", None),
         ("See `server.http.stream.CancelOnDisconnect.end`, `server.http` and `cache`.", None),
         ("See docs/api.md and tests/server/test_app.py.", None),
