@@ -53,7 +53,7 @@ REMOVED: Final = "removed"
 DOTTED: Final = re.compile(r"^(?:server|cache|worker|benchmarks|tools|tests)(?:\.\w+)+$")
 SOURCES: Final = ("*.py", "*.js", "*.yaml", "*.tpl", "*.cpp", "Makefile")
 MAX_WIDTH: Final = 120
-"""Of a line that Markdown can wrap."""
+"""The width of a line that Markdown can wrap."""
 MAX_LINES: Final = 300
 
 
