@@ -166,8 +166,9 @@ def stale_names(text: str, sources: str) -> Iterator[tuple[int, str]]:
             continue
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         names = CODE.findall(cells[-1])
-        if len(cells) != 2 or not (names or cells[-1].startswith(REMOVED)):
+        if len(cells) != 2 or not (names or cells[-1] == REMOVED):
             yield number, "a row needs an old name and a new one, or the word 'removed'"
+            continue
         for name in names:
             if not is_name(name, sources):
                 yield number, f"there is no {name}"
