@@ -1,6 +1,6 @@
 """The Grafana dashboard, from the panels below, into helm/headstart/files/: `python tools/dashboard.py [--check]`.
 
-Two metrics modules name what can be shown: server/metrics.py and worker/engine/metrics.py.
+Two metrics modules name what can be shown: server/metrics.py and worker/contracts/metrics.py.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class GenerateEndpoint(ABC):
     def _count_parting(self, generation: Generation, conversation: Conversation | None, client: str) -> None:
         """Record where the prompt parts from known ones. The text is not kept while the request is answered."""
         spec = generation.spec
-        self._services.requests.router.partings.add(
+        self._services.requests.partings.add(
             generation.route, client, spec.model.bundle.block_size, lambda token: field_at(conversation, spec, token)
         )
 
