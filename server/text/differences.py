@@ -106,26 +106,34 @@ def _walk(a: Any, b: Any, path: str) -> Iterator[Difference]:
         first = leaves[0] if leaves else ""
         yield Difference(path, None if a is _NOTHING else first, None if b is _NOTHING else first, leaves=leaves)
     elif isinstance(a, dict) and isinstance(b, dict):
-        if path and list(a) != list(b):
-            left, right = next(pair for pair in zip_longest(a, b) if pair[0] != pair[1])
-            names = [None if name is None else json.dumps(name) for name in (left, right)]
-            yield Difference(path, names[0], names[1], KEYS if a.keys() == b.keys() else OTHER_KEYS)
-        for name in dict.fromkeys([*a, *b]):
-            yield from _walk(a.get(name, _NOTHING), b.get(name, _NOTHING), f"{path}.{name}" if path else name)
+        yield from _walk_objects(a, b, path)
     elif isinstance(a, list) and isinstance(b, list):
-        canonical = [sorted(json.dumps(item, sort_keys=True) for item in side) for side in (a, b)]
-        for index, (left, right) in enumerate(zip_longest(a, b, fillvalue=_NOTHING)):
-            for difference in _walk(left, right, f"{path}[{index}]"):
-                is_moved = canonical[0] == canonical[1] and not difference.why
-                yield difference._replace(why=ITEMS) if is_moved else difference
-            if left is _NOTHING or right is _NOTHING:
-                return
+        yield from _walk_lists(a, b, path)
     elif a != b or type(a) is not type(b):
         texts = _text(a), _text(b)
         values = [_parsed(text) if path.endswith("arguments") else None for text in texts]
         if None not in values:  # the template writes the values, and not the client's JSON
             yield from _walk(values[0], values[1], path)
         yield Difference(path, *texts)
+
+
+def _walk_objects(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[Difference]:
+    if path and list(a) != list(b):
+        left, right = next(pair for pair in zip_longest(a, b) if pair[0] != pair[1])
+        names = [None if name is None else json.dumps(name) for name in (left, right)]
+        yield Difference(path, names[0], names[1], KEYS if a.keys() == b.keys() else OTHER_KEYS)
+    for name in dict.fromkeys([*a, *b]):
+        yield from _walk(a.get(name, _NOTHING), b.get(name, _NOTHING), f"{path}.{name}" if path else name)
+
+
+def _walk_lists(a: list[Any], b: list[Any], path: str) -> Iterator[Difference]:
+    first, second = (sorted(json.dumps(item, sort_keys=True) for item in side) for side in (a, b))
+    for index, (left, right) in enumerate(zip_longest(a, b, fillvalue=_NOTHING)):
+        for difference in _walk(left, right, f"{path}[{index}]"):
+            is_moved = first == second and not difference.why
+            yield difference._replace(why=ITEMS) if is_moved else difference
+        if left is _NOTHING or right is _NOTHING:
+            return
 
 
 def _leaves(value: Any) -> Iterator[str]:
