@@ -74,7 +74,7 @@ SHUTDOWN_NOTICE_S: Final = 1.0
 NUM_THREADS: Final = 2
 """Threads that tokenise long texts: the library releases the GIL."""
 GC_THRESHOLD: Final = 20_000
-REFUSED: Final = 2
+BAD_USAGE: Final = 2
 
 
 class Gateway:
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 runner.run(_serve(config, public, ops))
     except (ValueError, OSError) as error:
         print(f"headstart gateway: {error}", file=sys.stderr)
-        return REFUSED
+        return BAD_USAGE
     return 0
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Final
 
 import cache  # noqa: F401 - refuses to run without assertions, before any part is started
-from server.cli.common import REFUSED, CommandError
+from server.cli.common import BAD_USAGE, CommandError
 from worker.common.modules import module_command
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
-        return 0 if arguments else REFUSED
+        return 0 if arguments else BAD_USAGE
     name, *rest = arguments
     if name == "--version":
         print(f"headstart {version('headstart')}")
         return 0
     if name not in COMMANDS:
         print(f"headstart: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
-        return REFUSED
+        return BAD_USAGE
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler, and parts install theirs late
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     module = COMMANDS[name][1]
@@ -69,4 +69,4 @@ def _run(name: str, module: str, arguments: Sequence[str]) -> int:
         return 0
     except (CommandError, ValueError, OSError) as error:
         print(f"headstart {name}: {error}", file=sys.stderr)
-        return error.status if isinstance(error, CommandError) else REFUSED
+        return error.status if isinstance(error, CommandError) else BAD_USAGE

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from server.cli.common import REFUSED, CommandError
+from server.cli.common import BAD_USAGE, CommandError
 
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 15.0
@@ -52,8 +52,8 @@ class Child:
             code = await self.run_once()
             if self._stopping:
                 return
-            if code == REFUSED and not self._was_ready:
-                raise CommandError(f"{self.name} cannot start; its lines above have the reason", REFUSED)
+            if code == BAD_USAGE and not self._was_ready:
+                raise CommandError(f"{self.name} cannot start; its lines above have the reason", BAD_USAGE)
             if time.monotonic() - started_s > STABLE_AFTER_S:
                 delay_s = FIRST_DELAY_S
             reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -16,7 +16,7 @@ from rich.console import Console
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 """The longest list of workers: 20,000 take some 10 MiB."""
-REFUSED: Final = 2
+BAD_USAGE: Final = 2
 """Exit code for options that cannot work: a restart would not help."""
 
 

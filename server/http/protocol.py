@@ -42,7 +42,7 @@ FIRST_PROBE_S: Final = 0.25
 """Once a client has ended its input, it is probed at once, after this time, and at growing intervals."""
 
 
-class _RefusedError(Exception):
+class _RejectedError(Exception):
     """Raised inside the parser's callbacks, to end the parsing."""
 
 
@@ -72,10 +72,10 @@ class GatewayProtocol(HttpToolsProtocol):
     """The last parsed bytes: a mark that ends a head or a chunked body may begin in them."""
     _framing: dict[bytes, bytes]
     """The header fields that decide how the message is read."""
-    _refused = False
+    _drops_input = False
     """Further input is dropped."""
-    _refusal: ApiError | None = None
-    """The error that a callback has refused the input for."""
+    _rejection: ApiError | None = None
+    """The error of the callback that rejected the input."""
 
     def __init__(
         self, limits: HttpLimits, connections: ConnectionLimit, collector: ByteCollector, *arguments: Any
@@ -98,12 +98,12 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def drop(self) -> None:
         """Abort: there are too many connections, and this one has no request."""
-        self._refused = True
+        self._drops_input = True
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._refused = True
+        self._drops_input = True
         self._ahead.clear()
         self._lose_client()
         self._cancel_timer()
@@ -114,16 +114,16 @@ class GatewayProtocol(HttpToolsProtocol):
         del self.parser  # it holds this object, and with it the last request
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self._is_ahead_full:
+        if self._drops_input or self._is_ahead_full:
             return
         num_parsed = 0 if self._ahead or self._is_waiting else self._parse(data)
-        if num_parsed < len(data) and not self._refused:
+        if num_parsed < len(data) and not self._drops_input:
             self._ahead += data[num_parsed:] if num_parsed else data
             self._is_ahead_full = len(self._ahead) > MAX_AHEAD_BYTES
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return False, which closes the connection, unless a whole request waits for its answer."""
-        if self._refused or self.scheme == "https" or not (self._is_waiting or self._ahead):
+        if self._drops_input or self.scheme == "https" or not (self._is_waiting or self._ahead):
             return False
         if not self._is_half_closed:
             self._is_half_closed = True
@@ -155,16 +155,16 @@ class GatewayProtocol(HttpToolsProtocol):
         """Parse up to the end of one request, which is answered first. Return the number of bytes parsed."""
         start = 0
         with memoryview(data) as view:
-            while start < len(data) and not (self._refused or self._is_waiting):
+            while start < len(data) and not (self._drops_input or self._is_waiting):
                 end = self._next_end(data, start)
                 self._tail = (self._tail + bytes(view[max(start, end - 3) : end]))[-3:]
                 self._unparsed_bytes += end - start
                 with view[start:end] as piece:
                     super().data_received(piece)  # type: ignore[arg-type]
                 start = end
-                if self._unparsed_bytes > self._limits.max_header_bytes and not self._refused:
+                if self._unparsed_bytes > self._limits.max_header_bytes and not self._drops_input:
                     self.send_400_response("")
-        if self._phase != "idle" and self._timer is None and not self._refused:
+        if self._phase != "idle" and self._timer is None and not self._drops_input:
             timeout_s = self._limits.header_timeout_s if self._phase == "head" else self._limits.body_timeout_s
             self._timer = self.loop.call_later(timeout_s, self._on_timeout)
         return start
@@ -183,16 +183,16 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _parse_ahead(self) -> None:
         """Parse what was received after the last request."""
-        if self._ahead and not (self._refused or self._is_waiting or self.transport.is_closing()):
+        if self._ahead and not (self._drops_input or self._is_waiting or self.transport.is_closing()):
             num_parsed = self._parse(self._ahead)
             del self._ahead[:num_parsed]
-        if self._is_half_closed and not self._refused:
+        if self._is_half_closed and not self._drops_input:
             if self._is_waiting:
                 self._end_with_last_answer()
             else:  # the rest is no whole request, and stays so
                 self.transport.close()
-        elif self._is_ahead_full and not (self._refused or self._is_waiting):
-            self._refused = True
+        elif self._is_ahead_full and not (self._drops_input or self._is_waiting):
+            self._drops_input = True
             self._cancel_timer()
             self._close_with(b"")
 
@@ -211,12 +211,12 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
         if len(self.headers) >= MAX_HEADERS:
-            self._refuse(HeaderTooLargeError("The request's headers are too large."))
+            self._reject(HeaderTooLargeError("The request's headers are too large."))
         super().on_header(name, value)
         name = self.headers[-1][0]
         if name in FRAMING and self._phase == "head":
             if name in self._framing:
-                self._refuse()
+                self._reject()
             self._framing[name] = value.strip()
 
     def on_headers_complete(self) -> None:
@@ -243,7 +243,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._num_chunks += 1
         self._collector.count(len(body))
         if self._num_chunks > MAX_CHUNKS and self._body_bytes < MIN_CHUNK_BYTES * self._num_chunks:
-            self._refuse()
+            self._reject()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -310,30 +310,30 @@ class GatewayProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._head_bytes += num_bytes
         if self._head_bytes > self._limits.max_header_bytes:
-            self._refuse()
+            self._reject()
 
     def _check_head(self) -> None:
         """Refuse an ambiguous head, and take the host and path from a target in absolute form."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            self._refuse(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
+            self._reject(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
         head = read_head(version, self.url, self._framing)
         if head is None:
-            self._refuse()
+            self._reject()
         self.url, self._length = head.target, head.length
         if head.authority is not None:
             self.headers[:] = [header for header in self.headers if header[0] != b"host"]
             self.headers.append((b"host", head.authority))
 
-    def _refuse(self, error: ApiError | None = None) -> NoReturn:
+    def _reject(self, error: ApiError | None = None) -> NoReturn:
         """End the parsing. It calls `send_400_response`."""
-        self._refusal = error
-        raise _RefusedError
+        self._rejection = error
+        raise _RejectedError
 
     def send_400_response(self, msg: str) -> None:
         """Answer with the callback's error, 431 for too large a head, or 400. It ends a request with a broken body."""
-        self._refused = True
-        error = self._refusal
+        self._drops_input = True
+        error = self._rejection
         if error is None and max(self._head_bytes, self._unparsed_bytes) > self._limits.max_header_bytes:
             error = HeaderTooLargeError("The request's headers are too large.")
         is_begun = False

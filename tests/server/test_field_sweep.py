@@ -16,7 +16,7 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 from tokenizers import Tokenizer
 
-from server.schema.field_table import IGNORED, REFUSED
+from server.schema.field_table import IGNORED, REFUSED_FIELDS
 from server.schema.messages import MessagesRequest
 from tests.server import test_fields
 from tests.server.api.test_embeddings import SIZE, embeds
@@ -171,9 +171,9 @@ def worker(raw_tokenizer: Tokenizer) -> ScriptedWorker:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_known_field_has_an_entry(path: str) -> None:
-    entries = {*KINDS[path].__struct_fields__, *REFUSED[path], *IGNORED}
+    entries = {*KINDS[path].__struct_fields__, *REFUSED_FIELDS[path], *IGNORED}
     assert {field: who for field, who in known(path).items() if field not in entries} == {}
-    assert not set(IGNORED) & {*KINDS[path].__struct_fields__, *REFUSED[path]}
+    assert not set(IGNORED) & {*KINDS[path].__struct_fields__, *REFUSED_FIELDS[path]}
 
 
 @pytest.mark.parametrize("path", BODIES)

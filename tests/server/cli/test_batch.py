@@ -138,7 +138,7 @@ def test_a_bad_line_is_named_before_anything_is_sent(
     files: Files, capsys: pytest.CaptureFixture[str], second: str, what: str
 ) -> None:
     files.requests.write_text(f"{json.dumps(line('a'))}\n\n{second}\n")
-    assert status_of("batch", str(files.requests), str(files.answers), "--url", "http://127.0.0.1:1") == cli.REFUSED
+    assert status_of("batch", str(files.requests), str(files.answers), "--url", "http://127.0.0.1:1") == cli.BAD_USAGE
     error = capsys.readouterr().err
     assert what in error
     assert f"{files.requests}, line 3: " in error
@@ -155,7 +155,7 @@ def test_a_file_of_something_else_is_left_as_it_is(files: Files, capsys: pytest.
         (json.dumps(answer) + "\n", "has an answer to 'b', which"),
     ):
         files.answers.write_text(text)
-        assert status_of("batch", str(files.requests), str(files.answers)) == cli.REFUSED
+        assert status_of("batch", str(files.requests), str(files.answers)) == cli.BAD_USAGE
         assert what in capsys.readouterr().err
         assert files.answers.read_text() == text
     with files.answers.open("wb") as other:
