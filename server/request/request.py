@@ -57,7 +57,7 @@ from worker.wire import (
 log = logging.getLogger(__name__)
 
 WORKER_WAIT_S: Final = 0.25
-"""Pause before the next search for a worker: a lost one may be back, or a new one may have started."""
+"""Pause before the next search for a worker: one may have returned or started in the pause."""
 
 Deliver = Callable[[list[ChoiceDelta]], Awaitable[None]]
 
@@ -112,7 +112,7 @@ class Generation:
         self._is_waiting = False
         """The prompt counts as waiting for its first token."""
         self._stopped_early = False
-        """The gateway ended a choice at a stop string, so do not wait for the End frame."""
+        """The gateway ended a choice at a stop string, so it does not wait for the End frame."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
@@ -142,7 +142,7 @@ class Generation:
         """Generate every choice, and `deliver` deltas as they arrive. Call `take_deltas` for the last ones.
 
         The caller sends them together with the end of the response; without `deliver` they are the whole answer.
-        Raises ApiError, also for a poison request or when no more prompts may wait.
+        Raises ApiError, also for a poison request or a full queue.
         """
         spec, services = self.spec, self._services
         services.retry.budget.earn()
@@ -232,11 +232,7 @@ class Generation:
             for choice in self.choices:
                 choice.reset()
             self._services.metrics.restarted.inc()
-        elif (
-            not error.unsupported
-            and error.longest_context is None
-            and (history.readmit_lost() or history.may_wait())
-        ):
+        elif not error.unsupported and error.longest_context is None and (history.readmit_lost() or history.may_wait()):
             await asyncio.sleep(WORKER_WAIT_S)
         elif resumed:
             message = "The worker was lost and no other can continue its answer."
@@ -245,7 +241,7 @@ class Generation:
             raise history.no_worker_error(error) from error
 
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
-        """Let one worker generate the unfinished choices. Raises ApiError when no other attempt may follow."""
+        """Generate the unfinished choices at one worker. Raises ApiError if no other attempt may follow."""
         worker = placement.worker
         self._history.reached(Stage.SENT)
         try:
