@@ -40,12 +40,12 @@ from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
+from server.http.connections import HttpLimits
 from server.http.middleware import Application, KnownHostsMiddleware
-from server.http.protocol import HttpLimits
 from server.http.server import Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
-from server.models import Models
+from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview
@@ -60,6 +60,7 @@ from server.workers.client import StallWatch, WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from worker.common.logs import configure_logging
+from worker.common.options import warn_deprecated
 from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
 from worker.common.watchdog import watched
@@ -251,8 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        config = parse(argv)
         configure_logging(config.log_level, config.log_format, add_ids)
+        warn_deprecated(GatewayConfig, argv, log)
         config = replace(config, max_connections=affordable_connections(config.max_connections))
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))

@@ -160,7 +160,7 @@ def index_row(entry: RegistryEntry) -> dict[str, Any]:
         "model": member.model,
         "url": member.url,
         "epoch": member.epoch,
-        "generation": entry.generation,
+        "generation": entry.set_version,
         "blocks": entry.num_entries,
         "tokens": entry.num_entries * member.block_size,
         "tier_blocks": entry.num_tier_entries,

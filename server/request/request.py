@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -35,7 +35,6 @@ from server.request_context import Trace, attempt_carrier, trace_attempt, trace_
 from server.router.partings import Partings
 from server.router.placement import Placement, Placer
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
-from server.text.retokenisation import RetokenisationCheck
 from server.workers.client import GenerateStream, StallWatch, WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import (
@@ -74,7 +73,6 @@ class RequestServices:
     metrics: GatewayMetrics
     retry: RetryState
     limiter: PromptTokenLimiter
-    retokenisation: RetokenisationCheck = field(default_factory=RetokenisationCheck)
 
 
 class Generation:
@@ -150,16 +148,11 @@ class Generation:
             raise InternalError("This request has failed recently and is not tried again.")
         services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
-        if (same := services.retokenisation.continued(self.route.hashes)) is not None:
-            services.metrics.continued.inc("same" if same else "other")
         try:
             while not self.finished:
                 await self._attempt(await self._place(), deliver)
         finally:
             self._release()
-        if len(self.choices) == 1 and spec.embed is None:
-            output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
-            services.retokenisation.answered(spec.prompt_ids, self.route.hashes, output_ids, block_size)
 
     def take_deltas(self) -> list[ChoiceDelta]:
         """Return the new output of each choice since the last call."""

@@ -27,7 +27,8 @@ from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.cli.index import shown
 from server.config import GatewayConfig
 from server.metrics import GatewayMetrics
-from server.models import Models, namespace_of
+from server.models.registry import Models
+from server.models.served_model import namespace_of
 from server.ops.overview import index_row
 from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest
@@ -37,7 +38,7 @@ from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
 from tests.server.conftest import bundle_of
 from tests.waiting import HANG_S
-from worker.engine.publisher import Publisher, PublisherSettings
+from worker.publisher import Publisher, PublisherSettings
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
 MODEL: Final = "m"

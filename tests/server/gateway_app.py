@@ -17,7 +17,7 @@ from server.config import GatewayConfig
 from server.gateway import Gateway
 from server.http.server import Listener
 from server.metrics import GatewayMetrics
-from server.models import Models
+from server.models.registry import Models
 from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryBudget
 from server.router.load_tracker import WorkerLoadEstimate

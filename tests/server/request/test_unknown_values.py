@@ -43,7 +43,7 @@ from tests.worker.scheduler.engine import generate
 from worker import wire
 from worker.common import proof
 from worker.common.frames import FrameReader
-from worker.device import DeviceStream
+from worker.kernels.device import DeviceStream
 from worker.kv_transfer import peers
 
 Place = tuple[str | int, ...]
@@ -189,7 +189,7 @@ def test_an_unknown_value_in_the_registry_costs_no_worker(
     member = replace(make().member(), url="http://w0")
     signer, events = Signer(secret, "headstart", 0), list[str]()
     record = msgspec.json.encode(newer(member, place, value))
-    numbers = {"generation": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
+    numbers = {"set_version": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
     state = signer.sign_state(member.worker_id, schema.encode_state(member, WorkerLoad(), (5,), **numbers))
     registry = Registry(events.append, signer)
     registry.refresh([(b"w0", signer.sign_member(member.worker_id, record))], [(b"w0", state)])
