@@ -62,7 +62,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
             affinity_key=f"{self.tenant}/{session}" if session else None,
             hard_affinity=hints.hard_affinity,
-            adapter=self.model.adapter,
+            lora=self.model.adapter,
             required=tuple(sampling_features(self.sampling)),
             priority=self.priority,
             tenant=self.tenant,

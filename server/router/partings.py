@@ -71,7 +71,7 @@ class Partings:
         num_known = num_young if num_young == len(hashes) else max(num_young, self._old.depth(hashes))
         goes_on = num_known == len(hashes) or (num_known > 0 and self._is_end(hashes[num_known - 1]))
         self._learn(hashes, num_young)
-        key = (request.tenant, request.adapter or request.model, client)
+        key = (request.tenant, request.lora or request.model, client)
         places = self._clients.pop(key, None)
         is_first = places is None and not num_known
         places = self._clients[key] = {} if places is None else places

@@ -214,7 +214,8 @@ class Router:
             "load_s": worker.fetch_s,  # until 0.2: the former name
             "prefill_s": worker.prefill_s,
             "predicted_ttft_s": worker.predicted_ttft_s,
-            "recent_s": worker.recent_s,
+            "assigned_s": worker.assigned_s,
+            "recent_s": worker.assigned_s,  # until 0.2: the former name
             "outstanding": worker.num_outstanding,
             "waiting": worker.num_waiting,
             "guard": worker.guard,

@@ -57,7 +57,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The conversation, with its tenant."""
     hard_affinity: bool = False
     """Only the affinity key's own worker, among those that may take the request."""
-    adapter: str = ""
+    lora: str = ""
     """Only workers that serve this LoRA adapter."""
     required: tuple[str, ...] = ()
     """Features that the worker must have (`worker.wire.required_features`)."""

@@ -68,9 +68,9 @@ async def test_only_workers_with_the_adapter_get_its_requests() -> None:
     fleets = Fleets()
     fleets.index.register(member("a"))
     fleets.index.register(member("b", adapters=("pirate",)))
-    assert {await fleets.worker(chain(3), adapter="pirate") for _ in range(5)} == {"b"}
+    assert {await fleets.worker(chain(3), lora="pirate") for _ in range(5)} == {"b"}
     with pytest.raises(NoWorkerError, match="without this adapter"):
-        await fleets.place(chain(3), adapter="lawyer")
+        await fleets.place(chain(3), lora="lawyer")
 
 
 async def test_each_worker_has_its_own_order_of_prefills() -> None:
