@@ -347,24 +347,24 @@ def view(
     prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
     queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
     kv_usage, kv_wait_s = _pool_wait(candidate, estimate, matched_tokens, tokens_per_s, context)
-    return WorkerView(
+    return WorkerView(  # by position: keywords cost more than the arithmetic above
         member,
         candidate.load,
         estimate,
-        index_tokens=candidate.matched_blocks * block_size,
-        pending_tokens=min(pending_blocks * block_size, most_tokens) if pending_blocks else 0,
-        matched_tokens=matched_tokens,
-        prefill_tokens_per_s=tokens_per_s,
-        prefill_s=prefill_s,
-        queue_s=queue_s,
-        num_displaced=num_displaced,
-        kv_usage=kv_usage,
-        kv_wait_s=kv_wait_s,
-        assigned_s=estimate.assigned.at(now_s),
-        report_age_s=estimate.report_age_s(now_s),
-        fetch_cost_s=0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
-        plan=plan,
-        peers=peers,
+        candidate.matched_blocks * block_size,
+        min(pending_blocks * block_size, most_tokens) if pending_blocks else 0,
+        matched_tokens,
+        tokens_per_s,
+        prefill_s,
+        queue_s,
+        num_displaced,
+        kv_usage,
+        kv_wait_s,
+        estimate.assigned.at(now_s),
+        estimate.report_age_s(now_s),
+        0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
+        plan,
+        peers,
     )
 
 
