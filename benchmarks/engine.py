@@ -28,8 +28,8 @@ from benchmarks.report import Figure, Report, option_parser, publish
 from benchmarks.requantised import requantised_model
 from cache.allocators import make_allocator
 from worker.config import default_step_tokens
-from worker.engine.protocol import RequestKey
-from worker.engine.step import Launch, StepResult
+from worker.contracts.engine import RequestKey
+from worker.contracts.step import Launch, StepResult
 from worker.kernels.cpu import products_for
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.dtype import choose_dtype

@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from worker.files.model_files import ModelFiles
 from worker.model.base import Checkpoint, ModelFamily
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.huggingface import config_from_hf
 from worker.model.load import FAMILIES, LoadedModel
-from worker.model.model_files import ModelFiles
 from worker.model.weight_file import MadeWeights
 
 _LLAMA3_ROPE: Final = {

@@ -1,6 +1,6 @@
 """The Grafana dashboard, from the panels below, into helm/headstart/files/: `python tools/dashboard.py [--check]`.
 
-Two metrics modules name what can be shown: server/metrics.py and worker/engine/metrics.py.
+Two metrics modules name what can be shown: server/metrics.py and worker/contracts/metrics.py.
 """
 
 from __future__ import annotations
@@ -120,12 +120,6 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                     (rate("headstart_planned_fetches_total"), "requests/s with a peer to fetch from"),
                 ),
                 "Tokens a second: the worker's pool, its tiers below, another worker.",
-            ),
-            Panel(
-                "Turns that bring back an answer",
-                "short",
-                ((rate("headstart_continued_turns_total", "answer"), "{{answer}} tokens"),),
-                "As the tokens that were generated (the cache of the answer counts), or as others.",
             ),
             Panel(
                 "Client lines removed",

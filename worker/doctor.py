@@ -20,16 +20,16 @@ from cache.stores.folder import parent_problem
 from worker.common.checks import Check, judge, print_check
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
+from worker.files.errors import ModelError, UnsupportedModel
+from worker.files.tokenizer_files import is_hub_id
 from worker.kernels.cpu import NO_COMPILER, problem, products_for
 from worker.model.base import Checkpoint
 from worker.model.config import DTYPES, ModelConfig
 from worker.model.dtype import CHOICES, choose_dtype
-from worker.model.errors import ModelError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import find_checkpoint, find_family
 from worker.model.quantisation import NUM_BITS, PANEL_BITS
 from worker.runner.memory import block_bytes, free_memory_bytes
-from worker.tokenizer_files import is_hub_id
 
 BLOCK_SIZE: Final = 16
 MIN_POOL_BLOCKS: Final = 64

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from worker.model.errors import CheckpointError, UnsupportedModel
-from worker.tokenizer_files import read_json, read_json_list
+from worker.files.errors import CheckpointError, UnsupportedModel
+from worker.files.tokenizer_files import read_json, read_json_list
 
 PoolingKind = Literal["last", "mean"]
 _KINDS: Final[dict[str, PoolingKind]] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}

@@ -26,11 +26,11 @@ from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import make_copier
 from worker.common.sockets import is_loopback
 from worker.config import WorkerConfig, default_step_tokens
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
+from worker.contracts.step import Runner, SamplingRow, SequenceStep, Step
 from worker.embedding import find_pooling
 from worker.engine.engine import EngineCore
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.rates import PrefillRate
-from worker.engine.step import Runner, SamplingRow, SequenceStep, Step
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers

@@ -27,19 +27,20 @@ import uvicorn
 from cache.redis_index import check_key_part
 from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
+from worker.common.options import warn_deprecated
 from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
 from worker.common.watchdog import watched
 from worker.config import WorkerConfig, parse
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine, EngineDeadError
-from worker.engine.publisher import Publisher
+from worker.contracts.engine import Engine, EngineDeadError
+from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
 from worker.http.protocol import BoundedProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
+from worker.publisher import Publisher
 from worker.wire import gateway_token
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"headstart worker: {error}", file=sys.stderr)
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
+    warn_deprecated(WorkerConfig, argv, logger)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner, watched(runner.get_loop(), "worker"):
             status = runner.run(Worker(config, tracing, certificate, ca).run())

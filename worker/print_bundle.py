@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from worker.model.errors import ModelError
-from worker.tokenizer_files import bundle_of_folder, download, is_hub_id
+from worker.files.errors import ModelError
+from worker.files.tokenizer_files import bundle_of_folder, download, is_hub_id
 from worker.wire import TokenizerBundle, pack
 
 

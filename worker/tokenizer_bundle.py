@@ -13,10 +13,10 @@ from typing import Any, Final
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.files.errors import CheckpointError, UnsupportedModel
+from worker.files.tokenizer_files import canonical_json, fields_of_folder, fingerprint
 from worker.model.gguf import GGUFCheckpoint, Metadata
 from worker.model.load import LoadedModel
-from worker.tokenizer_files import canonical_json, fields_of_folder, fingerprint
 from worker.wire import TokenizerBundle
 
 _END_OF_TURN: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")

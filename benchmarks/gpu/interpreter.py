@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.engine.step import Launch
+from worker.contracts.step import Launch
 
 T = TypeVar("T")
 CONTEXTS: Final = (48, 160)

@@ -16,7 +16,7 @@ from benchmarks import engine
 from benchmarks.device_rates import synchronise
 from benchmarks.random_model import SHAPES, random_model
 from cache.types import BlockId
-from worker.engine.step import SamplingRow, SequenceStep, Step
+from worker.contracts.step import SamplingRow, SequenceStep, Step
 from worker.model.config import LoadOptions
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams

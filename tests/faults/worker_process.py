@@ -19,8 +19,8 @@ import worker.loader
 import worker.main
 from cache.store import ChainLink
 from cache.stores.disk import DiskStore
+from worker.contracts.step import Launch, Runner, SequenceResult, Step, StepResult
 from worker.engine.engine import EngineCore
-from worker.engine.step import Launch, Runner, SequenceResult, Step, StepResult
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import SamplingParams
 

@@ -25,7 +25,7 @@ from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ProvenWorker, listening
 from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
-from worker.engine.publisher import Publisher
+from worker.publisher import Publisher
 from worker.wire import TokenizerBundle
 
 NUM_ROUNDS: Final = 150

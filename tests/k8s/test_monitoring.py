@@ -15,7 +15,7 @@ from tests.k8s import chart
 from tests.k8s.metric_names import names_in, names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
 from tests.k8s.tools import CHART, ROOT, call, succeed
 from tests.server.test_metrics import fleet_metrics
-from worker.engine.metrics import WorkerMetrics
+from worker.contracts.metrics import WorkerMetrics
 
 ALERTS = CHART / "files" / "alerts.yaml"
 RULES: dict[str, Any] = yaml.safe_load(ALERTS.read_text())

@@ -29,7 +29,7 @@ from tests import smollm2
 from tests.e2e.serving import free_ports
 from tests.faults.part import Part, get, metrics
 from tests.waiting import HANG_S, wait_until
-from worker.tokenizer_files import canonical_json
+from worker.files.tokenizer_files import canonical_json
 
 ROOT: Final = Path(__file__).parents[2]
 INSTALLED: Final = ROOT / ".venv-vllm"

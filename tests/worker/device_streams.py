@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tests.waiting import HANG_S
-from worker.engine.step import Launch
+from worker.contracts.step import Launch
 
 T = TypeVar("T")
 

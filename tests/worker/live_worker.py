@@ -20,10 +20,10 @@ from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.common.frames import FrameReader
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
+from worker.contracts.step import Runner
 from worker.engine.engine import EngineCore
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.rates import PrefillRate
-from worker.engine.step import Runner
 from worker.http.app import make_app
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits

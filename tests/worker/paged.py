@@ -12,7 +12,7 @@ from cache.types import BlockId
 from worker.attention.base import Attention, AttentionShape
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.engine.step import SequenceStep
+from worker.contracts.step import SequenceStep
 from worker.model.load import LoadedModel
 from worker.runner.model_runner import attention_order, build_batch
 

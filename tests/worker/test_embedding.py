@@ -12,9 +12,9 @@ import torch
 
 from tests.embedding_models import reference, write_qwen3, write_steps
 from tests.worker.scheduler.engine import HandEngine
+from worker.contracts.step import NonFiniteHidden
 from worker.embedding import Pooling, find_pooling
-from worker.engine.step import NonFiniteHidden
-from worker.model.errors import UnsupportedModel
+from worker.files.errors import UnsupportedModel
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import ChoiceState, Embed, Embedding, GenerateRequest, SamplingParams

@@ -10,7 +10,7 @@ import torch
 
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.step import Launch
+from worker.contracts.step import Launch
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 

@@ -23,8 +23,8 @@ from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.attention.base import ForwardBatch
 from worker.attention.kv_cache import NonFiniteKV
-from worker.device import DeviceStream
-from worker.engine.step import NonFiniteLogits, SequenceStep, Step
+from worker.contracts.step import NonFiniteLogits, SequenceStep, Step
+from worker.kernels.device import DeviceStream
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import End, Failed

@@ -23,8 +23,8 @@ from tests.worker.scheduler.engine import generate
 from worker import loader
 from worker.common.frames import FrameReader
 from worker.config import parse
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.rates import PrefillRate
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
 from worker.http.app import make_app
 from worker.http.service import WorkerService
 from worker.loader import build_engine

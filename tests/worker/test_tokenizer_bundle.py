@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tests import smollm2
 from tests.tiny_model import write_tiny_model
 from tests.worker.gguf_files import train, write_tokenizer
-from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.files.errors import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.tokenizer_bundle import build_bundle, canonical_json, tokenizer_from_gguf

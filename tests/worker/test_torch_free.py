@@ -10,7 +10,7 @@ MODULES = (
     "worker.wire",
     "worker.common.tracing",
     "worker.config",
-    "worker.engine.publisher",
+    "worker.publisher",
     "worker.adapter.blocks",
     "worker.adapter.subscriber",
 )

@@ -89,7 +89,8 @@ def test_a_process_that_was_stopped_goes_on() -> None:
 
 ENGINE_THREAD = """
 import asyncio, sys, threading
-from worker.engine.mailbox import Mailbox, StepWatchdog, exit_on_silence
+from worker.contracts.mailbox import Mailbox
+from worker.engine.watchdog import StepWatchdog, exit_on_silence
 
 async def main():
     mailbox = Mailbox()

@@ -27,8 +27,8 @@ from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
 from worker.config import WorkerConfig
-from worker.engine.metrics import WorkerMetrics
-from worker.tokenizer_files import bundle_of_folder, tokenizer_folder
+from worker.contracts.metrics import WorkerMetrics
+from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, TokenizerBundle
 
 RETRY_S: Final = 1.0

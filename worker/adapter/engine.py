@@ -30,8 +30,8 @@ from worker.adapter.facts import EngineIdentity
 from worker.adapter.kv_events import EventBatch
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineDeadError, EngineOutput, EventPublisher, RequestKey, StepLog
+from worker.contracts.engine import EngineDeadError, EngineOutput, EventPublisher, RequestKey, StepLog
+from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, required_features
 
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class AdapterEngine:
-    """`worker.engine.protocol.Engine` over an `EngineApi`. `start` and everything else belong to the event loop."""
+    """`worker.contracts.engine.Engine` over an `EngineApi`. `start` and everything else belong to the event loop."""
 
     def __init__(
         self,

@@ -16,9 +16,9 @@ from typing import Any, Final
 from cache.types import HASH_BYTES
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineModel, EngineRefusedError, EventSource
 from worker.adapter.http import understood
-from worker.model.errors import CheckpointError
-from worker.model.model_files import folder_statuses
-from worker.tokenizer_files import fields_of_folder, fingerprint
+from worker.files.errors import CheckpointError
+from worker.files.model_files import folder_statuses
+from worker.files.tokenizer_files import fields_of_folder, fingerprint
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams
 
 PROBE_TEXTS: Final = (

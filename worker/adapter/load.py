@@ -15,8 +15,8 @@ from typing import Final
 from cache.records import WorkerLoad
 from cache.types import GatewayId
 from worker.adapter.api import EngineLoad
-from worker.engine.protocol import RequestKey
-from worker.engine.rates import PrefillRate, StartInterval
+from worker.contracts.engine import RequestKey
+from worker.contracts.rates import PrefillRate, StartInterval
 
 MIN_MEASURED_TOKENS: Final = 32
 """Prefills of fewer tokens measure the overhead of a request."""

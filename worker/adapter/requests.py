@@ -20,8 +20,8 @@ from cache.types import BlockHash
 from worker.adapter.api import Chunk, EngineApi, EngineLostError, EngineRefusedError
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.load import LoadAccount, Prefill
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineOutput, RequestKey, StepLog
+from worker.contracts.engine import EngineOutput, RequestKey, StepLog
+from worker.contracts.metrics import WorkerMetrics
 from worker.wire import ChoiceState, End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, Tokens
 
 logger = logging.getLogger(__name__)

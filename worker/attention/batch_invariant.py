@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span, show_nonfinite
 from worker.attention.kv_cache import KVCache
-from worker.device import to_device
+from worker.kernels.device import to_device
 
 TILE: Final = 16
 

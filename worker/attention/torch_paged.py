@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from worker.attention.base import AttentionShape, ForwardBatch, Span, num_leading_decodes, show_nonfinite
 from worker.attention.kv_cache import KVCache
-from worker.device import to_device
+from worker.kernels.device import to_device
 
 _MAX_PADDING: Final = 1.25
 """A group of decodes may read this many times what its sequences hold. A lower bound means more and smaller calls."""

@@ -28,7 +28,7 @@ from xformers.ops.fmha.common import Inputs
 
 from worker.attention.base import CONTEXTS, ROWS, AttentionShape, ForwardBatch, Span, num_leading_decodes, padded
 from worker.attention.kv_cache import KVCache
-from worker.device import to_device
+from worker.kernels.device import to_device
 
 HEAD_DIMS: Final = frozenset({16, 32, 64, 128, 256})
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})

@@ -24,11 +24,7 @@ from typing import Any, Final
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
-from worker.embedding import Pooling
-from worker.engine.inflight import InFlightBatches
-from worker.engine.mailbox import Mailbox, OutputBuffer, StepWatchdog, exit_on_silence
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import (
+from worker.contracts.engine import (
     EngineDeadError,
     EngineOutput,
     EventPublisher,
@@ -36,11 +32,17 @@ from worker.engine.protocol import (
     RequestKey,
     StepLog,
 )
-from worker.engine.rates import PrefillRate
+from worker.contracts.exchange import BlockExchange
+from worker.contracts.mailbox import Mailbox
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
+from worker.contracts.step import Runner, SamplerCache
+from worker.embedding import Pooling
+from worker.engine.inflight import InFlightBatches
+from worker.engine.outputs import OutputBuffer
 from worker.engine.reporter import Reporter, debug_state
-from worker.engine.step import Runner, SamplerCache
+from worker.engine.watchdog import StepWatchdog, exit_on_silence
 from worker.grammar import GrammarCompiler
-from worker.kv_transfer.peers import BlockExchange
 from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
@@ -71,7 +73,7 @@ class PreparedRequest:
 
 
 class EngineCore:
-    """`worker.engine.protocol.Engine` over a scheduler and a runner in this process."""
+    """`worker.contracts.engine.Engine` over a scheduler and a runner in this process."""
 
     def __init__(
         self,

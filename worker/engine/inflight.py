@@ -19,9 +19,7 @@ from typing import Final
 
 from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash
 from worker.common.logs import about
-from worker.engine.mailbox import OutputBuffer, StepWatchdog
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import (
+from worker.contracts.engine import (
     MAX_RECORDED_STEPS,
     BatchLog,
     EngineDeadError,
@@ -30,8 +28,11 @@ from worker.engine.protocol import (
     StepLog,
     StepRecord,
 )
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.step import Launch, Runner, SamplingRow, SequenceStep, Step, StepResult, raised
+from worker.engine.outputs import OutputBuffer
 from worker.engine.reporter import Reporter
-from worker.engine.step import Launch, Runner, SamplingRow, SequenceStep, Step, StepResult, raised
+from worker.engine.watchdog import StepWatchdog
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, failed_by
 from worker.scheduler.scheduler import Scheduler

@@ -16,9 +16,9 @@ from typing import Any, Final
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EventPublisher
-from worker.engine.rates import PrefillRate, StartInterval
+from worker.contracts.engine import EventPublisher
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate, StartInterval
 from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import StepPlan

@@ -34,7 +34,7 @@ from worker.common.proof import (
     prove,
 )
 from worker.common.sockets import HostNames
-from worker.engine.protocol import EngineDeadError, RefusedError
+from worker.contracts.engine import EngineDeadError, RefusedError
 from worker.http.blocks import AdoptEndpoint, BlocksEndpoint
 from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService

@@ -1,4 +1,4 @@
-"""The exchange of blocks with other workers (see `worker.kv_transfer.peers`).
+"""The exchange of blocks with other workers (see `worker.contracts.exchange`).
 
 POST /blocks   BlocksWanted -> the records of blocks that a peer asks for
 POST /adopt    Handover -> {"adopted_blocks": n}, when a peer that leaves offers its chains
@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from cache.store import ChainLink
 from cache.types import HASH_BYTES, BlockHash
-from worker.engine.protocol import RefusedError
+from worker.contracts.engine import RefusedError
+from worker.contracts.exchange import BlockExchange, BlocksWanted, Handover, frame_head
 from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
-from worker.kv_transfer.peers import BlockExchange, BlocksWanted, Handover, frame_head
 from worker.wire import CONTENT_TYPE, Failed, pack, unpack
 
 MAX_FETCHES: Final = 8

@@ -7,7 +7,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.types import Receive
 
-from worker.engine.protocol import RefusedError
+from worker.contracts.engine import RefusedError
 from worker.wire import Failed
 
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 
 from worker.common.tracing import Tracing
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import Engine, EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey
+from worker.contracts.engine import Engine, EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey
+from worker.contracts.metrics import WorkerMetrics
 from worker.http.streams import QueueAccounting, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
 from worker.wire import GRAMMAR_KINDS, End, Failed, GenerateRequest, Started

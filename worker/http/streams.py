@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from worker.engine.protocol import RequestKey
+from worker.contracts.engine import RequestKey
 from worker.http.tracing import StreamTrace
 from worker.wire import End, Failed, Frame, GenerateRequest, pack_frame
 

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from worker.common.tracing import Tracing, as_parent, mark_failed
-from worker.engine.protocol import BatchLog, RecordedSteps, StepLog
+from worker.contracts.engine import BatchLog, RecordedSteps, StepLog
 from worker.wire import End, Failed, GenerateRequest
 
 if TYPE_CHECKING:

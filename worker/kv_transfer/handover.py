@@ -11,7 +11,8 @@ from typing import Final
 from cache.records import WorkerMember
 from cache.redis_index import RegistryEntry
 from cache.store import ChainLink
-from worker.kv_transfer.peers import MAX_BLOCKS, MAX_CHAINS, BlockExchange, FetchError, Handover, OfferedChain
+from worker.contracts.exchange import MAX_BLOCKS, MAX_CHAINS, BlockExchange, Handover, OfferedChain
+from worker.kv_transfer.peers import FetchError
 
 logger = logging.getLogger(__name__)
 

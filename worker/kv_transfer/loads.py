@@ -21,7 +21,7 @@ from typing import Final, Protocol, runtime_checkable
 from cache.allocators.hash import HashAllocation, HashAllocator
 from cache.store import ChainLink
 from cache.types import BlockHash
-from worker.engine.rates import PrefillRate, TransferRate
+from worker.contracts.rates import PrefillRate, TransferRate
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.scheduler.request import TokenSequence
 

@@ -17,117 +17,24 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlsplit
-
-from msgspec import Meta, Struct
 
 from cache.block_record import HEADER_BYTES, RecordFormat
 from cache.store import ChainLink
-from cache.types import HASH_BYTES, BlockHash
 from worker.common.proof import EPOCH_HEADER, epoch_token
+from worker.contracts.exchange import FRAME_HEAD_BYTES, MAX_BLOCKS, BlocksWanted, Handover, frame_head
 from worker.wire import CONTENT_TYPE, pack, unpack
 
-MAX_BLOCKS: Final = 1 << 16
-MAX_CHAINS: Final = 4096
 _CONNECT_TIMEOUT_S: Final = 1.0
 _READ_TIMEOUT_S: Final = 5.0
 """For the head of an answer, and for each record: its thread waits for no peer that drips."""
 _MAX_ANSWER_BYTES: Final = 4096
-_BIN32: Final = b"\xc6"
-_FRAME_HEAD: Final = 5
-
-_Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 
 
 class FetchError(Exception):
     """The peer gives no blocks."""
-
-
-class BlocksWanted(Struct, frozen=True):
-    """Blocks of one chain, in order."""
-
-    epoch: str
-    layout: str
-    """`RecordFormat.fingerprint` of the asking worker."""
-    parent: _Hash
-    """The parent of the first block."""
-    depth: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    """Blocks before the first one."""
-    hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
-    """One after the other."""
-
-    def __post_init__(self) -> None:
-        _check_hashes(self.hashes)
-
-    def links(self) -> list[ChainLink]:
-        hashes = split_hashes(self.hashes)
-        parents = [BlockHash(self.parent), *hashes]
-        return [ChainLink(each, parents[n], self.depth + n) for n, each in enumerate(hashes)]
-
-
-class OfferedChain(Struct, frozen=True):
-    """A chain of blocks from the first on."""
-
-    root: _Hash
-    hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
-
-    def __post_init__(self) -> None:
-        _check_hashes(self.hashes)
-
-    def block_hashes(self) -> list[BlockHash]:
-        return split_hashes(self.hashes)
-
-
-class Handover(Struct, frozen=True):
-    """The chains of a worker that leaves, for another one to fetch."""
-
-    url: str
-    epoch: str
-    layout: str
-    chains: Annotated[tuple[OfferedChain, ...], Meta(max_length=MAX_CHAINS)]
-
-
-class BlockExchange(Protocol):
-    """Gives an engine's blocks to its peers, and takes theirs. Any thread may call it."""
-
-    @property
-    def layout(self) -> str:
-        """`RecordFormat.fingerprint`."""
-
-    def new_payload(self) -> memoryview:
-        """Return room for one payload."""
-
-    def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
-        """Fill `payload` with a block and return its record's header; None: it is not here."""
-
-    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-        """Fetch a chain from the worker at `url`; give the number of blocks that came."""
-
-    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
-        """Return chains of the pool, the most recently used first, with `max_blocks` different blocks at most."""
-
-    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """Ask the worker at `url`, in this epoch, to adopt chains. Return the blocks that it took.
-
-        Blocks the thread; may raise.
-        """
-
-
-def _check_hashes(joined: bytes) -> None:
-    if len(joined) % HASH_BYTES:
-        raise ValueError(f"hashes: {len(joined)} bytes are no whole number of hashes of {HASH_BYTES}")
-
-
-def split_hashes(joined: bytes) -> list[BlockHash]:
-    return [BlockHash(joined[start : start + HASH_BYTES]) for start in range(0, len(joined), HASH_BYTES)]
-
-
-def frame_head(payload_bytes: int) -> bytes:
-    """Return the msgpack head of a record with such a payload."""
-    return _BIN32 + (HEADER_BYTES + payload_bytes).to_bytes(4, "big")
 
 
 class PeerClient:
@@ -228,7 +135,7 @@ class PeerStream:
         self._answer = answer
         self._record = record
         self._has_begun = False
-        self._head = bytearray(_FRAME_HEAD + HEADER_BYTES)
+        self._head = bytearray(FRAME_HEAD_BYTES + HEADER_BYTES)
         self._expected = frame_head(record.payload_bytes)
 
     def read(self, link: ChainLink, payload: memoryview) -> bool:
@@ -240,7 +147,9 @@ class PeerStream:
         head = memoryview(self._head)
         if not self._fill(head) or not self._fill(payload):
             return False
-        return head[:_FRAME_HEAD] == self._expected and self._record.verifies(bytes(head[_FRAME_HEAD:]), link, payload)
+        return head[:FRAME_HEAD_BYTES] == self._expected and self._record.verifies(
+            bytes(head[FRAME_HEAD_BYTES:]), link, payload
+        )
 
     def interrupt(self) -> None:
         """Let a read that waits fail at once. Any thread."""

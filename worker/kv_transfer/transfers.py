@@ -15,20 +15,21 @@ from cache.block_record import RecordFormat
 from cache.events import BlockEvent, Stored
 from cache.store import BlockStore, ChainLink
 from cache.types import BlockHash, Tier
-from worker.engine.mailbox import Mailbox
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EventPublisher
-from worker.engine.rates import PrefillRate, TransferRate
+from worker.contracts.engine import EventPublisher
+from worker.contracts.exchange import Handover
+from worker.contracts.mailbox import Mailbox
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate, TransferRate
 from worker.kv_transfer.loads import BlockReader, LoadQueue, LoadSource, PrefixLoad
-from worker.kv_transfer.peers import Handover, PeerClient
+from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
 from worker.scheduler.request import TokenSequence
 
-_GUESSED_BYTES_PER_S: Final = {"host": 4e9, "disk": 400e6, "peer": 400e6}
-"""Until a load is measured."""
+_PEER_BYTES_PER_S: Final = 400e6
+"""The rate from a peer, until a load is measured."""
 _NUM_VICTIMS: Final = 64
-"""Blocks next to be evicted that host memory takes over."""
+"""Blocks next to be evicted that are offered to the stores which take victims."""
 FLUSH_S: Final = 5.0
 """Time to save what is queued, when the process ends."""
 _ADOPT_S: Final = 10.0
@@ -63,9 +64,8 @@ class KVTransfers:
         self._reporting = threading.Lock()
         """Keeps the events of a store in order: several threads report them."""
         block_bytes, block_size = pool.num_bytes, allocator.block_size
-        self._rates = {
-            place: TransferRate(guess * block_size / block_bytes) for place, guess in _GUESSED_BYTES_PER_S.items()
-        }
+        guesses = {store.tier: store.guess_bytes_per_s for store in stores} | {PEER: _PEER_BYTES_PER_S}
+        self._rates = {place: TransferRate(guess * block_size / block_bytes) for place, guess in guesses.items()}
         self.savers = {store.tier: BlockSaver(store, allocator, pool, self._saved) for store in stores}
         self.loads = LoadQueue(allocator, pool, prefill_rate, self._sources, self._loaded)
 
@@ -81,11 +81,12 @@ class KVTransfers:
             self._report(store)
 
     def take(self, events: Sequence[BlockEvent]) -> None:
-        """Save the blocks of these events of the pool below it: to disk each, to host memory before its eviction."""
-        if (saver := self.savers.get("disk")) is not None and events:
-            saver.offer([event.block_hash for event in events if type(event) is Stored])
-        if (saver := self.savers.get("host")) is not None:
-            saver.offer(self._allocator.next_victims(_NUM_VICTIMS))
+        """Offer each store the blocks that it takes: those stored by these events, or the next victims."""
+        for store in self._stores:
+            if store.takes == "victims":
+                self.savers[store.tier].offer(self._allocator.next_victims(_NUM_VICTIMS))
+            elif events:
+                self.savers[store.tier].offer([event.block_hash for event in events if type(event) is Stored])
 
     def poll(self, now_s: float) -> None:
         self.loads.poll(now_s)
@@ -136,7 +137,7 @@ class KVTransfers:
         return self.record.header(link, payload)
 
     def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
         fetch = partial(self._peers.fetching, url, epoch)
         adopted: Future[int] = Future()
@@ -156,12 +157,12 @@ class KVTransfers:
         return adopted
 
     def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
         return self._peers.offer(url, epoch, handover, timeout_s)
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
-        """See `worker.kv_transfer.peers.BlockExchange`. Any thread."""
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._mailbox is not None, "not started"
         return self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
 

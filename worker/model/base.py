@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from worker.attention.base import Attention, ForwardBatch
+from worker.files.model_files import ModelFiles
 from worker.model.config import LoadOptions, ModelConfig
-from worker.model.model_files import ModelFiles
 from worker.model.weight_file import Weights
 
 Progress = Callable[[int, int], None]

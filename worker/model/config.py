@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from worker.attention.base import AttentionShape
-from worker.model.errors import CheckpointError
+from worker.files.errors import CheckpointError
 
 WeightForm = Literal["auto", "dense", "packed"]
 """auto: quantised weights stay packed where the results are those of dense ones, which is in float32 on a CPU."""

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.files.errors import CheckpointError, UnsupportedModel
+from worker.files.model_files import digest_files
 from worker.model.base import Checkpoint, ModelFamily, QuantisedTensor
 from worker.model.config import ModelConfig
-from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.huggingface import config_from_hf
-from worker.model.model_files import digest_files
 
 _UNQUANTISED: Final = frozenset({"F32", "F16", "BF16", "F64"})
 _ARCHITECTURES: Final = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.attention.base import AttentionShape
+from worker.files.errors import CheckpointError, UnsupportedModel
+from worker.files.model_files import folder_files
+from worker.files.tokenizer_files import read_json
 from worker.model.base import Checkpoint, ModelFamily
 from worker.model.config import ModelConfig, RopeConfig, RopeKind
-from worker.model.errors import CheckpointError, UnsupportedModel
-from worker.model.model_files import folder_files
-from worker.tokenizer_files import read_json
 
 _BASE: Final = "model."
 _INDEX: Final = "model.safetensors.index.json"

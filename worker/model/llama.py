@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
+from worker.files.errors import CheckpointError, UnsupportedModel
 from worker.kernels.cpu import Kernels, Panels, products_for, to_panels, to_quantised_panels
 from worker.model.base import Checkpoint, Progress, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
-from worker.model.errors import CheckpointError, UnsupportedModel
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
 from worker.model.linear import (
     PACKABLE_IN_BFLOAT16,

@@ -14,17 +14,17 @@ from typing import Final
 
 import torch
 
-from worker.device import current_device
+from worker.files.errors import CheckpointError, UnsupportedModel, encoder
+from worker.files.tokenizer_files import download, is_hub_id
 from worker.kernels import cpu
 from worker.kernels.cpu import Kernels, products_for
+from worker.kernels.device import current_device
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import LoadOptions, ModelConfig
-from worker.model.errors import CheckpointError, UnsupportedModel, encoder
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.huggingface import SafetensorsCheckpoint
 from worker.model.llama import LlamaDecoder
 from worker.model.weight_file import MadeWeights, Weights, load_prepared
-from worker.tokenizer_files import download, is_hub_id
 
 _MIN_PREPARED_BYTES: Final = 32 << 20
 """A smaller model is prepared at each start: that takes no time."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.files.errors import UnsupportedModel, encoder
+from worker.files.tokenizer_files import read_json
 from worker.model.base import Checkpoint
 from worker.model.config import LoadOptions, ModelConfig, RopeConfig
-from worker.model.errors import UnsupportedModel, encoder
-from worker.tokenizer_files import read_json
 
 _NUM_CHECKED: Final = 64
 _NUM_FAR: Final = 32

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import CONTEXTS, ROWS, Attention, ForwardBatch, Span, padded
-from worker.device import to_device
-from worker.engine.step import SequenceStep
+from worker.contracts.step import SequenceStep
+from worker.kernels.device import to_device
 from worker.model.base import Decoder
 
 Replay = Callable[[], Tensor]

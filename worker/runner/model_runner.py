@@ -20,8 +20,7 @@ from torch import Tensor
 from worker.attention.base import Attention, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache, NonFiniteKV
 from worker.attention.selector import select_attention
-from worker.device import DeviceStream, Stopwatch, current_device, to_device, to_host
-from worker.engine.step import (
+from worker.contracts.step import (
     Launch,
     NonFiniteHidden,
     Row,
@@ -32,6 +31,7 @@ from worker.engine.step import (
     StepResult,
     StepTimes,
 )
+from worker.kernels.device import DeviceStream, Stopwatch, current_device, to_device, to_host
 from worker.model.load import LoadedModel
 from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
 from worker.sampling.rules import TokenRules
@@ -49,7 +49,7 @@ _SUM_UNIT: Final = 2.0**-28
 
 
 class ModelRunner:
-    """A `worker.engine.step.Runner` over one decoder and one KV pool."""
+    """A `worker.contracts.step.Runner` over one decoder and one KV pool."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.device import to_device
-from worker.engine.step import SamplingRow
+from worker.contracts.step import SamplingRow
+from worker.kernels.device import to_device
 from worker.wire import SamplingParams
 
 Ids = NDArray[np.int64]

@@ -22,9 +22,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker.device import to_device, to_host
-from worker.engine.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
+from worker.contracts.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
 from worker.kernels.cpu import kernels_for
+from worker.kernels.device import to_device, to_host
 from worker.sampling.rules import TokenRules, has_rules
 from worker.sampling.truncation import truncate
 from worker.wire import TokenLogprobs

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.device import to_device
+from worker.kernels.device import to_device
 from worker.wire import SamplingParams
 
 _DROPPED: Final = float("-inf")

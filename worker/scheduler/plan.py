@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cache.allocators.base import BlockCopy
-from worker.engine.step import Row, SamplingRow, SequenceStep, Step
+from worker.contracts.step import Row, SamplingRow, SequenceStep, Step
 from worker.scheduler.request import Request, RequestChoice, TokenSequence
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from cache.allocators.base import Allocation
 from cache.hashing import extend_chain
 from cache.types import BlockHash
+from worker.contracts.engine import RequestKey
+from worker.contracts.step import NoTokenLeft, SampledToken, SamplerCache
 from worker.embedding import Pooling
-from worker.engine.protocol import RequestKey
-from worker.engine.step import NoTokenLeft, SampledToken, SamplerCache
 from worker.scheduler.drafter import Drafter
 from worker.wire import (
     Embedding,

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from cache.allocators.base import Allocator
 from worker.common.logs import about
-from worker.engine.protocol import EngineOutput, RequestKey
-from worker.engine.step import SampledToken, SequenceResult
+from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.step import SampledToken, SequenceResult
 from worker.scheduler.admission import BatchAdmission, PrefixLoader
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.fairness import FairShare

@@ -25,7 +25,7 @@ from cache.types import BlockHash, Epoch, Tier, WorkerId
 from tests.redis_server import RedisServer
 from tests.running import running
 from tests.waiting import HANG_S, until
-from worker.engine.publisher import Changes
+from worker.publisher import Changes
 
 T = TypeVar("T")
 Seen = tuple[str, str, int, tuple[int, ...], int]
@@ -194,7 +194,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS), chain=st.sampled_from(CHAINS))
     def repeat_a_batch(self, worker_id: WorkerId, chain: list[BlockHash]) -> None:
-        """Write to an old generation, as a late command of an old connection does."""
+        """Write to an old version, as a late command of an old connection does."""
         for key in self._sets(worker_id):
             self.server.command("SADD", key, *(index_entry(block) for block in chain))
 

@@ -17,7 +17,7 @@ from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from tests.worker.live_worker import serve
 from worker.common.proof import Proof, epoch_token, instance_token, new_challenge, new_instance, verifies
-from worker.engine.metrics import WorkerMetrics
+from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
 from worker.http.service import WorkerService
 from worker.wire import PROTOCOL_VERSION, gateway_token, unpack

@@ -21,8 +21,8 @@ from tests.waiting import until
 from worker.adapter.api import Chunk, EngineApi, EngineLoad, EngineModel, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineOutput, RequestKey
+from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.metrics import WorkerMetrics
 from worker.wire import (
     ChoiceState,
     End,

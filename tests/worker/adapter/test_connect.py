@@ -15,7 +15,7 @@ from worker.adapter import connect as connect_module
 from worker.adapter.connect import connect
 from worker.adapter.engine import AdapterEngine
 from worker.config import WorkerConfig
-from worker.engine.metrics import WorkerMetrics
+from worker.contracts.metrics import WorkerMetrics
 
 
 def config(url: str, **options: Any) -> WorkerConfig:

@@ -23,7 +23,7 @@ from tests.worker.adapter.rig import (
 from worker.adapter import engine as engine_module
 from worker.adapter.api import Chunk, EngineLoad, EngineLostError, EngineRefusedError
 from worker.adapter.kv_events import BlockStored, EventBatch
-from worker.engine.protocol import RequestKey, StepLog
+from worker.contracts.engine import RequestKey, StepLog
 from worker.wire import ChoiceState, End, Failed, Finished, Grammar, PromptLogprobs, Started, TokenLogprobs, Tokens
 
 

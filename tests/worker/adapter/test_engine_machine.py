@@ -14,8 +14,8 @@ from tests.worker.adapter.rig import Call, Rig, ScriptedApi, check_order, finish
 from worker.adapter import requests as requests_module
 from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError
 from worker.adapter.requests import ActiveRequest
-from worker.engine.protocol import RequestKey
-from worker.engine.rates import PrefillRate
+from worker.contracts.engine import RequestKey
+from worker.contracts.rates import PrefillRate
 from worker.wire import End, Failed, Started, Tokens
 
 TURNS = 12

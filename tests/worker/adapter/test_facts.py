@@ -30,8 +30,8 @@ from worker.adapter.connect import connect
 from worker.adapter.engine import AdapterEngine
 from worker.adapter.facts import FactsReader
 from worker.config import WorkerConfig
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineDeadError
+from worker.contracts.engine import EngineDeadError
+from worker.contracts.metrics import WorkerMetrics
 from worker.wire import End, Failed, Frame, Tokens
 
 SLOW = ("--token-s", "0.02")

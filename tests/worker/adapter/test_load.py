@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from worker.adapter import load as load_module
 from worker.adapter.api import EngineLoad
 from worker.adapter.load import LoadAccount, Prefill
-from worker.engine.protocol import RequestKey
-from worker.engine.rates import PrefillRate
+from worker.contracts.engine import RequestKey
+from worker.contracts.rates import PrefillRate
 
 KEY = RequestKey(0)
 

@@ -12,8 +12,8 @@ from worker.adapter.api import Chunk
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.common.frames import FrameReader
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import RequestKey
+from worker.contracts.engine import RequestKey
+from worker.contracts.metrics import WorkerMetrics
 from worker.wire import (
     ChoiceState,
     End,

@@ -17,7 +17,7 @@ from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError, Event
 from worker.adapter.connect import connect
 from worker.adapter.vllm import UNSUPPORTED, VllmApi, completion_body, parse_load, token_body
 from worker.config import WorkerConfig
-from worker.engine.metrics import WorkerMetrics
+from worker.contracts.metrics import WorkerMetrics
 from worker.wire import ChoiceState, Grammar, TokenLogprobs, required_features
 
 METRICS = b"""\

@@ -12,7 +12,7 @@ from tests.worker.engine.threaded_engine import (
     ThreadedEngine,
     running,
 )
-from worker.device import DeviceStream
+from worker.kernels.device import DeviceStream
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from tests.worker.engine.threaded_engine import (
 )
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, generate
-from worker.device import DeviceStream
-from worker.engine.protocol import EngineOutput, RequestKey
+from worker.contracts.engine import EngineOutput, RequestKey
+from worker.kernels.device import DeviceStream
 from worker.wire import Failed, Started
 
 

@@ -18,8 +18,8 @@ from tests.worker.engine.threaded_engine import (
 )
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import ROOT, generate
-from worker.engine.protocol import EngineDeadError, EngineOutput, RequestKey
-from worker.engine.step import SequenceResult, Step
+from worker.contracts.engine import EngineDeadError, EngineOutput, RequestKey
+from worker.contracts.step import SequenceResult, Step
 from worker.wire import End, Failed, Started
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.worker.engine.threaded_engine import BLOCK_SIZE, ThreadedEngine
 from tests.worker.scheduler.engine import generate
+from worker.contracts.engine import EngineOutput, RequestKey, StepLog
+from worker.contracts.metrics import WorkerMetrics
 from worker.engine import inflight
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineOutput, RequestKey, StepLog
 from worker.wire import Tokens
 
 

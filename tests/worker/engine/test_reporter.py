@@ -5,8 +5,8 @@ import pytest
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, GatewayId, WorkerId
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.rates import PrefillRate
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
 from worker.engine.reporter import Reporter
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "cpu", 4, 512, 1)

@@ -15,12 +15,12 @@ from cache.types import Epoch, WorkerId
 from tests.waiting import HANG_S
 from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner
 from tests.worker.scheduler.engine import Answer
-from worker.device import DeviceStream
+from worker.contracts.engine import EngineOutput, RequestKey, StepLog
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
+from worker.contracts.step import SequenceResult, Step
 from worker.engine.engine import EngineCore, PreparedRequest
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineOutput, RequestKey, StepLog
-from worker.engine.rates import PrefillRate
-from worker.engine.step import SequenceResult, Step
+from worker.kernels.device import DeviceStream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import TokenizerBundle

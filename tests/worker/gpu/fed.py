@@ -11,7 +11,7 @@ import torch
 
 from cache.types import BlockId
 from tests.worker.families import write_family
-from worker.engine.step import SamplingRow, SequenceResult, SequenceStep, Step
+from worker.contracts.step import SamplingRow, SequenceResult, SequenceStep, Step
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams

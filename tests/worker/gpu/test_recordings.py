@@ -12,7 +12,7 @@ import torch
 from cache.types import BlockId
 from tests.worker.families import write_family
 from tests.worker.gpu.fed import SHAPE, TOLERANCE
-from worker.engine.step import SamplingRow, SequenceStep, Step
+from worker.contracts.step import SamplingRow, SequenceStep, Step
 from worker.model.load import LoadOptions, load_model
 from worker.runner import graphs
 from worker.runner.model_runner import ModelRunner, build_batch

@@ -24,11 +24,11 @@ from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
 from tests.worker.scheduler.engine import generate
 from worker.common.frames import FrameReader
-from worker.device import DeviceStream
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.step import SequenceResult, Step
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.step import SequenceResult, Step
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
+from worker.kernels.device import DeviceStream
 from worker.scheduler.request import Constraint, Request, RequestChoice, TokenSequence
 from worker.wire import End, Failed, GenerateRequest, Grammar, Started, TokenizerBundle, Tokens, pack_request, unpack
 

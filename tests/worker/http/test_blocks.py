@@ -21,10 +21,10 @@ from tests.worker.kv_transfer.moving_engine import RECORD
 from tests.worker.kv_transfer.moving_worker import HASHES, TOKEN, moving_worker
 from tests.worker.live_worker import LiveWorker
 from tests.worker.scheduler.engine import ROOT
+from worker.contracts.exchange import MAX_CHAINS, BlocksWanted, Handover
 from worker.http import blocks
 from worker.http.blocks import MAX_FETCHES, BlocksEndpoint
 from worker.http.service import WorkerService
-from worker.kv_transfer.peers import MAX_CHAINS, BlocksWanted, Handover
 from worker.wire import WireError, unpack
 
 WANTED: dict[str, Any] = {

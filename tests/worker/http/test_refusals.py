@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.worker.live_worker import LiveWorker, live_worker
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import generate
-from worker.device import DeviceStream
+from worker.kernels.device import DeviceStream
 from worker.wire import pack_request
 
 PRODUCT = str(Path(__file__).parents[3] / "worker")

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from tests.worker.scheduler.engine import generate
 from worker.common.frames import FrameReader
-from worker.engine.protocol import RequestKey
-from worker.engine.rates import StartInterval
+from worker.contracts.engine import RequestKey
+from worker.contracts.rates import StartInterval
 from worker.http.streams import MAX_COALESCED_FRAMES, QueueAccounting, QueueLimits, Stream
 from worker.wire import Failed, Tokens, pack_frame
 

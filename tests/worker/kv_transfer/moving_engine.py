@@ -12,8 +12,8 @@ from cache.store import BlockStore, ChainLink
 from cache.types import BlockId
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.rates import PrefillRate
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.loads import PrefixLoad
 from worker.kv_transfer.pool_blocks import Copier, PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers

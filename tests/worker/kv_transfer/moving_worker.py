@@ -12,8 +12,8 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD, SECRET, T
 from tests.worker.live_worker import LiveWorker, live_worker
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import ROOT, generate
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.rates import PrefillRate
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers

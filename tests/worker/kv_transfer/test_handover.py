@@ -22,9 +22,10 @@ from tests.waiting import until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD
 from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, TOKEN, moving_worker
 from tests.worker.scheduler.engine import ROOT
+from worker.contracts.exchange import Handover, OfferedChain
 from worker.kv_transfer import handover, peers
 from worker.kv_transfer.handover import _share_out, hand_over
-from worker.kv_transfer.peers import FetchError, Handover, OfferedChain, PeerClient
+from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.transfers import KVTransfers
 
 MEMBER = WorkerMember(

@@ -15,8 +15,8 @@ from cache.types import BlockHash, BlockId
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, BytesCopier
 from tests.worker.scheduler.engine import ROOT, generate
-from worker.engine.protocol import RequestKey
-from worker.engine.rates import PrefillRate, TransferRate
+from worker.contracts.engine import RequestKey
+from worker.contracts.rates import PrefillRate, TransferRate
 from worker.kv_transfer.loads import LoadQueue, LoadSource, PrefixLoad
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.scheduler.request import Request, TokenSequence, split_into_sequences

@@ -22,8 +22,9 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, PAYLOAD_B
 from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, PAYLOADS, PROMPT, TOKEN, moving_worker
 from tests.worker.scheduler.engine import ROOT
 from worker.common.tls import ServerCertificate, WorkerCa
+from worker.contracts.exchange import frame_head
 from worker.kv_transfer import peers
-from worker.kv_transfer.peers import FetchError, PeerClient, PeerStream, frame_head
+from worker.kv_transfer.peers import FetchError, PeerClient, PeerStream
 from worker.wire import gateway_token
 
 

@@ -15,9 +15,9 @@ import pytest
 from tests.tiny_model import write_tiny_model
 from tests.worker.scheduler.engine import generate
 from worker.config import parse
+from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.metrics import WorkerMetrics
 from worker.engine.engine import EngineCore, PreparedRequest
-from worker.engine.metrics import WorkerMetrics
-from worker.engine.protocol import EngineOutput, RequestKey
 from worker.loader import build_engine
 from worker.wire import End, Failed, Started, Tokens
 

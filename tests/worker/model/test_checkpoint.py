@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.families import write_family
-from worker.model import model_files
-from worker.model.errors import CheckpointError, ModelError, UnsupportedModel
+from worker.files import model_files
+from worker.files.errors import CheckpointError, ModelError, UnsupportedModel
+from worker.files.model_files import MIN_KEPT_BYTES, digest_files
 from worker.model.gguf import name_of_file
 from worker.model.huggingface import config_from_hf
 from worker.model.load import FAMILIES, LoadOptions, default_model_path, find_checkpoint, load_model
-from worker.model.model_files import MIN_KEPT_BYTES, digest_files
 
 
 @pytest.fixture(scope="module")

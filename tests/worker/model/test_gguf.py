@@ -10,7 +10,7 @@ import torch
 from tests.worker.families import write_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.paged import PagedModel
-from worker.model.errors import CheckpointError, UnsupportedModel
+from worker.files.errors import CheckpointError, UnsupportedModel
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import FAMILIES, LoadOptions, load_model
 from worker.model.rope import rope_table

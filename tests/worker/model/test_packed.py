@@ -12,8 +12,8 @@ from tests.worker.families import write_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.paged import PagedModel
 from tests.worker.quantised import quantised
+from worker.files.errors import UnsupportedModel
 from worker.model import llama
-from worker.model.errors import UnsupportedModel
 from worker.model.linear import DenseLinear, PackedLinear, is_packable
 from worker.model.load import LoadOptions, load_model
 

@@ -11,7 +11,7 @@ import torch
 
 from tests import smollm2
 from tests.worker.paged import PagedModel
-from worker.engine.step import SamplingRow, SequenceStep, Step
+from worker.contracts.step import SamplingRow, SequenceStep, Step
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams

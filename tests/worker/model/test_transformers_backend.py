@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.worker.paged import PagedModel
-from worker.engine.step import SamplingRow, SequenceStep, Step
+from worker.contracts.step import SamplingRow, SequenceStep, Step
+from worker.files.errors import UnsupportedModel
 from worker.model import transformers_backend
-from worker.model.errors import UnsupportedModel
 from worker.model.load import LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams

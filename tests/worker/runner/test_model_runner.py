@@ -16,8 +16,8 @@ from tests.worker.families import write_family
 from worker import loader
 from worker.attention.base import AttentionShape
 from worker.config import WorkerConfig
-from worker.device import Stopwatch
-from worker.engine.step import NonFiniteLogits, SamplingRow, SequenceStep, Step
+from worker.contracts.step import NonFiniteLogits, SamplingRow, SequenceStep, Step
+from worker.kernels.device import Stopwatch
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner import memory
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.step import SamplerCache, SamplingRow, SequenceResult, Step
+from worker.contracts.step import SamplerCache, SamplingRow, SequenceResult, Step
 from worker.sampling import rules, sampler
 from worker.wire import SamplingParams
 
@@ -116,7 +116,7 @@ class CountedList(Sequence[int]):
 
 
 class SamplingRunner:
-    """A `worker.engine.step.Runner` with the true sampler over random logits."""
+    """A `worker.contracts.step.Runner` with the true sampler over random logits."""
 
     overlaps = False
 
@@ -131,7 +131,7 @@ class SamplingRunner:
         return results
 
     def launch(self, step: Step):
-        from worker.engine.step import Launch, StepResult
+        from worker.contracts.step import Launch, StepResult
 
         result = StepResult(self.run(step))
         return Launch(lambda: result)

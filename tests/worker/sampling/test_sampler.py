@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worker.engine.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
+from worker.contracts.step import NonFiniteLogits, NoTokenLeft, SampledToken, SamplingRow
 from worker.sampling import sampler, truncation
 from worker.sampling.sampler import sample, token_logprobs, uniform
 from worker.sampling.truncation import truncate

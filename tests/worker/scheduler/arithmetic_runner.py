@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 
 from cache.hashing import encode_tokens
-from worker.device import DeviceStream
-from worker.engine.step import Launch, SampledToken, SamplingRow, SequenceResult, SequenceStep, Step, StepResult
+from worker.contracts.step import Launch, SampledToken, SamplingRow, SequenceResult, SequenceStep, Step, StepResult
+from worker.kernels.device import DeviceStream
 from worker.wire import SamplingParams, TokenLogprobs
 
 VOCAB = 50
@@ -36,7 +36,7 @@ def answer(prompt_ids: Sequence[int], seed: int, max_tokens: int, stop_ids: Sequ
 
 
 class ArithmeticRunner:
-    """`worker.engine.step.Runner`. `fails` may raise; the step then leaves garbage wherever it was to write."""
+    """`worker.contracts.step.Runner`. `fails` may raise; the step then leaves garbage wherever it was to write."""
 
     def __init__(
         self,

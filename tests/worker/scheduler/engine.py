@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from cache.allocators import PrefixCache, make_allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
-from worker.device import DeviceStream
+from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.step import Launch, Runner, Step, StepResult, raised
 from worker.embedding import Pooling
-from worker.engine.protocol import EngineOutput, RequestKey
-from worker.engine.step import Launch, Runner, Step, StepResult, raised
+from worker.kernels.device import DeviceStream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Constraint, Request

@@ -21,8 +21,7 @@ from tests.worker.scheduler.arithmetic_runner import GARBAGE, ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine, generate
 from tests.worker.scheduler.episode_requests import EOS, LONGEST, VOCAB, Asked
 from worker.attention.block_copier import make_copier
-from worker.device import DeviceStream
-from worker.engine.step import (
+from worker.contracts.step import (
     NonFiniteLogits,
     NoTokenLeft,
     Row,
@@ -32,6 +31,7 @@ from worker.engine.step import (
     SequenceStep,
     Step,
 )
+from worker.kernels.device import DeviceStream
 from worker.kv_transfer.pool_blocks import Copier
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner

@@ -24,7 +24,7 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, SECRET, M
 from tests.worker.scheduler.engine import FAILED, ROOT, HandEngine, generate
 from tests.worker.scheduler.episode_models import EXACT, Alone, EpisodeModel, Faults
 from tests.worker.scheduler.episode_requests import EOS, Asked, draw_plain_requests, draw_request, draw_twins
-from worker.device import DeviceStream
+from worker.kernels.device import DeviceStream
 from worker.scheduler.request import Request
 from worker.wire import End, Failed
 

@@ -9,7 +9,7 @@ import pytest
 from tests.worker.device_streams import LateStream, ThreadedStream
 from tests.worker.scheduler.arithmetic_runner import VOCAB, answer, next_token
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.device import DeviceStream
+from worker.kernels.device import DeviceStream
 from worker.scheduler.request import Request
 
 REPEATING = next(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
-from worker.engine.step import NoTokenLeft
+from worker.contracts.step import NoTokenLeft
 from worker.scheduler.request import ConstraintError
 from worker.wire import Failed
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.engine.step import SampledToken, SequenceResult, SequenceStep
+from worker.contracts.step import SampledToken, SequenceResult, SequenceStep
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.speculation import Speculation, StepCost
 

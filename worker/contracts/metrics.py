@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from cache.allocators.base import CacheStats
 from cache.records import WorkerLoad
-from worker.engine.protocol import EngineOutput, StepKind
+from worker.contracts.engine import EngineOutput, StepKind
 from worker.wire import End, Failed, Finished, Tokens
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from worker.model.errors import CheckpointError
-from worker.model.model_files import folder_files
+from worker.files.errors import CheckpointError
+from worker.files.model_files import folder_files
 from worker.wire import TokenizerBundle
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")

@@ -108,7 +108,7 @@ class Changes:
 
 
 class Publisher:
-    """`worker.engine.protocol.EventPublisher` over an IndexWriter. Runs in the worker's event loop."""
+    """`worker.contracts.engine.EventPublisher` over an IndexWriter. Runs in the worker's event loop."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.engine.rates import TransferRate
+from worker.contracts.rates import TransferRate
 
 
 def test_a_short_transfer_proves_little_and_a_long_one_much() -> None:

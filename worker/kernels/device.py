@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from worker.engine.step import Launch
+from worker.contracts.step import Launch
 
 T = TypeVar("T")
 Values = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[int]]

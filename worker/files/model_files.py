@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from worker.common.cache_folder import cache_folder
-from worker.model.errors import CheckpointError
+from worker.files.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from worker.device import DeviceStream, current_device
+from worker.kernels.device import DeviceStream, current_device
 
 
 class FakeCuda:

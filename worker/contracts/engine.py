@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, Prot
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, Tier
-from worker.kv_transfer.peers import BlockExchange
+from worker.contracts.exchange import BlockExchange
 from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
 if TYPE_CHECKING:

@@ -1,0 +1,108 @@
+"""The exchange of blocks between workers: the messages, and an engine's side of it.
+
+POST /blocks: BlocksWanted ->     <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
+POST /adopt: Handover ->          <- {"adopted_blocks": how many came}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Annotated, Final, Protocol
+
+from msgspec import Meta, Struct
+
+from cache.block_record import HEADER_BYTES
+from cache.store import ChainLink
+from cache.types import HASH_BYTES, BlockHash
+
+MAX_BLOCKS: Final = 1 << 16
+MAX_CHAINS: Final = 4096
+FRAME_HEAD_BYTES: Final = 5
+_BIN32: Final = b"\xc6"
+
+_Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+
+
+class BlocksWanted(Struct, frozen=True):
+    """Blocks of one chain, in order."""
+
+    epoch: str
+    layout: str
+    """`RecordFormat.fingerprint` of the asking worker."""
+    parent: _Hash
+    """The parent of the first block."""
+    depth: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    """Blocks before the first one."""
+    hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
+    """One after the other."""
+
+    def __post_init__(self) -> None:
+        _check_hashes(self.hashes)
+
+    def links(self) -> list[ChainLink]:
+        hashes = split_hashes(self.hashes)
+        parents = [BlockHash(self.parent), *hashes]
+        return [ChainLink(each, parents[n], self.depth + n) for n, each in enumerate(hashes)]
+
+
+class OfferedChain(Struct, frozen=True):
+    """A chain of blocks from the first on."""
+
+    root: _Hash
+    hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
+
+    def __post_init__(self) -> None:
+        _check_hashes(self.hashes)
+
+    def block_hashes(self) -> list[BlockHash]:
+        return split_hashes(self.hashes)
+
+
+class Handover(Struct, frozen=True):
+    """The chains of a worker that leaves, for another one to fetch."""
+
+    url: str
+    epoch: str
+    layout: str
+    chains: Annotated[tuple[OfferedChain, ...], Meta(max_length=MAX_CHAINS)]
+
+
+class BlockExchange(Protocol):
+    """Gives an engine's blocks to its peers, and takes theirs. Any thread may call it."""
+
+    @property
+    def layout(self) -> str:
+        """`RecordFormat.fingerprint`."""
+
+    def new_payload(self) -> memoryview:
+        """Return room for one payload."""
+
+    def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
+        """Fill `payload` with a block and return its record's header; None: it is not here."""
+
+    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
+        """Fetch a chain from the worker at `url`; give the number of blocks that came."""
+
+    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
+        """Return chains of the pool, the most recently used first, with `max_blocks` different blocks at most."""
+
+    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
+        """Ask the worker at `url`, in this epoch, to adopt chains. Return the blocks that it took.
+
+        Blocks the thread; may raise.
+        """
+
+
+def _check_hashes(joined: bytes) -> None:
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"hashes: {len(joined)} bytes are no whole number of hashes of {HASH_BYTES}")
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    return [BlockHash(joined[start : start + HASH_BYTES]) for start in range(0, len(joined), HASH_BYTES)]
+
+
+def frame_head(payload_bytes: int) -> bytes:
+    """Return the msgpack head of a record with such a payload."""
+    return _BIN32 + (HEADER_BYTES + payload_bytes).to_bytes(4, "big")
