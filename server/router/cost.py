@@ -1,4 +1,4 @@
-"""What a request would cost at each worker, in seconds: every term, in the order of docs/routing.md.
+"""The cost of a request at each worker, in seconds: every term, in the order of docs/routing.md.
 
     fetch_s         time to get blocks from tiers and a peer          `plan_fetch`
     prefill_s       time to compute the other tokens                  `CostModel.prefill_s`
@@ -108,8 +108,8 @@ class FetchPlan(msgspec.Struct, frozen=True, gc=False):
         |<- in the pool ->|<- tier 1 ->|<- tier 2 ->|<- from a peer ->|<- computed ->|
                         start         t1           t2              peer end       prompt
 
-    Blocks are fetched in this order and the rest is computed, so a plan is the point at which each place stops. All
-    costs are linear, so each place gives nothing or all that it can.
+    Blocks are fetched in this order and the rest is computed: a plan is the point at which each place stops. All costs
+    are linear, so each place gives nothing or all that it can.
     """
 
     end_tokens: int
@@ -318,7 +318,7 @@ class WorkerView(msgspec.Struct, eq=False):
 
 
 class DecisionContext(msgspec.Struct, frozen=True):
-    """What one decision uses for every worker."""
+    """Inputs of one decision that are the same for every worker."""
 
     request: RouteRequest
     cost: CostModel

@@ -2,7 +2,7 @@
 
 To add one: subclass `Policy` and enter it in POLICIES. `python tools/configuration.py` then writes its name to the
 docs, `python -m tools.values` to the chart's schema. To compare it with `headstart bench route`, enter it in
-COUNT_PENDING (benchmarks/route.py), so that replays count pending blocks as gateways do.
+COUNT_PENDING (benchmarks/route.py): replays then count pending blocks as gateways do.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Policy:
 class Headstart(Policy):
     """The lowest cost in seconds (`server/router/cost.py`).
 
-    An idle worker with the longest match pays only its prefill. The load-spreading terms do not apply to it, so no
-    worker with a shorter match and a similar rate is cheaper.
+    An idle worker with the longest match pays only its prefill, without the load-spreading terms. So no worker with a
+    shorter match and a similar rate is cheaper.
 
     With several gateways, a random part of the report's age is added: recent work of the others is unknown, and all
     would choose the same idle worker. The affinity key's worker gets a small discount, less than any match or queue.

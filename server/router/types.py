@@ -73,5 +73,5 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def may_be_held(self) -> bool:
-        """Whether it may wait at the gateway: it is new, has no budget, and may go to any worker."""
+        """True if it may wait at the gateway: it is new, has no budget, and may go to any worker."""
         return self.ttft_budget_s is None and self.numerics is None and not self.hard_affinity

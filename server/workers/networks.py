@@ -1,8 +1,8 @@
-"""Where workers may be, and whose registrations are believed. The gateway dials no other address.
+"""The networks of workers, and the verification of registrations. The gateway dials no other address.
 
-Without this check, whoever can write to Redis could have prompts sent anywhere. It applies to the address that is
-dialled, so a name that changes its address changes nothing. Link-local addresses (a cloud's metadata service) are not
-allowed by default.
+Without this check, anyone who can write to Redis could have prompts sent anywhere. It applies to the dialled address,
+so a name that changes its address does not evade it. Link-local addresses (a cloud's metadata service) are not allowed
+by default.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerNetworks:
     def __init__(self, networks: Iterable[str] = DEFAULT_NETWORKS, *, tls_only: bool = False) -> None:
         """`tls_only` refuses workers without TLS. Raises ValueError for an invalid network."""
         self.scheme = "https" if tls_only else "http"
-        """For workers known by a name or an address alone."""
+        """For workers that are given only by a name or an address."""
         self._tls_only = tls_only
         try:
             self._networks = [ipaddress.ip_network(text.strip()) for text in networks]

@@ -105,7 +105,7 @@ def refusal(status: int = 429, retry_after_s: float | None = None) -> WorkerRefu
     return WorkerRefused(status, Failed("queue_full", "full", retryable=True, retry_after_s=retry_after_s))
 
 
-def test_two_workers_that_die_in_its_prefill_make_a_request_poison() -> None:
+def test_two_deaths_in_its_prefill_make_a_request_poison() -> None:
     history = new_history()
     assert lost(history, Stage.SENT) is None
     assert history.num_suspicions == 0, "it never had the request"
@@ -134,7 +134,7 @@ def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     assert [error is None for error in others] == [True] * (MAX_REFUSALS - 3) + [False]
 
 
-def test_a_worker_that_has_just_begun_another_epoch_is_asked_once_more() -> None:
+def test_a_worker_in_a_new_epoch_is_asked_once_more() -> None:
     history = new_history()
     failure(history, refusal(409))
     assert history.excluded == set()
@@ -149,7 +149,8 @@ def test_the_first_stale_connection_is_no_loss() -> None:
         assert history.num_losses == num_losses
 
 
-def test_lost_workers_are_readmitted_unless_the_request_is_a_poison_candidate() -> None:
+def test_lost_workers_are_readmitted() -> None:
+    """Unless the request is a poison candidate."""
     history = new_history()
     assert not history.readmit_lost(), "no worker was lost"
     lost(history, Stage.ANSWERED)

@@ -108,7 +108,7 @@ class Fleets:
         return self.states[url]
 
     def run_fifo(self) -> None:
-        """Let every worker run its prefills one by one. Call it before anything else."""
+        """Make every worker run its prefills one by one. Call it before anything else."""
         for each in list(self.index.registered.values()):
             self.index.register(replace(each, prefill_order="fifo"))
 

@@ -24,7 +24,7 @@ OURS, OTHER = GatewayId("ours"), GatewayId("other")
 
 @dataclass
 class Case:
-    """One fleet as its workers report it, and what this gateway knows."""
+    """One fleet: the reports of its workers, and the state of this gateway."""
 
     rng: random.Random
     rates: tuple[float, ...] = (1.0,)
@@ -128,7 +128,8 @@ def test_the_holder_wins_when_nothing_waits_at_it() -> None:
     assert num_meeting >= MIN_MEETING
 
 
-def test_rates_count_when_they_differ_by_more_than_measurements_do() -> None:
+def test_clearly_different_rates_count() -> None:
+    """Rates that differ by less than LIKE_RATES count as equal."""
     num_like = num_unlike = 0
     for seed in range(5_000):
         rates = random.Random(seed).choice([(1.0, 1.2, 1.45), (1.0, 1.6, 4.0, 30.0)])
