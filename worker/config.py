@@ -46,6 +46,9 @@ class WorkerConfig(SharedConfig):
     max_model_len: int | None = _model(
         None, "tokens of the longest prompt and answer together (default: the model's)", type=int
     )
+    generation_config: str = _model(
+        "auto", "sampling defaults: auto: the model's own, none, or a folder's generation_config.json (auto)"
+    )
     threads: int | None = _model(None, "CPU threads (default: torch's)", type=int)
     port: int = _net(8100, "port; 0 takes a free one (default 8100)", least=0, most=MAX_PORT)
     advertise_url: str | None = _net(None, "where gateways reach this worker (default: from --host)", "URL")

@@ -90,7 +90,7 @@ def build_engine(
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
     limits = config.limits(max_model_len, default_step_tokens(model.device.type, model.options.dtype))
-    bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
+    bundle = build_bundle(model, config.generation_config, block_size=config.block_size, max_model_len=max_model_len)
     if config.served_model_name is not None:
         bundle = replace(bundle, model=config.served_model_name)
     runner = ModelRunner(

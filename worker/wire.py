@@ -303,6 +303,28 @@ FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogpr
 """By their tags."""
 
 
+class SamplingDefaults(Struct, frozen=True, omit_defaults=True):
+    """A model's own sampling parameters, for the fields that a client does not send. None: the API's default."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: _Probability | None = None
+    top_k: _U32 | None = None
+    min_p: _Probability | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    """The longest answer of a request without a limit of its own."""
+
+    def shown(self) -> dict[str, float]:
+        """Return the fields that are set."""
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+NO_DEFAULTS: Final = SamplingDefaults()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerBundle:
     """Everything a gateway needs to turn text into this model's tokens and back."""
@@ -319,6 +341,8 @@ class TokenizerBundle:
     vocab_size: int
     max_model_len: int
     block_size: int
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
+    """Outside the fingerprint: they change no block."""
 
 
 T = TypeVar("T")

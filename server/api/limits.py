@@ -24,7 +24,7 @@ class TokenLimits:
     prompt_param: str
     max_tokens_param: str = "max_tokens"
     max_tokens: int | None = None
-    """None: what the context has room for."""
+    """None: the model's own limit, or what the context has room for."""
     clamps: bool = False
     """`max_tokens` is cut to what the context has room for; otherwise such a request is an error."""
 
@@ -62,13 +62,19 @@ class TokenLimits:
             raise invalid(self.prompt_param, "must not be empty")
         room = model.max_model_len - num_prompt_tokens
         asked, least = self.max_tokens, self.fields.min_tokens or 0
-        limit = room if asked is None or (self.clamps and asked > room) else asked
+        if asked is None:
+            limit = min(room, model.bundle.sampling_defaults.max_tokens or room)
+        else:
+            limit = min(room, asked) if self.clamps else asked
         if room < 1 or limit > room:
             raise self._too_long(model, num_prompt_tokens)
         if asked is not None and least > asked:
             raise invalid("min_tokens", f"must not be above {self.max_tokens_param}")
         if least > limit:
-            raise invalid("min_tokens", f"must not be above {room}, the tokens that the context has room for")
+            bound = (
+                "the tokens that the context has room for" if limit == room else "the model's own limit of an answer"
+            )
+            raise invalid("min_tokens", f"must not be above {limit}, {bound}")
         return limit
 
     def _too_long(self, model: ServedModel, num_tokens: int, *, is_counted: bool = True) -> ContextLengthError:

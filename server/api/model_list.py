@@ -52,6 +52,7 @@ def _card(name: str, model: ServedModel) -> dict[str, Any]:
         "root": model.adapter or model.name,
         "parent": model.name if model.adapter else None,
         "max_model_len": model.max_model_len,
+        "default_sampling_params": model.bundle.sampling_defaults.shown(),
     }
 
 

@@ -36,6 +36,7 @@ from server.ops.feed import Feed
 from server.ops.overview import Overview
 from server.schema.decoding import read_json
 from server.workers.connection import WorkerLost
+from worker.wire import SamplingDefaults
 
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_PREFIXES: Final = 1000
@@ -152,7 +153,10 @@ class OpsApi:
         endpoint = api.chat if "messages" in fields else api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
         prepared = await endpoint.prepare(body, self.of_tenant(tenant))
-        return json_response(await self.overview.router.explain(prepared.specs[0].route_request()))
+        spec = prepared.specs[0]
+        sampling = msgspec.to_builtins(spec.sampling)
+        shown = {name: sampling[name] for name in SamplingDefaults.__struct_fields__}
+        return json_response(await self.overview.router.explain(spec.route_request()) | {"sampling_params": shown})
 
     async def drain(self, request: Request) -> Response:
         self.on_drain()

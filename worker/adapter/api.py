@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from worker.wire import ChoiceState, GenerateRequest, TokenLogprobs
+from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, TokenLogprobs
 
 
 class EngineLostError(Exception):
@@ -113,6 +113,9 @@ class EngineApi(Protocol):
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the ids of a conversation by the engine's own chat template, up to the answer."""
+
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        """Return what the engine fills in where a client sends no sampling parameter; None if it does not say."""
 
     async def ranks(self) -> tuple[int, ...]:
         """Return the engine's data-parallel ranks, as far as it names them."""

@@ -28,8 +28,9 @@ from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
 from worker.config import WorkerConfig
 from worker.contracts.metrics import WorkerMetrics
+from worker.files.generation_config import sampling_defaults
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, TokenizerBundle
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, TokenizerBundle
 
 RETRY_S: Final = 1.0
 NAMES_PER_BLOCK: Final = 4
@@ -72,7 +73,7 @@ async def _connect(
     while True:
         _, model = await wait_for(api, config, report)
         begun_s = (await api.load()).started_s
-        bundle, folder = await asyncio.to_thread(make_bundle, config, model)
+        bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
         await check_tokenizer(api, bundle)
         reader = FactsReader(api, folder, digests_weights=config.revision is None)
         facts, load = await reader.read()
@@ -126,10 +127,12 @@ async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str],
         await asyncio.sleep(RETRY_S)
 
 
-def make_bundle(config: WorkerConfig, model: EngineModel) -> tuple[TokenizerBundle, Path]:
+def make_bundle(
+    config: WorkerConfig, model: EngineModel, defaults: SamplingDefaults | None = None
+) -> tuple[TokenizerBundle, Path]:
     """Build the tokenizer bundle from --tokenizer, by default from what the engine was started with.
 
-    Return the folder of its files, too.
+    `defaults`: the engine's own sampling defaults, if it states them. Return the folder of its files, too.
     """
     source = config.tokenizer or model.source or model.name
     folder, revision = tokenizer_folder(source, config.revision)
@@ -139,6 +142,11 @@ def make_bundle(config: WorkerConfig, model: EngineModel) -> tuple[TokenizerBund
         revision=revision,
         block_size=config.block_size,
         max_model_len=min(model.max_model_len, config.max_model_len or model.max_model_len),
+        sampling_defaults=(
+            sampling_defaults(config.generation_config, folder)
+            if defaults is None or config.generation_config != "auto"
+            else defaults
+        ),
     )
     return bundle, folder
 

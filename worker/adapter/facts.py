@@ -19,7 +19,7 @@ from worker.adapter.http import understood
 from worker.files.errors import CheckpointError
 from worker.files.model_files import folder_statuses
 from worker.files.tokenizer_files import fields_of_folder, fingerprint
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams
+from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams
 
 PROBE_TEXTS: Final = (
     "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
@@ -48,6 +48,8 @@ class EngineFacts:
     """Digest of the engine's own ids of `PROBE_TEXTS`; empty for one without a tokenizer."""
     files: str
     """Digest of the tokenizer's files here, and of the state of the weights where these give the revision."""
+    defaults: SamplingDefaults | None
+    """Sampling parameters that the engine fills in; None if it does not say."""
     answer: str
     """Digest of a short greedy answer with its log probabilities, where the engine does not say its number format."""
 
@@ -101,6 +103,7 @@ class FactsReader:
             event_source=await api.event_source(),
             tokens=_digest(probes) if probes else "",
             files=await asyncio.to_thread(self._digest_files),
+            defaults=await api.sampling_defaults(),
             answer="",
         )
         if number_format:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import ssl
@@ -24,7 +25,7 @@ from worker.adapter.api import (
     stream_error,
 )
 from worker.adapter.http import MAX_ANSWER_BYTES, EngineServer, understood
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
+from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams, TokenLogprobs
 
 UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:grammar", "resume:penalties")
 """Bad words are texts there, and the grammar's dialect is the engine's. A grammar or penalty is lost on resume."""
@@ -118,6 +119,23 @@ class VllmApi(EngineServer):
         with understood("/tokenize"):
             return [int(token_id) for token_id in answer["tokens"]]
 
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        """Ask what a request without parameters becomes. Only a chat has the model's own limit of an answer."""
+        ask = {"prompt": [0], "max_tokens": 1}
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        try:
+            resolved = (await self.json("POST", "/v1/completions/render", ask))[0]["sampling_params"]
+        except (EngineRefusedError, LookupError, TypeError):  # without --enable-scale-out, or of another form
+            return None
+        defaults = {name: resolved.get(name) for name in SamplingDefaults.__struct_fields__ if name != "max_tokens"}
+        with contextlib.suppress(EngineRefusedError, LookupError, TypeError):  # a model may have no chat template
+            answer = await self.json("POST", "/v1/chat/completions/render", chat)
+            longest = answer["sampling_params"]["max_tokens"]
+            if len(answer["token_ids"]) + longest < (await self.model()).max_model_len:
+                defaults["max_tokens"] = longest
+        with understood("/v1/completions/render"):
+            return msgspec.convert(without_neutral(defaults), SamplingDefaults, strict=False)
+
     async def ranks(self) -> tuple[int, ...]:
         sources = await self._event_sources()
         with understood("/kv_event_sources"):
@@ -182,6 +200,17 @@ class VllmApi(EngineServer):
             own = found[str(token_id)]
             positions.append(TokenLogprobs(own["logprob"], top, own.get("rank") or 0))
         return positions
+
+
+def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
+    """Leave out parameters that have the API's own default, and limits that do not apply."""
+    neutral = SamplingParams(max_tokens=0)
+    everything = {"top_k": -1}  # another way to write 0
+    return {
+        name: value
+        for name, value in resolved.items()
+        if value not in (None, getattr(neutral, name), everything.get(name))
+    }
 
 
 def token_body(request: GenerateRequest, choice: ChoiceState, request_id: str) -> dict[str, Any]:

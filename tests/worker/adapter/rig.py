@@ -30,6 +30,7 @@ from worker.wire import (
     Finished,
     Frame,
     GenerateRequest,
+    SamplingDefaults,
     SamplingParams,
     Started,
     TokenizerBundle,
@@ -237,6 +238,9 @@ class ScriptedApi:
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise NotImplementedError
+
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        return None
 
     async def ranks(self) -> tuple[int, ...]:
         return (0,)

@@ -18,7 +18,7 @@ from worker.adapter.connect import connect
 from worker.adapter.vllm import UNSUPPORTED, VllmApi, completion_body, parse_load, token_body
 from worker.config import WorkerConfig
 from worker.contracts.metrics import WorkerMetrics
-from worker.wire import ChoiceState, Grammar, TokenLogprobs, required_features
+from worker.wire import ChoiceState, Grammar, SamplingDefaults, TokenLogprobs, required_features
 
 METRICS = b"""\
 # HELP vllm:num_requests_running Number of requests
@@ -111,6 +111,17 @@ async def test_an_older_version_has_no_token_api(api: VllmApi, server: ScriptedH
     got = await chunks(api)
     assert [chunk.token_ids for chunk in got] == [(5,), (2,), ()]
     assert server.bodies[-1]["return_token_ids"]
+
+
+async def test_its_sampling_defaults(api: VllmApi, server: ScriptedHttp) -> None:
+    assert await api.sampling_defaults() is None  # without --enable-scale-out
+    params = {"temperature": 0.6, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 1}
+    server.answers["POST /v1/completions/render"] = JSONResponse([{"token_ids": [0], "sampling_params": params}])
+    assert await api.sampling_defaults() == SamplingDefaults(temperature=0.6, top_p=0.95)
+    for longest, stated in ((40, 40), ((await api.model()).max_model_len - 2, None)):
+        chat = {"token_ids": [5, 6], "sampling_params": params | {"max_tokens": longest}}
+        server.answers["POST /v1/chat/completions/render"] = JSONResponse(chat)
+        assert await api.sampling_defaults() == SamplingDefaults(temperature=0.6, top_p=0.95, max_tokens=stated)
 
 
 def test_load_of_a_rank() -> None:
