@@ -107,13 +107,40 @@ class Changes:
             self._pending[entry] = is_held
 
 
+class PublisherInbox:
+    """`worker.contracts.engine.EventPublisher` for a Publisher that takes the items in its event loop."""
+
+    def __init__(self) -> None:
+        """Call it in that event loop."""
+        self.items: deque[_Item] = deque()
+        self.wake = asyncio.Event()
+        """Set when items have come."""
+        self._loop = asyncio.get_running_loop()
+
+    def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
+        self._put((None, events, load))
+
+    def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
+        self._put((tier, events, None))
+
+    def begin_epoch(self, member: WorkerMember) -> None:
+        self._put(member)
+
+    def _put(self, item: _Item) -> None:
+        self.items.append(item)
+        if not self.wake.is_set():
+            with suppress(RuntimeError):  # the loop has closed: the process ends
+                self._loop.call_soon_threadsafe(self.wake.set)
+
+
 class Publisher:
-    """`worker.contracts.engine.EventPublisher` over an IndexWriter. Runs in the worker's event loop."""
+    """Publishes what comes into its inbox, over an IndexWriter. Runs in the worker's event loop."""
 
     def __init__(
         self,
         url: str,
         member: WorkerMember,
+        inbox: PublisherInbox,
         *,
         settings: PublisherSettings | None = None,
         writer_settings: WriterSettings | None = None,
@@ -125,9 +152,7 @@ class Publisher:
         self._count = count
         self._changes = _changes_of(member)
         self._load = WorkerLoad()
-        self._inbox: deque[_Item] = deque()
-        self._wake = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.inbox = inbox
         self._pruned_s = 0.0
         self._tidy_s = 0.0
         """When to look for fields that are too long."""
@@ -135,6 +160,7 @@ class Publisher:
         self._published_s = time.monotonic()
         self._failure = ""
         self._closing = False
+        self._is_running = False
         self._ended = asyncio.Event()
 
     @property
@@ -154,26 +180,10 @@ class Publisher:
     def num_held(self) -> int:
         return len(self._changes[None].held)
 
-    def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
-        self._put((None, events, load))
-
-    def offer_tier(self, tier: Tier, events: Sequence[BlockEvent]) -> None:
-        self._put((tier, events, None))
-
-    def begin_epoch(self, member: WorkerMember) -> None:
-        self._put(member)
-
-    def _put(self, item: _Item) -> None:
-        self._inbox.append(item)
-        loop = self._loop
-        if loop is not None and not self._wake.is_set():
-            with suppress(RuntimeError):  # the loop has closed: the process ends
-                loop.call_soon_threadsafe(self._wake.set)
-
     async def run(self) -> None:
         """Publish until cancelled or closed."""
-        self._loop = asyncio.get_running_loop()
-        connection = self._loop.create_task(self._writer.run())
+        self._is_running = True
+        connection = asyncio.create_task(self._writer.run())
         retry_s = self._settings.retry_s
         try:
             while not self._closing:
@@ -184,7 +194,7 @@ class Publisher:
         finally:
             connection.cancel()
             await asyncio.gather(connection, return_exceptions=True)
-            self._loop = None
+            self._is_running = False
             self._ended.set()
 
     async def workers(self) -> list[RegistryEntry]:
@@ -194,8 +204,8 @@ class Publisher:
     async def close(self) -> None:
         """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""
         self._closing = True
-        self._wake.set()
-        if self._loop is not None:
+        self.inbox.wake.set()
+        if self._is_running:
             await self._ended.wait()
 
     async def _round(self) -> bool:
@@ -224,10 +234,10 @@ class Publisher:
         return True
 
     def _apply_inbox(self) -> None:
-        """Apply what the engine has offered. Clears `_wake` first, so that a later offer wakes this task."""
-        self._wake.clear()
-        while self._inbox:
-            item = self._inbox.popleft()
+        """Apply what the engine has offered. Clears `wake` first, so that a later offer wakes this task."""
+        self.inbox.wake.clear()
+        while self.inbox.items:
+            item = self.inbox.items.popleft()
             if isinstance(item, WorkerMember):
                 self._changes = _changes_of(item)
                 self._writer.begin_epoch(item)
@@ -272,7 +282,7 @@ class Publisher:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, heartbeat_s - minimum_s)):
                 if not self._writer.in_doubt:
-                    await self._wake.wait()
+                    await self.inbox.wake.wait()
 
 
 def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes]:

@@ -49,7 +49,7 @@ import sys
 import torch
 import worker.loader
 from worker.main import main
-def build_engine(config, url, worker_id, metrics, report, tls):
+def build_engine(config, url, worker_id, metrics, report, tls, sinks):
     report("loading for ever")
     while True:
         torch.randn(2000).sort()

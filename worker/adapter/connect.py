@@ -27,6 +27,7 @@ from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
 from worker.config import WorkerConfig
+from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, TokenizerBundle
@@ -37,12 +38,17 @@ NAMES_PER_BLOCK: Final = 4
 
 
 async def connect(
-    config: WorkerConfig, url: str, worker_id: str, metrics: WorkerMetrics, report: Callable[[str], None]
+    config: WorkerConfig,
+    url: str,
+    worker_id: str,
+    metrics: WorkerMetrics,
+    report: Callable[[str], None],
+    sinks: EngineSinks | None = None,
 ) -> AdapterEngine:
     """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
     api = open_api(config)
     try:
-        return await _connect(api, config, url, worker_id, metrics, report)
+        return await _connect(api, config, url, worker_id, metrics, report, sinks)
     except BaseException as error:
         await api.close()
         if isinstance(error, (EngineLostError, EngineRefusedError)):
@@ -68,6 +74,7 @@ async def _connect(
     worker_id: str,
     metrics: WorkerMetrics,
     report: Callable[[str], None],
+    sinks: EngineSinks | None,
 ) -> AdapterEngine:
     while True:
         _, model = await wait_for(api, config, report)
@@ -103,7 +110,7 @@ async def _connect(
     member = signed(config.cluster_secret(), member)
     identity = EngineIdentity(reader, facts, load)
     return AdapterEngine(
-        api, blocks, source, bundle, member, metrics, events_exposed=config.events_exposed, identity=identity
+        api, blocks, source, bundle, member, metrics, sinks, events_exposed=config.events_exposed, identity=identity
     )
 
 

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -30,7 +30,7 @@ from worker.adapter.facts import EngineIdentity
 from worker.adapter.kv_events import EventBatch
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
-from worker.contracts.engine import EngineDeadError, EngineOutput, EventPublisher, RequestKey, StepLog
+from worker.contracts.engine import EngineDeadError, EngineSinks, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
 from worker.wire import Failed, GenerateRequest, TokenizerBundle, required_features
@@ -67,6 +67,7 @@ class AdapterEngine:
         bundle: TokenizerBundle,
         member: WorkerMember,
         metrics: WorkerMetrics,
+        sinks: EngineSinks | None = None,
         *,
         events_exposed: bool = False,
         identity: EngineIdentity | None = None,
@@ -75,6 +76,7 @@ class AdapterEngine:
 
         `identity`: what `member` and `bundle` were made from; None: the engine is not asked again what it is.
         """
+        sinks = sinks or EngineSinks()
         self.member = member
         self.bundle = bundle
         self._api = api
@@ -94,10 +96,10 @@ class AdapterEngine:
             self._subscriber.open()
         self._metrics = metrics
         self._requests = EngineRequests(
-            api, blocks, member.block_size, member.worker_id, metrics, self._report, self._confirm
+            api, blocks, member.block_size, member.worker_id, metrics, self._report, self._confirm, sinks.deliver
         )
         self._counts = None if identity is None else identity.counts
-        self._listener: EventPublisher | None = None
+        self._publisher = sinks.publisher
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._problem: str | None = None
@@ -111,7 +113,7 @@ class AdapterEngine:
         """Connections made before this time lead to that engine."""
         self._counting = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._on_death: Callable[[BaseException], object] = lambda error: None
+        self._on_death = sinks.on_death
         self._is_slow = False
         """It has not answered the last question."""
         self._num_strange = 0
@@ -137,13 +139,7 @@ class AdapterEngine:
     def exchange(self) -> None:
         """The engine moves its blocks itself."""
 
-    def start(
-        self,
-        deliver: Callable[[list[EngineOutput]], object],
-        on_death: Callable[[BaseException], object],
-        listener: EventPublisher | None = None,
-    ) -> None:
-        self._requests.deliver, self._listener, self._on_death = deliver, listener, on_death
+    def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
         if self._subscriber is not None:
             self._tasks.append(asyncio.create_task(self._subscriber.run(), name="events"))
@@ -259,8 +255,8 @@ class AdapterEngine:
         self._unreported = []  # these are of the epoch that ends
         self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
         self._requests.account.begin_epoch()
-        if self._listener is not None:
-            self._listener.begin_epoch(self.member)
+        if self._publisher is not None:
+            self._publisher.begin_epoch(self.member)
         self._report(held or ())
 
     def _report(self, events: Sequence[BlockEvent] = ()) -> None:
@@ -280,8 +276,8 @@ class AdapterEngine:
         load = self._load = account.current(self._counts, block_size, is_away, self._is_slow)
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.num_held_blocks, 0, 0, 0, 0)
         self._metrics.set_state(load, stats)
-        if self._listener is not None:
-            self._listener.offer(events, load)
+        if self._publisher is not None:
+            self._publisher.offer(events, load)
 
     # --- watch --------------------------------------------------------------------------------------------------
 

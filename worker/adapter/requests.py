@@ -84,6 +84,7 @@ class EngineRequests:
         metrics: WorkerMetrics,
         report: Callable[[Sequence[BlockEvent]], None],
         confirm: Callable[[], Awaitable[None]],
+        deliver: Callable[[list[EngineOutput]], object],
     ) -> None:
         """`name` begins the ids of requests at the engine. `report` takes events of blocks, and reads the load.
 
@@ -91,7 +92,6 @@ class EngineRequests:
         """
         self.account = LoadAccount()
         self.active: dict[RequestKey, ActiveRequest] = {}
-        self.deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
         self.output_s = time.monotonic()
         """When the engine last gave a token, or had nothing to do."""
         self.has_prompts = False
@@ -103,6 +103,7 @@ class EngineRequests:
         self._metrics = metrics
         self._report = report
         self._confirm = confirm
+        self._deliver = deliver
         self._suspects = asyncio.Lock()
 
     def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
@@ -331,7 +332,7 @@ class EngineRequests:
         active.is_over = any(isinstance(frame, (End, Failed)) for frame in frames)
         outputs = [EngineOutput(active.key, frame) for frame in frames]
         self._metrics.count_outputs(outputs)
-        self.deliver(outputs)
+        self._deliver(outputs)
 
     def _start(self, active: ActiveRequest, num_cached: int) -> None:
         """Deliver Started, once."""

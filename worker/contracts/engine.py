@@ -122,6 +122,17 @@ class EventPublisher(Protocol):
         """The cache is empty, and the worker is `member` with a new epoch. Earlier events belong to the old one."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSinks:
+    """Where an engine sends what it makes. Any thread may call them; all return at once."""
+
+    deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
+    """Takes outputs. Never called after `on_death`."""
+    on_death: Callable[[BaseException], object] = lambda error: None
+    publisher: EventPublisher | None = None
+    """Takes cache events and load. None: the worker has no index."""
+
+
 class Engine(Protocol):
     """An engine as the HTTP side sees it. All methods return at once and may be called from any thread."""
 
@@ -145,13 +156,8 @@ class Engine(Protocol):
     def exchange(self) -> BlockExchange | None:
         """Its side of the exchange of blocks with peers; None: its blocks stay with it."""
 
-    def start(
-        self,
-        deliver: Callable[[list[EngineOutput]], object],
-        on_death: Callable[[BaseException], object],
-        listener: EventPublisher | None = None,
-    ) -> None:
-        """Begin to serve. After `on_death`, `deliver` is never called again; both must return at once."""
+    def start(self) -> None:
+        """Begin to serve."""
 
     async def supervise(self) -> None:
         """Watch the started engine until cancelled. Ends the process, or raises, when it hangs or cannot go on."""

@@ -16,7 +16,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -27,7 +27,7 @@ from worker.common.logs import about
 from worker.contracts.engine import (
     EngineDeadError,
     EngineOutput,
-    EventPublisher,
+    EngineSinks,
     RefusedError,
     RequestKey,
     StepLog,
@@ -87,11 +87,15 @@ class EngineCore:
         max_step_s: float = 120.0,
         transfers: KVTransfers | None = None,
         pooling: Pooling | None = None,
+        mailbox: Mailbox | None = None,
+        sinks: EngineSinks | None = None,
     ) -> None:
         """`async_scheduling`: launch the next decodes before the tokens of a step are known.
 
-        Without `transfers`, blocks stay in the pool. With `pooling`, the engine makes embeddings alone.
+        Without `transfers`, blocks stay in the pool. With `pooling`, the engine only makes embeddings.
+        `mailbox`: the one that `transfers` puts its commands in.
         """
+        sinks = sinks or EngineSinks()
         self.member = member
         self.bundle = bundle
         self.grammars = GrammarCompiler(bundle)
@@ -102,15 +106,16 @@ class EngineCore:
         self._async_scheduling = async_scheduling
         self._pooling = pooling
         self._max_step_s = max_step_s
-        self.mailbox = Mailbox()
+        self.mailbox = mailbox or Mailbox()
         """Its calls run on the engine thread, and fail with EngineDeadError when that has ended."""
-        self._outputs = OutputBuffer(metrics)
+        self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
         if transfers is not None:
             scheduler.load_prefixes(transfers.loads)
-        self._reporter = Reporter(scheduler, rate, metrics, transfers)
+        self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
-        self._on_death: Callable[[BaseException], object] = lambda error: None
+        self._deliver = sinks.deliver
+        self._on_death = sinks.on_death
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._only_loads = False
         """All work waits for blocks that are being loaded."""
@@ -132,17 +137,9 @@ class EngineCore:
     def exchange(self) -> BlockExchange | None:
         return self._transfers if self._transfers is not None and self._transfers.layout else None
 
-    def start(
-        self,
-        deliver: Callable[[list[EngineOutput]], object],
-        on_death: Callable[[BaseException], object],
-        listener: EventPublisher | None = None,
-    ) -> None:
+    def start(self) -> None:
         if self._transfers is not None:
-            self._transfers.start(listener, self.mailbox)
-        self._outputs.deliver = deliver
-        self._on_death = on_death
-        self._reporter.listener = listener
+            self._transfers.start()
         self._thread.start()
 
     async def supervise(self) -> None:
@@ -214,11 +211,11 @@ class EngineCore:
             else:
                 self._reporter.assign(made)
                 if steps is not None:
-                    self._in_flight.step_logs[made] = steps
+                    self._in_flight.log_steps(made, steps)
             self._outputs.put(outputs)
 
         def refuse(error: BaseException) -> None:
-            self._outputs.deliver([EngineOutput(key, Failed("worker_lost", str(error), retryable=True))])
+            self._deliver([EngineOutput(key, Failed("worker_lost", str(error), retryable=True))])
 
         self.mailbox.put(queue, refuse)
 

@@ -60,7 +60,7 @@ class InFlightBatches:
     metrics: WorkerMetrics
     outputs: OutputBuffer
     watchdog: StepWatchdog
-    step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
+    _step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
     """Logs of the traced requests."""
     _batch_log: BatchLog | None = field(default=None, init=False)
     """The batch of the last step, if that had traced requests."""
@@ -69,6 +69,10 @@ class InFlightBatches:
 
     def __len__(self) -> int:
         return len(self._batches)
+
+    def log_steps(self, request: Request, log: StepLog) -> None:
+        """Write the steps of a queued request to `log` until it ends."""
+        self._step_logs[request] = log
 
     @property
     def prefill_runs(self) -> bool:
@@ -139,7 +143,7 @@ class InFlightBatches:
             metrics.queue_s.observe(request.started_s - request.arrival_s)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.cached_tokens.inc(request.num_cached_tokens)
-            if (log := self.step_logs.get(request)) is not None:
+            if (log := self._step_logs.get(request)) is not None:
                 log.begun_s, log.num_cached_tokens = request.started_s, request.num_cached_tokens
         metrics.batch_size.observe(len(plan.chunks))
         if num_prefill_tokens:
@@ -171,9 +175,9 @@ class InFlightBatches:
     def _log_step(self, plan: StepPlan, begun_s: float, ended_s: float) -> None:
         """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
         members = []
-        for request, log in list(self.step_logs.items()):
+        for request, log in list(self._step_logs.items()):
             if request.key not in self.scheduler.requests:
-                del self.step_logs[request]
+                del self._step_logs[request]
                 continue
             chunks = [plan.chunks[sequence] for sequence in request.sequences if sequence in plan.chunks]
             if not chunks:

@@ -96,20 +96,20 @@ class LoadQueue:
         prefill_rate: PrefillRate,
         sources: Callable[[TokenSequence, Sequence[BlockHash], int], list[LoadSource]],
         ended: Callable[[PrefixLoad], None] = lambda load: None,
+        wake: Callable[[], None] = lambda: None,
         *,
         num_threads: int = NUM_THREADS,
     ) -> None:
         """`sources` lists, in the order of the chain, the places from which its blocks after the first n can come.
 
-        `ended` receives every load that has ended.
+        `ended` receives every load that has ended. `wake`, on any thread, makes the engine thread call `poll` soon.
         """
         self._allocator = allocator
         self._pool = pool
         self._prefill_rate = prefill_rate
         self._sources = sources
-        self.wake: Callable[[], None] = lambda: None
-        """Makes the engine thread call `poll` soon. Any thread calls it."""
         self._ended = ended
+        self._wake = wake
         self.active: list[PrefixLoad] = []
         self._loads: dict[BlockHash, PrefixLoad] = {}
         """Active loads by the blocks that they bring."""
@@ -262,7 +262,7 @@ class LoadQueue:
                 if not load.ended:
                     logger.warning("a load was cut short: %s", error or type(error).__name__)
             load.finished = True
-            self.wake()
+            self._wake()
 
     def read_blocks(self, load: PrefixLoad, payload: memoryview) -> Iterator[None]:
         """Read blocks into the pool, one a turn, up to the first miss or the end of the load. May raise anything."""

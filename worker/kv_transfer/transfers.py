@@ -49,8 +49,13 @@ class KVTransfers:
         record: RecordFormat,
         peers: PeerClient | None,
         metrics: WorkerMetrics,
+        mailbox: Mailbox,
+        publisher: EventPublisher | None = None,
     ) -> None:
-        """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers."""
+        """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers.
+
+        `mailbox` runs commands on the engine thread; `publisher` receives the events of the stores.
+        """
         allocator.track_chains()
         self.record = record
         self._allocator = allocator
@@ -58,8 +63,8 @@ class KVTransfers:
         self._stores = stores
         self._peers = peers
         self._metrics = metrics
-        self._listener: EventPublisher | None = None
-        self._mailbox: Mailbox | None = None
+        self._mailbox = mailbox
+        self._publisher = publisher
         self._adoptions: dict[PrefixLoad, Future[int]] = {}
         self._reporting = threading.Lock()
         """Keeps the events of a store in order: several threads report them."""
@@ -68,13 +73,10 @@ class KVTransfers:
             place: TransferRate(guess * block_size / block_bytes) for place, guess in _GUESSED_BYTES_PER_S.items()
         }
         self.savers = {store.tier: BlockSaver(store, allocator, pool, self._saved) for store in stores}
-        self.loads = LoadQueue(allocator, pool, prefill_rate, self._sources, self._loaded)
+        self.loads = LoadQueue(allocator, pool, prefill_rate, self._sources, self._loaded, self._wake)
 
-    def start(self, listener: EventPublisher | None, mailbox: Mailbox) -> None:
-        """Report what the stores hold from the start. `mailbox` runs commands on the engine thread."""
-        self._listener = listener
-        self._mailbox = mailbox
-        self.loads.wake = lambda: mailbox.put(lambda: None)
+    def start(self) -> None:
+        """Start the threads, and report what the stores hold from the start."""
         self.loads.start_threads()
         for saver in self.savers.values():
             saver.start_thread()
@@ -152,7 +154,6 @@ class KVTransfers:
             else:
                 self._adoptions[load] = adopted
 
-        assert self._mailbox is not None, "not started"
         self._mailbox.put(begin, adopted.set_exception)
         return adopted
 
@@ -163,7 +164,6 @@ class KVTransfers:
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""
-        assert self._mailbox is not None, "not started"
         return self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
 
     def _sources(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[LoadSource]:
@@ -178,6 +178,10 @@ class KVTransfers:
             fetch = partial(self._peers.fetching, source.url, source.epoch)
             found.append(LoadSource(PEER, at, stop, self._rates[PEER], fetch))
         return found
+
+    def _wake(self) -> None:
+        """Make the engine thread poll soon."""
+        self._mailbox.put(lambda: None)
 
     def _saved(self, store: BlockStore, num_blocks: int) -> None:
         self._metrics.saved_bytes.labels(store.tier).inc(num_blocks * self._pool.num_bytes)
@@ -195,8 +199,8 @@ class KVTransfers:
         with self._reporting:
             events = store.take_events()
             self._metrics.stored_blocks.labels(store.tier).set(len(store))
-            if events and self._listener is not None:
-                self._listener.offer_tier(store.tier, events)
+            if events and self._publisher is not None:
+                self._publisher.offer_tier(store.tier, events)
 
 
 def _opened(store: BlockStore, links: Sequence[ChainLink]) -> AbstractContextManager[BlockReader]:

@@ -27,7 +27,6 @@ from tests.worker.adapter.rig import BLOCK, Rig, ScriptedApi, fake_engine, make_
 from worker.adapter import engine as engine_module
 from worker.adapter.api import EngineLoad, EngineLostError
 from worker.adapter.connect import connect
-from worker.adapter.engine import AdapterEngine
 from worker.adapter.facts import FactsReader
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineDeadError
@@ -96,15 +95,16 @@ def engine(engine_folder: Path) -> Iterator[EngineProcess]:
 class ConnectedRig(Rig):
     """A rig over what `connect` makes, with the deaths that it reports."""
 
-    def __init__(self, engine: AdapterEngine) -> None:
+    def __init__(self) -> None:
         super().__init__(ScriptedApi())
-        self.engine = engine
-        self.deaths: list[BaseException] = []
         self.loads: list[WorkerLoad] = []
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
         super().offer(events, load)
         self.loads.append(load)
+
+    async def connect(self, config: WorkerConfig) -> None:
+        self.engine = await connect(config, "http://w", "w", WorkerMetrics(), lambda line: None, self.sinks)
 
     def is_ready(self) -> bool:
         return self.engine.refusal(make_request()) is None and not self.load.draining
@@ -113,8 +113,9 @@ class ConnectedRig(Rig):
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[ConnectedRig]:
     config = WorkerConfig(engine="vllm", engine_url=url, block_size=BLOCK)
-    rig = ConnectedRig(await connect(config, "http://w", "w", WorkerMetrics(), lambda line: None))
-    rig.engine.start(rig.deliver, rig.deaths.append, rig)
+    rig = ConnectedRig()
+    await rig.connect(config)
+    rig.engine.start()
     supervising = asyncio.create_task(rig.engine.supervise())
     try:
         await until(lambda: rig.load.num_blocks)
@@ -186,10 +187,11 @@ async def test_no_token_of_another_engine_comes_before_it_is_known(
 async def test_another_engine_between_the_facts_and_the_first_counts(engine: EngineProcess, brisk: None) -> None:
     engine.start("--dev-mode")
     config = WorkerConfig(engine="vllm", engine_url=engine.url, block_size=BLOCK)
-    rig = ConnectedRig(await connect(config, "http://w", "w", WorkerMetrics(), lambda line: None))
+    rig = ConnectedRig()
+    await rig.connect(config)
     engine.kill()
     engine.start("--dev-mode", "--quantization", "fp8")
-    rig.engine.start(rig.deliver, rig.deaths.append, rig)
+    rig.engine.start()
     await until(lambda: rig.deaths)
     await rig.engine.close()
 

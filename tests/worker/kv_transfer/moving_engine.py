@@ -12,6 +12,7 @@ from cache.store import BlockStore, ChainLink
 from cache.types import BlockId
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine
+from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.loads import PrefixLoad
@@ -119,7 +120,7 @@ class MovingEngine(HandEngine):
         self.pool = PoolBlocks(self.allocator, copier)
         client = PeersInProcess(record, peers, random if damages else None)
         self.transfers = KVTransfers(
-            self.allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics()
+            self.allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics(), Mailbox()
         )
         self.stores = stores
         self.scheduler.load_prefixes(self.transfers.loads)

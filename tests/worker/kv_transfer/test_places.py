@@ -15,7 +15,7 @@ import pytest
 from tests.tiny_model import write_tiny_model
 from tests.worker.scheduler.engine import generate
 from worker.config import parse
-from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.engine.engine import EngineCore, PreparedRequest
 from worker.loader import build_engine
@@ -40,9 +40,10 @@ class Engine:
 
     def __init__(self, model: Path, options: Sequence[str]) -> None:
         self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        sinks = EngineSinks(lambda outputs: [self._outputs.put(each) for each in outputs])
         config = parse(["--model", str(model), "--num-blocks", str(MAX_BLOCKS), *options])
-        self.core: EngineCore = build_engine(config, "http://w", "w", WorkerMetrics(), lambda text: None)
-        self.core.start(lambda outputs: [self._outputs.put(each) for each in outputs], lambda error: None)
+        self.core: EngineCore = build_engine(config, "http://w", "w", WorkerMetrics(), lambda text: None, sinks=sinks)
+        self.core.start()
         self.core._reporter.rate.add(1, 1e3, time.monotonic())  # computing seems slow: what can be loaded is
 
     def ask(self, prompt_ids: Sequence[int], max_tokens: int = 12) -> Answered:
