@@ -33,7 +33,8 @@ from benchmarks.simulation.traces import (
     ConversationTrace,
     ToolChatTrace,
 )
-from server.router.policies import POLICIES, CostModel
+from server.router.cost import CostModel
+from server.router.policies import POLICIES
 
 DATA: Final = Path(__file__).parent.parent / "tests" / "data"
 DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")

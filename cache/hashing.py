@@ -3,7 +3,7 @@
 H is BLAKE2b cut to 16 bytes, personalised for its uses, so that a root can never equal a link. The salt is a secret of
 the server side; every link hashes its parent first, so it keys the whole chain. A weak hash would be faster and
 collidable (CVE-2025-25183).
-Source: docs/architecture.md, "The block hash". The golden vectors in tests/cache/test_hashing.py fix the format.
+Source: docs/architecture/blocks.md, "The block hash". The golden vectors in tests/cache/test_hashing.py fix the format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The contract of a store of blocks below the pool: host memory, or disk.
 
-A store is a hint, as the index is: any doubt about a block is a miss. The pool is no store: its blocks are read in
+A store is a hint, like the index: any doubt about a block is a miss. The pool is not a store: its blocks are read in
 place (see `cache.allocators`).
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cache.events import BlockEvent
 from cache.types import BlockHash, Tier
@@ -26,12 +26,17 @@ class ChainLink:
 
 
 class BlockStore(Protocol):
-    """Blocks by their hashes. What it holds is prefix-closed. Any thread may call it; only `read` and `write` do I/O.
+    """Blocks by their hashes; the set is prefix-closed. Any thread may call it; only `read` and `write` do I/O.
 
-    A block is `num_bytes` of the KV of all layers, as `worker.attention.kv_cache` lays it out.
+    A store belongs to one worker: `clear` deletes everything in it. A block is the KV of all layers, in the layout of
+    `worker.attention.kv_cache`.
     """
 
     tier: Tier
+    takes: Literal["all", "victims"]
+    """Which blocks the worker saves here: every full block of the pool, or only those about to be evicted."""
+    guess_bytes_per_s: float
+    """The assumed rate of reads until one is measured."""
 
     def __len__(self) -> int:
         """Return the number of blocks held."""
@@ -39,26 +44,26 @@ class BlockStore(Protocol):
     def __contains__(self, block_hash: BlockHash) -> bool: ...
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of `hashes`, a chain or the rest of one, are held from the first on."""
+        """Return the number of leading `hashes` that are held. They are a chain, or the end of one."""
 
     def read(self, link: ChainLink, payload: memoryview) -> bool:
         """Fill `payload` with the block. False: a miss, and `payload` is undefined; a damaged block is dropped."""
 
-    def write(self, link: ChainLink, payload: memoryview, generation: int) -> bool:
+    def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
         """Keep the block, and evict others for it. False: not kept.
 
-        There is no room, its parent is not here, the device fails, or `clear` was called after `generation` was read.
+        The store is full, the parent is missing, the device fails, or `clear` was called since `version` was read.
         """
 
     @property
-    def generation(self) -> int:
+    def version(self) -> int:
         """Changes with every `clear`."""
 
     def clear(self) -> None:
-        """Drop and delete every block, also one that is being written. Emits no events: a new epoch begins."""
+        """Delete every block, even one that is being written. Emits no events: the worker begins a new epoch."""
 
     def close(self) -> None:
-        """Release the store. Blocks on disk stay there."""
+        """Release the store. Blocks on disk remain."""
 
     def cached_hashes(self) -> Iterator[BlockHash]:
         """Return every hash held, parents before children."""

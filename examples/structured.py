@@ -1,4 +1,4 @@
-"""The answer fits the schema, whatever the model would rather say."""
+"""A chat whose answer has to fit a JSON schema."""
 
 import json
 import sys

@@ -11,7 +11,7 @@ from typing import Final
 
 from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
-from server.text.output_parser import MARKERS, ToolFormat
+from server.text.formats import FORMATS
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
 
@@ -52,7 +52,13 @@ class GatewayConfig(SharedConfig):
     )
     share_port: bool = _net(False, "let other gateways listen on the public port too (SO_REUSEPORT)")
     max_body_bytes: int = _net(32 << 20, "largest body of a request (default 32M)", "SIZE", type=num_bytes)
-    max_header_bytes: int = _net(64 << 10, "largest head of a request (default 64K)", "SIZE", type=num_bytes)
+    max_header_bytes: int = _net(
+        64 << 10,
+        "largest head of a request (default 64K)",
+        "SIZE",
+        type=num_bytes,
+        deprecated="the head of a request may have 64 KiB",
+    )
     header_timeout_s: float = _net(10.0, "time for the head of a request (default 10)")
     body_timeout_s: float = _net(30.0, "time for each 30 KiB of a body (default 30)")
     max_connections: int = _net(8192, "open connections of each port (default 8192)")
@@ -66,7 +72,11 @@ class GatewayConfig(SharedConfig):
     keepalive_s: float = _net(15.0, "silence after which a stream gets a keep-alive comment (default 15)")
     stall_s: float = _net(5.0, "silence after which a stream's worker is probed (default 5)")
     max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (default 4M)")
-    lookup_deadline_s: float = _fleet(0.025, "longest wait for the index, then route without it (default 0.025)")
+    lookup_deadline_s: float = _fleet(
+        0.025,
+        "longest wait for the index, then route without it (default 0.025)",
+        deprecated="a lookup in the index will take at most 0.025 s",
+    )
     workers: tuple[str, ...] = _fleet(
         (), "workers that need no registry: http://HOST:PORT or dns:NAME:PORT", "URL", action="extend", nargs="+"
     )
@@ -87,8 +97,8 @@ class GatewayConfig(SharedConfig):
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
-    tool_parser: ToolFormat | None = _api(  # noqa: RUF009 (a field)
-        None, "format of the models' tool calls (default: by template)", choices=tuple(MARKERS)
+    tool_parser: str | None = _api(
+        None, "format of the models' tool calls (default: by template)", choices=tuple(FORMATS)
     )
     reasoning: bool | None = _api(
         None, "split <think> ... </think> from the answer (default: by template)", action=argparse.BooleanOptionalAction

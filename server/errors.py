@@ -207,8 +207,6 @@ def as_api_error(error: BaseException) -> ApiError:
             message = f"{error} Ask again later, or with a longer {TTFT_BUDGET}."
             headers, retry_after_s = (predicted,), error.retry_after_s
             return OverloadedError(message, code="ttft_budget_exceeded", retry_after_s=retry_after_s, headers=headers)
-        case NoWorkerError(contended=True):
-            return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
         case NoWorkerError():
             return UnavailableError(str(error), retry_after_s=error.retry_after_s)
         case HTTPException(status_code=404):

@@ -1,7 +1,7 @@
 """Sharing the event loop: long work in slices, background tasks that start again, and how late the loop is.
 
-Long work is a generator: at each `yield` it may rest. `paced` gives the loop a turn whenever a slice is used up,
-`at_once` runs the work through. A thread would be no help: Python code holds the GIL there too.
+Long work is a generator: at each `yield` it may rest. `run_sliced` gives the loop a turn whenever a slice is used up,
+`run_now` runs the work through. A thread would be no help: Python code holds the GIL there too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Steps = Generator[None, None, T]
 """Work that yields often, and returns its result."""
 
 
-class Pace:
+class TimeSlice:
     """The slices of one piece of work."""
 
     __slots__ = ("_until_s",)
@@ -41,15 +41,15 @@ class Pace:
             self._until_s = time.perf_counter() + SLICE_S
 
 
-async def rested(items: Iterable[T]) -> AsyncIterator[T]:
+async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
     """Yield the items, with a rest between two of them whenever the slice is used up."""
-    pace = Pace()
+    time_slice = TimeSlice()
     for item in items:
         yield item
-        await pace.rest()
+        await time_slice.rest()
 
 
-async def paced(steps: Steps[T]) -> T:
+async def run_sliced(steps: Steps[T]) -> T:
     """Return the result of `steps`, run slice by slice."""
     until_s = time.perf_counter() + SLICE_S
     while True:
@@ -63,7 +63,7 @@ async def paced(steps: Steps[T]) -> T:
             until_s = time.perf_counter() + SLICE_S
 
 
-def at_once(steps: Steps[T]) -> T:
+def run_now(steps: Steps[T]) -> T:
     """Return the result of `steps`, run without a rest."""
     while True:
         try:

@@ -19,6 +19,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -39,24 +40,27 @@ from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
+from server.http.connections import HttpLimits
 from server.http.middleware import Application, KnownHostsMiddleware
-from server.http.protocol import HttpLimits
 from server.http.server import Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
-from server.models import Models
+from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview
-from server.request.limits import PromptTokenLimiter
+from server.request.queue_limit import PromptTokenLimiter
 from server.request.request import RequestServices
-from server.request.retry import RetryState
+from server.request.retry_state import RetryState, WorkerReports
 from server.request_context import add_ids
+from server.router.partings import Partings
+from server.router.placement import Placer
 from server.router.router import Router
 from server.workers.client import StallWatch, WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from worker.common.logs import configure_logging
+from worker.common.options import warn_deprecated
 from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
 from worker.common.watchdog import watched
@@ -76,8 +80,10 @@ REFUSED: Final = 2
 class Gateway:
     """The parts of one gateway process. Build it inside the event loop, then `run` it to its end."""
 
-    def __init__(self, config: GatewayConfig, *, router: Router | None = None) -> None:
-        """`router` takes the place of the one that `config` describes. Raises ValueError and OSError."""
+    def __init__(
+        self, config: GatewayConfig, *, placer: Placer | None = None, reports: WorkerReports | None = None
+    ) -> None:
+        """`placer` and `reports` replace router and fleet for generations. Raises ValueError and OSError."""
         self._config = config
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         secret = config.cluster_secret()
@@ -105,23 +111,18 @@ class Gateway:
             namespaces=self.models.namespaces,
         )
 
-        self.router = router or Router(
-            self._index,
-            self.fleet,
-            gateway_id,
-            policy=config.policy,
-            hold_s=config.hold_s,
-            on_stage=self.metrics.route_s.observe,
-            on_first_token=self.metrics.predicted_over_actual_ttft.observe,
+        self.router = Router(
+            self._index, self.fleet, gateway_id, self.metrics, policy=config.policy, hold_s=config.hold_s
         )
         self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(
             gateway_id=gateway_id,
-            router=self.router,
+            router=placer or self.router,
+            partings=Partings(time.monotonic),
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
-            retry=RetryState(self.router.fleet, self.metrics),
+            retry=RetryState(reports or self.fleet, self.metrics),
             limiter=PromptTokenLimiter(config.max_queued_tokens),
         )
         self.keep_alive = KeepAlive(config.keepalive_s)
@@ -138,7 +139,7 @@ class Gateway:
 
         self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
         self.public = public_app(config, self.api, self.metrics, self.authenticator, self._lifespan)
-        overview = Overview(self.api, self.endpoint, self._index)
+        overview = Overview(self.api, self.endpoint, self.router, self._index)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)
         operations = OpsApi(overview, self.feed, partial(tenant_identity, secret), self.drain)
@@ -251,8 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        config = parse(argv)
         configure_logging(config.log_level, config.log_format, add_ids)
+        warn_deprecated(GatewayConfig, argv, log)
         config = replace(config, max_connections=affordable_connections(config.max_connections))
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))

@@ -45,11 +45,22 @@ class Metric(Collector):
     """A counter, or a histogram with `bounds`: the numbers of every combination of label values."""
 
     def __init__(
-        self, registry: CollectorRegistry, name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()
+        self,
+        registry: CollectorRegistry,
+        name: str,
+        text: str,
+        *labels: str,
+        bounds: tuple[float, ...] = (),
+        copy: str = "",
+        total: str = "",
     ) -> None:
+        """`copy`: a second name of the same series. `total`: the name of the sum over all label values."""
         self.bounds = (*bounds, math.inf)
-        self._about = (name, text)
+        self._text = text
         self._labels = labels
+        self._names = (name, copy) if copy else (name,)
+        self._total = total
+        self._created_s = time.time()
         # Per combination: when it began, the sum, and for a histogram the count of each bucket.
         self._series = defaultdict[tuple[object, ...], list[float]](
             lambda: [time.time(), 0.0] + [0.0] * (len(bounds) + 1)
@@ -72,63 +83,37 @@ class Metric(Collector):
         series[2 + bisect_left(self.bounds, amount)] += times
 
     def sum(self, *values: object) -> float:
-        return self._series[values][1]
+        """Return the sum of these label values; without any, the sum of all."""
+        return self._row(values)[1]
 
     def cumulative(self, *values: object) -> tuple[float, ...]:
-        """Return the number of observations up to each bound."""
-        return tuple(accumulate(self._series[values][2:]))
+        """Return the number of observations up to each bound, of these label values or of all."""
+        return tuple(accumulate(self._row(values)[2:]))
+
+    def _row(self, values: tuple[object, ...]) -> list[float]:
+        if values or not self._labels:
+            return self._series[values]
+        zeros = [0.0] * (len(self.bounds) + 1)
+        return [self._created_s, *map(sum, zip(zeros, *(row[1:] for row in self._series.values()), strict=True))]
 
     def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
-        counter = CounterMetricFamily(*self._about, labels=self._labels)
-        histogram = HistogramMetricFamily(*self._about, labels=self._labels)
-        for values, (created_s, total, *_) in self._series.items():
+        for name in self._names:
+            yield self._family(name, self._labels, self._series)
+        if self._total:
+            yield self._family(self._total, (), {(): self._row(())})
+
+    def _family(
+        self, name: str, labels: tuple[str, ...], rows: Mapping[tuple[object, ...], list[float]]
+    ) -> CounterMetricFamily | HistogramMetricFamily:
+        counter = CounterMetricFamily(name, self._text, labels=labels)
+        histogram = HistogramMetricFamily(name, self._text, labels=labels)
+        for values, (created_s, total, *counts) in rows.items():
             texts = [str(value) for value in values]
             counter.add_metric(texts, total, created_s)
-            buckets = zip(map(floatToGoString, self.bounds), self.cumulative(*values), strict=True)
+            buckets = zip(map(floatToGoString, self.bounds), accumulate(counts), strict=True)
             histogram.add_metric(texts, list(buckets), total)
-            histogram.add_sample(f"{self._about[0]}_created", dict(zip(self._labels, texts, strict=True)), created_s)
-        yield histogram if len(self.bounds) > 1 else counter
-
-
-class VllmMetrics:
-    """Measures what clients see, by model and under vLLM 0.32's names, for dashboards that know those."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def metric(name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()) -> Metric:
-            return Metric(registry, f"vllm:{name}", text, "model_name", *labels, bounds=bounds)
-
-        self.prompt_tokens = metric("prompt_tokens", "Prompt tokens accepted.")
-        self.generation_tokens = metric("generation_tokens", "Tokens generated.")
-        self._success = metric("request_success", "Choices that ended, by reason.", "finished_reason")
-        self._request_s = metric("e2e_request_latency_seconds", "From arrival to the last token.", bounds=_LATENCY_S)
-        self.ttft_s = metric(
-            "time_to_first_token_seconds", "From the arrival of a stream to its first token.", bounds=_LATENCY_S
-        )
-        about_gaps = "Time between tokens of a stream: each token counts, at the mean of its stream."
-        self._gap_s = [
-            metric(name, about_gaps, bounds=_TOKEN_S)
-            for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")
-        ]
-        self._token_s = metric(
-            "request_time_per_output_token_seconds", "Mean time between the tokens of a stream.", bounds=_TOKEN_S
-        )
-        self._prompt_sizes = metric("request_prompt_tokens", "Tokens of a prompt.", bounds=_SIZES)
-        self._generation_sizes = metric("request_generation_tokens", "Tokens of an answer.", bounds=_SIZES)
-
-    def observe_gaps(self, gap_s: float, model: str, num_gaps: int) -> None:
-        """Count a whole stream, with the mean time between its tokens."""
-        self._token_s.observe(gap_s, model)
-        for metric in self._gap_s:
-            metric.observe(gap_s, model, times=num_gaps)
-
-    def end(self, model: str, sizes: Iterable[tuple[int, int]], reasons: Mapping[str, int], elapsed_s: float) -> None:
-        """Count an answer that came to its end: tokens of each prompt and of what followed, choices by reason."""
-        self._request_s.observe(elapsed_s, model)
-        for reason, count in reasons.items():
-            self._success.inc(model, reason, by=count)
-        for num_prompt_tokens, num_output_tokens in sizes:
-            self._prompt_sizes.observe(num_prompt_tokens, model)
-            self._generation_sizes.observe(num_output_tokens, model)
+            histogram.add_sample(f"{name}_created", dict(zip(labels, texts, strict=True)), created_s)
+        return histogram if len(self.bounds) > 1 else counter
 
 
 class GatewayMetrics:
@@ -140,7 +125,14 @@ class GatewayMetrics:
         def metric(name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()) -> Metric:
             return Metric(self.registry, f"headstart_{name}", text, *labels, bounds=bounds)
 
-        self.vllm = VllmMetrics(self.registry)
+        def by_model(
+            name: str, text: str, *labels: str, bounds: tuple[float, ...] = (), copy: str = "", total: str = ""
+        ) -> Metric:
+            """Make a metric under the name that vLLM 0.32 has for it, for dashboards that read those."""
+            copy, total = copy and f"vllm:{copy}", total and f"headstart_{total}"
+            labels = ("model_name", *labels)
+            return Metric(self.registry, f"vllm:{name}", text, *labels, bounds=bounds, copy=copy, total=total)
+
         in_flight = gauge("headstart_requests_in_flight", "Requests being answered.")
         in_flight.set_function(lambda: self.num_in_flight)
         self.answers = metric("requests", "Answers by route and status.", "route", "status")
@@ -148,16 +140,28 @@ class GatewayMetrics:
         self.request_s = metric(
             "request_seconds", "From the arrival of a request to its last byte.", "route", bounds=_LATENCY_S
         )
-        self.ttft_s = metric(
+        self.ttft_s = by_model(
             "time_to_first_token_seconds",
             "From the arrival of a request for a stream to its first token.",
+            total="time_to_first_token_seconds",
             bounds=_LATENCY_S,
         )
-        self.token_s = metric(
-            "time_per_output_token_seconds",
+        self._token_s = by_model(
+            "request_time_per_output_token_seconds",
             "Mean time between the tokens of a streamed answer, one observation per answer.",
+            total="time_per_output_token_seconds",
             bounds=_TOKEN_S,
         )
+        self._gap_s = by_model(
+            "inter_token_latency_seconds",
+            "Time between tokens of a stream: each token counts, at the mean of its stream.",
+            copy="time_per_output_token_seconds",
+            bounds=_TOKEN_S,
+        )
+        self._answer_s = by_model("e2e_request_latency_seconds", "From arrival to the last token.", bounds=_LATENCY_S)
+        self._successes = by_model("request_success", "Choices that ended, by reason.", "finished_reason")
+        self._prompt_sizes = by_model("request_prompt_tokens", "Tokens of a prompt.", bounds=_SIZES)
+        self._answer_sizes = by_model("request_generation_tokens", "Tokens of an answer.", bounds=_SIZES)
         self.route_s = metric(
             "route_seconds", "A routing decision by stage: the index lookup, and the choice.", "stage", bounds=_ROUTE_S
         )
@@ -167,8 +171,8 @@ class GatewayMetrics:
             "Predicted over actual time from the choice of a worker to the first token.",
             bounds=_RATIO,
         )
-        self.prompt_tokens = metric("prompt_tokens", "Prompt tokens accepted.")
-        self.output_tokens = metric("output_tokens", "Tokens generated.")
+        self.prompt_tokens = by_model("prompt_tokens", "Prompt tokens accepted.", total="prompt_tokens")
+        self.output_tokens = by_model("generation_tokens", "Tokens generated.", total="output_tokens")
         self._promised_tokens = metric("promised_cached_tokens", "Cached prompt tokens that the index promised.")
         self.cached_tokens = metric("cached_tokens", "Prompt tokens that workers found cached.")
         self._placed_tokens = metric(
@@ -180,12 +184,6 @@ class GatewayMetrics:
             "promise_error_tokens", "Cached tokens promised too many or too few.", "direction"
         )
         self._promise_errors.start("too_much", "too_little")
-        self.continued = metric(
-            "continued_turns",
-            "Turns that bring back an answer of this gateway, as its own tokens or as others.",
-            "answer",
-        )
-        self.continued.start("same", "other")
         self.removed_lines = metric(
             "client_lines_removed", "Prompts without a line that an agent wrote for other servers.", "rule"
         )
@@ -226,6 +224,22 @@ class GatewayMetrics:
     def _take_longest_delay(self) -> float:
         longest_s, self._longest_delay_s = self._longest_delay_s, 0.0
         return longest_s
+
+    def count_gaps(self, model: str, gap_s: float, num_gaps: int) -> None:
+        """Count a whole stream, with the mean time between its tokens."""
+        self._token_s.observe(gap_s, model)
+        self._gap_s.observe(gap_s, model, times=num_gaps)
+
+    def count_answer(
+        self, model: str, sizes: Iterable[tuple[int, int]], reasons: Mapping[str, int], elapsed_s: float
+    ) -> None:
+        """Count a complete answer. `sizes`: tokens of each prompt and of its choices. `reasons`: choices by reason."""
+        self._answer_s.observe(elapsed_s, model)
+        for reason, count in reasons.items():
+            self._successes.inc(model, reason, by=count)
+        for num_prompt_tokens, num_output_tokens in sizes:
+            self._prompt_sizes.observe(num_prompt_tokens, model)
+            self._answer_sizes.observe(num_output_tokens, model)
 
     def count_prompt(self, promised: int, cached: int, loaded: Mapping[str, int] = MappingProxyType({})) -> None:
         """Compare the index's promise with what the worker found; `loaded` of it came from elsewhere than its pool."""

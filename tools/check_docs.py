@@ -1,7 +1,8 @@
-"""Checks what the pages promise: links lead somewhere, named files, tests and make targets exist, commands are real;
-and that docstrings and comments name no section, file, module or class that is not there.
+"""Check the pages, docstrings and comments against the repository.
 
-Run by `make check`. Prints every broken promise as FILE:LINE and exits with 1 when there is one.
+In pages: links and anchors, files, tests, make targets, commands, measured claims, width and length, and the table of
+renamed names. In docstrings and comments: sections, files, modules and classes.
+Run by `make check`. Prints each finding as FILE:LINE and exits with 1 when there is one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -43,13 +45,28 @@ MODULE: Final = re.compile(r"`((?:server|cache|worker|benchmarks|tools)(?:\.\w+)
 CLASS: Final = re.compile(r"`([A-Z][a-z0-9]+(?:[A-Z][a-z0-9]+)+)\b")
 FILE: Final = re.compile(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})[\w./-]+\.(?:py|md|sh|yaml|json))\b")
 LISTED: Final = re.compile(r"(?:^|\s{3})([a-z][a-z_]+)  +\S", re.MULTILINE)
+HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
+RESULTS: Final = re.compile(r"RESULTS\.md(?!#)")
+RENAMED: Final = Path("docs", "renamed.md")
+RENAMED_HEAD: Final = ("| old | new |", "| --- | --- |")
+REMOVED: Final = "removed"
+DOTTED: Final = re.compile(r"^(?:server|cache|worker|benchmarks|tools|tests)(?:\.\w+)+$")
+SOURCES: Final = ("*.py", "*.js", "*.yaml", "*.tpl", "*.cpp", "Makefile")
+MAX_WIDTH: Final = 120
+"""The width of a line that Markdown can wrap."""
+MAX_LINES: Final = 300
 
 
 def pages(pattern: str = "*.md") -> list[Path]:
-    """Every Markdown page, or file of another pattern, of ours that git tracks or would track."""
+    """Return every Markdown page, or file of another pattern, that git tracks or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern, ":!tests/third_party"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / line for line in listed.splitlines() if (ROOT / line).is_file()]
+
+
+def bounded_pages() -> list[Path]:
+    """Return the pages whose width and length have a bound: those in docs and at the top."""
+    return [page for page in pages() if page.parent == ROOT or page.is_relative_to(ROOT / "docs")]
 
 
 def make_targets() -> set[str]:
@@ -85,18 +102,88 @@ def problems(page: Path, targets: set[str], names: set[str]) -> Iterator[tuple[i
         found |= {
             f"there is no `headstart {name}`" for s in spans for name in HEADSTART.findall(s) if name not in names
         }
-        if not in_fence:
+        if not in_fence and page != ROOT / RENAMED:  # where old names do not exist
             found |= {f"{span} does not exist" for span in spans if PATH.match(span) and not exists(span)}
             tests = [match for span in spans if (match := TEST.match(span)) is not None]
             found |= {f"there is no test {match[0]}" for match in tests if not is_test(match[1], match[2])}
-            files = [target.split("#")[0] for target in LINK.findall(line) if "://" not in target]
-            found |= {f"the link to {file} leads nowhere" for file in files if not (page.parent / file).exists()}
+            found |= dead_links(page, line)
         for text in sorted(found):
             yield number, text
 
 
+def dead_links(page: Path, line: str) -> set[str]:
+    """Return the problems of a line's links into the repository: a file or an anchor that does not exist."""
+    found = set()
+    for target in LINK.findall(line):
+        file, _, anchor = target.partition("#")
+        linked = page.parent / file if file else page
+        if "://" in target:
+            continue
+        if not linked.exists():
+            found.add(f"the link to {file} leads nowhere")
+        elif anchor and linked.suffix == ".md" and anchor not in anchors(linked):
+            found.add(f"{file or page.name} has no anchor #{anchor}")
+    return found
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    titles = HEADING.findall(page.read_text(encoding="utf-8"))
+    return frozenset(re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles)
+
+
+def unproven(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the sentences that call something measured and name the page of results, but no section of it."""
+    start = 0
+    for end in [*re.finditer(r"(?<=[.;:])\s|\n\s*\n|\n\s*[-|*]", text), None]:
+        sentence = text[start : end.start() if end else len(text)]
+        if re.search(r"\bmeasured\b", sentence, re.IGNORECASE) and RESULTS.search(sentence):
+            yield text.count("\n", 0, start) + 1, "a measured claim names no section of RESULTS.md"
+        start = end.end() if end else 0
+
+
+def oversized(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of prose that are too wide, and a page that is too long."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    in_fence = False
+    for number, line in enumerate(lines, start=1):
+        in_fence ^= line.lstrip().startswith("```")
+        can_wrap = not in_fence and not line.startswith(("|", "#", "![")) and " " in line[:MAX_WIDTH].strip()
+        if can_wrap and len(line) > MAX_WIDTH:
+            yield number, f"a line of {len(line)} characters"
+    if len(lines) > MAX_LINES:
+        yield len(lines), f"a page of {len(lines)} lines"
+
+
+def stale_names(text: str, sources: str) -> Iterator[tuple[int, str]]:
+    """Yield the rows of the table of renamed names whose new name does not exist.
+
+    A name is a path, a dotted name of the packages, or a word of the sources.
+    """
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.startswith("|") or line in RENAMED_HEAD:
+            continue
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        names = CODE.findall(cells[-1])
+        if len(cells) != 2 or not (names or cells[-1] == REMOVED):
+            yield number, "a row needs an old name and a new one, or the word 'removed'"
+            continue
+        for name in names:
+            if not is_name(name, sources):
+                yield number, f"there is no {name}"
+
+
+def is_name(name: str, sources: str) -> bool:
+    if "/" in name or PATH.match(name):
+        return exists(name)
+    if DOTTED.match(name):
+        return is_defined(name)
+    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", sources) is not None
+
+
 def said(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings and comments of a module, with their first lines."""
+    """Yield the docstrings and comments of a module, with their first lines."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
@@ -153,6 +240,10 @@ def main() -> int:
     modules = pages("*.py")
     known = set[str]().union(*(names_in(module.read_text(encoding="utf-8")) for module in modules))
     found += [(module, *problem) for module in modules for problem in dead_references(module, known)]
+    found += [(page, *problem) for page in pages() for problem in unproven(page.read_text(encoding="utf-8"))]
+    found += [(page, *problem) for page in bounded_pages() for problem in oversized(page)]
+    sources = "\n".join(file.read_text(encoding="utf-8") for kind in SOURCES for file in pages(kind))
+    found += [(ROOT / RENAMED, *problem) for problem in stale_names((ROOT / RENAMED).read_text(), sources)]
     for page, number, text in found:
         print(f"{page.relative_to(ROOT)}:{number}: {text}")
     return 1 if found else 0

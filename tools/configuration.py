@@ -1,7 +1,7 @@
-"""Writes docs/configuration.md from the parsers themselves, so that it cannot say anything else.
+"""Write docs/configuration.md and the pages below it from the parsers.
 
-python tools/configuration.py          rewrites the page
-python tools/configuration.py --check  exits with 1 when the page is not what the parsers say (part of `make check`)
+python tools/configuration.py          rewrites the pages
+python tools/configuration.py --check  exits with 1 when a page differs from the parsers (part of `make check`)
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
-PAGE: Final = ROOT / "docs" / "configuration.md"
+DOCS: Final = ROOT / "docs"
 PARSERS: Final = {
     "serve": "server.cli.serve",
     "gateway": "server.config",
@@ -27,32 +28,52 @@ PARSERS: Final = {
     "prefix": "server.cli.prefix",
     "batch": "server.cli.batch",
 }
-"""Command to the module whose `parser()` reads its options. What is not here has a few options and `--help`."""
-HEAD: Final = """# Configuration
+"""Command to the module whose `parser()` reads its options. Other commands have few options, and `--help`."""
+PAGES: Final = {
+    "serve": ("serve",),
+    "gateway": ("gateway",),
+    "worker": ("worker",),
+    "tools": ("top", "doctor", "keys", "index", "prefix", "batch"),
+}
+"""Page below docs/configuration to the commands on it."""
+NOTE: Final = "<!-- Written by tools/configuration.py from the parsers; change the help texts there. -->"
+INDEX: Final = f"""# Configuration
 
-<!-- Written by tools/configuration.py from the parsers; change the help texts there. -->
+{NOTE}
 
-Every option of every command, as `--help` prints it.
+Every option of every command, as `--help` prints it:
+
+| page | commands |
+| --- | --- |
+| [serve](configuration/serve.md) | `headstart serve`: everything on one machine, also in front of other engines |
+| [gateway](configuration/gateway.md) | `headstart gateway` |
+| [worker](configuration/worker.md) | `headstart worker`: a worker, or the adapter of another engine |
+| [tools](configuration/tools.md) | `headstart top`, `doctor`, `keys`, `index`, `prefix`, `batch` |
 
 - An option that ends in `-s` takes seconds. A SIZE is bytes, or a number with K, M, G or T.
 - There is no configuration file. Secrets come from files that options name.
 - A wrong value ends the command with exit code 2 and a message that names the option.
-- `headstart serve` passes options on: `--worker-args`, `--gateway-args`. The Helm chart has a value for each common
-  option, and `gateway.extraArgs` and `models[].extraArgs` for the rest.
+- `headstart serve` passes options on: `--worker-args`, `--gateway-args`.
+- The Helm chart has a value for each common option, and `gateway.extraArgs` and `models[].extraArgs` for the rest.
 """
 PLACEHOLDERS: Final[dict[object, str]] = {int: "N", float: "X"}
 _DEFAULT: Final = re.compile(r"\s*\((?:default:? )?([^()]*)\)$")
 
 
-def page() -> str:
-    """The page as the parsers have it now."""
-    return "\n".join([HEAD, *(line for name in PARSERS for line in section(name))])
+def pages() -> dict[Path, str]:
+    """Return each page's text as the parsers have it now."""
+    written = {DOCS / "configuration.md": INDEX}
+    for name, commands in PAGES.items():
+        title = f"# Options of {name}" if len(commands) == 1 else "# Options of the tools"
+        lines = [title, "", NOTE, "", *(line for command in commands for line in section(command))]
+        written[DOCS / "configuration" / f"{name}.md"] = "\n".join(lines)
+    return written
 
 
 def section(name: str) -> Iterator[str]:
     parser: argparse.ArgumentParser = import_module(PARSERS[name]).parser()
     yield f"## headstart {name}\n"
-    yield f"{parser.description}\n"
+    yield f"{textwrap.fill(str(parser.description), 120)}\n"
     subcommands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     yield from tables(parser)
     for action in subcommands:
@@ -123,14 +144,15 @@ def escaped(text: str) -> str:
 
 def main(argv: list[str]) -> int:
     sys.path.insert(0, str(ROOT))
-    wanted = page()
-    if argv == ["--check"]:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
-            return 0
-        print(f"{PAGE.relative_to(ROOT)} is not what the parsers say: run python tools/configuration.py")
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    check = argv == ["--check"]
+    stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text() != text}
+    for path, text in stale.items():
+        if check:
+            print(f"{path.relative_to(ROOT)} differs from the parsers: run python tools/configuration.py")
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

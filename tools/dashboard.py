@@ -122,12 +122,6 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 "Tokens a second: the worker's pool, its tiers below, another worker.",
             ),
             Panel(
-                "Turns that bring back an answer",
-                "short",
-                ((rate("headstart_continued_turns_total", "answer"), "{{answer}} tokens"),),
-                "As the tokens that were generated (the cache of the answer counts), or as others.",
-            ),
-            Panel(
                 "Client lines removed",
                 "short",
                 ((rate("headstart_client_lines_removed_total", "rule"), "{{rule}}"),),

@@ -61,7 +61,9 @@ class WorkerConfig(SharedConfig):
         "auto", "its cache events: a ZMQ endpoint, auto: as it says, or none: no prefix is known (auto)", "ENDPOINT"
     )
     events_replay: str | None = _engine(None, "where it repeats lost events (default: as it says)", "ENDPOINT")
-    events_topic: str = _engine("", "the topic of its events, with an endpoint")
+    events_topic: str = _engine(
+        "", "the topic of its events, with an endpoint", deprecated="every topic of the endpoint will be read"
+    )
     events_exposed: bool = _engine(False, "let the events, which hold every prompt, cross the network")
     tokenizer: str | None = _engine(None, "a folder or Hugging Face id (default: what the engine has loaded)")
     revision: str | None = _engine(None, "the model's revision, the same at all its workers (default: from the files)")
@@ -90,12 +92,23 @@ class WorkerConfig(SharedConfig):
         None,
         "tokens in a step of one prefill while no other request waits (default: 2048 on a CPU in bfloat16)",
         type=int,
+        deprecated="the device's default will apply",
     )
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
     max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)
-    aging_s: float = _batch(30.0, "waiting time that counts as one step of priority (default 30)", least=0)
-    watermark: float = _batch(0.01, "part of the pool that admission leaves free (default 0.01)", least=0)
+    aging_s: float = _batch(
+        30.0,
+        "waiting time that counts as one step of priority (default 30)",
+        least=0,
+        deprecated="30 s of waiting will count as one step of priority",
+    )
+    watermark: float = _batch(
+        0.01,
+        "part of the pool that admission leaves free (default 0.01)",
+        least=0,
+        deprecated="admission will leave a hundredth of the pool free",
+    )
     max_batch_prefill_tokens: int | None = _batch(None, "prefill tokens in a step (as TGI)", type=int)
     max_batch_total_tokens: int | None = _batch(None, "prompt + max_tokens of all running (as TGI)", type=int)
     waiting_served_ratio: float | None = _batch(

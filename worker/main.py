@@ -28,6 +28,7 @@ from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
 from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
+from worker.common.options import warn_deprecated
 from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"headstart worker: {error}", file=sys.stderr)
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
+    warn_deprecated(WorkerConfig, argv, logger)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner, watched(runner.get_loop(), "worker"):
             status = runner.run(Worker(config, tracing, certificate, ca).run())

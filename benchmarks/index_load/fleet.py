@@ -75,7 +75,7 @@ def member_of(number: int, tiers: tuple[Tier, ...] = ()) -> WorkerMember:
 
 def state_of(member: WorkerMember, batch: int) -> bytes:
     """Return what the worker writes at its publish number `batch`."""
-    state = encode_state(member, LOAD, generation=1, batch=batch, deadline_ms=FAR_MS, written_ms=1, num_entries=9)
+    state = encode_state(member, LOAD, set_version=1, batch=batch, deadline_ms=FAR_MS, written_ms=1, num_entries=9)
     return SIGNER.sign_state(member.worker_id, state)
 
 

@@ -20,6 +20,7 @@ from cache.redis_index import RedisIndex
 from cache.redis_index.client import RedisClient, pack
 from cache.redis_index.schema import Keys
 from cache.types import BlockHash, GatewayId
+from server.metrics import GatewayMetrics
 from server.router.router import Router
 from server.router.types import RouteRequest
 from server.workers.connection import WorkerLost
@@ -87,12 +88,12 @@ async def measure_decision(url: str, client: RedisClient, count: int = 500) -> T
     root = Namespace("model", "r", "t", 16).root(salt=b"s")
     await populate(client, hash_chain(root, tokens, 16), 64, "shared")
     index = RedisIndex(url, READER)
-    router = Router(index, Fleet(index, _no_fetch), GatewayId("gateway-1"))
+    router = Router(index, Fleet(index, _no_fetch), GatewayId("gateway-1"), GatewayMetrics())
 
     async def decide() -> None:
         hashes = hash_chain(root, tokens, 16)
         placement = await router.place(RouteRequest("r", "model", len(tokens), hashes))
-        placement.close()
+        router.closed(placement)
 
     async with running(index):
         await decide()

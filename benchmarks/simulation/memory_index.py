@@ -40,7 +40,7 @@ class MemoryIndex:
         load: WorkerLoad | None = None,
         held_in_tiers: Mapping[TierName, Iterable[BlockHash]] | None = None,
     ) -> None:
-        """Begin an epoch or a generation of a worker, which holds `held` and nothing from before."""
+        """Begin an epoch or a set version of a worker, which holds `held` and nothing from before."""
         now = self._clock()
         blocks = {index_entry(block_hash) for block_hash in held}
         below = [{index_entry(h) for h in (held_in_tiers or {}).get(tier, ())} for tier in member.tiers]

@@ -18,7 +18,7 @@ from benchmarks.simulation.engine import Job
 from benchmarks.simulation.shared_engine import SharedWorker
 from benchmarks.simulation.traces import ROOT, TraceRequest
 from cache.allocators.hash import HashAllocator
-from server.router.block_plan import BlockPlan, cheapest_plan
+from server.router.cost import FetchPlan, cheapest_plan
 
 
 @dataclass(slots=True, eq=False)
@@ -47,13 +47,13 @@ class MovingWorker(SharedWorker):
             plan = self._plan(job, job.num_cached_tokens)
             if plan is None:
                 continue
-            if sum(plan.loaded_tokens):
-                seconds = sum(plan.loaded_tokens) / self.model.tier_tokens_per_s[0]
+            if sum(plan.tier_tokens):
+                seconds = sum(plan.tier_tokens) / self.model.tier_tokens_per_s[0]
                 job.loaded_s = _transfer(now_s, seconds, self.tier_link)
-            if plan.fetched_tokens:
+            if plan.peer_tokens:
                 source = job.placement.source
                 assert source is not None
-                seconds = plan.fetched_tokens / self.model.fetch_tokens_per_s
+                seconds = plan.peer_tokens / self.model.fetch_tokens_per_s
                 job.loaded_s = _transfer(job.loaded_s, seconds, self.link, self.peers[source.url].link)
             job.num_cached_tokens = plan.end_tokens
         return admitted
@@ -79,7 +79,7 @@ class MovingWorker(SharedWorker):
         stores = (self.cache, self.tier)
         return max(s.find(request.block_ids, ROOT, hashes=request.chain) for s in stores if s is not None)
 
-    def _plan(self, job: Job, num_pool_tokens: int) -> BlockPlan | None:
+    def _plan(self, job: Job, num_pool_tokens: int) -> FetchPlan | None:
         """Plan with what is there now: a source may have evicted what it was named for."""
         request, model, source = job.request, self.model, job.placement.source
         most_tokens = request.num_prompt_tokens - 1

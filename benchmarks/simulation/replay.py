@@ -24,9 +24,10 @@ from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate, WorkerMember
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
+from server.router.cost import CostModel
 from server.router.held_requests import RETRY_S, HeldRequests
 from server.router.placement import Decision, Scorer
-from server.router.policies import CostModel, Policy
+from server.router.policies import Policy
 from server.router.types import RouteRequest
 
 MODEL = "simulated"
@@ -110,6 +111,7 @@ class Replay:
             self._make_gateway(GatewayId(f"gateway-{number}"), make_policy(), random.Random(rng.getrandbits(64)))
             for number in range(settings.num_gateways)
         ]
+        self._scorers = dict(self._gateways)
         self._held = [HeldRequests[Arrival](settings.hold_s) for _ in self._gateways]
         self._ttft_s: dict[int, float] = {}
         self._predicted: dict[int, float] = {}
@@ -240,7 +242,7 @@ class Replay:
 
     def _begun(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
-        job.placement.prefill_started(job.num_cached_tokens)
+        self._scorers[job.gateway].started(job.placement, job.num_cached_tokens)
         self._cached[job.request.number] = (job.num_cached_tokens, job.request.num_prompt_tokens)
 
     def _await_next(self, worker: SharedWorker) -> None:
@@ -256,7 +258,7 @@ class Replay:
 
     def _prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
-        job.placement.first_token()
+        self._scorers[job.gateway].first_token(job.placement)
         self._ttft_s[job.request.number] = self._now_s - job.arrival_s
         placement = job.placement
         self._predicted[job.request.number] = placement.predicted_ttft_s / (self._now_s - placement.placed_s)
@@ -266,7 +268,7 @@ class Replay:
 
     def _decoded(self, worker: SimulatedWorker, job: Job) -> None:
         worker.finish_decode(job, self._now_s)
-        job.placement.close()
+        self._scorers[job.gateway].closed(job.placement)
         for stalled in self._workers if self._settings.pooled else (worker,):
             self._begin(stalled)
         if job.turn + 1 < len(job.session.requests):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cache.types import BlockHash, WorkerId
+from server.router.cost import WorkerView
 from server.router.policies import FleetView, Policy
-from server.router.types import RouteRequest, WorkerView
+from server.router.types import RouteRequest
 
 _MAX_BLOCKS: Final = 1 << 20
 
@@ -118,9 +119,9 @@ class LlmDTiers(LlmD):
         plan, weights = worker.plan, self.tier_weights
         if plan is None:
             return worker.matched_tokens
-        loaded = zip(worker.member.tiers, plan.loaded_tokens, strict=False)
+        loaded = zip(worker.member.tiers, plan.tier_tokens, strict=False)
         below = sum(weights[tier] * num_tokens for tier, num_tokens in loaded)
-        return worker.matched_tokens + below + weights["peer"] * plan.fetched_tokens
+        return worker.matched_tokens + below + weights["peer"] * plan.peer_tokens
 
 
 RIVALS: Final[Mapping[str, Callable[[], Policy]]] = {

@@ -222,7 +222,7 @@ class Shard:
         if len(workers) > MAX_WORKERS_PER_SHARD:
             self.registry.complain(b"shards", f"{len(workers)} workers in one shard: configure more shards")
             del workers[MAX_WORKERS_PER_SHARD:]
-        sets = [self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.generation) for w in workers]
+        sets = [self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.set_version) for w in workers]
         places = [[at] for at in range(len(workers))]
         links = []
         # All first tiers, then all second ones: the neighbour's answer is the search hint.
@@ -234,7 +234,7 @@ class Shard:
                         continue
                     links.append(own[-1])
                     own.append(len(sets))
-                    sets.append(self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.generation, tier))
+                    sets.append(self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.set_version, tier))
         keys = [self._keys.states, self._keys.version, *sets]
         # A name costs more than a state of no use here. But foreign values may be of any size and number.
         by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)

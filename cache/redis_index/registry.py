@@ -49,7 +49,7 @@ class KnownWorker:
             state.load,
             state.num_entries,
             {tier: num for tier, num in zip(self.member.tiers, in_tiers, strict=False) if tier in TIERS},
-            state.generation,
+            state.set_version,
             lease_left_s,
             age_s,
         )
@@ -63,7 +63,7 @@ class RegistryEntry:
     load: WorkerLoad
     num_entries: int
     num_tier_entries: dict[TierName, int]
-    generation: int
+    set_version: int
     lease_left_s: float
     age_s: float
 
@@ -87,7 +87,7 @@ class Registry:
         self.has_foreign_states = False
         """The hash of states holds others' values, of any size and number: read states by name."""
         self.has_changed = True
-        """Queries are out of date: workers, generations or foreign states have changed. The reader resets it."""
+        """Queries are out of date: workers, set versions or foreign states have changed. The reader resets it."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -209,7 +209,7 @@ class Registry:
         return KnownWorker(member, record, self._signer.state_mac(member.worker_id))
 
     def _read_state(self, raw: Reply, switched: set[KnownWorker] | None = None) -> KnownWorker | None:
-        """Keep a state and return its known worker, or None; add the worker to `switched` with a new generation."""
+        """Keep a state and return its known worker, or None; add the worker to `switched` with a new set version."""
         try:
             state = schema.decode_state(raw)
         except RegistryError as error:
@@ -225,7 +225,7 @@ class Registry:
             if state.batch < worker.state.batch:
                 self._count("stale")
                 return None
-        if switched is not None and state.generation != worker.state.generation:
+        if switched is not None and state.set_version != worker.state.set_version:
             switched.add(worker)
         self._by_raw.pop(worker.raw, None)
         self._by_raw[raw] = worker

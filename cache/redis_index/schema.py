@@ -47,7 +47,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     format: int
     epoch: _Name
-    generation: Count
+    set_version: Count
     batch: Count
     deadline_ms: Count
     written_ms: Count
@@ -68,8 +68,8 @@ class Keys:
     {prefix:shard}:members    HASH, worker id -> member
     {prefix:shard}:states     HASH, worker id -> state
     {prefix:shard}:version    STRING, random, changes with `members`
-    {prefix:shard}:b:<worker id>:<epoch>:<generation>           SET of 8-byte entries of the pool, with a TTL
-    {prefix:shard}:b:<worker id>:<epoch>:<generation>:<tier>    the same of a store below it
+    {prefix:shard}:b:<worker id>:<epoch>:<version>           SET of 8-byte entries of the pool, with a TTL
+    {prefix:shard}:b:<worker id>:<epoch>:<version>:<tier>    the same of a store below it
     """
 
     __slots__ = ("_tag", "members", "states", "version")
@@ -80,10 +80,10 @@ class Keys:
         self.states = f"{self._tag}:states".encode()
         self.version = f"{self._tag}:version".encode()
 
-    def blocks(self, worker_id: str, epoch: str, generation: int, tier: TierName | None = None) -> bytes:
+    def blocks(self, worker_id: str, epoch: str, version: int, tier: TierName | None = None) -> bytes:
         """Return the key of the pool's set, or of a tier's."""
         end = "" if tier is None else f":{tier}"
-        return f"{self._tag}:b:{worker_id}:{epoch}:{generation}{end}".encode()
+        return f"{self._tag}:b:{worker_id}:{epoch}:{version}{end}".encode()
 
 
 class Signer:

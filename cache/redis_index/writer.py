@@ -1,7 +1,7 @@
 """The worker's side of the shared index: its own sets of blocks and its own registry entry, nothing else.
 
 The pool has a set, and so has each tier below it. Every publish is one MULTI that also reads back. After any doubt
-about a set, the worker writes a new generation of all, switches its state to it, and unlinks the old one. Doubts are an
+about a set, the worker writes a new version of all, switches its state to it, and unlinks the old one. Doubts are an
 error, a lost connection, a wrong count, and a Redis that has gone back in time. A late command of an old connection
 writes to a key that no reader knows any more.
 """
@@ -86,10 +86,10 @@ class IndexWriter:
         """Hashes whose names did not come: they are too long, or the connection broke."""
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
         self._describe(member)
-        self._generation = 0
+        self._set_version = 0
         self._batch = 0
         self._set_keys: list[bytes] = []
-        """The current generation's keys, the pool's first, then the tiers'; empty before the first generation."""
+        """The keys of the current version: the pool, then the tiers. Empty before the first rewrite."""
         self._old_sets: deque[bytes] = deque(maxlen=_MAX_OLD_SETS)
         self._last_state: bytes | None = None
         self._offset_ms: float | None = None
@@ -166,7 +166,7 @@ class IndexWriter:
     async def rewrite(
         self, held: Sequence[IndexEntry], load: WorkerLoad, tiers: Sequence[Sequence[IndexEntry]] = ()
     ) -> bool:
-        """Write a new generation of everything held, parents first, and switch to it. False: try again later.
+        """Write a new version of everything held, parents first, and switch to it. False: try again later.
 
         `held` is the pool's; `tiers` has what each of the member's tiers holds.
         """
@@ -175,11 +175,11 @@ class IndexWriter:
             return False
         self._old_sets.extend(self._set_keys)
         # After a failure, choose an unpredictable one: someone may have put a foreign key in our way.
-        self._generation += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
+        self._set_version += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
         self._set_keys = [
-            self._keys.blocks(worker_id, self.member.epoch, self._generation, tier)
+            self._keys.blocks(worker_id, self.member.epoch, self._set_version, tier)
             for tier in (None, *self.member.tiers)
         ]
         num_held = []
@@ -386,7 +386,7 @@ class IndexWriter:
             self.member,
             load,
             tuple(num_held[1:]),
-            generation=self._generation,
+            set_version=self._set_version,
             batch=self._batch,
             deadline_ms=now_ms + int(self._settings.lease_s * 1000),
             written_ms=now_ms,

@@ -1,4 +1,4 @@
-"""The blocks of a store: where each is, and which one leaves next."""
+"""The blocks of a store: the record of each, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cache.types import BlockHash
 
 
 class HeldBlock:
-    """A block in its slot. `is_queued`: the queue of leaves has an item for it, with this or an earlier use."""
+    """A block and the number of its record. `is_queued`: the heap of leaves has an item for it."""
 
-    __slots__ = ("is_queued", "last_use", "link", "num_children", "slot")
+    __slots__ = ("is_queued", "last_use", "link", "num_children", "record")
 
-    def __init__(self, link: ChainLink, slot: int, last_use: int) -> None:
+    def __init__(self, link: ChainLink, record: int, last_use: int) -> None:
         self.link = link
-        self.slot = slot
+        self.record = record
         self.last_use = last_use
         self.num_children = 0
         self.is_queued = False
@@ -26,8 +26,8 @@ class HeldBlock:
 class ChainLRU:
     """A prefix-closed set of blocks, with its events. The least recently used leaf is evicted first.
 
-    A chain is used head first, so it also leaves as a whole: its parents are the next victims after its leaf, unless
-    another chain has used them since. Not thread-safe; every operation but `forget` takes O(log n) at most.
+    A chain is used head first, so it is also evicted as a whole: after a leaf come its parents, unless another chain
+    has used them since. Not thread-safe; every operation but `forget` takes O(log n) at most.
     """
 
     __slots__ = ("_blocks", "_clock", "_events", "_leaves")
@@ -36,7 +36,7 @@ class ChainLRU:
         self._blocks: dict[BlockHash, HeldBlock] = {}
         """In the order of arrival, so parents come before children."""
         self._leaves: list[tuple[int, HeldBlock]] = []
-        """A heap of (last use, block) that has every leaf. Others may be in it, and any use may be too early."""
+        """A heap of (last use, block) with every leaf. Items may be stale: `evict` checks them."""
         self._clock = 0
         self._events: list[BlockEvent] = []
 
@@ -54,7 +54,7 @@ class ChainLRU:
         return self._blocks.get(block_hash)
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of `hashes` are held from the first on."""
+        """Return the number of leading `hashes` that are held."""
         blocks = self._blocks
         return next((count for count, block_hash in enumerate(hashes) if block_hash not in blocks), len(hashes))
 
@@ -65,12 +65,12 @@ class ChainLRU:
         parent = self._blocks.get(link.parent)
         return link.depth == 0 or (parent is not None and parent.link.depth == link.depth - 1)
 
-    def add(self, link: ChainLink, slot: int) -> None:
+    def add(self, link: ChainLink, record: int) -> None:
         """Hold a block that `accepts` accepts."""
         assert self.accepts(link), f"the parent of block {link.depth} of a chain is not held, or the block is"
         if link.depth:
             self._blocks[link.parent].num_children += 1
-        block = self._blocks[link.block_hash] = HeldBlock(link, slot, 0)
+        block = self._blocks[link.block_hash] = HeldBlock(link, record, 0)
         self.touch(block)
         self._queue(block)
         self._events.append(Stored(link.block_hash))
@@ -80,37 +80,37 @@ class ChainLRU:
         self._clock += 1
         block.last_use = self._clock
 
-    def evict(self, spared: BlockHash) -> int | None:
-        """Drop the least recently used leaf other than `spared`, and return its slot. None: there is no other."""
-        passed = None
-        slot = None
-        while self._leaves and slot is None:
+    def evict(self, keep: BlockHash) -> int | None:
+        """Drop the least recently used leaf except `keep`, and return its record. None: no other leaf is held."""
+        kept = None
+        record = None
+        while self._leaves and record is None:
             last_use, block = heapq.heappop(self._leaves)
             block.is_queued = False
             if block.num_children:
                 continue
-            if block.link.block_hash == spared:
-                passed = block
+            if block.link.block_hash == keep:
+                kept = block
             elif last_use != block.last_use:
                 self._queue(block)
             else:
                 self._remove(block)
-                slot = block.slot
-        if passed is not None:
-            self._queue(passed)
-        return slot
+                record = block.record
+        if kept is not None:
+            self._queue(kept)
+        return record
 
     def forget(self, is_lost: Callable[[HeldBlock], bool]) -> list[int]:
-        """Drop the blocks that are lost, and all after them in their chains; return their slots. Linear."""
-        doomed: dict[BlockHash, HeldBlock] = {}
+        """Drop the lost blocks and all blocks after them; return their records. Takes O(n)."""
+        dropped: dict[BlockHash, HeldBlock] = {}
         for block_hash, block in self._blocks.items():
-            if is_lost(block) or (block.link.depth and block.link.parent in doomed):
-                doomed[block_hash] = block
-        for block in reversed(doomed.values()):
+            if is_lost(block) or (block.link.depth and block.link.parent in dropped):
+                dropped[block_hash] = block
+        for block in reversed(dropped.values()):
             self._remove(block)
-        self._leaves = [item for item in self._leaves if item[1].link.block_hash not in doomed]
+        self._leaves = [item for item in self._leaves if item[1].link.block_hash not in dropped]
         heapq.heapify(self._leaves)
-        return [block.slot for block in doomed.values()]
+        return [block.record for block in dropped.values()]
 
     def take_events(self) -> list[BlockEvent]:
         events, self._events = self._events, []

@@ -1,9 +1,9 @@
 """Blocks on disk, which outlive the process.
 
-    DIR/<n>/<fingerprint>-<number>.blocks     records of one size (see `cache.block_record`), one in each slot
+    DIR/<n>/<fingerprint>-<number>.blocks     records of one size (see `cache.block_record`), one for each block
 
-A slot is overwritten in place when its block is evicted. A torn record fails its digest, so it is a miss: nothing needs
-fsync, and the account of what is where is only in memory. A start rebuilds it from the headers.
+A record is overwritten in place when its block is evicted. A torn record fails its digest, so it is a miss. So nothing
+needs fsync. The index of the records is only in memory; a start rebuilds it from the headers.
 """
 
 from __future__ import annotations
@@ -16,46 +16,49 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import Final, Literal
 
 from cache.block_record import HEADER_BYTES, RecordFormat
 from cache.store import ChainLink
 from cache.stores.folder import ClaimedFolder
-from cache.stores.slot_store import SlotStore
+from cache.stores.record_store import RecordStore
 from cache.types import Tier
 
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES: Final = 256 << 20
 WRITE_PAUSE_S: Final = 30.0
-"""After a failed write: a full or failing disk gets no load, and costs no block per attempt."""
+"""Time without writes after a failed one, so that a full disk costs no block for each attempt."""
 _NUM_SCANNERS: Final = 8
-"""Threads that read headers at the start: one alone waits for the disk most of the time."""
+"""Threads that read headers at the start: a single one mostly waits for the disk."""
 _SEGMENT_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9]{1,18})\.blocks")
 _GONE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
-class DiskStore(SlotStore):
+class DiskStore(RecordStore):
     """A `BlockStore` in files of one folder, which it claims among those in a directory.
 
-    Slot s is record s % n of segment s // n, where a segment holds at most n. Numbers of segments are used once, so a
-    write that began before `clear` finds no file of its segment.
+    A segment holds at most n records: number i is record i % n of segment i // n. Numbers of segments are used once, so
+    a write that began before `clear` finds no file.
     """
 
     tier: Tier = "disk"
+    takes: Literal["all", "victims"] = "all"
+    guess_bytes_per_s = 400e6
 
     def __init__(
-        self, directory: Path, record: RecordFormat, max_bytes: int, *, segment_bytes: int = SEGMENT_BYTES
+        self, directory: Path, record_format: RecordFormat, max_bytes: int, *, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """Find the blocks of an earlier process; files of other formats are deleted. Raises ValueError."""
-        super().__init__(record.payload_bytes)
-        self._record = record
-        self._max_slots = max_bytes // record.record_bytes
-        if self._max_slots < 1:
-            raise ValueError(f"a disk store of {max_bytes:,} bytes holds no block of {record.record_bytes:,} bytes")
-        self._slots_per_segment = max(1, segment_bytes // record.record_bytes)
+        """Find the blocks of an earlier process; delete files of other formats. Raises ValueError."""
+        super().__init__(record_format.payload_bytes)
+        self._format = record_format
+        self._max_records = max_bytes // record_format.record_bytes
+        if self._max_records < 1:
+            size = record_format.record_bytes
+            raise ValueError(f"a disk store of {max_bytes:,} bytes holds no block of {size:,} bytes")
+        self._records_per_segment = max(1, segment_bytes // record_format.record_bytes)
         self._segments: dict[int, int] = {}
-        """The slots in use of each segment, by its number; slots after these are not used yet."""
+        """The number of records in use, by the number of the segment."""
         self._next_segment = 0
         self._paused_until_s = 0.0
         self._failing = False
@@ -78,31 +81,31 @@ class DiskStore(SlotStore):
         super().close()
         self._claim.release()
 
-    def _fill(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
-        segment, offset = self._locate(slot)
+    def _fill(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+        segment, offset = self._locate(record)
         header = bytearray(HEADER_BYTES)
         try:
             file = os.open(self._path(segment), os.O_RDONLY | os.O_NOFOLLOW)
             try:
-                os.preadv(file, [header, payload], offset)  # what a short read lacks fails the digest
+                os.preadv(file, [header, payload], offset)  # a short read fails the digest
             finally:
                 os.close(file)
         except OSError as error:
             self._report(error, segment)
             return False
-        return self._record.verifies(header, link, payload)
+        return self._format.verifies(header, link, payload)
 
-    def _keep(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
-        segment, offset = self._locate(slot)
-        header = self._record.header(link, payload)
+    def _keep(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+        segment, offset = self._locate(record)
+        header = self._format.header(link, payload)
         try:
-            file = os.open(self._path(segment), os.O_WRONLY | os.O_NOFOLLOW)  # never made here: `clear` may have passed
+            file = os.open(self._path(segment), os.O_WRONLY | os.O_NOFOLLOW)  # no O_CREAT: `clear` may have run
             try:
                 num_written = os.pwritev(file, [header, payload], offset)
             finally:
                 os.close(file)
-            if num_written != self._record.record_bytes:
-                raise OSError(f"{num_written:,} of {self._record.record_bytes:,} bytes were written")
+            if num_written != self._format.record_bytes:
+                raise OSError(f"{num_written:,} of {self._format.record_bytes:,} bytes were written")
         except OSError as error:
             self._report(error, segment)
             if not isinstance(error, _GONE):
@@ -114,12 +117,12 @@ class DiskStore(SlotStore):
         return True
 
     def _report(self, error: OSError, segment: int) -> None:
-        """Drop a segment whose file was removed or replaced, so that another takes its room."""
+        """Drop a segment whose file was removed or replaced, so that another takes its place."""
         logger.debug("segment %d in %s: %s", segment, self._folder, error)
         if isinstance(error, _GONE):
             with self._lock:
                 self._segments.pop(segment, None)
-                lost = self._chains.forget(lambda held: self._locate(held.slot)[0] == segment)
+                lost = self._chains.forget(lambda held: self._locate(held.record)[0] == segment)
                 self._free = [*self._usable(self._free), *self._usable(lost)]
 
     def _pause(self, error: OSError) -> None:
@@ -130,18 +133,18 @@ class DiskStore(SlotStore):
                 "no block can be written to %s: %s; tried again every %.0f s", self._folder, error, WRITE_PAUSE_S
             )
 
-    def _take_slot(self, link: ChainLink) -> int | None:
-        return None if monotonic() < self._paused_until_s else super()._take_slot(link)
+    def _take_record(self, link: ChainLink) -> int | None:
+        return None if monotonic() < self._paused_until_s else super()._take_record(link)
 
     def _grow(self) -> None:
-        """Add a slot to the last segment, or begin another.
+        """Add a record to the last segment, or begin another.
 
-        Its file is made under the lock, once in 256 MB, so that `clear` knows of every file.
+        The file is created under the lock, once in 256 MB, so `clear` deletes every file.
         """
-        if sum(self._segments.values()) >= self._max_slots:
+        if sum(self._segments.values()) >= self._max_records:
             return
         number = next(reversed(self._segments), -1)
-        if self._segments.get(number, self._slots_per_segment) >= self._slots_per_segment:
+        if self._segments.get(number, self._records_per_segment) >= self._records_per_segment:
             number = self._next_segment
             self._next_segment += 1
             try:
@@ -150,72 +153,73 @@ class DiskStore(SlotStore):
                 self._pause(error)
                 return
             self._segments[number] = 0
-        self._free.append(number * self._slots_per_segment + self._segments[number])
+        self._free.append(number * self._records_per_segment + self._segments[number])
         self._segments[number] += 1
 
-    def _usable(self, slots: Sequence[int]) -> Sequence[int]:
-        return [slot for slot in slots if self._locate(slot)[0] in self._segments]
+    def _usable(self, records: Sequence[int]) -> Sequence[int]:
+        return [record for record in records if self._locate(record)[0] in self._segments]
 
-    def _reset_slots(self) -> None:
+    def _reset_records(self) -> None:
         self._segments.clear()
         self._free = []
 
-    def _locate(self, slot: int) -> tuple[int, int]:
-        """Return the number of a slot's segment and its offset there."""
-        segment, index = divmod(slot, self._slots_per_segment)
-        return segment, index * self._record.record_bytes
+    def _locate(self, record: int) -> tuple[int, int]:
+        """Return the number of a record's segment and its offset there."""
+        segment, index = divmod(record, self._records_per_segment)
+        return segment, index * self._format.record_bytes
 
     def _path(self, segment: int) -> Path:
-        return self._folder / f"{self._record.fingerprint}-{segment}.blocks"
+        return self._folder / f"{self._format.fingerprint}-{segment}.blocks"
 
     def _recover(self) -> None:
-        """Rebuild the account from the headers. Payloads are verified when they are read.
+        """Rebuild the index from the headers. Payloads are verified when they are read.
 
-        A damaged header is a free slot. So is a copy, which the block of a forgotten chain leaves when written again.
+        A record with a damaged header is free. So is a copy: a block of a forgotten chain leaves one when it is written
+        again.
         """
-        room = self._max_slots
+        room = self._max_records
         for number in sorted(self._own_segments()):
             self._next_segment = number + 1
             path = self._path(number)
-            num_slots = min(path.stat().st_size // self._record.record_bytes, self._slots_per_segment, room)
-            if num_slots == 0:
+            num_records = min(path.stat().st_size // self._format.record_bytes, self._records_per_segment, room)
+            if num_records == 0:
                 _delete(path)
                 continue
-            os.truncate(path, num_slots * self._record.record_bytes)
-            self._segments[number] = num_slots
-            room -= num_slots
+            os.truncate(path, num_records * self._format.record_bytes)
+            self._segments[number] = num_records
+            room -= num_records
         with ThreadPoolExecutor(_NUM_SCANNERS) as scanners:
-            found = [record for records in scanners.map(self._scan, self._segments) for record in records]
-        found.sort(key=lambda record: record[1].depth if record[1] else 0)
-        for slot, link in found:
+            found = [pair for pairs in scanners.map(self._scan, self._segments) for pair in pairs]
+        found.sort(key=lambda pair: pair[1].depth if pair[1] else 0)
+        for record, link in found:
             if link is not None and self._chains.accepts(link):
-                self._chains.add(link, slot)
+                self._chains.add(link, record)
             else:
-                self._free.append(slot)
+                self._free.append(record)
         if found:
             logger.info("%s holds %d blocks of an earlier process", self._folder, len(self._chains))
 
     def _own_segments(self) -> Iterator[int]:
-        """Return the numbers of the segments in the folder; delete those of other formats."""
+        """Return the numbers of the segments in the folder; delete segments of other formats."""
         for entry in self._folder.iterdir():
             name = _SEGMENT_NAME.fullmatch(entry.name)
             if name is None or not stat.S_ISREG(entry.lstat().st_mode):
                 continue
-            if name[1] == self._record.fingerprint:
+            if name[1] == self._format.fingerprint:
                 yield int(name[2])
             else:
                 _delete(entry)
 
     def _scan(self, segment: int) -> list[tuple[int, ChainLink | None]]:
-        """Return each slot of a segment with the block that its header names."""
-        first, size = segment * self._slots_per_segment, self._record.record_bytes
+        """Return each record of a segment with the block that its header names."""
+        first, size = segment * self._records_per_segment, self._format.record_bytes
         links: list[ChainLink | None] = [None] * self._segments[segment]
         try:
             file = os.open(self._path(segment), os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the payloads
                 for index in range(len(links)):
-                    links[index] = self._record.find_link(os.pread(file, HEADER_BYTES, index * size))
+                    links[index] = self._format.find_link(os.pread(file, HEADER_BYTES, index * size))
             finally:
                 os.close(file)
         except OSError as error:
@@ -224,7 +228,7 @@ class DiskStore(SlotStore):
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, or at least what is in it."""
+    """Delete a file, or at least truncate it."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -15,13 +15,13 @@ _SHARED: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ClaimedFolder:
-    """`DIR/<n>` with the lowest n that no other process has, so a restarted worker finds the blocks of one before it.
+    """`DIR/<n>` with the lowest n that no other process has claimed, so a restarted worker finds its blocks again.
 
-    The lock is the kernel's, so it ends with the process, however that ends.
+    The kernel holds the lock and releases it when the process ends.
     """
 
     def __init__(self, parent: Path) -> None:
-        """Claim a folder in `parent`, which is made if it is missing. Raises ValueError."""
+        """Claim a folder in `parent`, and create `parent` if it is missing. Raises ValueError."""
         try:
             with suppress(FileExistsError):
                 parent.mkdir(mode=0o700)
@@ -32,14 +32,14 @@ class ClaimedFolder:
             raise ValueError(f"{parent} cannot hold blocks: {error.strerror or error}") from error
 
     def release(self) -> None:
-        """Let another process claim the folder. May be called again."""
+        """Release the folder for another process. May be called again."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def parent_problem(parent: Path) -> str | None:
-    """Return why blocks must not lie below a directory, or None. Raises OSError."""
+    """Return why blocks must not be stored below a directory, or None. Raises OSError."""
     status = parent.stat()
     if not stat.S_ISDIR(status.st_mode):
         return f"{parent} is not a directory"
@@ -49,7 +49,7 @@ def parent_problem(parent: Path) -> str | None:
 
 
 def _claim(path: Path) -> tuple[Path, int] | None:
-    """Lock a folder of our own. None: another process has it, or it belongs to another user."""
+    """Create and lock a folder. None: another process has locked it, or it belongs to another user."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()

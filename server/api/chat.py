@@ -15,13 +15,13 @@ from typing import Any
 from server.api import params
 from server.api.client_lines import without_client_lines
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ChunkFormatter, Spread, chat_logprobs, encode_json, response_id
+from server.api.formatting import ChunkFormatter, LazyJson, chat_logprobs, encode_json, response_id
 from server.api.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
 from server.api.limits import TokenLimits, check_text
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
@@ -30,6 +30,7 @@ from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, ChatRequest
 from server.text.chat_template import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 from server.text.control_tokens import RenderedPrompt
+from server.text.formats import CALL_LIST
 from server.text.output_parser import END_THINK, THINK, ChoiceMessage, OutputRules, ReasoningStart
 
 
@@ -117,7 +118,7 @@ def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputR
         return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.toolbox.grammars)
     names, parallel = frozenset(tool.name for tool in intent.conversation.tools), intent.parallel_tool_calls
     if intent.tool_mode == "required":
-        return OutputRules(tools="list", tool_names=names, parallel=parallel, client_names=known)
+        return OutputRules(tools=CALL_LIST, tool_names=names, parallel=parallel, client_names=known)
     reasoning: ReasoningStart = "none"
     if model.thinks and not is_held(intent.response_format, intent.fields.structured_outputs):
         reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
@@ -155,7 +156,7 @@ class ChatFormatter(ChunkFormatter):
         events, index = b"", delta.choice
         if index not in self._messages:
             self._messages[index] = ChoiceMessage(self._rules)
-            prompt_ids, content = response.first.spec.prompt_ids, None if self._rules.calls_alone else ""
+            prompt_ids, content = response.first.spec.prompt_ids, None if self._rules.only_calls else ""
             fields: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)} if self._token_ids and index == 0 else {}
             events = self._chunk(response, index, {"role": "assistant", "content": content}, **fields)
         if not self._plain:
@@ -211,6 +212,6 @@ class ChatFormatter(ChunkFormatter):
             logprobs = None
             if self._num_top is not None:
                 content = chat_logprobs(self._token_bytes, choice.entries, self._num_top)
-                logprobs = Spread(content=content, refusal=None)
+                logprobs = LazyJson(content=content, refusal=None)
             fields = {"index": choice.choice, "message": message.whole(choice.text), "logprobs": logprobs}
             yield self._whole_choice(choice, **fields, finish_reason=self._finish_reason(choice))

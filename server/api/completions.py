@@ -10,13 +10,21 @@ from msgspec.structs import replace
 
 from server.api import params
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ChunkFormatter, Spread, encode_json, json_logprob, json_parts, response_id, token_text
+from server.api.formatting import (
+    ChunkFormatter,
+    LazyJson,
+    encode_json,
+    json_logprob,
+    json_parts,
+    response_id,
+    token_text,
+)
 from server.api.grammars import answer_grammar
 from server.api.limits import TokenLimits, in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
-from server.event_loop import Pace
+from server.event_loop import TimeSlice
 from server.http.stream import sse
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation
 from server.request.response import ResponseStream
@@ -72,7 +80,7 @@ async def prepare_completion(
     limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
     specs: list[GenerationSpec] = []
     echoes: list[str] = []
-    pace, num_tokens = Pace(), 0
+    time_slice, num_tokens = TimeSlice(), 0
     for index, prompt in enumerate(prompts):
         prompt_ids = await _prompt_ids(prompt, request, limits, model)
         num_tokens += len(prompt_ids)
@@ -99,7 +107,7 @@ async def prepare_completion(
                 affinity_key=request.affinity_key,
             )
         )
-        await pace.rest()
+        await time_slice.rest()
     formatter = CompletionFormatter(id_, request, model, echoes, num_sampled)
     return PreparedRequest(tuple(specs), formatter, bool(request.stream))
 
@@ -194,28 +202,28 @@ class CompletionFormatter(ChunkFormatter):
         text, entries, token_ids = ("", [], []) if self._is_scoring else (delta.text, delta.entries, delta.token_ids)
         if text or entries or first or (self._token_ids and token_ids) or delta.finish_reason is not None:
             logprobs = self._logprobs(response, prompt, entries, echo=False) if entries else None
-            choice = Spread(index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
+            choice = LazyJson(index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
             if self._token_ids:
                 choice["token_ids"] = token_ids
             yield from self._chunk(response, **choice, **first)
 
-    def _chunk(self, response: ResponseStream, *, logprobs: Spread | None, **fields: Any) -> Iterator[bytes]:
-        choice = Spread(logprobs=logprobs, finish_reason=None) | fields
+    def _chunk(self, response: ResponseStream, *, logprobs: LazyJson | None, **fields: Any) -> Iterator[bytes]:
+        choice = LazyJson(logprobs=logprobs, finish_reason=None) | fields
         if logprobs is None:
             yield sse(encode_json(self._chunk_fields(response, [choice])))
         else:
             yield b"data: "
-            yield from json_parts(Spread(self._chunk_fields(response, iter((Spread(choice),)))))
+            yield from json_parts(LazyJson(self._chunk_fields(response, iter((LazyJson(choice),)))))
             yield b"\n\n"
 
     def _logprobs(
         self, response: ResponseStream, prompt: int, entries: Sequence[TokenEntry], *, echo: bool
-    ) -> Spread | None:
+    ) -> LazyJson | None:
         """Return four lists of one item per token: of the prompt with `echo`, and of the entries."""
         if self._num_top is None:
             return None
         rows = partial(self._rows, response.generations[prompt], prompt, entries, echo)
-        return Spread(
+        return LazyJson(
             text_offset=(offset for _, _, offset in rows()),
             token_logprobs=(None if scored is None else json_logprob(scored.logprob) for _, scored, _ in rows()),
             tokens=(token_text(self._token_bytes, token_id) for token_id, _, _ in rows()),

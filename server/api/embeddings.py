@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from server.api.completions import MAX_BATCH_TOKENS
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ResponseFormatter, Spread, json_parts, response_id
+from server.api.formatting import LazyJson, ResponseFormatter, json_parts, response_id
 from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError
-from server.event_loop import Pace
-from server.models import ServedModel
+from server.event_loop import TimeSlice
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
@@ -51,7 +51,7 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
     id_, root = response_id("embd-"), model.root(request_salt(identity, request.cache_salt))
     limit = max(MAX_BATCH_TOKENS, model.max_model_len)
     specs: list[GenerationSpec] = []
-    pace, num_tokens = Pace(), 0
+    time_slice, num_tokens = TimeSlice(), 0
     for index, item in enumerate(inputs):
         prompt_ids = await _input_ids(item, model)
         num_tokens += len(prompt_ids)
@@ -75,7 +75,7 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
                 embed=Embed(request.dimensions),
             )
         )
-        await pace.rest()
+        await time_slice.rest()
     return PreparedRequest(tuple(specs), EmbeddingFormatter(request), stream=False)
 
 
@@ -111,7 +111,7 @@ class EmbeddingFormatter(ResponseFormatter):
         usage = response.usage()
         kept = ("prompt_tokens", "total_tokens", "prompt_tokens_details")
         return json_parts(
-            Spread(
+            LazyJson(
                 object="list",
                 data=({"object": "embedding", "index": i, "embedding": self._encoded(vector)} for i, vector in vectors),
                 model=self._model,

@@ -22,9 +22,10 @@ from server.api.ignored_tools import IgnoredTools, ignored_header
 from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, UnavailableError, as_api_error, forget
-from server.event_loop import Pace, rested
+from server.event_loop import TimeSlice, sliced
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
-from server.models import Models, ServedModel
+from server.models.registry import Models
+from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.hints import read_hints
 from server.request.request import Generation, RequestServices
@@ -107,13 +108,12 @@ class GenerateEndpoint(ABC):
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
-        self._metrics.prompt_tokens.inc(by=num_prompt_tokens)
-        self._metrics.vllm.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
+        self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
-        generations, pace = [], Pace()
+        generations, time_slice = [], TimeSlice()
         for spec in request.specs:
             generations.append(Generation(spec, services.requests, deadline_s, hints))
-            await pace.rest()
+            await time_slice.rest()
         if len(generations) == 1 and generations[0].spec.embed is None:
             self._count_parting(generations[0], request.conversation, hints.client)
         formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
@@ -130,18 +130,17 @@ class GenerateEndpoint(ABC):
             context.num_output_tokens = response.num_output_tokens
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
-            self._metrics.output_tokens.inc(by=context.num_output_tokens)
-            self._metrics.vllm.generation_tokens.inc(response.model, by=context.num_output_tokens)
+            self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
             if response.finished:
                 elapsed_s = time.perf_counter() - context.started_s
-                self._metrics.vllm.end(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
+                self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
             if usage is not None:
                 usage.add_tokens(context.num_output_tokens)
 
     def _count_parting(self, generation: Generation, conversation: Conversation | None, client: str) -> None:
         """Note where the prompt parts from known ones. The text is not kept while the request is answered."""
         spec = generation.spec
-        self._services.requests.router.partings.add(
+        self._services.requests.partings.add(
             generation.route, client, spec.model.bundle.block_size, lambda token: field_at(conversation, spec, token)
         )
 
@@ -170,7 +169,7 @@ class GenerateEndpoint(ABC):
             choices = response.take_deltas()
         headers = [(b"content-type", b"application/json"), *more, *response.headers()]
         parts, num_bytes, begun = list[bytes](), 0, False
-        async for part in rested(formatter.body(response, choices)):
+        async for part in sliced(formatter.body(response, choices)):
             if num_bytes > PART_BYTES:
                 if not begun:
                     begun = True
@@ -201,12 +200,11 @@ class GenerateEndpoint(ABC):
             nonlocal first_s
             events = formatter.events(response, deltas)
             if not isinstance(events, bytes):
-                events = b"".join([part async for part in rested(events)])
+                events = b"".join([part async for part in sliced(events)])
             if events and not first_s:
                 response.commit()
                 first_s = time.perf_counter()
-                self._metrics.ttft_s.observe(first_s - context.started_s)
-                self._metrics.vllm.ttft_s.observe(first_s - context.started_s, response.model)
+                self._metrics.ttft_s.observe(first_s - context.started_s, response.model)
             return events
 
         async def deliver(deltas: list[ChoiceDelta]) -> None:
@@ -220,8 +218,7 @@ class GenerateEndpoint(ABC):
             num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])
             if first_s and num_gaps > 0:
                 gap_s = (time.perf_counter() - first_s) / num_gaps
-                self._metrics.token_s.observe(gap_s)
-                self._metrics.vllm.observe_gaps(gap_s, response.model, num_gaps)
+                self._metrics.count_gaps(response.model, gap_s, num_gaps)
             await writer.write(last + formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise

@@ -28,13 +28,13 @@ MIN_LOGPROB: Final = -9999.0
 encode_json = msgspec.json.Encoder().encode
 
 
-class Spread(dict[str, Any]):
+class LazyJson(dict[str, Any]):
     """A JSON object that is written field by field: it holds iterators, which become arrays, or other such objects."""
 
 
 def json_parts(value: object) -> Iterator[bytes]:
-    """Write a value as JSON, in parts that take little time each where it is a `Spread` or an iterator."""
-    if isinstance(value, Spread):
+    """Write a value as JSON, in parts that take little time each where it is a `LazyJson` or an iterator."""
+    if isinstance(value, LazyJson):
         mark = b"{"
         for key, item in value.items():
             yield mark + encode_json(key) + b":"
@@ -102,7 +102,7 @@ class ChunkFormatter(ResponseFormatter):
         fields["usage"] = self._usage(response)
         if not self.prompt_per_choice:
             self._add_prompt(fields, response.first)
-        return (encode_json(fields),) if is_short else json_parts(Spread(fields))
+        return (encode_json(fields),) if is_short else json_parts(LazyJson(fields))
 
     def last_events(self, response: ResponseStream) -> bytes:
         if not self._include_usage:
@@ -113,9 +113,9 @@ class ChunkFormatter(ResponseFormatter):
     def _choices(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterator[dict[str, Any]]:
         """Yield the items of an unstreamed response's `choices`."""
 
-    def _whole_choice(self, choice: ChoiceDelta, **fields: Any) -> Spread:
+    def _whole_choice(self, choice: ChoiceDelta, **fields: Any) -> LazyJson:
         """Return an item of an unstreamed response's `choices`."""
-        item = Spread(fields)
+        item = LazyJson(fields)
         if choice.stop_reason is not None:
             item["stop_reason"] = choice.stop_reason
         if self._token_ids:

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from server.event_loop import paced
-from server.models import ServedModel
+from server.event_loop import run_sliced
+from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
 from server.schema.grammar_schema import GrammarSchema, grammar_schema
@@ -55,7 +55,7 @@ async def answer_grammar(
         place = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
         _check_size(msgspec.json.encode(schema), place)
         strict = formatted.json_schema is not None and formatted.json_schema.strict is True
-        held = await paced(grammar_schema(schema, place, strict=strict))
+        held = await run_sliced(grammar_schema(schema, place, strict=strict))
         return HeldGrammar(Grammar("json_schema", _compact(held.schema)), param, held.relaxed)
     if formatted is not None and formatted.type == "json_object":
         return HeldGrammar(Grammar("json_object", ""), param)
@@ -69,7 +69,7 @@ async def answer_grammar(
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     _check_size(text, param)
     if kind == "json_schema" and (parsed := _object(text)) is not None:
-        held = await paced(grammar_schema(parsed, f"{param}.json", strict=False))
+        held = await run_sliced(grammar_schema(parsed, f"{param}.json", strict=False))
         return HeldGrammar(Grammar(kind, _compact(held.schema), compact), param, held.relaxed)
     return HeldGrammar(Grammar(kind, text, compact), param)
 
@@ -105,7 +105,7 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel) -> HeldGrammar:
 
 async def _tool_schema(tool: Tool, intent: ChatIntent, at: tuple[str, ...] = ()) -> GrammarSchema:
     place = f"tools[{tool.name}].{intent.names.tool_schema}"
-    return await paced(grammar_schema(tool.parameters, place, strict=_is_strict(tool), at=at))
+    return await run_sliced(grammar_schema(tool.parameters, place, strict=_is_strict(tool), at=at))
 
 
 async def _placed_tools(tools: Sequence[Tool], intent: ChatIntent) -> GrammarSchema:
@@ -122,28 +122,34 @@ def _is_strict(tool: Tool) -> bool:
 def _answer_or_calls(answer: Grammar, definitions: dict[str, Any], intent: ChatIntent, model: ServedModel) -> Grammar:
     """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
-    more = "*" if intent.parallel_tool_calls else ""
-    match model.tool_format:
-        case "hermes":
-            start, end = (_marker(model, marker) for marker in ("<tool_call>", "</tool_call>"))
-            call = f'{start} "\\n" body "\\n" {end}'
-            calls = f'call ("\\n" call){more}' if more else "call"
-            body = _any_call(intent, "arguments")
-        case "llama3":
-            call, calls, body = "body", 'call ("; " call)*' if more else "call", _any_call(intent, "parameters")
-        case "mistral":
-            call, calls = "body", f"{_marker(model, '[TOOL_CALLS]')} call"
-            body = _calls_schema(intent, "arguments")
+    rules = model.tool_format.call_rules(_Schemas(intent, model))
+    body = _json_rule(rules.body | {"$defs": definitions})
     lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
-    rule = _json_rule(body | {"$defs": definitions})
-    return Grammar("grammar", "\n".join([*lines, f"calls: {calls}", f"call: {call}", f"body: {rule}", ""]))
+    return Grammar("grammar", "\n".join([*lines, f"calls: {rules.calls}", f"call: {rules.call}", f"body: {body}", ""]))
 
 
-def _marker(model: ServedModel, text: str) -> str:
-    """Name a special token by its id: it has no bytes."""
-    token_id = model.tokenizer.token_id(text)
-    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
-    return f"<[{token_id}]>" if special else json.dumps(text)
+@dataclass(frozen=True, slots=True)
+class _Schemas:
+    """See `CallSchemas`."""
+
+    intent: ChatIntent
+    model: ServedModel
+
+    @property
+    def parallel(self) -> bool:
+        return self.intent.parallel_tool_calls
+
+    def marker(self, text: str) -> str:
+        """Name a special token by its id: it has no bytes."""
+        token_id = self.model.tokenizer.token_id(text)
+        special = token_id is not None and token_id in self.model.tokenizer.token_bytes.special_ids
+        return f"<[{token_id}]>" if special else json.dumps(text)
+
+    def one(self, arguments_key: str) -> dict[str, Any]:
+        return _any_call(self.intent, arguments_key)
+
+    def many(self, arguments_key: str) -> dict[str, Any]:
+        return _calls_schema(self.intent, arguments_key)
 
 
 def _json_rule(schema: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ item_reference, compaction, any other             refused: what they stand for i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +19,7 @@ from server.api.formatting import encode_json
 from server.schema import fields as schema
 from server.schema.decoding import invalid, located, unsupported
 from server.schema.requests import InputItem, ResponsesRequest
-from server.schema.tools import Ignored, Offer, Toolbox, ToolName, input_call, read_tools
+from server.schema.tools import Ignored, Offer, Toolbox, ToolKind, ToolName, input_call, read_tools
 
 _TOOL_ITEMS: Final = ("additional_tools", "tool_search_output")
 """Items that bring tools along."""
@@ -63,58 +63,88 @@ def messages_of_items(request: ResponsesRequest, toolbox: Toolbox) -> tuple[list
         if item.type in _SERVER_RUN:
             dropped.append(Ignored(item.type, f"{field}.type"))
             continue
-        for message in _messages(item, field, toolbox):
-            if message.tool_calls and messages and messages[-1].role == "assistant":  # calls in a row are one message
-                if messages[-1].tool_calls is None:
-                    messages[-1].tool_calls = []
-                messages[-1].tool_calls += message.tool_calls  # its own list: thousands of calls take linear time
-            else:
-                messages.append(message)
+        message = _read_item(item, field, toolbox)
+        if message is None:
+            continue
+        last = messages[-1] if messages else None
+        if message.tool_calls and last is not None and last.role == "assistant":  # calls in a row are one message
+            if last.tool_calls is None:
+                last.tool_calls = []
+            last.tool_calls += message.tool_calls  # its own list: thousands of calls take linear time
+        else:
+            messages.append(message)
     if not messages:
         raise invalid("input", "holds no message")
     return messages, tuple(dropped)
 
 
-def _messages(item: InputItem, field: str, toolbox: Toolbox) -> Iterator[schema.Message]:
-    match item.type:
-        case "message":
-            if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
-                raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
-            if isinstance(item.content, list):
-                schema.check_parts(item.content, f"{field}.content")
-            yield schema.Message(role=item.role, content=item.content)
-        case "function_call":
-            if not (item.call_id and item.name) or not isinstance(item.arguments, str):
-                raise invalid(field, "is a function_call without call_id, name or arguments")
-            name = toolbox.model_name(ToolName(item.name, "function", item.namespace or None))
-            yield _call(item.call_id, schema.FunctionCall(name=name, arguments=item.arguments))
-        case "custom_tool_call":
-            if not (item.call_id and item.name) or not isinstance(item.input, str):
-                raise invalid(field, "is a custom_tool_call without call_id, name or input")
-            name = toolbox.model_name(ToolName(item.name, "custom", item.namespace or None))
-            yield _call(item.call_id, input_call(name, item.input))
-        case "function_call_output" | "custom_tool_call_output":
-            if not item.call_id or item.output is None:
-                raise invalid(field, f"is a {item.type} without call_id or output")
-            yield schema.Message(
-                role="tool", tool_call_id=item.call_id, content=_output(item.output, f"{field}.output")
-            )
-        case "reasoning" | "additional_tools":
-            return
-        case kind if kind in _CLIENT_RUN:
-            given = item.action or item.operation or item.arguments or {}
-            arguments = given if isinstance(given, str) else encode_json(given).decode()
-            function = schema.FunctionCall(name=kind.removesuffix("_call"), arguments=arguments)
-            yield _call(item.call_id or item.id or kind, function)
-        case "tool_search_output":
-            yield schema.Message(role="tool", tool_call_id=item.call_id or item.id or "", content=_names_of(item.tools))
-        case kind if kind.removesuffix("_output") in _CLIENT_RUN:
-            said = item.output if item.output is not None else item.status or ""
-            text = said if isinstance(said, str) else encode_json(said).decode()
-            yield schema.Message(role="tool", tool_call_id=item.call_id or item.id or kind, content=text)
-        case kind:
-            why = _GONE.get(kind, "can be message, function_call, custom_tool_call, or an output of such a call")
-            raise unsupported(f"{field}.type", f"is {kind[:64]!r}: it {why}" if kind in _GONE else why)
+def _read_item(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message | None:
+    """Return the item as a message; None where it has none. Raises InvalidRequestError."""
+    reader = _READERS.get(item.type)
+    if reader is not None:
+        return reader(item, field, toolbox)
+    if item.type in _GONE:
+        raise unsupported(f"{field}.type", f"is {item.type!r}: it {_GONE[item.type]}")
+    why = "can be message, function_call, custom_tool_call, or an output of such a call"
+    raise unsupported(f"{field}.type", why)
+
+
+def _message(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+    if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
+        raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
+    if isinstance(item.content, list):
+        schema.check_parts(item.content, f"{field}.content")
+    return schema.Message(role=item.role, content=item.content)
+
+
+def _tool_call(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+    kind: ToolKind = "function" if item.type == "function_call" else "custom"
+    place, text = ("arguments", item.arguments) if kind == "function" else ("input", item.input)
+    if not (item.call_id and item.name) or not isinstance(text, str):
+        raise invalid(field, f"is a {item.type} without call_id, name or {place}")
+    name = toolbox.model_name(ToolName(item.name, kind, item.namespace or None))
+    function = input_call(name, text) if kind == "custom" else schema.FunctionCall(name=name, arguments=text)
+    return _call(item.call_id, function)
+
+
+def _tool_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+    if not item.call_id or item.output is None:
+        raise invalid(field, f"is a {item.type} without call_id or output")
+    return _result(item.call_id, _output(item.output, f"{field}.output"))
+
+
+def _client_call(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+    arguments = _as_text(item.action or item.operation or item.arguments or {})
+    function = schema.FunctionCall(name=item.type.removesuffix("_call"), arguments=arguments)
+    return _call(item.call_id or item.id or item.type, function)
+
+
+def _client_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+    output = item.output if item.output is not None else item.status or ""
+    return _result(item.call_id or item.id or item.type, _as_text(output))
+
+
+def _search_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+    return _result(item.call_id or item.id or "", _names_of(item.tools))
+
+
+_READERS: Final[Mapping[str, Callable[[InputItem, str, Toolbox], schema.Message | None]]] = {
+    "message": _message,
+    **dict.fromkeys(("function_call", "custom_tool_call"), _tool_call),
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), _tool_output),
+    **dict.fromkeys(("reasoning", "additional_tools"), lambda item, field, toolbox: None),
+    **dict.fromkeys(_CLIENT_RUN, _client_call),
+    **dict.fromkeys((f"{kind}_output" for kind in _CLIENT_RUN), _client_output),
+    "tool_search_output": _search_output,
+}
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else encode_json(value).decode()
+
+
+def _result(call_id: str, content: str | list[schema.TextPart]) -> schema.Message:
+    return schema.Message(role="tool", tool_call_id=call_id, content=content)
 
 
 def _call(id_: str, function: schema.FunctionCall) -> schema.Message:

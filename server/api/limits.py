@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from server.errors import ContextLengthError
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.tokenizer import TooManyTokensError

@@ -30,7 +30,7 @@ from server.api.limits import TokenLimits
 from server.api.tokenize import encode_any
 from server.auth.identity import Identity, identity_of
 from server.errors import ApiError, anthropic_error
-from server.event_loop import rested
+from server.event_loop import sliced
 from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
@@ -87,7 +87,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
     messages, dropped = [], list[Ignored]()
     if request.system is not None:
         messages.append(schema.Message(role="system", content=_text(request.system)))
-    async for index, message in rested(enumerate(request.messages)):
+    async for index, message in sliced(enumerate(request.messages)):
         message.check(f"messages[{index}]")
         messages += _messages(message, f"messages[{index}]")
         dropped += _dropped(message, f"messages[{index}].content")

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from server.api.formatting import json_response
 from server.auth.identity import identity_of
 from server.errors import is_for_anthropic
-from server.models import Models, ServedModel
+from server.models.registry import Models
+from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 
 OWNED_BY: Final = "headstart"

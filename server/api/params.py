@@ -9,8 +9,8 @@ from typing import Final
 
 from server.api.limits import in_vocabulary
 from server.errors import InvalidRequestError
-from server.event_loop import rested
-from server.models import ServedModel
+from server.event_loop import sliced
+from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules
@@ -87,7 +87,7 @@ def text_rules(
 
 async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs = []
-    async for key, value in rested(bias.items()):
+    async for key, value in sliced(bias.items()):
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
             raise invalid(
                 "logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys, got {key[:40]!r}"

@@ -17,7 +17,7 @@ from server.api.limits import TokenLimits, in_vocabulary
 from server.api.messages import messages_intent
 from server.api.responses import responses_intent
 from server.api.tokenize import encode_any
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit, invalid
 from server.schema.fields import ModelFields
 from server.schema.intent import Conversation

@@ -19,8 +19,9 @@ from server.api.ignored_tools import IgnoredTools, ignored_header
 from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError
-from server.event_loop import rested
-from server.models import Models, ServedModel
+from server.event_loop import sliced
+from server.models.registry import Models
+from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit, invalid, read_json, require_json
 from server.schema.fields import TokenId
 from server.schema.requests import CHAT
@@ -76,7 +77,7 @@ class TokenizeApi:
             ids = await encode_any(request.prompt, model, "prompt", add_bos=request.add_special_tokens is not False)
         texts = None
         if request.return_token_strs:
-            texts = [token_text(model.tokenizer.token_bytes, id_) async for id_ in rested(ids)]
+            texts = [token_text(model.tokenizer.token_bytes, id_) async for id_ in sliced(ids)]
         answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": texts}
         return json_response(answer, ignored_header(ignored))
 

@@ -22,7 +22,7 @@ from server.api.prompts import Api, Parting, Prompt, compare, read_prompt
 from server.cli.common import REFUSED, CommandError, between, fetch_json, secret_file
 from server.config import GatewayConfig
 from server.errors import ApiError
-from server.models import ServedModel, build_model
+from server.models.served_model import ServedModel, build_model
 from server.text.chat_template import TemplateError
 from server.text.differences import Difference, differences, shared_length
 from server.text.tokenizer import TokenizerError

@@ -15,10 +15,14 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import MutableMapping
+from http import HTTPStatus
 from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from server.errors import ApiError
+from server.http.middleware import new_request_id
 
 _VERSION: Final = b"HTTP/1.1 "
 _CONTINUE: Final = b"HTTP/1.1 100 "
@@ -114,3 +118,17 @@ class Http10Answer:
             cycle.keep_alive = cycle.chunked_encoding = False
         elif cycle.keep_alive and b"connection" not in names:
             head["headers"] = [*headers, (b"connection", b"keep-alive")]
+
+
+def error_bytes(error: ApiError) -> bytes:
+    """Return a whole response, after which the connection closes."""
+    body = error.body()
+    headers = [
+        *error.headers(),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+        (b"x-request-id", new_request_id().encode()),
+    ]
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+    reason = HTTPStatus(error.status).phrase.encode()
+    return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (error.status, reason, lines, body)

@@ -15,8 +15,6 @@ TLS such an end is the client's, as neither asyncio nor uvloop keeps half a TLS 
 from __future__ import annotations
 
 from asyncio import TimerHandle
-from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any, Final, Literal, NoReturn
 
 from starlette.types import ASGIApp
@@ -24,9 +22,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server.errors import ApiError, HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.event_loop import ByteCollector
-from server.http.answer import AnswerTransport, Http10Answer
+from server.http.answer import AnswerTransport, Http10Answer, error_bytes
+from server.http.connections import ConnectionLimit, HttpLimits
 from server.http.head import FRAMING, read_head
-from server.http.middleware import new_request_id
 from server.http.stream import CLIENT, ClientConnection
 
 LINGER_S: Final = 1.0
@@ -42,51 +40,6 @@ WRITE_STALL_S: Final = 120.0
 """A client has to take some of its answer in such a time once our buffer is full."""
 FIRST_PROBE_S: Final = 0.25
 """A client that sends no more is probed at once, after this, and then after three times the last wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    max_header_bytes: int
-    header_timeout_s: float
-    body_timeout_s: float
-    max_connections: int
-    drain_grace_s: float
-
-
-class ConnectionLimit:
-    """Bounds the open connections of a port: the one that has waited longest for a request makes room for a new one."""
-
-    def __init__(self, max_connections: int) -> None:
-        self._max_connections = max_connections
-        self._num_open = 0
-        self._waiting: dict[GatewayProtocol, None] = {}
-        """Connections without a complete head, the longest wait first."""
-
-    def open(self, connection: GatewayProtocol) -> bool:
-        """Return False when every other connection is at work, so that this one has to go."""
-        self._num_open += 1
-        self._waiting[connection] = None
-        if self._num_open <= self._max_connections:
-            return True
-        oldest = next(iter(self._waiting))
-        if oldest is connection:
-            return False
-        del self._waiting[oldest]
-        oldest.drop()
-        return True
-
-    def begin(self, connection: GatewayProtocol) -> None:
-        """Note that the head of its request is complete."""
-        self._waiting.pop(connection, None)
-
-    def end(self, connection: GatewayProtocol) -> None:
-        """Note that it was answered, and may send another request."""
-        self._waiting[connection] = None
-
-    def close(self, connection: GatewayProtocol) -> None:
-        """Call once for each `open`."""
-        self._num_open -= 1
-        self._waiting.pop(connection, None)
 
 
 class _RefusedError(Exception):
@@ -390,7 +343,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if is_begun:
             self.transport.close()
         else:
-            self._close_with(_response(error or InvalidRequestError("This is not a valid HTTP request.")))
+            self._close_with(error_bytes(error or InvalidRequestError("This is not a valid HTTP request.")))
 
     def _close_with(self, response: bytes) -> None:
         transport: Any = self.transport
@@ -417,16 +370,3 @@ class GatewayProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(self._limits.body_timeout_s, self._on_timeout)
         elif not self.transport.is_closing():
             self.transport.close()
-
-
-def _response(error: ApiError) -> bytes:
-    body = error.body()
-    headers = [
-        *error.headers(),
-        (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),
-        (b"x-request-id", new_request_id().encode()),
-    ]
-    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-    reason = HTTPStatus(error.status).phrase.encode()
-    return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (error.status, reason, lines, body)

@@ -14,7 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from server.event_loop import ByteCollector
-from server.http.protocol import ConnectionLimit, GatewayProtocol, HttpLimits
+from server.http.connections import ConnectionLimit, HttpLimits
+from server.http.protocol import GatewayProtocol
 
 log = logging.getLogger(__name__)
 

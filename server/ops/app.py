@@ -119,7 +119,7 @@ class OpsApi:
         tag = None if tenant is None else self.of_tenant(tenant).tag
         answer = {
             "prefixes": self.overview.prefixes(int(limit), request.query_params.get("model")),
-            "partings": self.overview.router.partings.top(int(limit), tag),
+            "partings": self.overview.partings.top(int(limit), tag),
         }
         return json_response(answer)
 

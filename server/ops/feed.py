@@ -188,7 +188,7 @@ class Feed:
 
     def _shared(self) -> dict[str, Any]:
         prefixes = tree_rows(self._overview.prefixes(MAX_ROWS))
-        return {"prefixes": prefixes, "partings": self._overview.router.partings.top()}
+        return {"prefixes": prefixes, "partings": self._overview.partings.top()}
 
     def _send_snapshot(self) -> None:
         overview, at = self._overview, time.time()

@@ -17,19 +17,21 @@ from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
 from server.router.prefix_tree import SharedPrefix
+from server.router.router import Router
 from server.workers.fleet import NoIndex, state_of
 
 
 class Overview(Collector):
     """Reads the parts of one gateway. Nothing but `index_report` waits."""
 
-    def __init__(self, api: PublicApi, services: EndpointServices, index: RedisIndex | NoIndex) -> None:
+    def __init__(self, api: PublicApi, services: EndpointServices, router: Router, index: RedisIndex | NoIndex) -> None:
         self.api = api
         self.services = services
         self.index = index
         self.metrics = services.requests.metrics
-        self.router = services.requests.router
-        self.fleet = self.router.fleet
+        self.partings = services.requests.partings
+        self.router = router
+        self.fleet = router.fleet
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, and its load as last reported."""
@@ -158,7 +160,7 @@ def index_row(entry: RegistryEntry) -> dict[str, Any]:
         "model": member.model,
         "url": member.url,
         "epoch": member.epoch,
-        "generation": entry.generation,
+        "generation": entry.set_version,
         "blocks": entry.num_entries,
         "tokens": entry.num_entries * member.block_size,
         "tier_blocks": entry.num_tier_entries,

@@ -116,7 +116,7 @@ export class Decisions {
     byId("why").hidden = false;
     byId("why-empty").hidden = true;
     byId("verdict").replaceChildren(...verdict(decision, this.policy));
-    const most = Math.max(1e-9, ...decision.candidates.map((each) => each.wait_s + each.load_s + each.prefill_s));
+    const most = Math.max(1e-9, ...decision.candidates.map((each) => each.wait_s + each.fetch_s + each.prefill_s));
     while (this.costs.length < decision.candidates.length) this.costs.push(new CostRow(byId("costs")));
     this.costs.forEach((row, i) => row.show(decision.candidates[i], decision, most));
     const rest = decision.num_candidates - decision.candidates.length;
@@ -191,9 +191,9 @@ class CostRow {
     this.held = h("td", { class: "number" });
     this.guard = h("span", { class: "guard" });
     this.wait = h("i", { class: "wait" });
-    this.load = h("i", { class: "load" });
+    this.fetch = h("i", { class: "fetch" });
     this.prefill = h("i", { class: "prefill" });
-    this.bar = h("span", { class: "stack", role: "img" }, this.wait, this.load, this.prefill);
+    this.bar = h("span", { class: "stack", role: "img" }, this.wait, this.fetch, this.prefill);
     this.cost = h("td", { class: "number" });
     this.element = h("tr", {}, this.worker, this.held, h("td", {}, this.guard, this.bar), this.cost);
     body.append(this.element);
@@ -211,10 +211,10 @@ class CostRow {
     this.bar.hidden = !this.guard.hidden;
     setText(this.guard, candidate.guard ?? "");
     setStyle(this.wait, "width", `${((100 * candidate.wait_s) / most).toFixed(2)}%`);
-    setStyle(this.load, "width", `${((100 * candidate.load_s) / most).toFixed(2)}%`);
+    setStyle(this.fetch, "width", `${((100 * candidate.fetch_s) / most).toFixed(2)}%`);
     setStyle(this.prefill, "width", `${((100 * candidate.prefill_s) / most).toFixed(2)}%`);
-    const load = candidate.load_s ? `${seconds(candidate.load_s)} load, ` : "";
-    const text = `${seconds(candidate.wait_s)} wait, ${load}${seconds(candidate.prefill_s)} prefill`;
+    const fetched = candidate.fetch_s ? `${seconds(candidate.fetch_s)} fetch, ` : "";
+    const text = `${seconds(candidate.wait_s)} wait, ${fetched}${seconds(candidate.prefill_s)} prefill`;
     setAttribute(this.bar, "aria-label", text);
     setAttribute(this.bar, "title", text);
     setText(this.cost, candidate.cost === null ? NONE : candidate.cost.toFixed(3));

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cache.hashing import hash_chain
 from cache.types import BlockHash
-from server.models import ServedModel
+from server.models.served_model import ServedModel
 from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules

@@ -1,4 +1,4 @@
-"""One prompt's way through the fleet: place, send, read frames, and take the rest elsewhere when a worker fails.
+"""One prompt's way through the fleet: place, send, read frames, and resume on another worker when one fails.
 
     place --> send --> Started --> Tokens ... --> End
       ^
@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -28,13 +28,13 @@ from server.errors import InternalError, WorkerLostError
 from server.metrics import GatewayMetrics, known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.hints import NO_HINTS, RoutingHints
-from server.request.limits import PromptTokenLimiter
-from server.request.retry import AttemptHistory, RetryState, Stage, WorkerFailed, soonest_error
+from server.request.queue_limit import PromptTokenLimiter
+from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
+from server.request.retry_state import RetryState
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
-from server.router.placement import Placement
-from server.router.router import Router
-from server.router.types import NoWorkerError, TtftBudgetError
-from server.text.retokenisation import RetokenisationCheck
+from server.router.partings import Partings
+from server.router.placement import Placement, Placer
+from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.workers.client import GenerateStream, StallWatch, WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import (
@@ -66,13 +66,13 @@ class RequestServices:
     """The parts that every generation of this process shares."""
 
     gateway_id: GatewayId
-    router: Router
+    router: Placer
+    partings: Partings
     client: WorkerClient
     watch: StallWatch
     metrics: GatewayMetrics
     retry: RetryState
     limiter: PromptTokenLimiter
-    retokenisation: RetokenisationCheck = field(default_factory=RetokenisationCheck)
 
 
 class Generation:
@@ -85,7 +85,7 @@ class Generation:
         deadline_s: float | None = None,
         hints: RoutingHints = NO_HINTS,
     ) -> None:
-        """`deadline_s`: when the client's time is over, on the monotonic clock."""
+        """`deadline_s`: the end of the client's time, on the monotonic clock."""
         self.spec = spec
         self._services = services
         self._deadline_s = deadline_s
@@ -94,14 +94,14 @@ class Generation:
         """The worker that first took the request."""
         self.promised_tokens = 0
         self.num_cached_tokens: int | None = None
-        """Prompt tokens that the first worker found in its cache, or got from elsewhere."""
-        self.loaded_tokens: Mapping[str, int] = {}
-        """Those of them that came from elsewhere than its pool, by place."""
+        """Prompt tokens that the first worker found in its cache or fetched."""
+        self.fetched_tokens: Mapping[str, int] = {}
+        """Those of them that it fetched into its pool, by place."""
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.embedding = b""
         """float32, little-endian, where the spec asks for one."""
         self.client_has_output = False
-        """Set when the client has seen a part, which may not be taken back."""
+        """Set once output has been sent to the client and cannot be retracted."""
         self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
         self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services.retry)
@@ -119,7 +119,7 @@ class Generation:
 
     @property
     def num_reused_tokens(self) -> int:
-        """Cached prompt tokens: what the worker found or, until it has looked, whole blocks that were promised."""
+        """Cached prompt tokens: those that the worker found or, before its prefill, the promised whole blocks."""
         if self.num_cached_tokens is not None:
             return self.num_cached_tokens
         return self.promised_tokens - self.promised_tokens % self.spec.model.bundle.block_size
@@ -137,58 +137,40 @@ class Generation:
         return None not in [choice.finish_reason for choice in self.choices]
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Generate every choice; `deliver` what is new as it arrives. Call `take_deltas` for the last part.
+        """Generate every choice, and `deliver` deltas as they arrive. Call `take_deltas` for the last ones.
 
-        That goes out together with whatever ends the response. Without `deliver` it is the whole answer.
-        Raises ApiError, also for a poison request, or when no more prompts may wait.
+        The caller sends them together with the end of the response; without `deliver` they are the whole answer.
+        Raises ApiError, also for a poison request or when no more prompts may wait.
         """
         spec, services = self.spec, self._services
-        services.retry.budget.num_requests += 1
+        services.retry.budget.earn()
         if spec in services.retry.poison:
-            raise InternalError("This request has failed a moment ago and is not tried again.")
+            raise InternalError("This request has failed recently and is not tried again.")
         services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
-        if (same := services.retokenisation.continued(self.route.hashes)) is not None:
-            services.metrics.continued.inc("same" if same else "other")
         try:
             while not self.finished:
                 await self._attempt(await self._place(), deliver)
         finally:
             self._release()
-        if len(self.choices) == 1 and spec.embed is None:
-            output_ids, block_size = self.choices[0].output_ids, spec.model.bundle.block_size
-            services.retokenisation.answered(spec.prompt_ids, self.route.hashes, output_ids, block_size)
 
     def take_deltas(self) -> list[ChoiceDelta]:
-        """Return what each choice gained since the last call."""
+        """Return the new output of each choice since the last call."""
         return [delta for choice in self.choices if (delta := choice.take_delta()) is not None]
 
+    def commit(self) -> None:
+        """Record that output has been sent to the client."""
+        self.client_has_output = True
+
     async def _place(self) -> Placement:
-        """Return a worker for the next attempt, as soon as there is one. Raises ApiError."""
-        spec, history, services = self.spec, self._history, self._services
+        """Return a worker for the next attempt as soon as there is one. Raises ApiError."""
         while True:
             resumed = self.num_output_tokens > 0
-            full: Mapping[WorkerIncarnation, WorkerRefused] = {}
-            if not (resumed or history.num_losses):
-                full = services.retry.backpressure.refusals(spec.tenant)
-            workers = services.router.fleet.workers(spec.model.name) if full else ()
-            if full and all((each.worker_id, each.epoch) in full for each in workers):
-                raise soonest_error(full.values(), spec)
-            request = self.route
-            if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
-                request = replace(request, ttft_budget_s=self._ttft_budget_s)
-            if resumed or full or history.excluded:
-                request = replace(request, excluded=history.excluded.union(full))
-                if resumed:
-                    required = (*request.required, *resume_features(spec.sampling))
-                    longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
-                    num_tokens = max(request.num_context_tokens, len(spec.prompt_ids) + longest + 1)
-                    request = replace(
-                        request, numerics=self._numerics, required=required, num_context_tokens=num_tokens
-                    )
+            full = {} if resumed or self._history.num_losses else self._full_workers()
+            request = self._next_route(full, resumed=resumed)
             try:
                 with trace_stage("route") as trace:
-                    placement = await services.router.place(request)
+                    placement = await self._services.router.place(request)
                     if trace is not None:
                         trace.span.set_attribute("headstart.worker", placement.worker.worker_id)
                         trace.span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
@@ -196,31 +178,54 @@ class Generation:
                 raise
             except NoWorkerError as error:
                 if full:
-                    raise soonest_error(full.values(), spec) from error
+                    raise soonest_error(full.values(), self.spec) from error
                 await self._recover_without_worker(error, resumed=resumed)
                 continue
-            if self.worker is None or not self.client_has_output:
-                self.worker = placement.worker
-                self.promised_tokens = placement.promised_tokens
-            if resumed:
-                services.metrics.resumed.inc()
-            if placement.source is not None:
-                services.metrics.planned_fetches.inc()
-            self._numerics = placement.worker.numerics
+            self._placed(placement, resumed=resumed)
             return placement
 
+    def _full_workers(self) -> Mapping[WorkerIncarnation, WorkerRefused]:
+        """Return the workers that are full for the tenant. Raises ApiError if all are."""
+        retry = self._services.retry
+        full = retry.backpressure.refusals(self.spec.tenant)
+        workers = retry.fleet.workers(self.spec.model.name) if full else ()
+        if full and all((each.worker_id, each.epoch) in full for each in workers):
+            raise soonest_error(full.values(), self.spec)
+        return full
+
+    def _next_route(self, full: Mapping[WorkerIncarnation, WorkerRefused], *, resumed: bool) -> RouteRequest:
+        """Return the request to the router for the next attempt, without `full` and excluded workers."""
+        request, history = self.route, self._history
+        if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
+            request = replace(request, ttft_budget_s=self._ttft_budget_s)
+        if full or history.excluded:
+            request = replace(request, excluded=history.excluded.union(full))
+        if resumed:
+            required = (*request.required, *resume_features(self.spec.sampling))
+            longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
+            num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
+            request = replace(request, numerics=self._numerics, required=required, num_context_tokens=num_tokens)
+        return request
+
+    def _placed(self, placement: Placement, *, resumed: bool) -> None:
+        metrics = self._services.metrics
+        if self.worker is None or not self.client_has_output:
+            self.worker = placement.worker
+            self.promised_tokens = placement.promised_tokens
+        if resumed:
+            metrics.resumed.inc()
+        if placement.source is not None:
+            metrics.planned_fetches.inc()
+        self._numerics = placement.worker.numerics
+
     async def _recover_without_worker(self, error: NoWorkerError, *, resumed: bool) -> None:
-        """Prepare another search for a worker. Raises ApiError when that cannot help."""
+        """Prepare another search for a worker. Raises ApiError if another search cannot help."""
         history = self._history
-        if resumed and not self.client_has_output:  # the client has seen nothing: start from the prompt on any worker
+        if resumed and not self.client_has_output:  # start again from the prompt, on any worker
             for choice in self.choices:
                 choice.reset()
             self._services.metrics.restarted.inc()
-        elif (
-            not error.unsupported
-            and error.longest_context is None
-            and (history.readmit_lost() or (not error.contended and history.may_wait()))
-        ):
+        elif not error.unsupported and error.longest_context is None and (history.readmit_lost() or history.may_wait()):
             await asyncio.sleep(WORKER_WAIT_S)
         elif resumed:
             message = "The worker was lost and no other can continue its answer."
@@ -231,7 +236,7 @@ class Generation:
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Let one worker generate the unfinished choices. Raises ApiError when no other attempt may follow."""
         worker = placement.worker
-        self._history.stage = Stage.SENT
+        self._history.reached(Stage.SENT)
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
                 request = self._wire_request(worker, placement.source, attempt_carrier(trace))
@@ -244,7 +249,7 @@ class Generation:
             if not (isinstance(error, WorkerLost) and self.finished):  # else only the End frame is missing
                 self._record_failure(worker, error)
         finally:
-            placement.close()
+            self._services.router.closed(placement)
         if deliver is not None and (deltas := self.take_deltas()):
             await deliver(deltas)
 
@@ -287,7 +292,7 @@ class Generation:
         self, stream: GenerateStream, placement: Placement, trace: Trace | None, deliver: Deliver | None
     ) -> None:
         history = self._history
-        history.stage = Stage.ACCEPTED
+        history.reached(Stage.ACCEPTED)
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
                 if isinstance(frame, Embedding):
@@ -314,7 +319,7 @@ class Generation:
     def _choice(self, index: int) -> Choice:
         """Raises WorkerLost."""
         if not 0 <= index < len(self.choices):
-            raise WorkerLost(f"the worker speaks of choice {index}, there are {len(self.choices)}")
+            raise WorkerLost(f"invalid choice index {index} from worker; expected < {len(self.choices)}")
         return self.choices[index]
 
     def _handle_control_frame(
@@ -331,13 +336,13 @@ class Generation:
                         raise WorkerLost(f"{stream.url}: Finished without the embedding")
                     choice.finish("stop" if frame.reason == "stop" else "length", frame.stop_token_id)
             case Started():
-                self._history.stage = Stage.PREFILLING
-                placement.prefill_started(frame.num_cached_tokens)
+                self._history.reached(Stage.PREFILLING)
+                self._services.router.started(placement, frame.num_cached_tokens)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
-                    self.loaded_tokens = known_places(frame.loaded_tokens or {})
+                    self.fetched_tokens = known_places(frame.loaded_tokens or {})
                     metrics = self._services.metrics
-                    metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens, self.loaded_tokens)
+                    metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens, self.fetched_tokens)
             case PromptLogprobs():
                 self.prompt_logprobs = frame.positions
             case Failed():
@@ -350,15 +355,15 @@ class Generation:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
 
     def _correct(self, placement: Placement, num_cached_tokens: int) -> None:
-        """Take the engine's own count in the place of its worker's guess."""
-        placement.correct(num_cached_tokens)
+        """Replace the worker's guess by the engine's own count."""
+        self._services.router.corrected(placement, num_cached_tokens)
         if placement.worker is self.worker and self.num_cached_tokens is not None:
             self._services.metrics.correct_prompt(self.num_cached_tokens, num_cached_tokens)
             self.num_cached_tokens = num_cached_tokens
 
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:
         self._history.answered()
-        placement.first_token()
+        self._services.router.first_token(placement)
         self._release()
         if trace is not None:
             trace.first_token(self.num_cached_tokens)
@@ -369,7 +374,7 @@ class Generation:
             self._services.limiter.release(self.spec.tenant, len(self.spec.prompt_ids))
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
-        """Abort a choice that a stop string ended: the worker, which knows tokens only, still writes it."""
+        """Abort a choice that a stop string ended: workers see only tokens, so this one still generates."""
         self._stopped_early = True
         if not self.finished:  # else the connection is closed, which ends all
             task = asyncio.create_task(self._abort(worker, choice.index))

@@ -15,7 +15,7 @@ from server.request.request import Deliver, Generation
 from server.schema.grammar_schema import relaxed_header
 
 MAX_AT_ONCE: Final = 64
-"""Prompts of one request that are at workers; the next begins when one has ended."""
+"""Prompts of one request that run at a time; the next starts when one has ended."""
 
 
 class ResponseStream:
@@ -29,7 +29,7 @@ class ResponseStream:
         self._guard: CancelOnDisconnect | None = None
 
     def guard(self, client: ClientConnection) -> CancelOnDisconnect:
-        """Return a context that is cancelled at the deadline, at shutdown, and when the client goes away."""
+        """Return a context that is cancelled at the deadline, at shutdown, and when the client disconnects."""
         self._guard = CancelOnDisconnect(client, max(0.0, self._deadline_s - time.monotonic()))
         return self._guard
 
@@ -68,12 +68,12 @@ class ResponseStream:
         return self.generations[0]
 
     def commit(self) -> None:
-        """Record that the client has seen a part."""
+        """Record that output has been sent to the client."""
         for generation in self.generations:
-            generation.client_has_output = True
+            generation.commit()
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Run every generation, and `deliver` the deltas of all as they come. Raises ApiError.
+        """Run every generation, and `deliver` the deltas of all as they arrive. Raises ApiError.
 
         Call `take_deltas` for the last part.
         """
@@ -101,13 +101,13 @@ class ResponseStream:
             raise failures.exceptions[0] from failures
 
     def take_deltas(self) -> list[ChoiceDelta]:
-        """Return what each choice gained since the last call, by index."""
+        """Return the new output of each choice since the last call."""
         return [delta for generation in self.generations for delta in generation.take_deltas()]
 
     def usage(self) -> dict[str, object]:
-        """Count tokens. A prompt is charged once, whatever the number of its choices.
+        """Return OpenAI's `usage`. A prompt is charged once for all of its choices.
 
-        Cached tokens that came from elsewhere than the worker's pool have a field of our own.
+        The extra field `headstart` counts the cached tokens that were not in the worker's pool, by place.
         """
         prompt_tokens = sum([len(generation.spec.prompt_ids) for generation in self.generations])
         output_tokens = self.num_output_tokens
@@ -121,18 +121,18 @@ class ResponseStream:
         }
 
     def _places(self) -> dict[str, object]:
-        loaded = sum([Counter(generation.loaded_tokens) for generation in self.generations], Counter())
-        split = {"pool": max(0, self.num_cached_tokens - loaded.total()), **loaded}
-        return {"headstart": split} if loaded else {}
+        fetched = sum([Counter(generation.fetched_tokens) for generation in self.generations], Counter())
+        split = {"pool": max(0, self.num_cached_tokens - fetched.total()), **fetched}
+        return {"headstart": split} if fetched else {}
 
     def worker_ids(self) -> str:
-        """Name the workers that took the prompts, each once."""
+        """Return the ids of the workers that served the prompts, without duplicates."""
         return ",".join(dict.fromkeys([g.worker.worker_id for g in self.generations if g.worker is not None]))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that name the workers, count the cached tokens, and name what is left to the model.
+        """Return the headers for the workers, the cached tokens, and the schema parts that are not enforced.
 
-        A stream whose keep-alive comes before its prefill has only the index's promise, in whole blocks.
+        If a keep-alive precedes the prefill, the cached tokens are those that the index promised, in whole blocks.
         """
         worker_ids = self.worker_ids()
         if not worker_ids:

@@ -1,8 +1,8 @@
-"""Decide whether a failed attempt is repeated, and name the error that the client gets when it is not.
+"""Decide whether a failed attempt is repeated, and which error the client gets when it is not.
 
-A worker's death says little about its requests, except for those that it had accepted but not yet given a token: these
-are poison candidates. The next worker prefills candidates one at a time, and sends Started for each, so that a second
-death has one culprit at most. A token clears a request.
+A request that a worker had accepted but not yet given a token may have killed it: it is a poison candidate. The next
+worker prefills candidates one at a time and sends Started for each, so a second death has at most one culprit. A
+token clears a request.
 
 Source: docs/reliability.md, "How it works".
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
@@ -29,25 +28,23 @@ from server.errors import (
     WorkerLostError,
     as_api_error,
 )
-from server.metrics import GatewayMetrics
 from server.request.choice import GenerationSpec
-from server.request.limits import BackpressureCache, PoisonCache, RetryBudget
+from server.request.retry_state import RetryState
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerAbsent, WorkerLost, WorkerRefused
-from server.workers.fleet import Fleet
 from worker.wire import Failed
 
 log = logging.getLogger(__name__)
 
 MAX_SUSPICIONS: Final = 2
-"""At this many deaths during its prefill, a request counts as poison."""
+"""A request counts as poison after this many deaths during its prefill."""
 MAX_LOSSES: Final = 5
 MAX_REFUSALS: Final = 8
 MAX_READMISSIONS: Final = 2
 MAX_WAITS: Final = 4
 _RETRIED_STATUSES: Final = frozenset({409, 429, 502, 503, 504})
 _REPLACED: Final = frozenset({"wrong_epoch", "not_ready", "wrong_protocol"})
-"""Refusals that say: another process, or another epoch, has the place of the worker that was chosen."""
+"""Refusals by another process, or another epoch, at the address of the chosen worker."""
 
 
 class WorkerFailed(Exception):
@@ -59,45 +56,38 @@ class WorkerFailed(Exception):
 
 
 class Stage(Enum):
-    """How far an attempt has come."""
+    """The progress of an attempt."""
 
     SENT = auto()
     ACCEPTED = auto()
     PREFILLING = auto()
-    """The worker has said that the prefill begins."""
+    """The worker has reported the start of the prefill."""
     ANSWERED = auto()
-    """A token has come."""
-
-
-@dataclass(slots=True, eq=False)
-class RetryState:
-    """The state shared by every generation of this process, for judging failed attempts."""
-
-    fleet: Fleet
-    metrics: GatewayMetrics
-    budget: RetryBudget = field(default_factory=RetryBudget)
-    poison: PoisonCache = field(default_factory=PoisonCache)
-    backpressure: BackpressureCache = field(default_factory=BackpressureCache)
+    """A token has arrived."""
 
 
 class AttemptHistory:
-    """The attempts of one generation: how far the current one has come, and how the others failed."""
+    """The attempts of one generation: the progress of the current one, and how the others failed."""
 
     def __init__(self, spec: GenerationSpec, state: RetryState) -> None:
         self._spec = spec
         self._state = state
         self.stage = Stage.SENT
         self.excluded: frozenset[WorkerIncarnation] = frozenset()
-        """Workers that shall not get the request again, unless they have restarted."""
+        """Workers excluded for this request until they restart."""
         self.num_losses = 0
         self._num_deaths = 0
-        """Losses of workers that may have had the request, and may be lost because of it."""
+        """Losses of workers that may have received the request, and may be lost because of it."""
         self.num_suspicions = 0
-        """Workers that were lost in the request's prefill: it is a poison candidate."""
+        """Workers lost during the request's prefill; above 0 it is a poison candidate."""
         self._refusals: list[WorkerRefused] = []
         self._num_refusals = 0
         self._num_readmissions = 0
         self._num_waits = 0
+
+    def reached(self, stage: Stage) -> None:
+        """Record the progress of the current attempt."""
+        self.stage = stage
 
     def answered(self) -> None:
         """Record the attempt's first token: the request is no poison candidate."""
@@ -114,7 +104,7 @@ class AttemptHistory:
                 failure = self._refused(worker, error)
             case WorkerFailed(failed=Failed(retryable=False) as failed):
                 failure = error_of(failed, self._spec)
-            case WorkerFailed(failed=Failed(code="queue_full") as failed):  # by another engine, behind its adapter
+            case WorkerFailed(failed=Failed(code="queue_full") as failed):  # by another engine, through its adapter
                 failure = self._refused(worker, WorkerRefused(429, failed))
             case WorkerFailed(failed=Failed(code="draining" | "not_ready")):
                 self._exclude(worker)
@@ -123,21 +113,19 @@ class AttemptHistory:
             case _:
                 failure = self._lost(worker, error)
         if failure is None:
-            log.info(
-                "%s: another attempt follows that at worker %s: %s", self._spec.request_id, worker.worker_id, error
-            )
+            log.info("%s: attempt at worker %s failed, retrying: %s", self._spec.request_id, worker.worker_id, error)
             return
         if isinstance(failure, InternalError) and not isinstance(error, WorkerRefused):
-            log.error("%s: the request is refused from now on: it has failed on its own", self._spec.request_id)
+            log.error("%s: quarantining poison request", self._spec.request_id)
             self._state.poison.add(self._spec)
             self._state.metrics.quarantined.inc()
         try:
             raise failure from error
         finally:
-            del failure  # in the traceback's frame it would be a cycle
+            del failure  # else the traceback's frame would make a cycle
 
     def readmit_lost(self) -> bool:
-        """Let the lost workers have the request again, if they live. Return whether that is allowed."""
+        """Allow workers lost earlier to be tried again. Return False if that is not allowed."""
         if not self.num_losses or self.num_suspicions or self._num_readmissions >= MAX_READMISSIONS:
             return False
         self._num_readmissions += 1
@@ -145,12 +133,12 @@ class AttemptHistory:
         return True
 
     def may_wait(self) -> bool:
-        """Return whether to wait for a worker to start in the place of one that stops."""
+        """Return whether to wait for a replacement worker."""
         self._num_waits += 1
         return not self.num_losses and self._num_waits <= MAX_WAITS
 
     def no_worker_error(self, error: NoWorkerError) -> ApiError:
-        """Say why there is no worker. Prefer the workers' own errors to the router's."""
+        """Return the error for the client. Workers' own errors are preferred to the router's."""
         if error.unsupported:
             param = self._spec.grammar_param if error.unsupported[0].startswith("grammar:") else error.unsupported[0]
             return InvalidRequestError(f"{error} Leave it out, or ask for another model.", param=param)
@@ -169,7 +157,7 @@ class AttemptHistory:
 
     def _refused(self, worker: WorkerMember, refusal: WorkerRefused) -> ApiError | None:
         state, spec, failed = self._state, self._spec, refusal.failed
-        refusal = WorkerRefused(refusal.status, failed)  # it is kept, and its traceback would keep the request
+        refusal = WorkerRefused(refusal.status, failed)  # without a traceback, which would keep the request alive
         state.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
             state.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
@@ -179,7 +167,7 @@ class AttemptHistory:
         if refusal.status in _RETRIED_STATUSES or failed.retryable:
             self._refusals.append(refusal)
             self._num_refusals += 1
-            if refusal.status != 409 or self._num_refusals > 1:  # 409: it has restarted, and its new epoch may have it
+            if refusal.status != 409 or self._num_refusals > 1:  # 409: it has restarted, its new epoch may be tried
                 self._exclude(worker)
             if self._num_refusals <= MAX_REFUSALS and (is_replaced or state.budget.spend()):
                 return None
@@ -196,7 +184,7 @@ class AttemptHistory:
         if isinstance(error, WorkerAbsent):
             return None
         self._num_deaths += 1
-        # A candidate is not suspected again before its prefill: the next worker says Started for one at a time.
+        # A candidate is suspected again only in its prefill: the next worker sends Started for one at a time.
         if self.stage is Stage.PREFILLING or (self.stage is Stage.ACCEPTED and not self.num_suspicions):
             self.num_suspicions += 1
         if self.num_suspicions >= MAX_SUSPICIONS:
@@ -207,13 +195,13 @@ class AttemptHistory:
 
 
 def soonest_error(refusals: Iterable[WorkerRefused], spec: GenerationSpec) -> ApiError:
-    """Repeat the refusal of the worker that will have room first."""
+    """Return the refusal of the worker that will accept requests soonest."""
     soonest = min(refusals, key=lambda refusal: refusal.retry_after_s)
     return error_of(soonest.failed, spec, soonest.status)
 
 
 def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) -> ApiError:
-    """Return what a worker's Failed frame means to the client."""
+    """Return the client's error for a worker's Failed frame."""
     match failed.code, status:
         case "context_length_exceeded", _:
             message, num_tokens = failed.message.rstrip("."), len(spec.prompt_ids)

@@ -12,8 +12,8 @@ from collections import deque
 from typing import Any, Final
 
 from server.rates import TokenBucket
+from server.router.cost import WorkerView
 from server.router.placement import Decision, Placement
-from server.router.types import WorkerView
 
 PER_S: Final = 16.0
 BURST: Final = 8.0
@@ -77,10 +77,11 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
             "worker": worker.member.worker_id,
             "matched_tokens": worker.matched_tokens,
             "pending_tokens": worker.pending_tokens,
-            "overlay_tokens": worker.pending_tokens,  # until 0.2: the name of before
+            "overlay_tokens": worker.pending_tokens,  # until 0.2: the former name
             "wait_s": worker.queue_s + worker.kv_wait_s,
             "moved_tokens": worker.cached_tokens - worker.matched_tokens,
-            "load_s": worker.load_s,
+            "fetch_s": worker.fetch_s,
+            "load_s": worker.fetch_s,  # until 0.2: the former name
             "prefill_s": worker.prefill_s,
             "cost": worker.score,
             "guard": worker.guard,

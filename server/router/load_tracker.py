@@ -9,22 +9,38 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
 
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
 from server.rates import DecayedRatio, DecayedSum
 
 _MAX_UNREPORTED_S = 2.0
-"""Own work that no report has shown for so long counts as assigned."""
+"""After this time, unreported work of this gateway counts as assigned."""
 _OTHERS_MEMORY_S = 60.0
 _MAX_REPORT_AGE_S = 1.0
 _RATE_MEMORY_S = 300.0
-"""A slow worker without another measurement for so long counts as one without any."""
+"""After this time without a new measurement, a slow worker counts as unmeasured."""
 _HIT_RATE_WINDOW_S = 120.0
 _MAX_COMPARED = 128
 """At most this many queued requests are examined; the rest is extrapolated."""
+
+
+class PrefillQueue(msgspec.Struct, frozen=True, gc=False):
+    """The prefills that have not ended at a worker."""
+
+    left_s: Sequence[float]
+    """Seconds left of own prefills, the oldest first."""
+    others_s: float
+    """Seconds left of all other gateways' prefills."""
+    scale: float = 1.0
+    """Own prefills over those examined."""
+    is_fifo: bool = False
+    """The engine runs prefills one after the other, in the order of their arrival."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +53,7 @@ class ActiveRequest:
     """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
     num_new_blocks: int
-    """Blocks that it takes, or will take, and that no report includes: the worker did not hold them."""
+    """Blocks that it takes or will take and that no report includes, since the worker did not hold them."""
     started_s: float | None = None
     closed: bool = False
 
@@ -61,7 +77,7 @@ class AssignedWork:
         self._unreported_s += prefill_s
 
     def observe(self, counter_s: float, written_s: float) -> None:
-        """Take in the worker's counter, written at `written_s`."""
+        """Apply the worker's counter, written at `written_s`."""
         if self._counter_s is not None:
             self._assigned.add(max(0.0, counter_s - self._counter_s - self._presumed_s), written_s)
         self._counter_s = counter_s
@@ -125,7 +141,7 @@ class WorkerLoadEstimate:
         return request
 
     def start(self, request: ActiveRequest, prefill_s: float, now_s: float) -> None:
-        """Begin its prefill, which takes `prefill_s` now that the worker has reported what it found cached."""
+        """Begin its prefill, which takes `prefill_s` now that the number of cached tokens is known."""
         if request in self._queue and request.started_s is None:
             self._advance(now_s)
             self.queued_s += prefill_s - request.prefill_s
@@ -134,7 +150,7 @@ class WorkerLoadEstimate:
             self._begun.append((now_s, request))
 
     def first_token(self, request: ActiveRequest) -> bool:
-        """Take it from the queue: its prefill is over. Return False if it was taken before."""
+        """Remove it from the queue: its prefill is over. Return False if it was removed before."""
         if request not in self._queue:
             return False
         del self._queue[request]
@@ -155,7 +171,7 @@ class WorkerLoadEstimate:
         return True
 
     def observe(self, load: WorkerLoad, written_s: float, gateway_id: GatewayId) -> None:
-        """Take in a report written at `written_s` of our clock; ignore one that is not newer than the last."""
+        """Apply a report written at `written_s` of the local clock, unless it is as old as the last."""
         if written_s <= self.reported_s:
             return
         self.reported_s = written_s
@@ -185,23 +201,13 @@ class WorkerLoadEstimate:
         weight = max(0.0, 1.0 - (now_s - self._measured_s) / _RATE_MEMORY_S)
         return max(self._tokens_per_s, median - weight * (median - self._tokens_per_s))
 
-    def queue(self, prefill_s: float, now_s: float) -> tuple[float, float]:
-        """Return how long the prefills here delay a new one of `prefill_s`, and how many it would displace.
-
-        A step goes half to the oldest prefill and half to the shortest. Of other gateways only the sum of their work
-        is known; it counts with the oldest.
-        """
+    def queue(self, now_s: float) -> PrefillQueue | None:
+        """Return the prefills at the worker; None if there are none."""
         if not self._queue and self._others_s <= 0.0:
-            return 0.0, 0.0
+            return None
         self._advance(now_s)
         left_s = [request.remaining_s for request in islice(self._queue, _MAX_COMPARED) if request.remaining_s > 0.0]
-        scale = max(1.0, len(self._queue) / _MAX_COMPARED)
-        oldest_s = (left_s[0] if left_s else 0.0) + self._others_left_s(sum(left_s), now_s)
-        shorter_s = scale * sum(seconds for seconds in left_s[1:] if seconds < prefill_s)
-        num_longer = scale * sum(seconds >= prefill_s for seconds in left_s[1:]) + (
-            0.5 if oldest_s > prefill_s else 0.0
-        )
-        return shorter_s + min(oldest_s, prefill_s + shorter_s), num_longer
+        return PrefillQueue(left_s, self._others_left_s(sum(left_s), now_s), max(1.0, len(self._queue) / _MAX_COMPARED))
 
     def report_age_s(self, now_s: float) -> float:
         """Return the age of the last report, at most 1 s; 0 if no other gateway sent work here in the last minute."""
@@ -210,7 +216,7 @@ class WorkerLoadEstimate:
         return min(_MAX_REPORT_AGE_S, max(0.0, now_s - self.reported_s))
 
     def _advance(self, now_s: float) -> None:
-        """Subtract from the started prefills what the worker has computed since the last call.
+        """Subtract the time since the last call from the started prefills.
 
         Each span goes half to the oldest and half to the shortest, until one of them is done.
         """
@@ -229,12 +235,12 @@ class WorkerLoadEstimate:
             running = [request for request in running if request.remaining_s > 1e-9]
 
     def _arrived(self, request: ActiveRequest) -> None:
-        """Stop counting its blocks as arriving: a report includes them, or it holds none any more."""
+        """Stop counting its blocks as arriving: a report includes them, or they are released."""
         self._num_arriving_blocks -= request.num_new_blocks
         request.num_new_blocks = 0
 
     def _others_left_s(self, own_s: float, now_s: float) -> float:
-        """Return what is left of the other gateways' work, computed in proportion with `own_s` of ours."""
+        """Return the rest of the other gateways' work. It shares the engine with `own_s` of this gateway's work."""
         others_s = self._others_s
         if others_s > 0.0:
             others_s -= (now_s - self.reported_s) * others_s / (others_s + own_s)
@@ -244,10 +250,10 @@ class WorkerLoadEstimate:
 class FifoLoadEstimate(WorkerLoadEstimate):
     """The load of a worker that runs prefills one after the other, in the order of their arrival."""
 
-    def queue(self, prefill_s: float, now_s: float) -> tuple[float, float]:
+    def queue(self, now_s: float) -> PrefillQueue | None:
         own_s = self.queued_s
         for request in self._queue:
             if request.started_s is not None:
                 own_s -= min(now_s - request.started_s, request.prefill_s)
                 break
-        return max(0.0, own_s) + self._others_left_s(own_s, now_s), 0.0
+        return PrefillQueue([max(0.0, own_s)], self._others_left_s(own_s, now_s), is_fifo=True)

@@ -10,11 +10,9 @@ The lookup is awaited. Everything after it happens in one turn of the event loop
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -22,82 +20,20 @@ import msgspec
 
 from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
+from server.metrics import GatewayMetrics
+from server.router.cost import WorkerView
 from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
-from server.router.partings import Partings
+from server.router.index_accuracy import IndexAccuracy
 from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import OTHER_TASK, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
-from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError, WorkerView
+from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.workers.fleet import Fleet
-
-logger = logging.getLogger(__name__)
 
 MAX_RECENT_BLOCKS: Final = 1 << 20
 RETRY_AFTER_S: Final = 1.0
-BLIND_BELOW: Final = 0.4
-SEEING_ABOVE: Final = 0.6
-
-
-class IndexAccuracy:
-    """How good the index is: the cached tokens that it predicted against those that the workers found.
-
-    Over a window of requests, with `common` = sum(min(predicted, found)):
-
-        precision = common / sum(predicted)    the share of predicted tokens that was cached
-        recall    = common / sum(found)        the share of cached tokens that was predicted
-
-    The index is *blind* when either is low over enough requests and tokens.
-    """
-
-    def __init__(self, *, window: int = 200, min_requests: int = 50, min_tokens: int = 5_000) -> None:
-        """With fewer requests, or fewer predicted or found tokens, the index is not judged."""
-        self._window = window
-        self._min_requests = min_requests
-        self._min_tokens = min_tokens
-        self._recent: deque[tuple[int, int]] = deque()
-        self._num_predicted = 0
-        self._num_found = 0
-        self._num_common = 0
-        self.blind = False
-        self.reason = ""
-
-    def add(self, predicted: int, found: int) -> None:
-        """Count one request: the tokens that were predicted, and those that its worker found cached."""
-        self._recent.append((predicted, found))
-        self._count(predicted, found, 1)
-        if len(self._recent) > self._window:
-            self._count(*self._recent.popleft(), -1)
-        self._judge()
-
-    @property
-    def precision(self) -> float:
-        return self._num_common / self._num_predicted if self._num_predicted else 1.0
-
-    @property
-    def recall(self) -> float:
-        return self._num_common / self._num_found if self._num_found else 1.0
-
-    def _count(self, predicted: int, found: int, sign: int) -> None:
-        self._num_predicted += sign * predicted
-        self._num_found += sign * found
-        self._num_common += sign * min(predicted, found)
-
-    def _judge(self) -> None:
-        limit = SEEING_ABOVE if self.blind else BLIND_BELOW
-        reasons = []
-        if self._num_predicted >= self._min_tokens and self.precision < limit:
-            reasons.append(f"only {self.precision:.0%} of the predicted tokens were cached")
-        if self._num_found >= self._min_tokens and self.recall < limit:
-            reasons.append(f"only {self.recall:.0%} of the cached tokens were predicted")
-        blind = bool(reasons) and len(self._recent) >= self._min_requests
-        self.reason = "; ".join(reasons) if blind else ""
-        if blind and not self.blind:
-            logger.error("the prefix index is blind over the last %d requests: %s", len(self._recent), self.reason)
-        elif self.blind and not blind:
-            logger.info("the prefix index sees again")
-        self.blind = blind
 
 
 class _Waiting(msgspec.Struct, eq=False):
@@ -110,37 +46,32 @@ class _Waiting(msgspec.Struct, eq=False):
 
 
 class Router:
-    """Places requests at workers. Owned by the gateway's event loop."""
+    """Places requests at workers, and follows each placement to its end. Owned by the gateway's event loop."""
 
     def __init__(
         self,
         index: PrefixIndex,
         fleet: Fleet,
         gateway_id: GatewayId,
+        metrics: GatewayMetrics,
         *,
         policy: str = "headstart",
         hold_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
-        on_stage: Callable[[float, str], None] = lambda elapsed_s, stage: None,
-        on_first_token: Callable[[float], None] = lambda predicted_over_actual: None,
     ) -> None:
         """Raises ValueError for an unknown policy.
 
         `hold_s`: requests that would wait longer at their worker wait here (see `HeldRequests`); 0.0: none does.
-        `on_stage` receives the duration of each stage of a decision: lookup and choose. `on_first_token` receives the
-        predicted over the actual time from a placement to its first token.
         """
         self._index = index
         self.fleet = fleet
         self.policy = policy
+        self._metrics = metrics
         self._clock = clock
-        self._on_stage = on_stage
-        self._on_first_token = on_first_token
         self.decisions = DecisionLog()
         self.prefix_tree = PrefixTree(clock)
-        self.partings = Partings(clock)
-        self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random(), self)
+        self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random())
         self.held = HeldRequests[_Waiting](hold_s)
         self._releasing: asyncio.Task[None] | None = None
         """Runs while requests are held."""
@@ -163,9 +94,9 @@ class Router:
         begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model)
         found_s = self._clock()
-        self._on_stage(found_s - begun_s, "lookup")
+        self._metrics.route_s.observe(found_s - begun_s, "lookup")
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken())
-        self._on_stage(self._clock() - found_s, "choose")
+        self._metrics.route_s.observe(self._clock() - found_s, "choose")
         return found, decision
 
     def _place(self, decision: Decision, found: Sequence[Candidate] | None) -> Placement:
@@ -185,7 +116,7 @@ class Router:
             return await placed
         except asyncio.CancelledError:
             if placed.done() and not placed.cancelled() and placed.exception() is None:
-                placed.result().close()
+                self.closed(placed.result())
             raise
         finally:
             self.held.remove(held)
@@ -205,7 +136,7 @@ class Router:
             await asyncio.sleep(RETRY_S)
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
-        """Return what `place` would see of each worker, and whom it would choose, without placing anything."""
+        """Return how `place` would score each worker, and which it would choose. Places nothing."""
         found = await self._index.lookup(request.hashes, request.model)
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken(), dry_run=True)
         return {
@@ -221,25 +152,32 @@ class Router:
         """Return the prefill seconds of each held request."""
         return [held.item.prefill_s for held in self.held if held.item.request.model == model]
 
-    def prefill_started(self, placement: Placement, num_cached_tokens: int) -> None:
-        """Compare what was promised with what the worker found. Called by placements."""
-        request = placement.request
-        self._accuracy.add(placement.promised_tokens, num_cached_tokens)
-        self.prefix_tree.add(request, placement.worker, num_cached_tokens)
-        self.decisions.started(request.request_id, num_cached_tokens)
+    def started(self, placement: Placement, num_cached_tokens: int) -> None:
+        """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""
+        if self.scorer.started(placement, num_cached_tokens):
+            self._accuracy.add(placement.promised_tokens, num_cached_tokens)
+            self.prefix_tree.add(placement.request, placement.worker, num_cached_tokens)
+            self.decisions.started(placement.request.request_id, num_cached_tokens)
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
-        """Compare the promise with the engine's own count. Called by placements."""
-        self._accuracy.add(placement.promised_tokens, num_cached_tokens)
+        """Record the engine's own count of the cached tokens, which its worker could only guess."""
+        if self.scorer.corrected(placement, num_cached_tokens):
+            self._accuracy.add(placement.promised_tokens, num_cached_tokens)
 
     def first_token(self, placement: Placement) -> None:
-        """Note that the worker is well and has the prompt's blocks. Called by placements."""
+        """Mark the worker healthy and record that it holds the prompt's blocks."""
+        if not self.scorer.first_token(placement):
+            return
         member = placement.worker
         self.fleet.report_success(member.worker_id)
         self._recent.add((member.worker_id, member.epoch), placement.request.hashes)
         actual_s = self._clock() - placement.placed_s
         if actual_s > 0.0:
-            self._on_first_token(placement.predicted_ttft_s / actual_s)
+            self._metrics.predicted_over_actual_ttft.observe(placement.predicted_ttft_s / actual_s)
+
+    def closed(self, placement: Placement) -> None:
+        """Record the end of the request."""
+        self.scorer.closed(placement)
 
     def index_state(self) -> dict[str, Any]:
         """Return the index's health as JSON: blind when it gives no answer or wrong ones, precision and recall."""
@@ -250,7 +188,7 @@ class Router:
             "reason": "the last lookup got no answer" if failed else accuracy.reason,
             "precision": accuracy.precision,
             "recall": accuracy.recall,
-            "kept": accuracy.precision,  # until 0.2: the names of before
+            "kept": accuracy.precision,  # until 0.2: the former names
             "told": accuracy.recall,
         }
 
@@ -266,13 +204,14 @@ class Router:
             "wait_s": worker.queue_s,
             "kv_wait_s": worker.kv_wait_s,
             "num_displaced": worker.num_displaced,
-            "overlay_tokens": worker.pending_tokens,  # until 0.2: the names of before
+            "overlay_tokens": worker.pending_tokens,  # until 0.2: the former names
             "room_wait_s": worker.kv_wait_s,
             "delayed": worker.num_displaced,
-            "loaded_tokens": _loaded_by_tier(worker),
-            "fetched_tokens": 0 if plan is None else plan.fetched_tokens,
+            "loaded_tokens": {} if plan is None else dict(zip(worker.member.tiers, plan.tier_tokens, strict=False)),
+            "fetched_tokens": 0 if plan is None else plan.peer_tokens,
             "fetch_from": peer,
-            "load_s": worker.load_s,
+            "fetch_s": worker.fetch_s,
+            "load_s": worker.fetch_s,  # until 0.2: the former name
             "prefill_s": worker.prefill_s,
             "predicted_ttft_s": worker.predicted_ttft_s,
             "recent_s": worker.recent_s,
@@ -302,17 +241,12 @@ def _no_worker(decision: Decision) -> NoWorkerError:
         return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
         message = f"no worker of model {model!r} is known"
-        return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S)
+        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S)
     reasons = sorted({str(worker.guard) for worker in workers if worker.guard != OTHER_TASK} or {OTHER_TASK})
     if reasons == [UNSUPPORTED]:
         lacking = [name for name in decision.request.required if any(name in w.member.unsupported for w in workers)]
         message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"
-        return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
+        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
     longest = max(worker.member.max_model_len for worker in workers) if reasons == [TOO_SHORT] else None
-    return NoWorkerError(message, contended=False, retry_after_s=RETRY_AFTER_S, longest_context=longest)
-
-
-def _loaded_by_tier(worker: WorkerView) -> dict[str, int]:
-    loaded = () if worker.plan is None else worker.plan.loaded_tokens
-    return dict(zip(worker.member.tiers, loaded, strict=False))
+    return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, longest_context=longest)

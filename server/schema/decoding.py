@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from server.errors import ContextLengthError, InvalidRequestError, MediaTypeError
-from server.event_loop import Steps, at_once, paced
+from server.event_loop import Steps, run_now, run_sliced
 
 MAX_DEPTH: Final = 96
 """The limit for a body, and for a JSON schema in it: later readers are recursive.
@@ -137,7 +137,7 @@ async def read_json(
     """
     is_large = len(body) >= LARGE_BODY_BYTES
     if is_large:
-        shape, limit, message = await paced(measure(body)), text_limit(), ""
+        shape, limit, message = await run_sliced(measure(body)), text_limit(), ""
         memory_bytes = shape.char_bytes * shape.num_text_chars
         if memory_bytes > max(len(body), MAX_WIDE_BYTES):
             message = f"the body's strings take up to {memory_bytes} bytes in memory: send less text at once"
@@ -158,7 +158,7 @@ async def read_json(
     except RecursionError:
         raise InvalidRequestError("The body is nested too deeply.") from None
     if not is_large and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        at_once(measure(body))
+        run_now(measure(body))
     return decoded
 
 

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
 from server.schema.decoding import LARGE_BODY_BYTES, TextLimit, invalid, read_json, unsupported
-from server.schema.field_table import Refusal, refused_at
+from server.schema.field_table import FieldRefusal, refused_at
 from server.schema.fields import (
     MAX_TOOLS,
     Count,
@@ -251,7 +251,7 @@ class BodyDecoder(Generic[BodyT]):
 
     def __init__(self, kind: type[BodyT], route: str, ignored: tuple[str, ...] = ()) -> None:
         """`ignored`: fields that the route refuses, and not for this kind of body."""
-        self.refused: Mapping[str, Refusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
+        self.refused: Mapping[str, FieldRefusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
         self._text_field = kind.text_field
         fields = [
             (name, type("NotOffered", (NotOffered,), {"neutral": refusal.neutral}) | None, None)
@@ -278,6 +278,8 @@ class BodyDecoder(Generic[BodyT]):
 
 
 def _accept_nothing(kind: type, value: object) -> NotOffered:
+    if isinstance(value, dict):  # null equals absent
+        value = {name: item for name, item in value.items() if item is not None}
     if issubclass(kind, NotOffered) and value in kind.neutral:
         return kind()
     raise ValueError("not offered")

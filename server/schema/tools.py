@@ -166,18 +166,14 @@ class Toolbox:
 
         Raises InvalidRequestError for a use that needs what is not there.
         """
-        types = ", ".join(dict.fromkeys(each.type for each in self.ignored))
         for name in use.names or ():
-            if name not in self.model_names:
-                left_out = [each.type for each in self.ignored if each.name == name.name]
-                if left_out:
-                    raise unsupported("tool_choice", f"names {left_out[0]}, {_CANNOT_RUN}")
-                raise invalid("tool_choice", "names a function that is not among the tools")
+            self._check_offered(name)
         nothing_usable = not self.tools or (use.names is not None and not use.names)
         if use.mode == "none" or (use.mode == "auto" and nothing_usable and self.ignored):
             return ToolUse("none"), (), None
         if nothing_usable:
             if self.ignored:
+                types = ", ".join(dict.fromkeys(each.type for each in self.ignored))
                 raise unsupported("tool_choice", f"asks for a call, and this server cannot run {types}")
             raise invalid("tool_choice", "needs tools")
         if use.names is None:
@@ -185,6 +181,15 @@ class Toolbox:
         shown = {self.model_names[name] for name in use.names}
         chosen = tuple(tool for tool in self.tools if tool.name in shown)
         return (use, self.tools, chosen[0]) if use.mode == "named" else (use, chosen, None)
+
+    def _check_offered(self, name: ToolName) -> None:
+        """Raises InvalidRequestError unless the model can call the tool."""
+        if name in self.model_names:
+            return
+        for each in self.ignored:
+            if each.name == name.name:
+                raise unsupported("tool_choice", f"names {each.type}, {_CANNOT_RUN}")
+        raise invalid("tool_choice", "names a function that is not among the tools")
 
 
 def read_tools(given: Sequence[dict[str, Any]], *, nested: bool, path: str = "tools") -> list[Offer | Ignored]:

@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import InvalidRequestError
-from server.event_loop import Steps, at_once, paced
+from server.event_loop import Steps, run_now, run_sliced
 from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.fields import FunctionCall, Message, TextPart, Tool
 from server.schema.intent import Conversation
@@ -183,12 +183,12 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         """Render a checked conversation. Raises InvalidRequestError when the template refuses the messages."""
-        return at_once(self._rendering(conversation, RenderClock()))
+        return run_now(self._rendering(conversation, RenderClock()))
 
     async def render_in_slices(self, conversation: Conversation, executor: Executor) -> RenderedPrompt:
         """Render on the event loop while the template keeps writing, else in a thread."""
         try:
-            return await paced(self._rendering(conversation, RenderClock(hold_s=MAX_HOLD_S)))
+            return await run_sliced(self._rendering(conversation, RenderClock(hold_s=MAX_HOLD_S)))
         except HeldTooLongError:
             return await asyncio.get_running_loop().run_in_executor(executor, self.render, conversation)
 

@@ -2,9 +2,8 @@
 
     bytes of the text <= shrink of the normalizer x bytes of the longest token x tokens
 
-This holds only where some token stands for every character: in byte-level BPE, and where each byte has a token. Any
-component that is not known to keep all characters means no bound. White space next to a token that strips it, and bytes
-that a byte-level vocabulary lacks (SmolLM2's has no 0x04), are not counted.
+The bound is sound if every character becomes tokens: `_keeps_text` lists the steps that drop nothing, and the
+vocabulary has to cover every byte. Bytes that it lacks, and white space that a token strips, are not counted.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from server.event_loop import Steps, at_once
+from server.event_loop import Steps
 from server.text.detokenizer import BYTE_ALPHABET
 
 NFC_SHRINK: Final = 4
-"""Bytes before over bytes after, at most; 3 in the Unicode of today (U+212A becomes K)."""
-_KEEPS_TEXT: Final = frozenset({"ByteLevel", "Digits", "Metaspace"})
-"""Pre-tokenizers that drop nothing."""
+"""An upper limit of bytes before over bytes after NFC; Unicode 15 has 3 (U+212A becomes K)."""
+_BYTE_TOKENS: Final = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _WINDOW_CHARS: Final = 1 << 16
 
 
@@ -29,18 +27,14 @@ class LengthBound:
     """The bound of one tokenizer."""
 
     token_bytes: int
-    """Most bytes of a text that one token can stand for."""
+    """The most bytes of text that one token can stand for."""
     counts_space: bool
     """White space takes tokens too."""
     lost: bytes = b""
     """Bytes that the vocabulary lacks: the tokenizer drops them."""
 
-    def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that the text has at least."""
-        return at_once(self.counting(text))
-
-    def counting(self, text: str) -> Steps[int]:
-        """Return `least_tokens` in steps."""
+    def least_tokens(self, text: str) -> Steps[int]:
+        """Return the fewest tokens that the text can have."""
         total = 0
         for start in range(0, len(text), _WINDOW_CHARS):
             part = text[start : start + _WINDOW_CHARS]
@@ -52,60 +46,47 @@ class LengthBound:
 
 def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
     """Return the bound for a tokenizer.json; None where no bound is sound."""
-    shrink = 1
-    for step in _flat(layout.get("normalizer"), "normalizers"):
-        factor = _shrink(step)
-        if factor is None:
-            return None
-        shrink *= factor
-    byte_level = False
-    for step in _flat(layout.get("pre_tokenizer"), "pretokenizers"):
-        kind = step.get("type")
-        if kind not in _KEEPS_TEXT and (kind not in ("Split", "Punctuation") or step.get("behavior") == "Removed"):
-            return None
-        byte_level |= kind == "ByteLevel"
-    longest = _longest_token(layout["model"], byte_level=byte_level)
-    if longest is None:
+    model, added = layout["model"], layout.get("added_tokens", ())
+    steps = [*_steps(layout.get("normalizer")), *_steps(layout.get("pre_tokenizer"))]
+    vocab = model.get("vocab")
+    if not vocab or model.get("type") not in ("BPE", "Unigram") or not all(map(_keeps_text, steps)):
         return None
-    added = list(layout.get("added_tokens", ()))
-    counts_space = not any(token["lstrip"] or token["rstrip"] for token in added)
-    written = [token["content"] for token in added]
-    contents = written + [unicodedata.normalize("NFC", content) for content in written]
-    longest = max([longest, 4, *map(_num_bytes, contents)])
-    lost = bytes(byte for char, byte in BYTE_ALPHABET.items() if char not in layout["model"]["vocab"])
-    return LengthBound(longest * shrink, counts_space, lost if byte_level else b"")
+    types = [step["type"] for step in steps]
+    tokens = vocab if model["type"] == "BPE" else {token for token, _ in vocab}
+    lost = b""
+    if "ByteLevel" in types and model["type"] == "BPE":
+        longest = max(map(len, tokens))
+        lost = bytes(byte for char, byte in BYTE_ALPHABET.items() if char not in vocab)
+    elif "ByteLevel" not in types and model.get("byte_fallback") and set(tokens) >= _BYTE_TOKENS:
+        longest = max(map(_num_bytes, tokens))
+    else:
+        return None
+    written = [content for token in added for content in (token["content"], _nfc(token["content"]))]
+    longest = max([longest, 4, *map(_num_bytes, written)])
+    strips = any(token["lstrip"] or token["rstrip"] for token in added)
+    return LengthBound(longest * NFC_SHRINK ** types.count("NFC"), not strips, lost)
 
 
-def _flat(step: Mapping[str, Any] | None, members: str) -> list[Mapping[str, Any]]:
-    if step is None:
-        return []
-    if step.get("type") != "Sequence":
-        return [step]
-    return [flat for member in step[members] for flat in _flat(member, members)]
+def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if step is None or step["type"] != "Sequence":
+        return [] if step is None else [step]
+    return [inner for member in step.get("normalizers", step.get("pretokenizers")) for inner in _steps(member)]
 
 
-def _shrink(step: Mapping[str, Any]) -> int | None:
+def _keeps_text(step: Mapping[str, Any]) -> bool:
+    """Return whether the step leaves a text's bytes, or more; NFC leaves a known part of them."""
     match step:
-        case {"type": "NFC"}:
-            return NFC_SHRINK
-        case {"type": "Prepend"}:
-            return 1
-        case {"type": "Replace", "pattern": {"String": str(before)}, "content": str(after)} if before and after:
-            return -(-_num_bytes(before) // _num_bytes(after))
-    return None
+        case {"type": "NFC" | "Prepend" | "ByteLevel" | "Digits" | "Metaspace"}:
+            return True
+        case {"type": "Split" | "Punctuation", "behavior": str(behavior)}:
+            return behavior != "Removed"
+        case {"type": "Replace", "pattern": {"String": str(before)}, "content": str(after)}:
+            return 0 < _num_bytes(before) <= _num_bytes(after)
+    return False
 
 
-def _longest_token(model: Mapping[str, Any], *, byte_level: bool) -> int | None:
-    """Return its bytes; None where characters may get lost, or share one token without a limit."""
-    kind, vocab = model.get("type"), model.get("vocab")
-    if kind not in ("BPE", "Unigram") or not vocab:
-        return None
-    tokens = vocab if kind == "BPE" else {token for token, _ in vocab}
-    if byte_level:
-        return max(map(len, tokens)) if kind == "BPE" else None
-    if not (model.get("byte_fallback") and all(f"<0x{byte:02X}>" in tokens for byte in range(256))):
-        return None
-    return max(map(_num_bytes, tokens))
+def _nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def _num_bytes(text: str) -> int:

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from server.event_loop import Pace, paced
+from server.event_loop import TimeSlice, run_sliced
 from server.text.control_tokens import TextTokenizer, any_of, holds
 from server.text.detokenizer import TokenBytes
 from server.text.length_bound import length_bound
@@ -137,7 +137,7 @@ class Tokenizer:
         Raises TooManyTokensError early for a long text with more than `room` tokens.
         """
         is_long = len(text) > INLINE_CHARS
-        if is_long and self.bound is not None and (at_least := await paced(self.bound.counting(text))) > room:
+        if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > room:
             raise TooManyTokensError(at_least)
         has_client_tokens = client_offsets is not None and bool(client_offsets or self._can_spell_control)
         if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self._can_spell_control)):
@@ -191,7 +191,7 @@ class Tokenizer:
     ) -> list[int]:
         """Encode segment by segment, in slices if there is a `room`. Raises TooManyTokensError."""
         ids: list[int] = []
-        pace = Pace()
+        time_slice = TimeSlice()
         start = at = 0
         holds_client_tokens = False
         while True:
@@ -199,7 +199,7 @@ class Tokenizer:
             if special is None and at + SEARCH_CHARS < len(text):  # a token may begin where this has ended
                 at += SEARCH_CHARS - self._longest_special
                 if room is not None:
-                    await pace.rest()
+                    await time_slice.rest()
                 continue
             if special is not None:
                 special = cut.match(text, special.start())  # a longer token may go on where the search has ended
@@ -207,7 +207,7 @@ class Tokenizer:
                 at = special.start() + 1
                 holds_client_tokens = True
                 if room is not None:
-                    await pace.rest()
+                    await time_slice.rest()
                 continue
             end = len(text) if special is None else special.start()
             if start < end:
@@ -215,7 +215,7 @@ class Tokenizer:
                 known = None if segment is None else self._cache.get(segment)
                 if known is None:
                     begun = len(ids)
-                    await self._extend(ids, text, start, end, room, pace, as_text=holds_client_tokens)
+                    await self._extend(ids, text, start, end, room, time_slice, as_text=holds_client_tokens)
                     if segment is not None:
                         self._cache.put(segment, ids[begun:])
                 else:
@@ -226,12 +226,12 @@ class Tokenizer:
                 holds_client_tokens = False
             if room is not None:
                 _check_room(ids, room)
-                await pace.rest()
+                await time_slice.rest()
             if special is None:
                 return ids
 
     async def _extend(
-        self, ids: list[int], text: str, start: int, end: int, room: float | None, pace: Pace, *, as_text: bool
+        self, ids: list[int], text: str, start: int, end: int, room: float | None, turn: TimeSlice, *, as_text: bool
     ) -> None:
         """Append the ids of a new segment, window by window; `as_text`: it holds control tokens of a client."""
         begun = len(ids)
@@ -240,9 +240,9 @@ class Tokenizer:
                 ids += fresh
                 if room is not None:
                     _check_room(ids, room)
-                    await pace.rest()
+                    await turn.rest()
             if room is not None:
-                await pace.rest()
+                await turn.rest()
         if as_text:
             self._texts.check(ids[begun:])
 

@@ -57,7 +57,8 @@ class FleetWorker:
     member: WorkerMember
     seen_s: float
     """When it became known, or last had a lease."""
-    load_s: float
+    reported_s: float
+    """When `load` was written."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
     leased_s: float = -math.inf
     answered_s: float = -math.inf
@@ -130,7 +131,7 @@ class Fleet:
             if worker_id in leased or member.model != model or not self._is_live(worker, now_s):
                 continue
             if self._accepts(member, namespaces):
-                candidates.append(Candidate(member, worker.load, 0, now_s - max(worker.load_s, 0.0)))
+                candidates.append(Candidate(member, worker.load, 0, now_s - max(worker.reported_s, 0.0)))
         return candidates
 
     def broken(self) -> set[WorkerId]:
@@ -250,7 +251,7 @@ class Fleet:
         worker = self._update(member, now_s, asked_for=epochs.get(member.worker_id))
         worker.answered_s = now_s
         if worker.leased_s < now_s:
-            worker.load, worker.load_s = state.load, now_s
+            worker.load, worker.reported_s = state.load, now_s
 
     def _at(self, url: str) -> list[FleetWorker]:
         return [worker for worker in self._workers.values() if worker.member.url.rstrip("/") == url.rstrip("/")]
@@ -260,12 +261,12 @@ class Fleet:
         worker = self._workers.get(member.worker_id)
         if worker is None:
             logger.info("worker %s (%s) at %s", member.worker_id, member.model, member.url)
-            worker = self._workers[member.worker_id] = FleetWorker(member, seen_s=now_s, load_s=now_s)
+            worker = self._workers[member.worker_id] = FleetWorker(member, seen_s=now_s, reported_s=now_s)
         elif worker.member != member:
             if asked_for == worker.member.epoch != member.epoch:
                 worker.contradicted = [*worker.contradicted[-MAX_CONTRADICTED:], asked_for]
             worker.member = member
-            worker.load, worker.load_s = WorkerLoad(), now_s
+            worker.load, worker.reported_s = WorkerLoad(), now_s
             worker.broken_until_s, worker.num_failures = -math.inf, 0
         return worker
 
@@ -279,7 +280,7 @@ class Fleet:
             worker = self._update(member, now_s)
             worker.member = member  # the object that the index hands out, so that `is` succeeds next time
         worker.leased_s = worker.seen_s = now_s
-        worker.load, worker.load_s = candidate.load, now_s - candidate.load_age_s
+        worker.load, worker.reported_s = candidate.load, now_s - candidate.load_age_s
         return True
 
     def _is_live(self, worker: FleetWorker, now_s: float) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.simulation.rivals import RIVALS, Dynamo, LlmD, LlmDTiers, Sglang
-from server.router.block_plan import BlockPlan
+from server.router.cost import FetchPlan
 from tests.server.router.test_policies import chosen, make_request, view
 
 
@@ -53,7 +53,7 @@ def test_every_rival_answers_for_one_worker_and_an_empty_prompt(name: str) -> No
 
 def test_llm_d_counts_blocks_by_the_place_they_are_in() -> None:
     policy = LlmDTiers()
-    loaded = view("a", matched_tokens=10, plan=BlockPlan(80, loaded_tokens=(20, 40), fetched_tokens=10))
+    loaded = view("a", matched_tokens=10, plan=FetchPlan(80, tier_tokens=(20, 40), peer_tokens=10))
     loaded.member = dataclasses.replace(loaded.member, tiers=("host", "disk"))
     assert policy.prefix(loaded) == pytest.approx(10 + 0.8 * 20 + 0.3 * 40 + 0.3 * 10)
     assert policy.prefix(view("a", matched_tokens=10)) == 10

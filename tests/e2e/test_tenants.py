@@ -122,7 +122,7 @@ def block_sets(redis: Redis) -> list[bytes]:
     keys = Keys("headstart", 0)
     fields = redis("HGETALL", keys.states)
     states = {worker_id.decode(): decode_state(data) for worker_id, data in zip(fields[::2], fields[1::2], strict=True)}
-    return [keys.blocks(worker_id, state.epoch, state.generation) for worker_id, state in states.items()]
+    return [keys.blocks(worker_id, state.epoch, state.set_version) for worker_id, state in states.items()]
 
 
 def test_a_tenant_finds_only_its_own_prompts(fleet: SecureFleet) -> None:

@@ -130,7 +130,7 @@ class Forger:
         record = schema.encode_state(
             member,
             load,
-            generation=self._rng.randrange(9),
+            set_version=self._rng.randrange(9),
             batch=2**52,
             deadline_ms=self._rng.choice([0, 2**52]),
             written_ms=0,

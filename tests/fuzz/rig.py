@@ -26,7 +26,9 @@ from cache.redis_index.schema import Keys, Signer
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId
 from server.cli.index import shown
 from server.config import GatewayConfig
-from server.models import Models, namespace_of
+from server.metrics import GatewayMetrics
+from server.models.registry import Models
+from server.models.served_model import namespace_of
 from server.ops.overview import index_row
 from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest
@@ -164,7 +166,7 @@ class Gateway:
             forget_s=0.5,
             namespaces=lambda: {MODEL: namespace_of(BUNDLE).fingerprint},
         )
-        self.router = Router(self.index, self.fleet, GatewayId("g"), rng=random.Random(1))
+        self.router = Router(self.index, self.fleet, GatewayId("g"), GatewayMetrics(), rng=random.Random(1))
 
     def _count(self, event: str) -> None:
         self.counts[event] += 1
@@ -191,7 +193,7 @@ class Gateway:
                 return  # a bit of the model's name was flipped on its way, and nothing is signed that would show it
             raise AssertionError(f"no worker: {error} {self._debug()}") from None
         assert math.isfinite(placement.promised_tokens)
-        placement.close()
+        self.router.closed(placement)
         await self.router.explain(request)
 
     def _debug(self) -> str:

@@ -22,7 +22,7 @@ import redis
 
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.redis_index import schema
-from server.models import namespace_of
+from server.models.served_model import namespace_of
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerError
 from tests.fuzz import garbage

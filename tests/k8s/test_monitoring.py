@@ -51,7 +51,7 @@ def test_each_alert_is_tested(name: str, expression: str, tmp_path: Path) -> Non
 
 
 def test_alerts_say_what_to_do() -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    page = (ROOT / "docs" / "kubernetes" / "runbook.md").read_text()
     anchors = {
         re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in re.findall("^#+ (.*)$", page, re.M)
     }
@@ -60,7 +60,7 @@ def test_alerts_say_what_to_do() -> None:
             assert rule["labels"]["severity"] in ("warning", "critical")
             assert rule["annotations"]["summary"]
             path, _, anchor = rule["annotations"]["runbook"].partition("#")
-            assert path == "docs/kubernetes.md"
+            assert path == "docs/kubernetes/runbook.md"
             assert anchor in anchors
 
 

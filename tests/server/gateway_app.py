@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,15 +17,12 @@ from server.config import GatewayConfig
 from server.gateway import Gateway
 from server.http.server import Listener
 from server.metrics import GatewayMetrics
-from server.models import Models
-from server.request.limits import PromptTokenLimiter
-from server.request.retry import RetryBudget
-from server.router.decisions import DecisionLog
-from server.router.partings import Partings
+from server.models.registry import Models
+from server.request.queue_limit import PromptTokenLimiter
+from server.request.retry_state import RetryBudget
+from server.router.load_tracker import WorkerLoadEstimate
 from server.router.placement import Placement
-from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest
-from server.workers.fleet import Fleet
 from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
 from tests.waiting import until
 from worker.common.sockets import listen
@@ -35,28 +31,14 @@ from worker.wire import BlockSource
 
 @dataclass(eq=False)
 class RecordedPlacement(Placement):
-    worker: WorkerMember
-    request: RouteRequest
-    promised_tokens: int = 0
-    source: BlockSource | None = None
+    """A placement, and what was recorded of it."""
+
     calls: list[str] = field(default_factory=list)
-
-    def prefill_started(self, num_cached_tokens: int) -> None:
-        self.calls.append(f"started {num_cached_tokens}")
-
-    def correct(self, num_cached_tokens: int) -> None:
-        self.calls.append(f"corrected {num_cached_tokens}")
-
-    def first_token(self) -> None:
-        self.calls.append("first token")
-
-    def close(self) -> None:
-        self.calls.append("close")
 
 
 @dataclass(eq=False)
-class PlainRouter(Router):
-    """Places each request at the first allowed worker of the list."""
+class PlainRouter:
+    """Places each request at the first allowed worker of the list. Also the fleet that generations report to."""
 
     members: list[WorkerMember] = field(default_factory=list)
     placements: list[RecordedPlacement] = field(default_factory=list)
@@ -64,34 +46,40 @@ class PlainRouter(Router):
     source: BlockSource | None = None
     failed: list[WorkerId] = field(default_factory=list)
 
-    async def place(self, request: RouteRequest) -> RecordedPlacement:
+    async def place(self, request: RouteRequest) -> Placement:
         for member in self.members:
             if (member.worker_id, member.epoch) not in request.excluded and request.numerics in (None, member.numerics):
-                placement = RecordedPlacement(member, request, self.promised_tokens, self.source)
+                estimate = WorkerLoadEstimate(member.epoch, 60.0)
+                about = request, member, self.promised_tokens, self.source
+                placement = RecordedPlacement(*about, 0.0, 0.0, 1.0, estimate, estimate.add(0.0, 0, 0.0))
                 self.placements.append(placement)
                 return placement
-        raise NoWorkerError("no worker is ready", contended=False, retry_after_s=2.0)
+        raise NoWorkerError("no worker is ready", retry_after_s=2.0)
 
-    def __post_init__(self) -> None:
-        self.fleet = PlainFleet(self)
-        self.decisions = DecisionLog()
-        self.partings = Partings(time.monotonic)
+    def started(self, placement: Placement, num_cached_tokens: int) -> None:
+        self._record(placement, f"started {num_cached_tokens}")
 
+    def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
+        self._record(placement, f"corrected {num_cached_tokens}")
 
-class PlainFleet(Fleet):
-    """The router's workers, of which none is ever left alone."""
+    def first_token(self, placement: Placement) -> None:
+        self._record(placement, "first token")
 
-    def __init__(self, router: PlainRouter) -> None:
-        self._router = router
+    def closed(self, placement: Placement) -> None:
+        self._record(placement, "close")
 
     def workers(self, model: str | None = None) -> list[WorkerMember]:
-        return self._router.members
+        return self.members
 
     def report_failure(self, worker_id: WorkerId) -> None:
-        self._router.failed.append(worker_id)
+        self.failed.append(worker_id)
 
     def report_wrong_epoch(self, member: WorkerMember) -> None:
         pass
+
+    def _record(self, placement: Placement, call: str) -> None:
+        assert isinstance(placement, RecordedPlacement)
+        placement.calls.append(call)
 
 
 class QuietListener(Listener):
@@ -133,9 +121,8 @@ async def gateway(
             worker.url = await stack.enter_async_context(listening(worker.app()))
         router = PlainRouter([worker.member() for worker in workers])
         urls = tuple(worker.url for worker in workers) or ("http://127.0.0.1:9",)
-        built = Gateway(
-            GatewayConfig(workers=urls, stall_s=silent_s, max_body_bytes=max_body_bytes, **options), router=router
-        )
+        config = GatewayConfig(workers=urls, stall_s=silent_s, max_body_bytes=max_body_bytes, **options)
+        built = Gateway(config, placer=router, reports=router)
         built.watch._no_successor_timeout_s = no_successor_timeout_s
         if budget is not None:
             built.requests.retry.budget = budget

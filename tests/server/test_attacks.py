@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from server.auth.authentication import OpsKeyMiddleware
-from server.event_loop import at_once
+from server.event_loop import run_now
 from server.http import protocol
-from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol, HttpLimits
+from server.http.connections import HttpLimits
+from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
 from server.schema.decoding import measure
 from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway
@@ -22,7 +23,7 @@ from tests.waiting import HANG_S
 
 
 def depth(body: bytes) -> int:
-    return at_once(measure(body)).depth
+    return run_now(measure(body)).depth
 
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"

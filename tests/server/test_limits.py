@@ -19,9 +19,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from benchmarks.gateway_load.processes import free_ports, until_ready
 from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
 from server.api import params
-from server.api.formatting import Spread, json_parts
+from server.api.formatting import LazyJson, json_parts
 from server.api.limits import TEXT_ROOM
-from server.event_loop import Steps, at_once, paced, sample_delay
+from server.event_loop import Steps, run_now, run_sliced, sample_delay
 from server.metrics import GatewayMetrics
 from server.request.response import MAX_AT_ONCE
 from server.schema import decoding
@@ -87,7 +87,7 @@ async def test_tokenising_ends_where_the_context_ends(worker: ScriptedWorker) ->
         tokenizer = target.models.get("tiny").tokenizer
         text = "zq " * 4000
         assert tokenizer.bound is not None
-        assert tokenizer.bound.least_tokens(text) < 2048
+        assert run_now(tokenizer.bound.least_tokens(text)) < 2048
         status, _, answer = await post(target.url, {"model": "tiny", "prompt": text}, COMPLETIONS)
         assert (status, *refusal(answer)) == (400, "context_length_exceeded", "prompt")
         assert tokenizer._cache.num_bytes < len(text)
@@ -216,9 +216,9 @@ async def test_paced_work_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> No
             yield
         return name
 
-    assert await asyncio.gather(paced(work("a")), paced(work("b"))) == ["a", "b"]
+    assert await asyncio.gather(run_sliced(work("a")), run_sliced(work("b"))) == ["a", "b"]
     assert turns == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    assert at_once(work("c")) == "c"
+    assert run_now(work("c")) == "c"
 
 
 async def test_the_loops_delay_is_reported_once() -> None:
@@ -238,7 +238,14 @@ async def test_the_loops_delay_is_reported_once() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [1, [], Spread(), Spread(a=iter(())), Spread(a=iter([1, "x"]), b=Spread(c=iter([{"d": [1]}, None]))), {"a": [{}]}],
+    [
+        1,
+        [],
+        LazyJson(),
+        LazyJson(a=iter(())),
+        LazyJson(a=iter([1, "x"]), b=LazyJson(c=iter([{"d": [1]}, None]))),
+        {"a": [{}]},
+    ],
 )
 def test_json_in_parts_is_json(value: Any) -> None:
     def plain(item: Any) -> Any:
@@ -247,7 +254,7 @@ def test_json_in_parts_is_json(value: Any) -> None:
         return [plain(each) for each in item] if isinstance(item, Iterator) else item
 
     text = b"".join(json_parts(value))
-    if not isinstance(value, Spread):
+    if not isinstance(value, LazyJson):
         assert json.loads(text) == plain(value)
     else:
         assert json.loads(text) is not None
@@ -255,11 +262,11 @@ def test_json_in_parts_is_json(value: Any) -> None:
 
 def test_a_body_is_measured_the_same_however_it_is_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     body = json.dumps([{'a\\"[': ['"\\', {"b": [[]]}, "{{[["], "c": 1.5}] * 20).encode()
-    expected = at_once(decoding.measure(body))
+    expected = run_now(decoding.measure(body))
     assert (expected.depth, expected.num_containers) == (6, 1 + 20 * 5)
     for size in (2, 3, 5, 64):
         monkeypatch.setattr(decoding, "_SLICE_BYTES", size)
-        shape = at_once(decoding.measure(body))
+        shape = run_now(decoding.measure(body))
         assert (shape.depth, shape.num_containers, shape.num_values) == (
             expected.depth,
             expected.num_containers,

@@ -116,8 +116,8 @@ def fleet_metrics(
         scorer=scorer,
         held_prefills_s=lambda model: list(held_prefills_s),
     )
-    services = SimpleNamespace(requests=SimpleNamespace(router=router, metrics=None))
-    return Overview(None, services, NoIndex())  # type: ignore[arg-type]
+    services = SimpleNamespace(requests=SimpleNamespace(partings=None, metrics=None))
+    return Overview(None, services, router, NoIndex())  # type: ignore[arg-type]
 
 
 def test_a_model_without_workers_counts_as_zero() -> None:

@@ -1,4 +1,4 @@
-"""Docstrings and comments that name what is not there are found; what is there is not."""
+"""Pages, docstrings and comments that contradict the repository are found; correct ones are not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_docs import dead_references
+from tools.check_docs import ROOT, dead_links, dead_references, oversized, stale_names, unproven
 
 NAMES = {"CancelOnDisconnect", "Models"}
 
@@ -20,7 +20,7 @@ NAMES = {"CancelOnDisconnect", "Models"}
         ("See `server.http.nothing`.", "there is no server.http.nothing"),
         ("See `server.http.stream.Nothing`.", "there is no server.http.stream.Nothing"),
         ("Run by tests/server/test_nothing.py.", "tests/server/test_nothing.py does not exist"),
-        ('Source: docs/architecture.md, "The block hash".', None),
+        ('Source: docs/architecture/blocks.md, "The block hash".', None),
         ("See `CancelOnDisconnect.end`, `Models` and `None`.", None),
         ("See `server.http.stream.CancelOnDisconnect.end`, `server.http` and `cache`.", None),
         ("See docs/api.md and tests/server/test_app.py.", None),
@@ -40,3 +40,53 @@ def test_modules_that_a_package_lists(tmp_path: Path) -> None:
     package = tmp_path / "__init__.py"
     package.write_text('"""Parts.\n\npieces     what is told apart     reasoning  thoughts\n"""\n')
     assert list(dead_references(package, NAMES)) == [(1, "there is no module reasoning here")]
+
+
+@pytest.mark.parametrize(
+    ("line", "problems"),
+    [
+        ("[a](nothing.md) and [b](https://example.com/nothing.md#x)", {"the link to nothing.md leads nowhere"}),
+        ("[a](CONTRIBUTING.md#no-section)", {"CONTRIBUTING.md has no anchor #no-section"}),
+        ("[a](#no-section)", {"README.md has no anchor #no-section"}),
+        ("[a](CONTRIBUTING.md#where-to-add-what), [b](#what-next), [c](docs/images)", set()),
+    ],
+)
+def test_links(line: str, problems: set[str]) -> None:
+    assert dead_links(ROOT / "README.md", line) == problems
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("It is small.\nIt is fast, measured in\n[the results](benchmarks/RESULTS.md).", 2),
+        ("It is fast, as measured in benchmarks/RESULTS.md.\n", 1),
+        ("It is fast, measured in [the results](benchmarks/RESULTS.md#route).", None),
+        ("It is measured. RESULTS.md has the figures.", None),
+    ],
+)
+def test_measured_claims_name_a_section(text: str, line: int | None) -> None:
+    assert [number for number, _ in unproven(text)] == ([] if line is None else [line])
+
+
+def test_wide_lines_and_long_pages(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    wide = "word " * 30
+    page.write_text(f"{wide}\n| {wide} |\n```\n{wide}\n```\n{'x' * 130}\n" + "line\n" * 300)
+    assert list(oversized(page)) == [(1, "a line of 150 characters"), (306, "a page of 306 lines")]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("| `server/old.py` | `server/nothing.py` |", "there is no server/nothing.py"),
+        ("| `old` | `server.http.stream.Nothing` |", "there is no server.http.stream.Nothing"),
+        ("| `old_key` | `new_key` |", "there is no new_key"),
+        ("| `old` | gone |", "a row needs an old name and a new one, or the word 'removed'"),
+        ("| `old` |", "a row needs an old name and a new one, or the word 'removed'"),
+        ("| `old` | removed |", None),
+        ("| `old.py` | `server/http/stream.py`, `server.http.stream.SseWriter` and `a_key` |", None),
+    ],
+)
+def test_the_table_of_renamed_names(row: str, problem: str | None) -> None:
+    text = f"| old | new |\n| --- | --- |\n{row}\n"
+    assert list(stale_names(text, 'metric("a_key")')) == ([] if problem is None else [(3, problem)])

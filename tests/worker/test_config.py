@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from worker.common.options import num_bytes
+from worker.common.options import num_bytes, warn_deprecated
 from worker.config import WorkerConfig, parse
 
 
@@ -97,6 +98,17 @@ def test_argparse_errors_exit_with_status_two(argv: str, capsys: pytest.CaptureF
         parse(argv.split())
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_deprecated_options_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A deprecated option still works, and one line of the log says what happens once it is gone."""
+    argv = ["--watermark", "0.01", "--aging-s=5", "--aging-s", "6", "--max-queue-s", "3"]
+    assert parse(argv).aging_s == 6.0
+    warn_deprecated(WorkerConfig, argv, logging.getLogger("worker"))
+    assert caplog.messages == [
+        "--aging-s will be removed in the next version: 30 s of waiting will count as one step of priority",
+        "--watermark will be removed in the next version: admission will leave a hundredth of the pool free",
+    ]
 
 
 def test_a_missing_password_file_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Writes helm/headstart/values.schema.json and the tables in docs/kubernetes.md, from what the values mean.
+"""Write helm/headstart/values.schema.json and the tables in docs/kubernetes/values.md from the values' descriptions.
 
 python -m tools.values          rewrites both
 python -m tools.values --check  writes nothing and exits with 1 when something would change
@@ -19,7 +19,7 @@ from tools.values.tables import with_tables
 
 ROOT: Final = Path(__file__).parents[2]
 CHART: Final = ROOT / "helm" / "headstart"
-DOCS: Final = ROOT / "docs" / "kubernetes.md"
+DOCS: Final = ROOT / "docs" / "kubernetes" / "values.md"
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from tools.values.terms import (
 
 WORKER: Final[dict[str, Schema]] = {
     "engine": choice(
-        "What computes: Headstart's own engine, or [vLLM](#vllm-as-the-engine), with adapters in front.",
+        "The engine of the pods: Headstart's own, or vLLM behind adapters.",
         "headstart",
         "vllm",
     ),
@@ -39,7 +39,7 @@ WORKER: Final[dict[str, Schema]] = {
     "gpu": group(
         "The device.",
         count=whole(
-            "GPUs of a pod: 0 runs on the CPU, 1 on CUDA, whole or a MIG slice. More need `engine: vllm`.",
+            "GPUs of a pod: 0 is the CPU, 1 a GPU or a MIG slice; more need `engine: vllm`.",
             0,
         ),
         resourceName=text("What the device plugin calls a GPU or a slice.", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$"),
@@ -52,7 +52,7 @@ WORKER: Final[dict[str, Schema]] = {
         *("", "auto", "float32", "bfloat16", "float16"),
     ),
     "weights": choice(
-        "`packed` keeps 4 and 8 bit GGUF weights so; `auto` does where no result changes: in float32 on a CPU.",
+        "`packed` keeps GGUF weights quantised; `auto` does so only in float32 on a CPU.",
         *("auto", "dense", "packed"),
     ),
     "maxModelLen": whole("Longest prompt and answer together, in tokens; 0: the model's.", 0),
@@ -60,21 +60,18 @@ WORKER: Final[dict[str, Schema]] = {
     "blockSize": whole("Tokens in a block of the KV cache; the same for all workers of a model.", 1),
     "kvCacheMemory": text("Size of the KV cache; empty: by the free memory.", pattern=r"^$|^[0-9]+(\.[0-9]+)?[KMGT]$"),
     "kvHostMemory": text(
-        "Pinned host memory that takes blocks before a GPU's cache evicts them; empty: none. Add it to "
-        "`resources`: its request and its limit.",
+        "Pinned host memory for blocks that a GPU evicts; empty: none. Add it to `resources`.",
         pattern=r"^$|^[0-9]+(\.[0-9]+)?[KMGT]$",
     ),
     "kvDisk": group(
-        "A volume for blocks of the KV cache, at /kv in the pod ([which one](#blocks-on-disk)).",
+        "A volume for blocks of the KV cache, at /kv in the pod.",
         size=text("Its size; blocks get nine tenths. Empty: none.", pattern=r"^$|^[1-9][0-9]*[MGT]i$"),
         claim=flag("Whether each worker has a claim, which outlives its pods; otherwise an emptyDir."),
         storageClassName=name("Storage class of these claims; empty: the cluster's default."),
     ),
     "threads": whole("CPU threads; 0: as many as the node has, which is wrong under a CPU limit.", 0),
     "prefixCache": choice("How prefixes are reused.", "hash", "radix", "off"),
-    "download": flag(
-        "Whether a model that is not in the volume is fetched from the Hugging Face hub (egress to port 443)."
-    ),
+    "download": flag("Whether missing models come from the Hugging Face hub (egress to port 443)."),
     "huggingFaceToken": group(
         "Access to gated models.",
         existingSecret=name("Secret with the token; empty: none."),
@@ -87,9 +84,7 @@ WORKER: Final[dict[str, Schema]] = {
         pipelineParallelSize=whole("Groups of them, each with a part of the layers.", 1, 64),
         dataParallelSize=whole("Copies of the model in a pod; each has an adapter, and is a worker.", 1, 16),
         blockSize=whole("Tokens in a block of the engine; 0: its own choice. It need not be `blockSize`.", 0),
-        devMode=flag(
-            "VLLM_SERVER_DEV_MODE, without which a worker cannot be purged. The engine is on the loopback alone."
-        ),
+        devMode=flag("VLLM_SERVER_DEV_MODE, which a purge needs. The engine listens on loopback only."),
         metrics=flag("Whether a further container relays the engine's own metrics to Prometheus."),
         apiKey=group(
             "A key that the engine asks for.",
@@ -104,29 +99,25 @@ WORKER: Final[dict[str, Schema]] = {
         ),
     ),
     "volume": group(
-        "Where models lie: at /models in the pod.",
-        existingClaim=name(
-            "Claim with the models, shared by the workers: ReadWriteMany, or ReadOnlyMany with readOnly."
-        ),
+        "The models: at /models in the pod.",
+        existingClaim=name("Shared claim with the models: ReadWriteMany, or ReadOnlyMany with readOnly."),
         readOnly=flag("Mount the existing claim read only."),
         subPath=text("Folder of the volume."),
         size=quantity(
-            "Size of a claim for each worker; empty, without existingClaim: a volume that ends with the pod.",
+            "Size of a claim for each worker; empty, without existingClaim: an emptyDir.",
             optional=True,
         ),
         storageClassName=name("Storage class of these claims; empty: the cluster's default."),
-        whenDeleted=choice(
-            "What becomes of these claims, and of those of `kvDisk`, when the release is deleted.", "Retain", "Delete"
-        ),
+        whenDeleted=choice("Whether these claims, and those of `kvDisk`, outlive the release.", "Retain", "Delete"),
     ),
     "startupTimeoutSeconds": whole("How long a model may load before the pod is restarted.", 10, 86400),
-    "drain": drain("a worker", 25, "Not needed: a draining worker refuses, and gateways go elsewhere."),
+    "drain": drain("a worker", 25, "Not needed: gateways avoid a draining worker."),
     "resources": resources("a worker, or of vLLM"),
     "shmSize": quantity("Size of /dev/shm; empty: the runtime's, and 8Gi for vLLM.", optional=True),
     "runtimeClassName": name("Runtime class of the pods."),
     **pod(),
     "autoscaling": autoscaling(
-        whole("Prompt tokens that may wait for a worker on average before there is another one.", 1),
+        whole("Mean of waiting prompt tokens above which a worker is added.", 1),
         "queuedTokensPerReplica",
     ),
 }
@@ -149,7 +140,7 @@ VALUES: Final = group(
         existingSecret=name("Secret with the file of keys; empty: one key is generated and kept over upgrades."),
         key=text("The key file's key in the Secret: TOML with digests, as `headstart keys` makes it.", minLength=1),
         plainKey=text(
-            "Key of the Secret with one API key as clients send it, for `helm test`; gateways never see it.",
+            "Key of the Secret with one API key in plain text, for `helm test` only.",
             minLength=1,
         ),
     ),
@@ -170,7 +161,7 @@ VALUES: Final = group(
         workers=group(
             "Between gateways and workers, on top of the token that workers ask for.",
             secret=name("Secret with tls.crt, tls.key and the CA; empty: plain HTTP. All workers share it."),
-            caKey=text("Key of the CA in the Secret; gateways are given it alone.", minLength=1),
+            caKey=text("Key of the CA in the Secret; gateways mount only this key.", minLength=1),
             name=text("The DNS name that the certificate is for.", pattern=DNS_NAME),
         ),
     ),
@@ -183,8 +174,7 @@ VALUES: Final = group(
     tracing=group(
         "OpenTelemetry traces of gateways and workers.",
         endpoint=text(
-            "OTLP over HTTP, such as http://collector.tracing:4318; empty: none, unless extraEnv sets OTEL_*. "
-            "The NetworkPolicies open its port.",
+            "OTLP over HTTP, e.g. http://collector:4318; empty: none, or OTEL_* in extraEnv.",
             pattern=r"^$|^https?://[^\s/]+(/\S*)?$",
         ),
     ),
@@ -210,14 +200,14 @@ VALUES: Final = group(
         replicas=whole("Gateways.", 1),
         policy=choice("Routing policy.", *POLICIES),
         workerNetworks=array(
-            "Networks in which pods are, where gateways may look for workers; empty: the private ones of RFC 1918.",
+            "Networks in which gateways look for workers; empty: those of RFC 1918.",
             text("A network.", pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"),
         ),
         opsHosts=array(
-            "Further names that the ops port answers to, next to those of its Service; addresses need not be named.",
+            "Further host names of the ops port; its Service's and addresses always work.",
             text("A name, without scheme and port.", pattern=r"^[A-Za-z0-9._-]{1,253}$"),
         ),
-        drain=drain("a gateway", 15, "Load balancers notice that it leaves while it still serves."),
+        drain=drain("a gateway", 15, "Gives load balancers time to drop the pod."),
         resources=resources("a gateway"),
         **pod(),
         autoscaling=autoscaling(
@@ -253,7 +243,7 @@ VALUES: Final = group(
         mode=choice("One in the release, one elsewhere, or none at all.", "builtin", "external", "none"),
         prefix=text("Prefix of every key: one for each fleet that shares a Redis.", pattern=r"^[A-Za-z0-9._-]{1,64}$"),
         shards=whole("Slots over which the index is spread in a Redis Cluster.", 1, 1024),
-        existingSecret=name("Secret with the passwords; empty: generated for builtin, no authentication for external."),
+        existingSecret=name("Secret with the passwords; empty: generated (builtin), or none (external)."),
         gatewayUsername=text("ACL user of the gateways; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
         gatewayPasswordKey=text("Key of its password in the Secret.", minLength=1),
         workerUsername=text("ACL user of the workers; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
@@ -261,9 +251,7 @@ VALUES: Final = group(
         builtin=group(
             "The Redis of the release: one pod, nothing on disk; workers write the index again when it restarts.",
             image=image("Redis", "Tag of the image. Redis 7.0 or newer."),
-            memoryMiB=whole(
-                "Its memory; three quarters are for data. 100 MiB of data hold about a million blocks.", 64
-            ),
+            memoryMiB=whole("Its memory, three quarters for data; 100 MiB hold about a million blocks.", 64),
             cpuRequest=quantity("CPUs reserved."),
             tlsSecret=name("Secret with tls.crt, tls.key and ca.crt; empty: no TLS."),
             **placement(),
@@ -271,8 +259,7 @@ VALUES: Final = group(
         external=group(
             "A Redis elsewhere, 6.2 or newer.",
             url=text(
-                "redis://HOST:PORT, rediss://HOST:PORT, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, "
-                "redis+cluster://HOST:PORT,HOST:PORT, or rediss+... for TLS; without user and password.",
+                "URL: redis://, rediss://, redis+sentinel:// or redis+cluster://, without credentials.",
                 pattern=r"^$|^(redis|rediss|rediss?\+sentinel|redis\+cluster|rediss\+cluster)://[^\s]+$",
             ),
             ports=array("Ports that the NetworkPolicies open towards it.", whole("A port.", 1, 65535), minItems=1),
@@ -288,11 +275,9 @@ VALUES: Final = group(
     ),
     networkPolicy=group(
         "Default deny for every pod of the release, and what is needed.",
-        enabled=flag(
-            "Whether there are NetworkPolicies. Metrics and the ops port can be read by whoever reaches them."
-        ),
+        enabled=flag("Whether there are NetworkPolicies. Without them, every pod can read metrics."),
         clients=array("Who may call the API (NetworkPolicy peers); empty: everybody.", free("A peer.")),
-        monitoring=array("Who may read metrics: the ops port of gateways, and the workers' port.", free("A peer.")),
+        monitoring=array("Who may read the metrics of gateways and workers.", free("A peer.")),
         extraGatewayEgress=array("Further egress rules of gateways.", free("A rule.")),
         extraWorkerEgress=array("Further egress rules of workers.", free("A rule.")),
     ),

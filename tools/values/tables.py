@@ -1,13 +1,16 @@
-"""The tables of values in docs/kubernetes.md."""
+"""The tables of values in docs/kubernetes/values.md."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from tools.values.schema import VALUES, WORKER
 from tools.values.terms import Schema
+
+MAX_DEFAULT: Final = 40
+"""Characters of a default that a row shows."""
 
 
 def leaves(node: Schema, defaults: Any, path: str) -> Iterator[tuple[str, Any, str]]:
@@ -21,16 +24,11 @@ def leaves(node: Schema, defaults: Any, path: str) -> Iterator[tuple[str, Any, s
 
 
 def table(rows: Iterator[tuple[str, Any, str]]) -> list[str]:
+    """Return the lines of a Markdown table. A default too long for a row is left to values.yaml."""
     lines = ["| value | default | meaning |", "| --- | --- | --- |"]
     for path, default, meaning in rows:
-        shown = (
-            "not set"
-            if default is None
-            else "SmolLM2-135M-Instruct"
-            if path == "models"
-            else f"`{json.dumps(default)}`"
-        )
-        lines.append(f"| `{path}` | {shown} | {meaning} |")
+        shown = "not set" if default is None else f"`{json.dumps(default)}`"
+        lines.append(f"| `{path}` | {shown if len(shown) < MAX_DEFAULT else 'see values.yaml'} | {meaning} |")
     return lines
 
 
@@ -39,7 +37,7 @@ def tables(defaults: dict[str, Any]) -> str:
     lines = ["### An entry of `models`", "", "| key | meaning |", "| --- | --- |"]
     entry = VALUES["properties"]["models"]["items"]["properties"]
     lines += [f"| `{key}` | {entry[key]['description']} |" for key in ("name", "source")]
-    lines += ["| any key of `worker` | As below, for this model alone; lists replace, objects are merged. |", ""]
+    lines += ["| any key of `worker` | As below, for this model only; lists replace, objects are merged. |", ""]
     worker = {"properties": WORKER}
     lines += [
         "### `worker`: the defaults of every model",

@@ -91,7 +91,7 @@ def pod() -> dict[str, Schema]:
     return {
         **placement(),
         "topologySpreadConstraints": array(
-            "Spread of the pods; empty: softly over nodes and zones. The label selector is added where it is missing.",
+            "Spread of the pods, label selector added; empty: over nodes and zones.",
             group(
                 "A constraint.",
                 ("topologyKey", "maxSkew", "whenUnsatisfiable"),
@@ -128,9 +128,7 @@ def drain(whose: str, after_s: int, why: str) -> Schema:
     return group(
         f"How {whose} stops. The pods' grace period is preStopSeconds + timeoutSeconds + {after_s}.",
         preStopSeconds=whole(f"Sleep before SIGTERM. {why}", 0, 600),
-        timeoutSeconds=whole(
-            "What open requests get after SIGTERM; those left then end with an explicit error.", 1, 86400
-        ),
+        timeoutSeconds=whole("Time for open requests after SIGTERM; the rest end with an error.", 1, 86400),
     )
 
 
@@ -139,12 +137,10 @@ def autoscaling(target: Schema, target_name: str, **more: Schema) -> Schema:
         "Scaling by load. While it is on, `replicas` is not rendered.",
         enabled=flag("Whether replicas follow the load."),
         kind=choice("HorizontalPodAutoscaler, or a KEDA ScaledObject.", "hpa", "keda"),
-        minReplicas=whole("Never fewer. There is no scaling to zero: a fleet without a worker knows no model.", 1),
+        minReplicas=whole("Never fewer. No scaling to zero: a model needs a worker.", 1),
         maxReplicas=whole("Never more.", 1),
         **{target_name: target},
         **more,
-        scaleDownStabilizationSeconds=whole(
-            "How long the load must be low before a pod, and its cache, is given up.", 0, 3600
-        ),
+        scaleDownStabilizationSeconds=whole("How long the load is low before a pod goes.", 0, 3600),
         prometheusAddress=text("Address of a Prometheus, for kind keda.", pattern="^(https?://.+)?$"),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -31,11 +32,13 @@ def option(
     flag: str | None = None,
     least: float | None = None,
     most: float = math.inf,
+    deprecated: str = "",
     **arguments: Any,
 ) -> Any:
     """Return a field that is an option too. A number is above 0, or `least` to `most`.
 
-    `arguments` are those of `add_argument`, some derived from the default.
+    `deprecated` says what happens once the option is gone. `arguments` are those of `add_argument`, some derived from
+    the default.
     """
     if metavar is not None:
         arguments["metavar"] = metavar
@@ -45,7 +48,9 @@ def option(
         arguments = {"type": type(default), **arguments}
     if isinstance(default, int | float | str):
         arguments["default"] = default
-    metadata = {"group": group, "flag": flag, "least": least, "most": most, "arguments": {"help": text, **arguments}}
+    arguments["help"] = f"deprecated: {text}" if deprecated else text
+    metadata: dict[str, Any] = {"group": group, "flag": flag, "least": least, "most": most, "deprecated": deprecated}
+    metadata["arguments"] = arguments
     return field(default=default, metadata=metadata)
 
 
@@ -147,6 +152,17 @@ def make_parser(config: type[SharedConfig], groups: Sequence[str], name: str, te
     p = argparse.ArgumentParser(name, description=text, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     group_of = {title: p.add_argument_group(title) for title in groups}
     for each in fields(config):
-        flag = each.metadata["flag"] or option_name(each.name)
-        group_of[each.metadata["group"]].add_argument(flag, dest=each.name, **each.metadata["arguments"])
+        group_of[each.metadata["group"]].add_argument(_flag(each), dest=each.name, **each.metadata["arguments"])
     return p
+
+
+def warn_deprecated(config: type[SharedConfig], argv: Sequence[str], logger: logging.Logger) -> None:
+    """Log a warning for each deprecated option in a command line that has been parsed."""
+    given = {argument.partition("=")[0] for argument in argv}
+    for each in fields(config):
+        if each.metadata["deprecated"] and _flag(each) in given:
+            logger.warning("%s will be removed in the next version: %s", _flag(each), each.metadata["deprecated"])
+
+
+def _flag(option: Field[Any]) -> str:
+    return option.metadata["flag"] or option_name(option.name)

@@ -97,7 +97,7 @@ class BlockSaver:
 
     def save(self, block_hash: BlockHash, payload: memoryview) -> int:
         """Save a block, after those before it that the store has dropped. Return the number of blocks saved."""
-        generation = self._store.generation
+        version = self._store.version
         missing: list[ChainLink] = []
         while block_hash not in self._store:
             link = self._allocator.link(block_hash)
@@ -108,6 +108,6 @@ class BlockSaver:
                 break
             block_hash = link.parent
         for number, link in enumerate(reversed(missing)):
-            if not self._pool.read(link.block_hash, payload) or not self._store.write(link, payload, generation):
+            if not self._pool.read(link.block_hash, payload) or not self._store.write(link, payload, version):
                 return number
         return len(missing)

@@ -26,10 +26,10 @@ from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
 from worker.scheduler.request import TokenSequence
 
-_GUESSED_BYTES_PER_S: Final = {"host": 4e9, "disk": 400e6, "peer": 400e6}
-"""Until a load is measured."""
+_PEER_BYTES_PER_S: Final = 400e6
+"""The rate from a peer, until a load is measured."""
 _NUM_VICTIMS: Final = 64
-"""Blocks next to be evicted that host memory takes over."""
+"""Blocks next to be evicted that are offered to the stores which take victims."""
 FLUSH_S: Final = 5.0
 """Time to save what is queued, when the process ends."""
 _ADOPT_S: Final = 10.0
@@ -69,9 +69,8 @@ class KVTransfers:
         self._reporting = threading.Lock()
         """Keeps the events of a store in order: several threads report them."""
         block_bytes, block_size = pool.num_bytes, allocator.block_size
-        self._rates = {
-            place: TransferRate(guess * block_size / block_bytes) for place, guess in _GUESSED_BYTES_PER_S.items()
-        }
+        guesses = {store.tier: store.guess_bytes_per_s for store in stores} | {PEER: _PEER_BYTES_PER_S}
+        self._rates = {place: TransferRate(guess * block_size / block_bytes) for place, guess in guesses.items()}
         self.savers = {store.tier: BlockSaver(store, allocator, pool, self._saved) for store in stores}
         self.loads = LoadQueue(allocator, pool, prefill_rate, self._sources, self._loaded, self._wake)
 
@@ -84,11 +83,12 @@ class KVTransfers:
             self._report(store)
 
     def take(self, events: Sequence[BlockEvent]) -> None:
-        """Save the blocks of these events of the pool below it: to disk each, to host memory before its eviction."""
-        if (saver := self.savers.get("disk")) is not None and events:
-            saver.offer([event.block_hash for event in events if type(event) is Stored])
-        if (saver := self.savers.get("host")) is not None:
-            saver.offer(self._allocator.next_victims(_NUM_VICTIMS))
+        """Offer each store the blocks that it takes: those stored by these events, or the next victims."""
+        for store in self._stores:
+            if store.takes == "victims":
+                self.savers[store.tier].offer(self._allocator.next_victims(_NUM_VICTIMS))
+            elif events:
+                self.savers[store.tier].offer([event.block_hash for event in events if type(event) is Stored])
 
     def poll(self, now_s: float) -> None:
         self.loads.poll(now_s)

@@ -6,7 +6,7 @@ Every running decode gets its token first. Prefills share the rest, so that a lo
                                                     |   shortest first        |   admitted sequences    |
 
 What one share leaves goes to the others. A prefill that runs alone may take a larger step, which is more efficient.
-Source: docs/architecture.md, "The scheduler" and "Options of TGI".
+Source: docs/architecture/worker.md, "The scheduler" and "Options of TGI".
 """
 
 from __future__ import annotations

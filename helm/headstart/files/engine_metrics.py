@@ -1,6 +1,6 @@
-"""Relays an engine's metrics from the loopback address to Prometheus. Standard library alone.
+"""Relay an engine's metrics from the loopback address to Prometheus. Needs only the standard library.
 
-HOST PORT URL: answers GET /metrics with what URL says, and GET /health. Speaks TLS where the workers do.
+HOST PORT URL: answers GET /metrics with the body of URL, and GET /health. Uses TLS if the workers do.
 """
 
 import http.server
@@ -49,7 +49,7 @@ class Server(http.server.ThreadingHTTPServer):
     address_family = socket.AF_INET6 if ":" in HOST else socket.AF_INET
 
     def finish_request(self, request, client_address) -> None:
-        """Shake hands in the request's own thread, with the certificate as it is now: it may have been renewed."""
+        """Shake hands in the request's own thread, with the current certificate: it may have been renewed."""
         if not CERTIFICATE.exists():
             super().finish_request(request, client_address)
             return
@@ -60,7 +60,7 @@ class Server(http.server.ThreadingHTTPServer):
             super().finish_request(encrypted, client_address)
 
     def handle_error(self, request, client_address) -> None:
-        """A peer that hangs up or speaks no TLS is no error of ours."""
+        """Ignore peers that hang up or speak no TLS."""
 
 
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # the first process of a container ignores it else

@@ -1,4 +1,4 @@
-# Writes the ACL file of the built-in Redis: three users, none of whom can do what it does not need.
+# Writes the ACL file of the built-in Redis: three users, each with only the rights it needs.
 set -eu
 digest() {
   sha256sum "$1" | cut -d ' ' -f 1

@@ -1,4 +1,4 @@
-"""`helm test`: every model that the gateway names answers a chat completion. Standard library alone."""
+"""`helm test`: every model of the gateway answers a chat completion. Needs only the standard library."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import urllib.request
 
 
 class NamedContext(ssl.SSLContext):
-    """Checks the certificate for the name that it is for, not for the Service's."""
+    """A context that checks the certificate by its own name, not by the Service's."""
 
     def wrap_socket(self, *args, **options):
         options["server_hostname"] = sys.argv[2]
@@ -42,7 +42,7 @@ gateway, tls = sys.argv[1], context()
 models = [model["id"] for model in call(gateway + "/v1/models")["data"]]
 assert models, "the gateway names no model"
 for model in models:
-    question = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Say hello."}]}
+    question = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello!"}]}
     answer = call(gateway + "/v1/chat/completions", question)
     assert answer["usage"]["completion_tokens"] > 0, answer
     print(model, "answers:", answer["choices"][0]["message"]["content"])

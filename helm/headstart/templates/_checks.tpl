@@ -1,4 +1,4 @@
-{{/* What the schema cannot say: relations between values. Each message names the key. */}}
+{{/* Checks that a schema cannot express: relations between values. Each message names the key. */}}
 {{- define "headstart.checks" -}}
 {{- $names := list -}}
 {{- range .Values.models -}}

@@ -50,7 +50,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* No version among a pod's labels: an upgrade of the chart alone must not throw the workers' caches away. */}}
+{{/* No version among a pod's labels: an upgrade of only the chart must not lose the workers' caches. */}}
 {{- define "headstart.podLabels" -}}
 {{ include "headstart.selectorLabels" . }}
 {{- with .root.Values.commonLabels }}
@@ -83,7 +83,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- toJson $ranks -}}
 {{- end -}}
 
-{{/* The most workers that a pod of any model has. */}}
+{{/* The largest number of workers in a pod. */}}
 {{- define "headstart.maxRanks" -}}
 {{- $most := 1 -}}
 {{- range .Values.models -}}
@@ -93,7 +93,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- $most -}}
 {{- end -}}
 
-{{/* Where models are found and downloaded to: for every process that loads one, or its tokenizer. */}}
+{{/* The folder of models and downloads, for every process that loads one, or its tokenizer. */}}
 {{- define "headstart.models.env" -}}
 - name: HF_HOME
   value: /models/huggingface
@@ -151,7 +151,7 @@ whose emptyDir exceeds its limit is evicted. The folder below the mount is the w
         storage: {{ .volume.size }}
 {{- end -}}
 
-{{/* What computes, with its GPUs. */}}
+{{/* The engine, with its GPUs. */}}
 {{- define "headstart.worker.resources" -}}
 {{- range $part := list "requests" "limits" }}
 {{ $part }}:
@@ -193,7 +193,7 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
-{{/* Soft spreading over nodes and zones unless the values say otherwise. (dict "constraints" ... "labels" ...) */}}
+{{/* Soft spreading over nodes and zones by default. (dict "constraints" ... "labels" ...) */}}
 {{- define "headstart.topologySpread" -}}
 {{- if .constraints -}}
 {{- range .constraints }}
@@ -211,7 +211,7 @@ seccompProfile:
 {{- end -}}
 {{- end -}}
 
-{{/* Python is in every image of ours, a shell or the newer sleep action is not in every image or cluster. */}}
+{{/* Every image has Python; not every image has a shell, nor every cluster the sleep action. */}}
 {{- define "headstart.preStop" -}}
 preStop:
   exec:
@@ -231,7 +231,7 @@ preStop:
 {{- default (printf "%s-api-keys" (include "headstart.fullname" .)) .Values.apiKeys.existingSecret -}}
 {{- end -}}
 
-{{/* The value kept in a Secret of ours from an earlier install, else a new one. (dict "root" $ "secret" ... "key" ... "prefix" "") */}}
+{{/* The value in the Secret of an earlier install, else a new one. (dict "root" $ "secret" ... "key" ... "prefix" "") */}}
 {{- define "headstart.generated" -}}
 {{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret -}}
 {{- if and $old (hasKey (default dict $old.data) .key) -}}
@@ -274,7 +274,7 @@ preStop:
 {{- end }}
 {{- end -}}
 
-{{/* For whoever calls workers: gateways, and workers that fetch blocks. */}}
+{{/* For callers of workers: gateways, and workers that fetch blocks. */}}
 {{- define "headstart.workerCa.args" -}}
 {{- with .Values.tls.workers }}
 {{- if .secret }}
@@ -303,7 +303,7 @@ preStop:
 {{- end }}
 {{- end -}}
 
-{{/* kubelet asks over TLS too, and checks no certificate. */}}
+{{/* The kubelet probes over TLS too, and checks no certificate. */}}
 {{- define "headstart.tls.probe" -}}
 {{- if .tls.secret }}
 scheme: HTTPS
@@ -346,7 +346,7 @@ tlsConfig:
 {{- end }}
 {{- end -}}
 
-{{/* Egress towards the collector of traces: by its port, for its address is a name. */}}
+{{/* Egress to the collector of traces: by its port, as its address is a name. */}}
 {{- define "headstart.tracing.egress" -}}
 {{- with .Values.tracing.endpoint }}
 {{- $url := urlParse . }}

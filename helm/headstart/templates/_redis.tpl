@@ -110,7 +110,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* A quarter of the memory is left for buffers, connections and fragmentation. Nothing is evicted behind a worker's back. */}}
+{{/* A quarter of the memory is left for buffers, connections and fragmentation. Redis never evicts keys by itself. */}}
 {{- define "headstart.redis.config" -}}
 bind * -::*
 protected-mode no

@@ -72,7 +72,7 @@ front of it. The engine's ports: 8000 API, 5557 and up cache events, 5657 and up
     {{- with $vllm.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  # The kubelet asks the pod's address, where nothing listens: so these run in the container.
+  # The kubelet probes the pod's address, where nothing listens, so these run in the container.
   startupProbe:
     {{- include "headstart.vllm.probe" . | nindent 4 }}
     periodSeconds: 5
@@ -148,7 +148,7 @@ exec:
 {{- end }}
 {{- end -}}
 
-{{/* Prometheus cannot reach the engine's port, so this relays its metrics, and nothing else of it. */}}
+{{/* Prometheus cannot reach the engine's port, so this relays its metrics, and nothing else. */}}
 {{- define "headstart.vllm.metrics" -}}
 - name: engine-metrics
   image: {{ include "headstart.image" (dict "image" .Values.gateway.image "tag" .Chart.AppVersion) }}

@@ -194,7 +194,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS), chain=st.sampled_from(CHAINS))
     def repeat_a_batch(self, worker_id: WorkerId, chain: list[BlockHash]) -> None:
-        """Write to an old generation, as a late command of an old connection does."""
+        """Write to an old version, as a late command of an old connection does."""
         for key in self._sets(worker_id):
             self.server.command("SADD", key, *(index_entry(block) for block in chain))
 

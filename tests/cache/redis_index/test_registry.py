@@ -19,11 +19,11 @@ from cache.types import Epoch, WorkerId
 MEMBER = WorkerMember(WorkerId("w0"), Epoch("e0"), "http://w0", "m", "n", "cpu", 16, 4096, protocol=1)
 
 
-def state(generation: int, *, written_ms: int = 500) -> bytes:
+def state(version: int, *, written_ms: int = 500) -> bytes:
     return schema.encode_state(
         MEMBER,
-        WorkerLoad(num_running=generation),
-        generation=generation,
+        WorkerLoad(num_running=version),
+        set_version=version,
         batch=1,
         deadline_ms=written_ms + 1500,
         written_ms=written_ms,
@@ -40,12 +40,12 @@ def registry() -> Registry:
     return read
 
 
-def test_match_in_an_old_generation_is_not_credited() -> None:
+def test_match_in_an_old_version_is_not_credited() -> None:
     read = registry()
     workers = read.workers(None)
 
-    def seen(generation: int) -> tuple[int, int]:
-        (candidate,) = read.candidates(workers, [5], [()], [state(generation)], 1000)
+    def seen(version: int) -> tuple[int, int]:
+        (candidate,) = read.candidates(workers, [5], [()], [state(version)], 1000)
         return candidate.matched_blocks, candidate.load.num_running
 
     read.has_changed = False
@@ -73,7 +73,7 @@ def test_entries_include_lapsed_workers() -> None:
         read.now_ms = now_ms
         (entry,) = read.entries()
         assert (entry.lease_left_s, entry.age_s) == pytest.approx((lease_left_s, age_s))
-        assert (entry.num_entries, entry.generation) == (9, 1)
+        assert (entry.num_entries, entry.set_version) == (9, 1)
 
 
 def test_invalid_value_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +100,7 @@ def signed_record(member: WorkerMember = MEMBER, signer: Signer = SIGNER) -> byt
 
 
 def signed_state(batch: int, member: WorkerMember = MEMBER, signer: Signer = SIGNER, **changes: object) -> bytes:
-    fields: dict[str, object] = {"generation": 1, "deadline_ms": 6000, "written_ms": batch, "num_entries": 9}
+    fields: dict[str, object] = {"set_version": 1, "deadline_ms": 6000, "written_ms": batch, "num_entries": 9}
     load = WorkerLoad(num_running=batch)
     record = schema.encode_state(member, load, batch=batch, **{**fields, **changes})  # type: ignore[arg-type]
     return signer.sign_state(member.worker_id, record)

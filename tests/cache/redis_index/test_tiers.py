@@ -235,7 +235,7 @@ def test_a_member_with_other_tiers_than_ours_is_refused(tiers: object) -> None:
 def test_a_state_of_a_version_without_tiers_is_read() -> None:
     """It has its signature where a newer one has the numbers of entries."""
     signer, own = Signer(SECRET, "headstart", 0), tiered()
-    numbers = {"generation": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
+    numbers = {"set_version": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
     newer = schema.encode_state(own, WorkerLoad(), (5,), **numbers)
     older = msgspec.msgpack.encode(msgspec.msgpack.decode(newer)[:8])
     for state, expected in ((newer, {"disk": 5}), (older, {})):
@@ -246,16 +246,16 @@ def test_a_state_of_a_version_without_tiers_is_read() -> None:
         assert (entry.num_entries, entry.num_tier_entries) == (7, expected)
 
 
-def test_a_match_in_tiers_of_an_old_generation_is_not_credited() -> None:
+def test_a_match_in_tiers_of_an_old_version_is_not_credited() -> None:
     registry, own = Registry(lambda event: None, Signer(b"", "headstart", 0)), tiered()
 
-    def state(generation: int) -> bytes:
+    def state(version: int) -> bytes:
         numbers = {"batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
-        return schema.encode_state(own, WorkerLoad(), (5,), generation=generation, **numbers)
+        return schema.encode_state(own, WorkerLoad(), (5,), set_version=version, **numbers)
 
     registry.refresh([(b"w0", schema.encode_member(own))], [(b"w0", state(1))])
-    for generation, expected in ((1, (4,)), (2, (0,)), (2, (4,))):
-        (candidate,) = registry.candidates(registry.workers(None), [3], [(4,)], [state(generation)], 1000)
+    for version, expected in ((1, (4,)), (2, (0,)), (2, (4,))):
+        (candidate,) = registry.candidates(registry.workers(None), [3], [(4,)], [state(version)], 1000)
         assert candidate.tier_blocks == expected
 
 
@@ -308,7 +308,7 @@ async def test_one_publish_changes_the_sets_of_the_pool_and_of_tiers(redis_serve
         assert (entry.num_entries, entry.num_tier_entries) == (4, {"host": 2, "disk": 9})
 
 
-async def test_every_set_lives_and_ends_with_its_generation(redis_server: RedisServer) -> None:
+async def test_every_set_lives_and_ends_with_its_version(redis_server: RedisServer) -> None:
     held = entries(chain(3))
     writer = IndexWriter(redis_server.url, tiered(), WriterSettings(lease_s=600.0, set_ttl_s=1000.0, chunk=2))
     tier_key = f"{POOL_KEY}:disk"

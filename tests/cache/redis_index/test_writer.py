@@ -1,4 +1,4 @@
-"""The worker's side of the index on a real Redis: damage, generations, epochs, leases."""
+"""The worker's side of the index on a real Redis: damage, versions, epochs, leases."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer
         assert len(sent) >= 7
 
 
-async def test_a_late_batch_of_an_old_generation_changes_nothing(redis_server: RedisServer) -> None:
+async def test_a_late_batch_of_an_old_version_changes_nothing(redis_server: RedisServer) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):

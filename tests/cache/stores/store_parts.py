@@ -36,7 +36,7 @@ def payload_of(link: ChainLink, num_bytes: int = PAYLOAD_BYTES) -> memoryview:
 
 
 def write(store: BlockStore, *links: ChainLink) -> list[bool]:
-    return [store.write(link, payload_of(link), store.generation) for link in links]
+    return [store.write(link, payload_of(link), store.version) for link in links]
 
 
 def reads_exactly(store: BlockStore, link: ChainLink, num_bytes: int = PAYLOAD_BYTES) -> bool:

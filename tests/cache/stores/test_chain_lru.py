@@ -19,40 +19,40 @@ def test_any_history_is_that_of_a_plain_list(steps: list[tuple[str, int]]) -> No
     """Compare with a list in order of use, which is searched for the first leaf."""
     lru = ChainLRU()
     used: list[ChainLink] = []
-    slots: dict[BlockHash, int] = {}
+    records: dict[BlockHash, int] = {}
     published: set[BlockHash] = set()
     for number, (what, at) in enumerate(steps):
         link = LINKS[at % len(LINKS)]
-        has_parent = link.depth == 0 or link.parent in slots
-        assert lru.accepts(link) == (has_parent and link.block_hash not in slots)
+        has_parent = link.depth == 0 or link.parent in records
+        assert lru.accepts(link) == (has_parent and link.block_hash not in records)
         match what:
             case "add" if lru.accepts(link):
                 lru.add(link, number)
-                slots[link.block_hash] = number
+                records[link.block_hash] = number
                 used.append(link)
             case "touch" if (held := lru.get(link.block_hash)) is not None:
-                assert (held.link, held.slot) == (link, slots[link.block_hash])
+                assert (held.link, held.record) == (link, records[link.block_hash])
                 lru.touch(held)
                 used.remove(link)
                 used.append(link)
             case "evict":
                 parents = {link.parent for link in used}
                 leaves = [leaf for leaf in used if leaf.block_hash not in parents | {link.block_hash}]
-                expected = slots.pop(leaves[0].block_hash) if leaves else None
-                assert lru.evict(spared=link.block_hash) == expected
-                used = [link for link in used if link.block_hash in slots]
+                expected = records.pop(leaves[0].block_hash) if leaves else None
+                assert lru.evict(keep=link.block_hash) == expected
+                used = [link for link in used if link.block_hash in records]
             case "forget":
-                lost = [BlockHash(link.block_hash)] if link.block_hash in slots else []
+                lost = [BlockHash(link.block_hash)] if link.block_hash in records else []
                 for held_link in LINKS:
-                    if held_link.parent in lost and held_link.block_hash in slots:
+                    if held_link.parent in lost and held_link.block_hash in records:
                         lost.append(held_link.block_hash)
                 found = lru.forget(lambda held, link=link: held.link == link)  # type: ignore[misc]
-                assert sorted(found) == sorted(slots.pop(block_hash) for block_hash in lost)
-                used = [link for link in used if link.block_hash in slots]
+                assert sorted(found) == sorted(records.pop(block_hash) for block_hash in lost)
+                used = [link for link in used if link.block_hash in records]
         before = set(published)
         events = lru.take_events()
         replay(events, published)
-        assert published == set(lru) == set(slots)
+        assert published == set(lru) == set(records)
         assert len(events) == len(published ^ before), "an event changed nothing"
         order = {block_hash: place for place, block_hash in enumerate(lru)}
         assert all(link.depth == 0 or order[link.parent] < order[link.block_hash] for link in used)
@@ -62,20 +62,20 @@ def test_any_history_is_that_of_a_plain_list(steps: list[tuple[str, int]]) -> No
 def test_a_chain_leaves_whole_before_one_that_was_used_later() -> None:
     old, new = chain([0, 0, 0]), chain([1, 1, 1])
     lru = ChainLRU()
-    for slot, link in enumerate([*new, *old]):
-        lru.add(link, slot)
+    for record, link in enumerate([*new, *old]):
+        lru.add(link, record)
     for link in new:
         held = lru.get(link.block_hash)
         assert held is not None
         lru.touch(held)
-    assert [lru.evict(spared=BlockHash(b"")) for _ in range(7)] == [5, 4, 3, 2, 1, 0, None]
+    assert [lru.evict(keep=BlockHash(b"")) for _ in range(7)] == [5, 4, 3, 2, 1, 0, None]
 
 
 def test_match_ends_at_the_first_block_that_is_missing() -> None:
     links = chain([0, 1, 0])
     lru = ChainLRU()
-    for slot, link in enumerate(links[:2]):
-        lru.add(link, slot)
+    for record, link in enumerate(links[:2]):
+        lru.add(link, record)
     hashes = [link.block_hash for link in links]
     assert [lru.match(hashes), lru.match(hashes[1:]), lru.match(hashes[2:]), lru.match([])] == [2, 1, 0, 0]
     assert lru.match(hashes[:2]) == 2

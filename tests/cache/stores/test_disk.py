@@ -56,7 +56,7 @@ def test_a_restart_finds_the_blocks(tmp_path: Path) -> None:
 def test_a_restart_finds_parents_that_lie_behind_their_children(tmp_path: Path) -> None:
     store = open_disk(tmp_path, 3)
     write(store, *chain([0, 0, 0]))
-    write(store, *chain([1, 1, 1]))  # takes the slots of the other chain from its tail on
+    write(store, *chain([1, 1, 1]))  # reuses the records of the other chain
     store.close()
     store = open_disk(tmp_path, 3)
     assert list(store.cached_hashes()) == [link.block_hash for link in chain([1, 1, 1])]
@@ -218,9 +218,9 @@ def test_a_write_under_way_leaves_no_file_after_a_clear(tmp_path: Path, monkeypa
 
 def test_a_block_from_before_a_clear_never_comes_to_the_disk(tmp_path: Path) -> None:
     store = open_disk(tmp_path)
-    generation = store.generation
+    version = store.version
     store.clear()
-    assert not store.write(LINKS[0], payload_of(LINKS[0]), generation)
+    assert not store.write(LINKS[0], payload_of(LINKS[0]), version)
     assert segments(tmp_path) == []
 
 
@@ -259,7 +259,7 @@ def test_a_failed_write_pauses_writing(
     assert write(store, LINKS[2]) == [False], "the pause is over too early"
     assert all(reads_exactly(store, link) for link in LINKS[:2]), "a failing write costs blocks"
     clock[0] += 0.001
-    assert write(store, LINKS[2], LINKS[3]) == [True, True], "a slot was lost"
+    assert write(store, LINKS[2], LINKS[3]) == [True, True], "a record was lost"
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert replay(store.take_events()) == {link.block_hash for link in LINKS[:4]}
 
@@ -311,7 +311,7 @@ def test_a_block_that_cannot_be_read_is_dropped_with_all_after_it(
         assert not reads_exactly(store, LINKS[2])
     assert [link.block_hash for link in LINKS[:2]] == list(store.cached_hashes())
     assert [event.block_hash for event in store.take_events()] == [link.block_hash for link in LINKS[:1:-1]]
-    assert write(store, *LINKS) == [True] * 6, "a slot was lost"
+    assert write(store, *LINKS) == [True] * 6, "a record was lost"
 
 
 @pytest.mark.parametrize("replacement", ["nothing", "a directory", "an empty file"])
@@ -349,14 +349,14 @@ def test_a_folder_that_is_gone_is_no_error(tmp_path: Path, clock: list[float]) -
     store.close()
 
 
-def test_a_copy_of_a_forgotten_block_is_a_free_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_a_forgotten_block_is_a_free_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_disk(tmp_path)
     write(store, *LINKS[:3])
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing(errno.EIO))
         reads_exactly(store, LINKS[1])
     other = chain([1])[0]
-    write(store, other, *LINKS[:2])  # each slot is another block's now, and one block has two
+    write(store, other, *LINKS[:2])  # each record is another block's now, and one block has two
     store.close()
     store = open_disk(tmp_path)
     held = list(store.cached_hashes())
@@ -391,7 +391,7 @@ def test_the_payload_is_read_into_the_callers_memory(tmp_path: Path) -> None:
     record = RecordFormat(bytes(16), 3)
     store = open_disk(tmp_path, record=record)
     (link,) = chain([0])
-    assert store.write(link, payload_of(link, 3), store.generation)
+    assert store.write(link, payload_of(link, 3), store.version)
     memory = bytearray(9)
     assert store.read(link, memoryview(memory)[3:6])
     assert memory == bytes(3) + payload_of(link, 3) + bytes(3)

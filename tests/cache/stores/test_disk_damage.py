@@ -56,7 +56,7 @@ source = random.Random(int(sys.argv[2]))
 os.pwritev = write_page_by_page
 while True:
     for link in source.choice(KILLED_CHAINS):
-        store.write(link, payload_of(link, KILLED_BYTES), store.generation)
+        store.write(link, payload_of(link, KILLED_BYTES), store.version)
         print(flush=True)
 """
 """The kernel copies a record in larger pieces than a page, and in order. Then hardly a kill tears one."""

@@ -159,8 +159,8 @@ class DiskMachine(RuleBasedStateMachine):
             assert worker.published == assert_prefix_closed(worker.store, PARENTS)
             files = list(worker.store._folder.glob("*.blocks"))
             assert sum(path.stat().st_size for path in files) <= worker.max_records * RECORD.record_bytes
-            slots = [held.slot for held in worker.store._chains._blocks.values()]
-            assert len({*slots, *worker.store._free}) == len(slots) + len(worker.store._free) <= worker.max_records
+            records = [held.record for held in worker.store._chains._blocks.values()]
+            assert len({*records, *worker.store._free}) == len(records) + len(worker.store._free) <= worker.max_records
 
     def teardown(self) -> None:
         for worker in getattr(self, "workers", ()):

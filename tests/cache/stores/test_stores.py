@@ -11,7 +11,7 @@ import pytest
 
 from cache.store import BlockStore, ChainLink
 from cache.stores.host import HostStore
-from cache.stores.slot_store import SlotStore
+from cache.stores.record_store import RecordStore
 from cache.types import BlockHash
 from tests.block_events import replay
 from tests.cache.stores.store_parts import (
@@ -26,14 +26,14 @@ from tests.cache.stores.store_parts import (
     write,
 )
 
-MakeStore = Callable[[int], SlotStore]
+MakeStore = Callable[[int], RecordStore]
 
 
 @pytest.fixture(params=["host", "disk"])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
     """Make a store of a given number of blocks."""
 
-    def make(num_blocks: int) -> SlotStore:
+    def make(num_blocks: int) -> RecordStore:
         if request.param == "disk":
             return open_disk(tmp_path, num_blocks)
         return HostStore([memoryview(bytearray(PAYLOAD_BYTES * num_blocks + 7))], PAYLOAD_BYTES)
@@ -91,13 +91,13 @@ def test_a_clear_drops_all_without_events(make_store: MakeStore) -> None:
     store = make_store(3)
     links = chain([0, 1, 0])
     write(store, *links)
-    generation = store.generation
+    version = store.version
     store.clear()
-    assert store.generation != generation
+    assert store.version != version
     assert len(store) == 0
     assert store.take_events() == []
     assert not any(reads_exactly(store, link) for link in links)
-    assert not store.write(links[0], payload_of(links[0]), generation), "a block from before the purge was written"
+    assert not store.write(links[0], payload_of(links[0]), version), "a block from before the purge was written"
     assert write(store, *links) == [True] * 3
 
 
@@ -119,10 +119,10 @@ def test_a_write_under_way_brings_nothing_back_after_a_clear(make_store: MakeSto
     keep = store._keep
     links = chain([0, 1])
 
-    def clear_while_writing(payload: memoryview, link: ChainLink, slot: int) -> bool:
+    def clear_while_writing(payload: memoryview, link: ChainLink, record: int) -> bool:
         if when == "before":
             store.clear()
-        is_written = keep(payload, link, slot)
+        is_written = keep(payload, link, record)
         if when == "after":
             store.clear()
         return is_written
@@ -132,21 +132,21 @@ def test_a_write_under_way_brings_nothing_back_after_a_clear(make_store: MakeSto
     store._keep = keep  # type: ignore[method-assign]
     assert len(store) == 0
     assert store.take_events() == []
-    assert write(store, *links) == [True, True], "a slot was lost"
+    assert write(store, *links) == [True, True], "a record was lost"
     assert all(reads_exactly(store, link) for link in links)
 
 
-def test_a_slot_that_a_cleared_write_still_fills_is_not_given_out(make_store: MakeStore) -> None:
+def test_a_record_that_a_cleared_write_still_fills_is_not_given_out(make_store: MakeStore) -> None:
     store = make_store(1)
     keep = store._keep
     late, early = chain([0])[0], chain([1])[0]
 
-    def write_another_first(payload: memoryview, link: ChainLink, slot: int) -> bool:
+    def write_another_first(payload: memoryview, link: ChainLink, record: int) -> bool:
         store._keep = keep  # type: ignore[method-assign]
         store.clear()
         if write(store, early) == [True]:
-            assert store.tier == "disk", "two writes share a slot"
-        return keep(payload, link, slot)
+            assert store.tier == "disk", "two writes share a record"
+        return keep(payload, link, record)
 
     store._keep = write_another_first  # type: ignore[method-assign]
     write(store, late)
@@ -154,20 +154,20 @@ def test_a_slot_that_a_cleared_write_still_fills_is_not_given_out(make_store: Ma
     assert reads_exactly(store, early)
 
 
-def test_a_slot_that_is_overwritten_while_it_is_read_is_a_miss(make_store: MakeStore) -> None:
+def test_a_record_that_is_overwritten_while_it_is_read_is_a_miss(make_store: MakeStore) -> None:
     store = make_store(1)
     old, new = chain([0])[0], chain([1])[0]
     write(store, old)
     fill = store._fill
 
-    def overwrite_first(payload: memoryview, link: ChainLink, slot: int) -> bool:
+    def overwrite_first(payload: memoryview, link: ChainLink, record: int) -> bool:
         assert write(store, new) == [True]
-        return fill(payload, link, slot)
+        return fill(payload, link, record)
 
     store._fill = overwrite_first  # type: ignore[method-assign]
     assert not reads_exactly(store, old)
     store._fill = fill  # type: ignore[method-assign]
-    assert reads_exactly(store, new), "the block that took the slot was dropped for the one before"
+    assert reads_exactly(store, new), "the block that took the record was dropped for the one before"
 
 
 def test_a_parent_that_leaves_during_a_write_takes_the_block_with_it(make_store: MakeStore) -> None:
@@ -176,16 +176,16 @@ def test_a_parent_that_leaves_during_a_write_takes_the_block_with_it(make_store:
     write(store, parent)
     keep = store._keep
 
-    def lose_the_parent(payload: memoryview, link: ChainLink, slot: int) -> bool:
+    def lose_the_parent(payload: memoryview, link: ChainLink, record: int) -> bool:
         store._free += store._chains.forget(lambda held: held.link == parent)
-        return keep(payload, link, slot)
+        return keep(payload, link, record)
 
     store._keep = lose_the_parent  # type: ignore[method-assign]
     assert write(store, child) == [False]
     store._keep = keep  # type: ignore[method-assign]
     assert len(store) == 0
     others = [chain([token])[0] for token in (2, 3, 4)]
-    assert write(store, *others) == [True] * 3, "a slot was lost"
+    assert write(store, *others) == [True] * 3, "a record was lost"
     assert len(store) == 3
 
 
@@ -193,7 +193,7 @@ def test_a_payload_of_another_size_is_a_broken_invariant(make_store: MakeStore) 
     store = make_store(1)
     (link,) = chain([0])
     with pytest.raises(AssertionError, match="bytes"):
-        store.write(link, memoryview(bytes(PAYLOAD_BYTES + 1)), store.generation)
+        store.write(link, memoryview(bytes(PAYLOAD_BYTES + 1)), store.version)
     with pytest.raises(AssertionError, match="bytes"):
         store.read(link, memoryview(bytearray(PAYLOAD_BYTES - 1)))
 

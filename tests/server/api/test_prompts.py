@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from server.api.prompts import Parting, api_of, compare, read_prompt
 from server.config import GatewayConfig
 from server.errors import InvalidRequestError
-from server.models import ServedModel, build_model
+from server.models.served_model import ServedModel, build_model
 from tests.server.conftest import bundle_of
 
 WITH_TOOLS: Final = (

@@ -18,6 +18,7 @@ from server.api.responses import ResponsesFormatter
 from server.request.choice import ChoiceDelta
 from server.schema.requests import ChatRequest, ResponsesRequest
 from server.schema.tools import make_toolbox, read_tools
+from server.text.formats import FORMATS
 from server.text.output_parser import ChoiceMessage, OutputRules
 from tests.server.api.test_tools import WEATHER, Says, follows
 from tests.server.gateway_app import gateway
@@ -357,7 +358,7 @@ def test_random_mixes_round_trip(tools: list[dict[str, Any]], text: str, cuts: l
         toolbox = make_toolbox(read_tools([in_chats(tool) for tool in tools] if nested else tools, nested=nested))
         names = [tool.name for tool in toolbox.tools]
         assert len(names) == len(set(names)) == len(toolbox.model_names)
-        rules = OutputRules(tools="hermes", tool_names=frozenset(names), client_names=toolbox.names)
+        rules = OutputRules(tools=FORMATS["hermes"], tool_names=frozenset(names), client_names=toolbox.names)
         for client_name, name in toolbox.model_names.items():
             assert client_name.namespace is None or len(name) <= 64
             written = hermes(name, {"input": text})

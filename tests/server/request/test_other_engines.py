@@ -89,7 +89,7 @@ async def test_a_field_that_no_worker_serves_is_the_clients_error(
         async def place(request: Any) -> RecordedPlacement:
             assert request.required
             message = f"{request.required[0]}: no worker of model 'tiny' can serve this"
-            raise NoWorkerError(message, contended=False, retry_after_s=1.0, unsupported=request.required)
+            raise NoWorkerError(message, retry_after_s=1.0, unsupported=request.required)
 
         target.router.place = place  # type: ignore[method-assign]
         for stream in (False, True):

@@ -11,18 +11,17 @@ from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from server.errors import ApiError, InternalError, WorkerLostError
 from server.metrics import GatewayMetrics
-from server.request.limits import MAX_POISON_ENTRIES, MAX_RETRIES, POISON_TTL_S, PoisonCache, RetryBudget
 from server.request.retry import (
     MAX_LOSSES,
     MAX_READMISSIONS,
     MAX_REFUSALS,
     MAX_WAITS,
     AttemptHistory,
-    RetryState,
     Stage,
     WorkerFailed,
     error_of,
 )
+from server.request.retry_state import RetryState
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
 from worker.wire import Failed, SamplingParams
@@ -81,14 +80,13 @@ def test_failed_frames_become_openai_errors(code: str, status: int | None, expec
         assert "secret" not in error.message
 
 
-@pytest.mark.parametrize(("contended", "status"), [(True, 429), (False, 503)])
-def test_without_a_worker_the_error_is_429_or_503(contended: bool, status: int) -> None:
-    error = new_history().no_worker_error(NoWorkerError("none", contended=contended, retry_after_s=3.0))
-    assert (error.status, error.retry_after_s) == (status, 3.0)
+def test_without_a_worker_the_error_is_503() -> None:
+    error = new_history().no_worker_error(NoWorkerError("none", retry_after_s=3.0))
+    assert (error.status, error.retry_after_s) == (503, 3.0)
 
 
 def test_a_request_that_fits_no_worker_is_too_long() -> None:
-    none = NoWorkerError("none", contended=False, retry_after_s=3.0, longest_context=8)
+    none = NoWorkerError("none", retry_after_s=3.0, longest_context=8)
     error = new_history().no_worker_error(none)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
     assert "maximum context length is 8 tokens" in error.message
@@ -130,7 +128,7 @@ def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     history = new_history()
     for retry_after_s in (5.0, 2.0, 9.0):
         assert failure(history, refusal(retry_after_s=retry_after_s)) is None
-    error = history.no_worker_error(NoWorkerError("none", contended=False, retry_after_s=7.0))
+    error = history.no_worker_error(NoWorkerError("none", retry_after_s=7.0))
     assert (error.code, error.retry_after_s) == ("queue_full", 2.0)
     others = [failure(history, refusal(retry_after_s=9.0)) for _ in range(MAX_REFUSALS - 2)]
     assert [error is None for error in others] == [True] * (MAX_REFUSALS - 3) + [False]
@@ -170,43 +168,3 @@ def test_a_request_without_losses_waits_for_a_worker_for_a_while(is_lost: bool, 
     if is_lost:
         lost(history, Stage.ANSWERED)
     assert [history.may_wait() for _ in range(MAX_WAITS + 1)].count(True) == num_waits
-
-
-def test_retries_are_earned_by_requests_and_by_time_and_saved_up_to_a_limit() -> None:
-    now_s = 0.0
-    budget = RetryBudget(clock=lambda: now_s)
-
-    def num_allowed() -> int:
-        return next(number for number in range(10_000) if not budget.spend())
-
-    assert num_allowed() == MAX_RETRIES
-    assert num_allowed() == 0
-    now_s += 4.25
-    assert num_allowed() == 8
-    budget.num_requests += 35
-    assert num_allowed() == 4
-    now_s += 1e6
-    budget.num_requests += 1000
-    assert num_allowed() == MAX_RETRIES
-
-
-def test_a_poison_request_is_known_by_all_that_is_computed() -> None:
-    now_s = 0.0
-    cache = PoisonCache(clock=lambda: now_s)
-
-    def spec(ids: list[int], root: bytes = b"r" * 16, max_tokens: int = 5) -> Any:
-        return SimpleNamespace(root=root, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens))
-
-    assert spec([1, 2]) not in cache
-    cache.add(spec([1, 2]))
-    assert spec([1, 2]) in cache
-    for other in (spec([1, 2, 3]), spec([1, 2], max_tokens=6), spec([1, 2], root=b"s" * 16)):
-        assert other not in cache
-    for number in range(MAX_POISON_ENTRIES):
-        cache.add(spec([number]))
-    assert len(cache._until_s) == MAX_POISON_ENTRIES
-    assert spec([1, 2]) not in cache, "the oldest made room"
-    assert spec([1]) in cache
-    now_s += POISON_TTL_S + 1
-    assert not any(spec([number]) in cache for number in range(MAX_POISON_ENTRIES))
-    assert not cache._until_s

@@ -27,6 +27,7 @@ from cache.redis_index import schema
 from cache.redis_index.registry import Registry
 from cache.redis_index.schema import Signer
 from cache.types import GatewayId
+from server.metrics import GatewayMetrics
 from server.router.router import Router
 from server.router.types import RouteRequest
 from server.workers.client import WorkerClient
@@ -170,7 +171,9 @@ async def test_a_worker_that_answers_with_an_unknown_value_gets_requests(
         worker.url = url
         fleet = Fleet(NoIndex(), client.state, targets=[url])
         await fleet.poll()
-        placement = await Router(NoIndex(), fleet, GatewayId("g")).place(RouteRequest("r", "tiny", 100, ()))
+        placement = await Router(NoIndex(), fleet, GatewayId("g"), GatewayMetrics()).place(
+            RouteRequest("r", "tiny", 100, ())
+        )
         assert placement.worker.worker_id == worker.worker_id
         client.close()
 
@@ -184,7 +187,7 @@ def test_a_worker_registered_with_an_unknown_value_is_a_candidate(
     member = replace(make().member(), url="http://w0")
     signer, events = Signer(secret, "headstart", 0), list[str]()
     record = msgspec.json.encode(newer(member, place, value))
-    numbers = {"generation": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
+    numbers = {"set_version": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
     state = signer.sign_state(member.worker_id, schema.encode_state(member, WorkerLoad(), (5,), **numbers))
     registry = Registry(events.append, signer)
     registry.refresh([(b"w0", signer.sign_member(member.worker_id, record))], [(b"w0", state)])

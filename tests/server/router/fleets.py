@@ -10,6 +10,7 @@ from dataclasses import replace
 from benchmarks.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
+from server.metrics import GatewayMetrics
 from server.router.placement import Placement
 from server.router.router import Router
 from server.router.types import RouteRequest
@@ -89,10 +90,12 @@ class Fleets:
         self.index = Index(self.clock)
         self.states: dict[str, WorkerState] = {}
         self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock, namespaces=lambda: {"m": "n"})
+        self.metrics = GatewayMetrics()
         self.router = Router(
             self.index,
             self.fleet,
             GatewayId("g"),
+            self.metrics,
             policy=policy,
             hold_s=hold_s,
             clock=self.clock,
@@ -115,5 +118,5 @@ class Fleets:
     async def worker(self, hashes: Sequence[BlockHash], **changes: object) -> str:
         """Return the id of the worker that gets it, and close it at once."""
         placement = await self.place(hashes, **changes)
-        placement.close()
+        self.router.closed(placement)
         return placement.worker.worker_id

@@ -40,7 +40,6 @@ async def test_the_error_names_every_feature_that_no_worker_has() -> None:
     with pytest.raises(NoWorkerError, match=r"^bad_words: no worker of model 'm' can serve this") as caught:
         await fleets.place(chain(3), required=("bad_words", "logprobs"))
     assert caught.value.unsupported == ["bad_words"]
-    assert not caught.value.contended
 
 
 async def test_a_draining_worker_that_could_is_worth_waiting_for() -> None:
@@ -92,13 +91,13 @@ async def test_a_correction_counts_once_in_the_hit_rate_and_the_accuracy() -> No
     hashes = chain(40)
     fleets.index.memory.publish(member("a").worker_id, hashes[:25])
     placement = await fleets.place(hashes, num_prompt_tokens=800)
-    placement.prefill_started(400)
+    fleets.router.started(placement, 400)
     worker_id = placement.worker.worker_id
     assert fleets.router.scorer.hit_rate(worker_id) == pytest.approx(0.5)
-    placement.first_token()
-    placement.correct(200)
-    placement.correct(200)
-    placement.close()
+    fleets.router.first_token(placement)
+    fleets.router.corrected(placement, 200)
+    fleets.router.corrected(placement, 200)
+    fleets.router.closed(placement)
     assert fleets.router.scorer.hit_rate(worker_id) == pytest.approx(0.25)
     assert placement.num_cached_tokens == 200
 
@@ -107,8 +106,8 @@ async def test_a_correction_before_the_start_is_none() -> None:
     fleets = Fleets()
     fleets.index.register(member("a"))
     placement = await fleets.place(chain(10))
-    placement.correct(16)
-    placement.close()
+    fleets.router.corrected(placement, 16)
+    fleets.router.closed(placement)
     assert fleets.router.scorer.hit_rate(placement.worker.worker_id) is None
 
 
@@ -127,7 +126,7 @@ async def test_a_field_that_no_text_worker_has_is_named_where_others_embed() -> 
     with pytest.raises(NoWorkerError) as caught:
         await fleets.place(chain(3), required=("bad_words",))
     assert caught.value.unsupported == ["bad_words"]
-    with pytest.raises(NoWorkerError, match="makes text or embeddings alone"):
+    with pytest.raises(NoWorkerError, match="does not serve this task"):
         await fleet_of(a=()).place(chain(3), embeds=True)
 
 

@@ -16,9 +16,9 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
     for hashes in conversations:
         placement = await three.place(hashes)
         homes.append(placement.worker.worker_id)
-        placement.prefill_started(0)
-        placement.first_token()
-        placement.close()
+        three.router.started(placement, 0)
+        three.router.first_token(placement)
+        three.router.closed(placement)
         three.clock.now_s += 1.0
         for name in "abc":
             three.index.memory.publish(WorkerId(name))
@@ -28,7 +28,7 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
         placement = await three.place(hashes + chain(2))
         assert placement.worker.worker_id == home
         assert placement.promised_tokens == 30 * BLOCK
-        placement.close()
+        three.router.closed(placement)
     assert three.router.index_state()["blind"]
     three.index.away = False
     await three.place(chain(1))
@@ -68,7 +68,7 @@ async def test_a_worker_that_is_gone_for_good_is_forgotten_everywhere(three: Fle
     three.clock.now_s += 2.0
     await three.fleet.poll()
     assert {member.worker_id for member in three.fleet.workers("m")} == set("ab")
-    placement.close()
+    three.router.closed(placement)
     assert three.router.scorer.num_outstanding() == 0
 
 
@@ -118,6 +118,6 @@ async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) ->
     assert [(worker["outstanding"], worker["wait_s"]) for worker in explained["workers"]] == [(0, 0.0)] * 3
     again = await three.place(hashes)
     assert again.promised_tokens == 0
-    again.close()
+    three.router.closed(again)
     three.index.away = True
     assert (await three.place(hashes, excluded=incarnations(home))).promised_tokens == 0

@@ -71,15 +71,15 @@ class Case:
     def _go_on(self, placement: Placement, until: str) -> None:
         worker_id = placement.worker.worker_id
         if until != "queued":
-            placement.prefill_started(0)
+            self.scorer.started(placement, 0)
             self.clock.now_s += self.rng.choice([0.0, 0.2])
         if until in ("first token", "ended"):
-            placement.first_token()
+            self.scorer.first_token(placement)
         else:
             self.num_prefilling[worker_id] = self.num_prefilling.get(worker_id, 0) + 1
         if until == "ended":
             self.clock.now_s += self.rng.choice([0.1, 5.0])
-            placement.close()
+            self.scorer.closed(placement)
 
     def _report(self, worker_id: WorkerId) -> Candidate:
         rng, number = self.rng, int(worker_id[1:])
@@ -155,9 +155,9 @@ def test_work_of_the_last_minute_does_not_beat_a_clear_holder() -> None:
     load = WorkerLoad(prefill_tokens_per_s=20_000.0, num_free_blocks=1000, num_blocks=1000)
     busy = RouteRequest("o", "m", 100_000, [])
     placement = scorer.place(scorer.decide(busy, [Candidate(holder, load, 0, 0.0)]))
-    placement.prefill_started(0)
-    placement.first_token()
-    placement.close()
+    scorer.started(placement, 0)
+    scorer.first_token(placement)
+    scorer.closed(placement)
     hashes = [BlockHash(number.to_bytes(16, "little")) for number in range(70)]
     candidates = [Candidate(holder, load, 64, 0.0), Candidate(idle, load, 0, 0.0)]
     (best,) = scorer.decide(RouteRequest("r", "m", 1124, hashes), candidates).best

@@ -125,7 +125,7 @@ async def test_tenants_take_turns_when_places_come_free(fleets: Fleets) -> None:
     async def place(tenant: str) -> None:
         placement = await fleets.place([], num_prompt_tokens=4000, tenant=tenant)
         placed.append(tenant)
-        placement.close()
+        fleets.router.closed(placement)
 
     tasks = [asyncio.create_task(place(tenant)) for tenant in "hhhhh"]
     await held(fleets, 5)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.router.router import IndexAccuracy
+from server.router.index_accuracy import IndexAccuracy
 
 
 def test_a_blind_index_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

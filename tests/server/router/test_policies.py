@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
+from server.router.cost import CostModel, WorkerView
 from server.router.load_tracker import WorkerLoadEstimate
-from server.router.policies import POLICIES, CostModel, FleetView, Policy, make_policy
-from server.router.types import RouteRequest, WorkerView
+from server.router.policies import POLICIES, FleetView, Policy, make_policy
+from server.router.types import RouteRequest
 
 COST = CostModel()
 

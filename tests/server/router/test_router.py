@@ -84,7 +84,7 @@ async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     worker_id = placement.worker.worker_id
     assert three.router.scorer.hit_rate(worker_id) is None
     for _ in range(2):  # counted once
-        placement.prefill_started(200)
+        three.router.started(placement, 200)
     assert three.router.scorer.hit_rate(worker_id) == pytest.approx(0.25)
     assert three.router.index_state()["recall"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
@@ -101,7 +101,7 @@ async def test_a_mostly_cached_prompt_goes_to_its_holder_past_a_long_prefill(thr
     crowd = [await three.place(chain(1), excluded=incarnations("a", "c")) for _ in range(40)]
     assert await three.worker(hashes) != "b", "forty short ones would all pass"
     for placement in crowd:
-        placement.close()
+        three.router.closed(placement)
     assert await three.worker(hashes) == "b"
 
 
@@ -110,10 +110,10 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
     chosen = [placement.worker.worker_id for placement in placements]
     assert {chosen.count(name) for name in "abc"} == {10}
     for placement in placements:
-        placement.prefill_started(0)
+        three.router.started(placement, 0)
         three.clock.now_s += 0.1
-        placement.first_token()
-        placement.close()
+        three.router.first_token(placement)
+        three.router.closed(placement)
     assert three.router.scorer.num_outstanding() == 0
     explained = await three.router.explain(make_request(chain(20)))
     assert [(worker["wait_s"], worker["num_displaced"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
@@ -122,10 +122,10 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
 async def serve(fleets: Fleets, seconds: float) -> str:
     """One request from beginning to end; who had it."""
     placement = await fleets.place(chain(40))
-    placement.prefill_started(0)
+    fleets.router.started(placement, 0)
     fleets.clock.now_s += seconds
-    placement.first_token()
-    placement.close()
+    fleets.router.first_token(placement)
+    fleets.router.closed(placement)
     return placement.worker.worker_id
 
 
@@ -153,11 +153,11 @@ async def test_a_holder_with_a_full_pool_is_avoided(three: Fleets) -> None:
 async def test_blocks_are_counted_whole_and_held_until_the_first_close(three: Fleets) -> None:
     """A prompt that fills its pool to the last, begun block waits for as long as blocks are held."""
     placement = await three.place(chain(40))
-    placement.prefill_started(0)
+    three.router.started(placement, 0)
     three.clock.now_s += 4.0
-    placement.close()
+    three.router.closed(placement)
     three.clock.now_s += 30.0
-    placement.close()
+    three.router.closed(placement)
     for name in "abc":
         load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=41, num_blocks=41)
         three.index.memory.publish(WorkerId(name), load=load)
@@ -188,7 +188,7 @@ async def test_an_impossible_rate_stops_no_request(rate: float) -> None:
     for _ in range(4):
         fleets.clock.now_s += 1.0
         placement = await fleets.place(chain(20), affinity_key="k")
-        placement.prefill_started(0)
+        fleets.router.started(placement, 0)
 
 
 async def test_a_burst_spreads_over_fifo_workers(three: Fleets) -> None:
@@ -208,13 +208,13 @@ async def test_a_shared_system_prompt_does_not_herd(three: Fleets) -> None:
 async def test_pending_prefixes_count_as_cached(three: Fleets) -> None:
     hashes = chain(40)
     first = await three.place(hashes)
-    first.prefill_started(0)
-    first.first_token()
+    three.router.started(first, 0)
+    three.router.first_token(first)
     again = await three.place(hashes + chain(1))
     assert again.worker.worker_id == first.worker.worker_id
     assert again.promised_tokens == 40 * BLOCK
-    first.close()
-    again.close()
+    three.router.closed(first)
+    three.router.closed(again)
     three.clock.now_s += 1.0
     for name in "abc":
         three.index.memory.publish(WorkerId(name))
@@ -223,7 +223,7 @@ async def test_pending_prefixes_count_as_cached(three: Fleets) -> None:
 
 async def test_the_blocks_of_a_failed_request_do_not_count(three: Fleets) -> None:
     hashes = chain(40)
-    (await three.place(hashes)).close()
+    three.router.closed(await three.place(hashes))
     assert (await three.place(hashes)).promised_tokens == 0
 
 
@@ -251,9 +251,8 @@ async def test_excluded_workers_and_other_numerics_are_not_chosen(three: Fleets)
     three.index.register(member("c", numerics="cuda"))
     assert await three.worker(chain(3), numerics="cuda") == "c"
     assert await three.worker(chain(3), excluded=incarnations("a", "c")) == "b"
-    with pytest.raises(NoWorkerError) as error:
+    with pytest.raises(NoWorkerError):
         await three.place(chain(3), numerics="cuda", excluded=incarnations("c"))
-    assert not error.value.contended
 
 
 async def test_a_context_too_short_for_the_prompt_is_not_chosen(three: Fleets) -> None:
@@ -283,7 +282,7 @@ async def test_a_failed_worker_is_avoided_unless_it_is_the_only_one(three: Fleet
     assert await three.worker(hashes) == "b"
     three.fleet.report_failure(WorkerId("b"))
     assert await three.worker(hashes) != "b"
-    (await three.place(hashes, excluded=incarnations("a", "c"))).first_token()
+    three.router.first_token(await three.place(hashes, excluded=incarnations("a", "c")))
     assert await three.worker(hashes) == "b", "a first token closes its breaker"
 
 

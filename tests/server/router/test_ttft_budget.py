@@ -44,11 +44,9 @@ async def test_without_a_worker_the_budget_is_not_blamed(three: Fleets) -> None:
 
 
 async def test_the_prediction_of_an_idle_worker_is_the_prefill(three: Fleets) -> None:
-    ratios: list[float] = []
-    three.router._on_first_token = ratios.append
     placement = await three.place(chain(100))
     assert placement.predicted_ttft_s == pytest.approx(1.611)
-    placement.prefill_started(0)
+    three.router.started(placement, 0)
     three.clock.now_s += 2 * placement.predicted_ttft_s
-    placement.first_token()
-    assert ratios == [pytest.approx(0.5)]
+    three.router.first_token(placement)
+    assert three.metrics.predicted_over_actual_ttft.sum() == pytest.approx(0.5)

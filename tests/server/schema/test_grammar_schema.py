@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
 
 from server.errors import InvalidRequestError
-from server.event_loop import at_once
+from server.event_loop import run_now
 from server.schema.grammar_schema import GrammarSchema, grammar_schema, relaxed_header
 from server.schema.patterns import held_pattern
 from tests.schema_language import drawn, dumps, matcher, takes
@@ -35,7 +35,7 @@ FORMATS = FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
 
 
 def placed(schema: Any, *, strict: bool = False, at: tuple[str, ...] = ()) -> GrammarSchema:
-    return at_once(grammar_schema(schema, "p", strict=strict, at=at))
+    return run_now(grammar_schema(schema, "p", strict=strict, at=at))
 
 
 def language(held: GrammarSchema) -> Any:
@@ -251,7 +251,7 @@ def test_options_that_share_no_value_are_held() -> None:
         ([_tagged("a"), _tagged("a")], False),
         ([_tagged("a"), {"type": "object"}], False),
     ):
-        assert at_once(grammar_schema({"oneOf": options}, "x", strict=False)).relaxed == ((), ("x.oneOf",))[not is_held]
+        assert run_now(grammar_schema({"oneOf": options}, "x", strict=False)).relaxed == ((), ("x.oneOf",))[not is_held]
 
 
 def _tagged(kind: str) -> dict[str, Any]:
@@ -262,6 +262,6 @@ def test_the_header_of_relaxed_places_is_short() -> None:
     schema: dict[str, Any] = {}
     for _ in range(40):
         schema = {"properties": {"p" * 60: schema}, "uniqueItems": True}
-    places = at_once(grammar_schema(schema, "tools", strict=False)).relaxed
+    places = run_now(grammar_schema(schema, "tools", strict=False)).relaxed
     name, value = relaxed_header(places)
     assert (name, value.endswith(b"and 24 more"), len(value) < 4096) == (b"x-headstart-relaxed", True, True)

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import render_chat
 from server.config import GatewayConfig
-from server.models import ServedModel, build_model
+from server.models.served_model import ServedModel, build_model
 from server.schema.intent import Conversation
 from server.schema.requests import ChatRequest
 from server.text import chat_template

@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from server.schema.tools import ToolName
 from server.text.call_syntax import JsonScanner, call_of
-from server.text.output_parser import MAX_NAME_CHARS, OutputDelta, OutputParser, OutputRules, format_of
+from server.text.formats import CALL_LIST, FORMATS, format_of
+from server.text.formats.mistral import MAX_NAME_CHARS
+from server.text.output_parser import OutputDelta, OutputParser, OutputRules
 
-HERMES = OutputRules(tools="hermes")
-LLAMA = OutputRules(tools="llama3", tool_names=frozenset({"f", "g"}))
-MISTRAL = OutputRules(tools="mistral")
-LIST = OutputRules(tools="list")
-TWO_TOOLS = OutputRules(tools="list", tool_names=frozenset({"fly", "flow"}))
-THINKING = OutputRules(reasoning="maybe", tools="hermes")
+HERMES = OutputRules(tools=FORMATS["hermes"])
+LLAMA = OutputRules(tools=FORMATS["llama3"], tool_names=frozenset({"f", "g"}))
+MISTRAL = OutputRules(tools=FORMATS["mistral"])
+LIST = OutputRules(tools=CALL_LIST)
+TWO_TOOLS = OutputRules(tools=CALL_LIST, tool_names=frozenset({"fly", "flow"}))
+THINKING = OutputRules(reasoning="maybe", tools=FORMATS["hermes"])
 
 
 def read(rules: OutputRules, parts: list[str], *, ends_later: bool = True) -> tuple[str, str, list[tuple[str, str]]]:
@@ -74,7 +76,7 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
     ),
     (OutputRules(forced="f"), '{"a": 1}', ("", "", [("f", '{"a": 1}')])),
     (
-        OutputRules(tools="hermes", parallel=False),
+        OutputRules(tools=FORMATS["hermes"], parallel=False),
         f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>",
         ("", "", [("f", ARGUMENTS)]),
     ),
@@ -102,7 +104,7 @@ def test_every_format_at_once_and_character_by_character(case: int) -> None:
     ("rules", "before", "text"),
     [
         (
-            OutputRules(tools="list", tool_names=frozenset({"fly", "flow"})),
+            OutputRules(tools=CALL_LIST, tool_names=frozenset({"fly", "flow"})),
             "",
             '[{"name": "fly", "arguments": {"a": "x"}}]',
         ),
@@ -155,9 +157,9 @@ def test_the_scanner_finds_the_end_of_a_value(value: Any, cut: int) -> None:
 
 
 def test_the_format_is_derived_from_the_template() -> None:
-    assert format_of("... <tool_call> ...") == "hermes"
-    assert format_of("... [TOOL_CALLS] ...") == "mistral"
-    assert format_of("... <|python_tag|> ...") == "llama3"
+    assert format_of("... <tool_call> ...") == FORMATS["hermes"]
+    assert format_of("... [TOOL_CALLS] ...") == FORMATS["mistral"]
+    assert format_of("... <|python_tag|> ...") == FORMATS["llama3"]
     assert format_of("nothing") is None
 
 
@@ -177,7 +179,7 @@ def test_a_call_too_deep_to_parse_is_no_call() -> None:
     assert call_of('{"name":' * 100_000 + "1" + "}" * 100_000) is None
 
 
-CUSTOM = OutputRules(tools="hermes", client_names={"say": ToolName("say", "custom")})
+CUSTOM = OutputRules(tools=FORMATS["hermes"], client_names={"say": ToolName("say", "custom")})
 INPUTS = {
     '{"input": "a\\n\\"b\\" \\u00e9 \\ud83c\\udf89 \\\\"}': 'a\n"b" é 🎉 \\',
     '{"input": ""}': "",

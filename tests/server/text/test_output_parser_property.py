@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 
 from server.text.detokenizer import Detokenizer, TextRules, TokenBytes
+from server.text.formats import CALL_LIST, FORMATS
 from server.text.output_parser import OutputDelta, OutputParser, OutputRules, ReasoningStart
 
 FIRST_WITNESS = 0x4E00
@@ -24,7 +25,7 @@ RULES = [
     *(
         OutputRules(reasoning=reasoning, tools=tools, tool_names=TOOLS)
         for reasoning in REASONING
-        for tools in ("hermes", "llama3", "mistral", "list", None)
+        for tools in (*FORMATS.values(), CALL_LIST, None)
     ),
     OutputRules(forced="f"),
 ]
@@ -99,9 +100,9 @@ def texts(draw: st.DrawFn, rules: OutputRules) -> str:
     """Make a text that has, every other time, a call of the format itself, closed or nearly."""
     written = "".join(draw(PIECES))
     if rules.tools is not None and draw(st.booleans()):
-        closing = CLOSINGS[rules.tools]
+        closing = CLOSINGS[rules.tools.name]
         end = closing[: draw(st.integers(0, len(closing)))]
-        call = OPENINGS[rules.tools] + draw(st.sampled_from(OBJECTS)) + draw(st.sampled_from(["", "\n"])) + end
+        call = OPENINGS[rules.tools.name] + draw(st.sampled_from(OBJECTS)) + draw(st.sampled_from(["", "\n"])) + end
         written = draw(st.sampled_from(["", "", WITNESS])) + call + draw(st.sampled_from(["", " ", "\n"])) + written
     pieces = written.split(WITNESS)
     return "".join(

@@ -190,11 +190,11 @@ def test_a_store_that_raises_costs_one_block(threads: list[BlockSaver], caplog: 
     hashes, _ = pool.compute(range(32))
     write, failed = store.write, []
 
-    def write_or_fail(link: ChainLink, payload: memoryview, generation: int) -> bool:
+    def write_or_fail(link: ChainLink, payload: memoryview, version: int) -> bool:
         if not failed:
             failed.append(link)
             raise OSError("the disk is on fire")
-        return write(link, payload, generation)
+        return write(link, payload, version)
 
     store.write = write_or_fail  # type: ignore[method-assign]
     pool.saver.start_thread()

@@ -12,9 +12,10 @@ import pytest
 
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
-from server import models as models_module
 from server.config import GatewayConfig
-from server.models import Models, namespace_of
+from server.models import registry as registry
+from server.models.registry import Models
+from server.models.served_model import namespace_of
 from server.workers.connection import WorkerError
 from tests.server.scripted_worker import ScriptedWorker
 from tests.waiting import until
@@ -125,14 +126,14 @@ async def test_few_bundles_are_fetched_at_a_time_and_one_of_a_model(bundle: Toke
         await until(lambda: len(seen) == len(members))
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-    assert max(seen)[0] == models_module.MAX_LEARNING
-    assert max(num for _, num in seen) <= models_module.MAX_LEARNING_OF_ONE
+    assert max(seen)[0] == registry.MAX_LEARNING
+    assert max(num for _, num in seen) <= registry.MAX_LEARNING_OF_ONE
 
 
 async def test_failed_bundles_are_forgotten(bundle: TokenizerBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each restart is a new epoch, and a fleet may restart for weeks."""
     now_s = 1000.0
-    monkeypatch.setattr(models_module.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(registry.time, "monotonic", lambda: now_s)
     asked: list[str] = []
 
     class Client:

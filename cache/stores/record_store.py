@@ -1,10 +1,11 @@
-"""The common part of the stores: blocks in slots of one size, of which a `ChainLRU` keeps account."""
+"""The common part of the stores: records of one size, indexed by a `ChainLRU`."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from cache.events import BlockEvent
 from cache.store import ChainLink
@@ -12,30 +13,32 @@ from cache.stores.chain_lru import ChainLRU
 from cache.types import BlockHash, Tier
 
 
-class SlotStore(ABC):
-    """A `BlockStore` over slots; subclasses know what a slot is.
+class RecordStore(ABC):
+    """A `BlockStore` over numbered records; a subclass reads and writes them.
 
-    The lock guards the account, and is never held while a slot is read or written: a slot may be overwritten while it
-    is read. Its block is then no longer held, so `read` looks again after it has read.
+    The lock guards the index. It is never held while a record is read or written, so a record may be overwritten during
+    a read. Its block is then no longer held: `read` checks that afterwards.
     """
 
     tier: Tier
+    takes: Literal["all", "victims"]
+    guess_bytes_per_s: float
 
     def __init__(self, payload_bytes: int) -> None:
         self._payload_bytes = payload_bytes
         self._lock = threading.Lock()
         self._chains = ChainLRU()
         self._free: list[int] = []
-        """Slots that hold no block and that no write is filling; the last is taken first."""
+        """Numbers of the records without a block or a write in progress; the last is taken first."""
         self._writing: set[int] = set()
-        self._generation = 0
+        self._version = 0
         self._closed = False
 
     @property
-    def generation(self) -> int:
-        return self._generation
+    def version(self) -> int:
+        return self._version
 
-    # The engine thread asks these for every request. They take no lock: a dict changes by whole operations.
+    # The engine thread calls these for every request. They take no lock: operations on a dict are atomic.
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -52,7 +55,7 @@ class SlotStore(ABC):
             block = self._chains.get(link.block_hash)
         if block is None or block.link != link:
             return False
-        is_exact = self._fill(payload, link, block.slot)
+        is_exact = self._fill(payload, link, block.record)
         with self._lock:
             if self._chains.get(link.block_hash) is not block:
                 return False
@@ -62,27 +65,27 @@ class SlotStore(ABC):
                 self._free += self._chains.forget(lambda held: held is block)
         return is_exact
 
-    def write(self, link: ChainLink, payload: memoryview, generation: int) -> bool:
+    def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
         assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
         with self._lock:
-            if self._closed or generation != self._generation:
+            if self._closed or version != self._version:
                 return False
             if (held := self._chains.get(link.block_hash)) is not None:
                 self._chains.touch(held)
                 return True
-            slot = self._take_slot(link)
-            if slot is None:
+            record = self._take_record(link)
+            if record is None:
                 return False
-            self._writing.add(slot)
-        is_written = self._keep(payload, link, slot)
+            self._writing.add(record)
+        is_written = self._keep(payload, link, record)
         with self._lock:
-            self._writing.discard(slot)
-            # While the lock was open the parent may have left, or another thread have written this block.
-            if is_written and generation == self._generation and self._chains.accepts(link):
-                self._chains.add(link, slot)
+            self._writing.discard(record)
+            # The lock was open: the parent may be gone, or another thread may have written this block.
+            if is_written and version == self._version and self._chains.accepts(link):
+                self._chains.add(link, record)
             else:
-                self._free += self._usable([slot])
-            return generation == self._generation and link.block_hash in self._chains
+                self._free += self._usable([record])
+            return version == self._version and link.block_hash in self._chains
 
     def clear(self) -> None:
         with self._lock:
@@ -102,34 +105,34 @@ class SlotStore(ABC):
             return self._chains.take_events()
 
     def _forget_all(self) -> None:
-        """Begin another generation, without blocks. The lock is held."""
-        self._generation += 1
+        """Begin a new version without blocks. The lock is held."""
+        self._version += 1
         self._chains = ChainLRU()
-        self._reset_slots()
+        self._reset_records()
 
-    def _take_slot(self, link: ChainLink) -> int | None:
+    def _take_record(self, link: ChainLink) -> int | None:
         if not self._chains.accepts(link):
             return None
         if not self._free:
             self._grow()
-        return self._free.pop() if self._free else self._chains.evict(spared=link.parent)
+        return self._free.pop() if self._free else self._chains.evict(keep=link.parent)
 
     @abstractmethod
-    def _fill(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
-        """Read a slot. False: it does not hold this block whole."""
+    def _fill(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+        """Read a record. False: it does not hold this block, or is damaged."""
 
     @abstractmethod
-    def _keep(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
-        """Write a slot."""
+    def _keep(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+        """Write a record."""
 
     @abstractmethod
     def _grow(self) -> None:
-        """Add slots to `_free`, if there may be more. The lock is held."""
+        """Add records to `_free`, if there may be more. The lock is held."""
 
     @abstractmethod
-    def _usable(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the slots that still exist. The lock is held."""
+    def _usable(self, records: Sequence[int]) -> Sequence[int]:
+        """Return the records that still exist. The lock is held."""
 
     @abstractmethod
-    def _reset_slots(self) -> None:
-        """Free all slots, except those that are being written. The lock is held."""
+    def _reset_records(self) -> None:
+        """Free all records except those that are being written. The lock is held."""

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId
-from server.router.block_plan import BlockPlan, cheapest_plan, find_peers
+from server.router.cost import CostModel, FetchPlan, cheapest_plan, find_peers
 from server.router.placement import Decision
-from server.router.policies import CostModel
 from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
 
 RATES = st.sampled_from([0.0, 1.0, 3.0, 10.0, 1e6])
@@ -56,19 +55,19 @@ def test_the_plan_is_the_cheapest_of_all(data: st.DataObject) -> None:
     tiers = [(end, data.draw(RATES.filter(bool))) for end in tier_ends]
     peer_end, fetch_rate = data.draw(st.integers(0, most)), data.draw(RATES)
     rate = data.draw(RATES.filter(bool))
-    plan = cheapest_plan(num_tokens, start, rate, tiers, peer_end, fetch_rate) or BlockPlan(start)
-    total_s = plan.load_s + (num_tokens - plan.end_tokens) / rate
+    plan = cheapest_plan(num_tokens, start, rate, tiers, peer_end, fetch_rate) or FetchPlan(start)
+    total_s = plan.fetch_s + (num_tokens - plan.end_tokens) / rate
     assert total_s == pytest.approx(brute_force_s(num_tokens, start, rate, tiers, peer_end, fetch_rate))
-    assert plan.end_tokens == start + sum(plan.loaded_tokens) + plan.fetched_tokens < num_tokens
-    moved_s = [n / tier_rate for n, (_, tier_rate) in zip(plan.loaded_tokens, tiers, strict=False)]
-    moved_s += [plan.fetched_tokens / fetch_rate] if plan.fetched_tokens else []
-    assert plan.load_s == pytest.approx(sum(moved_s))
+    assert plan.end_tokens == start + sum(plan.tier_tokens) + plan.peer_tokens < num_tokens
+    moved_s = [n / tier_rate for n, (_, tier_rate) in zip(plan.tier_tokens, tiers, strict=False)]
+    moved_s += [plan.peer_tokens / fetch_rate] if plan.peer_tokens else []
+    assert plan.fetch_s == pytest.approx(sum(moved_s))
 
 
 def test_a_tier_without_a_rate_gives_nothing_and_blocks_what_lies_behind() -> None:
     assert cheapest_plan(100, 10, 1.0, [(50, 0.0), (80, 100.0)]) is None
-    assert cheapest_plan(100, 50, 1.0, [(50, 0.0), (80, 100.0)]) == BlockPlan(80, (0, 30), 0, 0.3), "none needed of it"
-    assert cheapest_plan(100, 10, 1.0, [(50, 0.0)], 90, 100.0) == BlockPlan(90, (), 80, 0.8)
+    assert cheapest_plan(100, 50, 1.0, [(50, 0.0), (80, 100.0)]) == FetchPlan(80, (0, 30), 0, 0.3), "none needed of it"
+    assert cheapest_plan(100, 10, 1.0, [(50, 0.0)], 90, 100.0) == FetchPlan(90, (), 80, 0.8)
 
 
 LAYOUT = "records-1"
@@ -92,8 +91,8 @@ def decided(*candidates: Candidate, broken: tuple[str, ...] = (), num_blocks: in
 def fetched(decision: Decision, name: str) -> int:
     """Return how many blocks the worker would fetch."""
     worker = next(worker for worker in decision.workers if worker.member.worker_id == name)
-    assert (worker.peers is None) == (worker.plan is None or not worker.plan.fetched_tokens)
-    return 0 if worker.plan is None else worker.plan.fetched_tokens // BLOCK
+    assert (worker.peers is None) == (worker.plan is None or not worker.plan.peer_tokens)
+    return 0 if worker.plan is None else worker.plan.peer_tokens // BLOCK
 
 
 def test_a_worker_fetches_what_a_peer_holds() -> None:
@@ -194,7 +193,7 @@ def test_a_placement_promises_what_is_moved_and_books_what_is_computed() -> None
 def test_without_layouts_and_tiers_nothing_is_planned() -> None:
     decision = decided(Candidate(member("a"), report(), 40), Candidate(member("b"), WorkerLoad(), 0))
     assert [worker.plan for worker in decision.workers] == [None, None]
-    assert [worker.load_cost_s for worker in decision.workers] == [0.0, 0.0]
+    assert [worker.fetch_cost_s for worker in decision.workers] == [0.0, 0.0]
 
 
 def test_a_fetch_beats_a_queue_and_a_match_beats_a_fetch() -> None:
@@ -213,7 +212,7 @@ def test_explain_shows_the_way_of_every_worker() -> None:
     rows = {row["worker"]: row for row in explained["workers"]}
     assert rows["a"]["fetch_from"] is None
     assert (rows["b"]["fetch_from"], rows["b"]["fetched_tokens"], rows["b"]["loaded_tokens"]) == ("a", 40 * BLOCK, {})
-    assert rows["b"]["load_s"] == pytest.approx(40 * BLOCK / (20 * RATE))
+    assert rows["b"]["fetch_s"] == rows["b"]["load_s"] == pytest.approx(40 * BLOCK / (20 * RATE))
     others = asyncio.run(fleets.router.explain(make_request(chain(50))))
     assert {row["fetch_from"] for row in others["workers"]} == {None}, "another tenant's prompt finds nothing of it"
 
@@ -233,7 +232,7 @@ def test_the_decision_log_tells_what_is_moved() -> None:
     assert news is not None
     chosen = news["decisions"][0]["candidates"][0]
     assert (chosen["worker"], chosen["matched_tokens"], chosen["moved_tokens"]) == ("b", 0, 40 * BLOCK)
-    assert chosen["load_s"] > 0.0
+    assert chosen["fetch_s"] == chosen["load_s"] > 0.0
 
 
 @pytest.mark.parametrize(
@@ -248,5 +247,5 @@ def test_an_eviction_costs_what_getting_the_block_back_costs(fetch_rate: float, 
 
 def test_a_copy_costs_a_share_of_computing_it_however_fast_the_link() -> None:
     cost = CostModel()
-    assert cost.load_cost_s(BlockPlan(1000, (), 1000, 0.001), RATE) == pytest.approx(0.04 * 1000 / RATE)
-    assert cost.load_cost_s(BlockPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"
+    assert cost.fetch_cost_s(FetchPlan(1000, (), 1000, 0.001), RATE) == pytest.approx(0.04 * 1000 / RATE)
+    assert cost.fetch_cost_s(FetchPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"

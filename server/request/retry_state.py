@@ -1,0 +1,131 @@
+"""What the generations of one gateway process share about failed attempts: retries, full workers, poison requests."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final, Protocol
+
+import msgspec
+
+from cache.records import WorkerMember
+from cache.types import WorkerId, WorkerIncarnation
+from server.metrics import GatewayMetrics
+from server.rates import TokenBucket
+from server.request.choice import GenerationSpec
+from server.workers.connection import WorkerRefused
+
+BACKPRESSURE_S: Final = 0.1
+"""Short compared with the full queue: the worker is asked again long before it is idle."""
+MAX_RETRIES: Final = 100.0
+RETRIES_PER_REQUEST: Final = 0.1
+RETRIES_PER_S: Final = 2.0
+POISON_TTL_S: Final = 60.0
+"""Long enough to end a client's retries; short, because the fault may be the worker's."""
+MAX_POISON_ENTRIES: Final = 10_000
+
+
+class BackpressureCache:
+    """Recent queue-full refusals, by tenant and worker, so that the gateway answers a flood by itself.
+
+    Under overload, one call per request would take event-loop time that the worker needs for admitted requests.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._by_tenant: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
+
+    def add(self, worker: WorkerIncarnation, tenant: str, refusal: WorkerRefused) -> None:
+        """Remember that the worker's queue is full for the tenant."""
+        until_s = self._clock() + min(BACKPRESSURE_S, refusal.retry_after_s)
+        self._by_tenant.setdefault(tenant, {})[worker] = (until_s, refusal)
+
+    def refusals(self, tenant: str) -> Mapping[WorkerIncarnation, WorkerRefused]:
+        """Return the workers that are still full for the tenant, each with its last refusal."""
+        known = self._by_tenant.get(tenant)
+        if known is None:
+            return {}
+        now_s = self._clock()
+        full = {worker: refusal for worker, (until_s, refusal) in known.items() if until_s > now_s}
+        if not full:
+            del self._by_tenant[tenant]
+        return full
+
+
+class RetryBudget:
+    """Retries after refusals that a process may make: 0.1 per request and two per second, at most 100 saved up.
+
+    Retries after a lost worker are limited by `MAX_LOSSES`, not by this budget.
+    Source: the retry budgets of Finagle and Linkerd.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._bucket = TokenBucket(RETRIES_PER_S, MAX_RETRIES)
+        self._num_requests = 0
+        """Requests since the last retry; each adds 0.1 retries to the budget."""
+
+    def earn(self) -> None:
+        """Count one request."""
+        self._num_requests += 1
+
+    def spend(self) -> bool:
+        """Take one retry, if one is left."""
+        now_s = self._clock()
+        self._bucket.add(now_s, RETRIES_PER_REQUEST * self._num_requests)
+        self._num_requests = 0
+        return self._bucket.take(now_s) == 0.0
+
+
+class PoisonCache:
+    """Poison requests, by a hash of everything that decides the computation."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until_s: dict[bytes, float] = {}
+
+    def add(self, spec: GenerationSpec) -> None:
+        while len(self._until_s) >= MAX_POISON_ENTRIES:
+            del self._until_s[next(iter(self._until_s))]
+        self._until_s[_poison_key(spec)] = self._clock() + POISON_TTL_S
+
+    def __contains__(self, spec: GenerationSpec) -> bool:
+        if not self._until_s:
+            return False
+        key = _poison_key(spec)
+        until_s = self._until_s.get(key)
+        if until_s is not None and until_s <= self._clock():
+            del self._until_s[key]
+            return False
+        return until_s is not None
+
+
+def _poison_key(spec: GenerationSpec) -> bytes:
+    digest = blake2b(spec.root, digest_size=16)
+    digest.update(array("I", spec.prompt_ids).tobytes())
+    digest.update(msgspec.msgpack.encode(spec.sampling))
+    return digest.digest()
+
+
+class WorkerReports(Protocol):
+    """The fleet, as generations report to it."""
+
+    def workers(self, model: str | None = None) -> list[WorkerMember]: ...
+
+    def report_failure(self, worker_id: WorkerId) -> None: ...
+
+    def report_wrong_epoch(self, member: WorkerMember) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class RetryState:
+    """The state shared by every generation of this process, for judging failed attempts."""
+
+    fleet: WorkerReports
+    metrics: GatewayMetrics
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    poison: PoisonCache = field(default_factory=PoisonCache)
+    backpressure: BackpressureCache = field(default_factory=BackpressureCache)

@@ -1,0 +1,400 @@
+"""What a request would cost at each worker, in seconds: every term, in the order of docs/routing.md.
+
+    fetch_s         time to get blocks from tiers and a peer          `plan_fetch`
+    prefill_s       time to compute the other tokens                  `CostModel.prefill_s`
+    queue_s         delay by prefills that are there already          `queue_delay`
+    num_displaced   prefills there that this one would delay          `queue_delay`
+    kv_wait_s       wait until its blocks fit into the pool           `CostModel.kv_wait_s`
+    beta            delay of later requests by one second of work     `CostModel.beta`
+    fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
+
+    cost            = queue_s + 4 * kv_wait_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
+                      + 0.03 * recent prefill seconds of the worker
+    at a free home  = (1 + beta) * (prefill_s + fetch_cost_s)
+
+`view` computes the terms of one worker from the index's match, its report, and the estimate of its load
+(`load_tracker`). The policy `headstart` adds jitter and affinity (`policies`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from cache.records import Candidate, WorkerLoad, WorkerMember
+from cache.types import WorkerId, WorkerIncarnation
+from server.router.load_tracker import PrefillQueue, WorkerLoadEstimate
+from server.router.types import RouteRequest
+
+MIN_TOKENS_PER_S: Final = 1e-3
+"""The lowest prefill rate: forged reports in Redis could otherwise make sums of seconds infinite."""
+LIKE_RATES: Final = 1.5
+"""A free home counts as fast as a worker whose measured rate is at most this many times higher."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The constants of the cost, and its closed formulas."""
+
+    request_s: float = 0.01
+    """c0: the fixed part of a prefill."""
+    window_s: float = 60.0
+    max_rho: float = 0.98
+    max_beta: float = 8.0
+    recent_weight: float = 0.03
+    """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
+    kv_wait_weight: float = 4.0
+    """0.0 ignores how full the pools are."""
+    copy_weight: float = 0.04
+    """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
+
+    def prefill_s(self, num_tokens: int, tokens_per_s: float) -> float:
+        """Return the prefill seconds of `num_tokens` uncached tokens."""
+        return self.request_s + num_tokens / tokens_per_s
+
+    def kv_wait_s(self, usage: float, num_slots: float, mean_residency_s: float, eviction_weight: float = 1.0) -> float:
+        """Return the expected wait for blocks in a pool. `usage` is the share held, this request's blocks included.
+
+        The pool has slots for `num_slots` such requests. All are taken with a probability of about
+        usage ** (sqrt(2 (num_slots + 1)) - 1); beyond usage = 1 the pool must turn over. `eviction_weight` is the
+        price of an eviction, which happens long before a request waits.
+        Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
+        """
+        usage = max(0.0, usage)
+        bounded = min(1.0, usage)
+        taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
+        return mean_residency_s * (taken * eviction_weight + usage - bounded)
+
+    def eviction_weight(self, tokens_per_s: float, fetch_tokens_per_s: float) -> float:
+        """Return the cost of getting an evicted block back, relative to computing it: a peer may have it."""
+        return min(1.0, max(self.copy_weight, tokens_per_s / fetch_tokens_per_s)) if fetch_tokens_per_s else 1.0
+
+    def beta(self, recent_s: float, num_workers: int) -> float:
+        """Return how much one more second of work delays later requests. The cap keeps it finite in overload.
+
+        `recent_s`: prefill seconds assigned to the fleet, decayed over the window.
+        """
+        rho = min(self.max_rho, recent_s / (self.window_s * num_workers))
+        return min(self.max_beta, rho / (1.0 - rho))
+
+    def fetch_cost_s(self, plan: FetchPlan, tokens_per_s: float) -> float:
+        """Return the cost of a plan at a worker that prefills `tokens_per_s`."""
+        return max(plan.fetch_s, self.copy_weight * plan.peer_tokens / tokens_per_s)
+
+    def costs_s(self, workers: Sequence[WorkerView], beta: float) -> list[float]:
+        """Return the cost of the request at each worker."""
+        return [
+            worker.queue_s
+            + self.kv_wait_weight * worker.kv_wait_s
+            + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
+            + self.recent_weight * worker.recent_s
+            for worker in workers
+        ]
+
+    def home_cost_s(self, home: WorkerView, workers: Sequence[WorkerView], beta: float) -> float:
+        """Return the cost at a free home, which counts as fast as the fastest worker of a similar rate."""
+        rate = home.prefill_tokens_per_s
+        like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= LIKE_RATES * rate])
+        return (1.0 + beta) * (home.prefill_s * rate / like + home.fetch_cost_s)
+
+
+class FetchPlan(msgspec.Struct, frozen=True, gc=False):
+    """How a worker gets the blocks that its pool lacks, in the least time of fetching and computing together.
+
+        |<- in the pool ->|<- tier 1 ->|<- tier 2 ->|<- from a peer ->|<- computed ->|
+                        start         t1           t2              peer end       prompt
+
+    Blocks are fetched in this order and the rest is computed, so a plan is the point at which each place stops. All
+    costs are linear, so each place gives nothing or all that it can.
+    """
+
+    end_tokens: int
+    """Prompt tokens that need not be computed."""
+    tier_tokens: tuple[int, ...] = ()
+    """From each tier, up to the last one used."""
+    peer_tokens: int = 0
+    fetch_s: float = 0.0
+
+
+class Peers(msgspec.Struct, frozen=True):
+    """The workers of one layout that hold most of the prompt."""
+
+    num_blocks: int
+    holders: Sequence[Candidate]
+
+
+PeersByLayout = dict[tuple[str, str], Peers]
+"""By model and `WorkerMember.layout`."""
+
+
+def find_peers(
+    candidates: Sequence[Candidate], broken: Container[WorkerId], failed: Container[WorkerIncarnation]
+) -> PeersByLayout:
+    """Return the workers that hold most of the prompt, by model and layout.
+
+    A draining worker still gives blocks. Workers that are broken or have failed this request may be gone.
+    """
+    peers: PeersByLayout = {}
+    for candidate in candidates:
+        member = candidate.member
+        num_blocks = _num_held_blocks(candidate)
+        is_gone = member.worker_id in broken or (member.worker_id, member.epoch) in failed
+        if is_gone or not num_blocks or not member.layout:
+            continue
+        known = peers.get(key := (member.model, member.layout))
+        if known is None or num_blocks > known.num_blocks:
+            peers[key] = Peers(num_blocks, [candidate])
+        elif num_blocks == known.num_blocks:
+            peers[key] = Peers(num_blocks, [*known.holders, candidate])
+    return peers
+
+
+def _num_held_blocks(candidate: Candidate) -> int:
+    """Return how many blocks of the prompt the worker can give to a peer, from its pool and its tiers."""
+    num_blocks = candidate.matched_blocks
+    for tier_blocks, tokens_per_s in zip(candidate.tier_blocks, candidate.load.tier_tokens_per_s, strict=False):
+        if tier_blocks > num_blocks:
+            if not tokens_per_s:
+                break
+            num_blocks = tier_blocks
+    return num_blocks
+
+
+def plan_fetch(
+    candidate: Candidate, matched_tokens: int, tokens_per_s: float, context: DecisionContext
+) -> tuple[FetchPlan | None, Peers | None]:
+    """Return the worker's cheapest plan, and the peers that it fetches from; None where there is neither."""
+    member, load, most_tokens = candidate.member, candidate.load, context.most_tokens
+    block_size = member.block_size
+    tiers: Iterable[tuple[int, float]] = ()
+    if candidate.tier_blocks:
+        ends = [min(num_blocks * block_size, most_tokens) for num_blocks in candidate.tier_blocks]
+        tiers = zip(ends, load.tier_tokens_per_s, strict=False)
+    peers, peer_end_tokens = None, 0
+    if context.peers and load.fetch_tokens_per_s:
+        peers = context.peers.get((member.model, member.layout))
+        peer_end_tokens = 0 if peers is None else min(peers.num_blocks * block_size, most_tokens)
+    num_tokens, fetch_rate = context.request.num_prompt_tokens, load.fetch_tokens_per_s
+    plan = cheapest_plan(num_tokens, matched_tokens, tokens_per_s, tiers, peer_end_tokens, fetch_rate)
+    return plan, peers if plan is not None and plan.peer_tokens else None
+
+
+def cheapest_plan(
+    num_prompt_tokens: int,
+    start_tokens: int,
+    prefill_tokens_per_s: float,
+    tiers: Iterable[tuple[int, float]] = (),
+    peer_end_tokens: int = 0,
+    fetch_tokens_per_s: float = 0.0,
+) -> FetchPlan | None:
+    """Plan from `start_tokens`, the end of the prefix in the pool. Return None to compute everything after it.
+
+    `tiers`: the end of the prefix in each tier, and its tokens/s. A tier of unknown rate, 0.0, gives nothing, and
+    tiers after it cannot be reached across its blocks. A peer matters where it holds more than pool and tiers.
+    """
+    ends, fetches_s = [start_tokens], [0.0]
+    end_tokens, fetch_s = start_tokens, 0.0
+    for tier_end_tokens, tokens_per_s in tiers:
+        if tier_end_tokens > end_tokens:
+            if not tokens_per_s:
+                break
+            fetch_s += (tier_end_tokens - end_tokens) / tokens_per_s
+            end_tokens = tier_end_tokens
+        ends.append(end_tokens)
+        fetches_s.append(fetch_s)
+    has_peer = fetch_tokens_per_s > 0.0 and peer_end_tokens > end_tokens
+    if end_tokens == start_tokens and not has_peer:
+        return None
+    computed_s = (num_prompt_tokens - peer_end_tokens) / prefill_tokens_per_s
+    best_s, best_stop, uses_peer = math.inf, 0, False
+    for stop, end_tokens in enumerate(ends):
+        fetch_s = fetches_s[stop]
+        total_s = fetch_s + (num_prompt_tokens - end_tokens) / prefill_tokens_per_s
+        if total_s < best_s:
+            best_s, best_stop, uses_peer = total_s, stop, False
+        if has_peer:
+            total_s = fetch_s + (peer_end_tokens - end_tokens) / fetch_tokens_per_s + computed_s
+            if total_s < best_s:
+                best_s, best_stop, uses_peer = total_s, stop, True
+    if not (best_stop or uses_peer):
+        return None
+    end_tokens, fetch_s = ends[best_stop], fetches_s[best_stop]
+    tier_tokens = tuple([ends[stop + 1] - ends[stop] for stop in range(best_stop)])
+    if not uses_peer:
+        return FetchPlan(end_tokens, tier_tokens, 0, fetch_s)
+    peer_tokens = peer_end_tokens - end_tokens
+    return FetchPlan(peer_end_tokens, tier_tokens, peer_tokens, fetch_s + peer_tokens / fetch_tokens_per_s)
+
+
+def queue_delay(queue: PrefillQueue | None, prefill_s: float) -> tuple[float, float]:
+    """Return how long the prefills at a worker delay a new one of `prefill_s`, and how many it would displace.
+
+    Each step goes half to the oldest prefill and half to the shortest; in a FIFO engine no prefill is displaced. Only
+    the sum of other gateways' work is known; it counts with the oldest.
+    """
+    if queue is None:
+        return 0.0, 0.0
+    left_s = queue.left_s
+    oldest_s = (left_s[0] if left_s else 0.0) + queue.others_s
+    if queue.is_fifo:
+        return oldest_s, 0.0
+    shorter_s = queue.scale * sum(seconds for seconds in left_s[1:] if seconds < prefill_s)
+    num_longer = queue.scale * sum(seconds >= prefill_s for seconds in left_s[1:])
+    num_displaced = num_longer + (0.5 if oldest_s > prefill_s else 0.0)
+    return shorter_s + min(oldest_s, prefill_s + shorter_s), num_displaced
+
+
+class WorkerView(msgspec.Struct, eq=False):
+    """One worker as one decision sees it, and the terms of the cost there."""
+
+    member: WorkerMember
+    load: WorkerLoad
+    """Its last report."""
+    estimate: WorkerLoadEstimate
+    index_tokens: int
+    """Prompt tokens cached there according to the index."""
+    pending_tokens: int
+    """Prompt tokens that in-flight requests will have cached there."""
+    matched_tokens: int
+    """Prompt tokens of full blocks that count as cached there."""
+    prefill_tokens_per_s: float
+    prefill_s: float
+    """Prefill time of this request there, without fetches."""
+    queue_s: float
+    """Delay of its first token by other prefills there."""
+    num_displaced: float
+    """Prefills there that it would delay. The oldest one and all work of other gateways together count as 0.5."""
+    kv_usage: float
+    """Share of the pool that running requests and this one would hold; above 1 they do not fit."""
+    kv_wait_s: float
+    """Wait until its blocks fit into the pool there."""
+    recent_s: float
+    """Prefill seconds assigned to the worker, decayed over a minute."""
+    report_age_s: float
+    """Age of the last report, at most 1 s; 0 if no other gateway sends here."""
+    fetch_cost_s: float = 0.0
+    plan: FetchPlan | None = None
+    """None: it fetches nothing."""
+    peers: Peers | None = None
+    """The plan fetches from one of the holders."""
+    guard: str | None = None
+    """Why the worker cannot take the request."""
+    score: float | None = None
+    """The policy's score; None for a guarded worker."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that it need not compute: in the pool or fetched."""
+        return self.matched_tokens if self.plan is None else self.plan.end_tokens
+
+    @property
+    def fetch_s(self) -> float:
+        """How long it fetches blocks before its prefill, while its engine computes for others."""
+        return 0.0 if self.plan is None else self.plan.fetch_s
+
+    @property
+    def wait_s(self) -> float:
+        """Predicted time from the decision to the prefill, without fetches."""
+        return self.queue_s + (self.kv_wait_s if self.kv_usage > 1.0 else 0.0)  # below, it is the price of evictions
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """Predicted time from the decision to the first token."""
+        return self.wait_s + self.fetch_s + self.prefill_s
+
+    @property
+    def num_outstanding(self) -> int:
+        """Unfinished requests there: the larger of own count and report, since the report may include our requests."""
+        return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests there without a first token."""
+        return max(self.estimate.num_queued, self.load.num_waiting)
+
+
+class DecisionContext(msgspec.Struct, frozen=True):
+    """What one decision uses for every worker."""
+
+    request: RouteRequest
+    cost: CostModel
+    peers: PeersByLayout
+    most_tokens: int
+    """Prompt tokens that may be cached: the last one is always computed."""
+    median_tokens_per_s: float
+    """Prefill rate of a worker that has measured none, so that a new worker is not preferred."""
+    mean_residency_s: float
+    """How long recent requests held a block; 0.0 if unknown."""
+    now_s: float
+
+
+def view(
+    candidate: Candidate, estimate: WorkerLoadEstimate, pending_blocks: int, context: DecisionContext
+) -> WorkerView:
+    """Compute the terms of the cost at one worker. `pending_blocks` of the prompt are being computed there."""
+    member, cost, most_tokens, now_s = candidate.member, context.cost, context.most_tokens, context.now_s
+    block_size = member.block_size
+    matched_tokens = min(max(candidate.matched_blocks, pending_blocks) * block_size, most_tokens)
+    tokens_per_s = max(MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(context.median_tokens_per_s, now_s))
+    plan = peers = None
+    if context.peers or candidate.tier_blocks:
+        plan, peers = plan_fetch(candidate, matched_tokens, tokens_per_s, context)
+    cached_tokens = matched_tokens if plan is None else plan.end_tokens
+    prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
+    queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
+    kv_usage, kv_wait_s = _pool_wait(candidate, estimate, matched_tokens, tokens_per_s, context)
+    return WorkerView(
+        member,
+        candidate.load,
+        estimate,
+        index_tokens=candidate.matched_blocks * block_size,
+        pending_tokens=min(pending_blocks * block_size, most_tokens) if pending_blocks else 0,
+        matched_tokens=matched_tokens,
+        prefill_tokens_per_s=tokens_per_s,
+        prefill_s=prefill_s,
+        queue_s=queue_s,
+        num_displaced=num_displaced,
+        kv_usage=kv_usage,
+        kv_wait_s=kv_wait_s,
+        recent_s=estimate.assigned.at(now_s),
+        report_age_s=estimate.report_age_s(now_s),
+        fetch_cost_s=0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
+        plan=plan,
+        peers=peers,
+    )
+
+
+def _pool_wait(
+    candidate: Candidate, estimate: WorkerLoadEstimate, matched: int, tokens_per_s: float, context: DecisionContext
+) -> tuple[float, float]:
+    """Return `kv_usage` and `kv_wait_s`: both 0.0 for a worker that reports no pool."""
+    member, load, cost = candidate.member, candidate.load, context.cost
+    if not load.num_blocks:
+        return 0.0, 0.0
+    num_blocks = -(-context.request.num_prompt_tokens // member.block_size)
+    num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(context.now_s)
+    usage = (num_held + num_blocks - matched // member.block_size) / load.num_blocks
+    if not context.mean_residency_s:
+        return usage, 0.0
+    weight = cost.eviction_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
+    return usage, cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), context.mean_residency_s, weight)
+
+
+def free_homes(workers: Sequence[WorkerView]) -> list[int]:
+    """Return the positions of the workers with the longest match that could start at once; none if most have it.
+
+    Nothing waits or prefills there, and the request's blocks fit next to those of running requests.
+    """
+    matches = [worker.matched_tokens for worker in workers]
+    longest = max(matches)
+    if longest == sorted(matches)[(len(matches) - 1) // 2]:
+        return []
+    return [
+        at
+        for at, worker in enumerate(workers)
+        if matches[at] == longest and not worker.queue_s and not worker.num_waiting and worker.kv_usage <= 1.0
+    ]
