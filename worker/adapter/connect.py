@@ -83,7 +83,7 @@ async def _connect(
         await check_tokenizer(api, bundle)
         reader = FactsReader(api, folder, digests_weights=config.revision is None)
         facts, load = await reader.read()
-        if load.started_s == begun_s and facts.model == replace(model, adapters=()):
+        if load.started_s == begun_s and facts.model == replace(model, loras=()):
             break
         report("the engine has started again meanwhile: it is asked again")
     max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
@@ -103,7 +103,7 @@ async def _connect(
         oldest_protocol=OLDEST_PROTOCOL,
         prefill_order="fifo",
         unsupported=api.unsupported,
-        adapters=model.adapters,
+        adapters=model.loras,
     )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")

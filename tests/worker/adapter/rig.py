@@ -200,7 +200,7 @@ class ScriptedApi:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.counts: EngineLoad | Exception = EngineLoad(1.0, 0, 0, 256, BLOCK, 0.0)
-        self.adapters: tuple[str, ...] = ()
+        self.loras: tuple[str, ...] = ()
         self.reset_error: Exception | None = None
         self.num_resets = 0
         self.healthy = True
@@ -223,7 +223,7 @@ class ScriptedApi:
         return ""
 
     async def model(self) -> EngineModel:
-        return EngineModel("tiny", "tiny", 4096, self.adapters)
+        return EngineModel("tiny", "tiny", 4096, self.loras)
 
     async def load(self) -> EngineLoad:
         self.num_asked += 1

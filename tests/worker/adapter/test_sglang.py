@@ -67,7 +67,7 @@ def event(ids: list[int], done: int, reason: Any = None, **meta: Any) -> dict[st
 async def test_what_it_says_of_itself(api: SglangApi, server: ScriptedHttp) -> None:
     assert await api.version() == "0.5.23"
     model = await api.model()
-    assert (model.name, model.source, model.max_model_len, model.adapters) == ("m", "org/t", 4096, ("a", "b"))
+    assert (model.name, model.source, model.max_model_len, model.loras) == ("m", "org/t", 4096, ("a", "b"))
     load = await api.load()
     assert (load.num_running, load.num_waiting, load.num_blocks, load.block_size, load.usage) == (4, 2, 1000, 4, 0.5)
     assert await api.tokenize("x") == [1, 2]
