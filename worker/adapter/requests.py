@@ -20,14 +20,12 @@ from cache.types import BlockHash
 from worker.adapter.api import Chunk, EngineApi, EngineLostError, EngineRefusedError
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.load import LoadAccount, Prefill
-from worker.contracts.engine import EngineOutput, RequestKey, StepLog
+from worker.contracts.engine import SUSPECT_NOTICE_S, EngineOutput, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.wire import ChoiceState, End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, Tokens
 
 logger = logging.getLogger(__name__)
 
-SUSPECT_NOTICE_S: Final = 0.02
-"""Time for Started to reach the gateway before a prefill that the engine may not survive."""
 _TOO_LONG: Final = re.compile(
     r"context length|context size|context window|maximum model length|max_model_len|max_new_tokens. must be",
     re.IGNORECASE,

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MAX_RECORDED_STEPS: Final = 64
 """Steps of each kind that a StepLog records, and batches."""
 
+SUSPECT_NOTICE_S: Final = 0.02
+"""Time for Started to reach the gateway before a step that the process may not survive."""
+
 StepKind = Literal["prefill", "decode", "mixed"]
 
 RequestKey = NewType("RequestKey", int)

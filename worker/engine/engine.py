@@ -25,6 +25,7 @@ from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
 from worker.contracts.engine import (
+    SUSPECT_NOTICE_S,
     EngineDeadError,
     EngineOutput,
     EngineSinks,
@@ -51,13 +52,11 @@ from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle, num_l
 
 logger = logging.getLogger(__name__)
 
-SUSPECT_NOTICE_S: Final = 0.02
-"""Time for Started to reach the gateway before a step that the process may not survive."""
 INTEGRITY_INTERVAL_S: Final = 10.0
 POLL_INTERVAL_S: Final = 0.0005
 """How late the end of a prefill step may be noticed while commands are awaited."""
-LOAD_POLL_S: Final = 0.05
-"""How late a load that lags may be noticed while nothing else is to do."""
+FETCH_POLL_S: Final = 0.05
+"""Poll interval for slow fetches while idle."""
 PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
 MAX_IDS_IN_STEP: Final = 4096
@@ -65,7 +64,7 @@ MAX_IDS_IN_STEP: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class PreparedParts:
     """The parts of a request that `prepare` has made for `submit`."""
 
     constraints: Mapping[int, Constraint] = field(default_factory=dict)
@@ -111,14 +110,14 @@ class EngineCore:
         self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
         if transfers is not None:
-            scheduler.load_prefixes(transfers.loads)
+            scheduler.load_prefixes(transfers.fetches)
         self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._deliver = sinks.deliver
         self._on_death = sinks.on_death
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._only_loads = False
-        """All work waits for blocks that are being loaded."""
+        self._only_fetches = False
+        """All work waits for blocks that are being fetched."""
         self._stopping = False
         self._dead: BaseException | None = None
         self._checked_s = 0.0
@@ -171,21 +170,21 @@ class EngineCore:
             self.member.embedding_size,
         )
 
-    async def prepare(self, request: GenerateRequest) -> PreparedRequest:
+    async def prepare(self, request: GenerateRequest) -> PreparedParts:
         try:
             constraints = await self.grammars.constraints(request)
         except ConstraintError as error:
             raise RefusedError(failed_by(error)) from error
         if num_listed_ids(request.sampling) <= MAX_IDS_IN_STEP:
-            return PreparedRequest(constraints)
+            return PreparedParts(constraints)
         value = await asyncio.to_thread(self._runner.prepare, request.sampling, request.prompt_ids)
-        return PreparedRequest(constraints, SamplerCache(value))
+        return PreparedParts(constraints, SamplerCache(value))
 
     def submit(
         self,
         key: RequestKey,
         request: GenerateRequest,
-        prepared: PreparedRequest,
+        prepared: PreparedParts,
         steps: StepLog | None = None,
     ) -> None:
         arrival_s = time.monotonic()
@@ -245,7 +244,7 @@ class EngineCore:
         def empty_pool() -> Epoch:
             self._scheduler.preempt_all()
             if self._transfers is not None:
-                self._transfers.loads.give_up_all()
+                self._transfers.fetches.give_up_all()
             emptied = self._scheduler.allocator.reset()
             assert emptied, "the pool is held although every sequence was preempted"
             if self._transfers is not None:
@@ -321,7 +320,7 @@ class EngineCore:
         now_s = time.monotonic()
         self._outputs.put(self._scheduler.expire(now_s))
         if self._transfers is not None:
-            self._transfers.loads.poll(now_s)
+            self._transfers.fetches.poll(now_s)
         if self._scheduler.has_work and not self._in_flight:
             self._launch()
             if not self._runner.overlaps:
@@ -331,9 +330,9 @@ class EngineCore:
 
     def _max_wait_s(self) -> float | None:
         """Return how long to wait for a command; None: until one comes."""
-        if self._transfers is None or not self._transfers.loads.num_active or self._in_flight:
+        if self._transfers is None or not self._transfers.fetches.num_active or self._in_flight:
             return 0.0 if self._has_work else None
-        return LOAD_POLL_S if self._only_loads or not self._scheduler.has_work else 0.0
+        return FETCH_POLL_S if self._only_fetches or not self._scheduler.has_work else 0.0
 
     def _run_housekeeping(self, *, wait_s: float | None) -> None:
         """Do all that needs no token of the step in flight; wait up to `wait_s` for a command."""
@@ -345,8 +344,8 @@ class EngineCore:
         """Schedule a step and launch it."""
         begun_s = time.monotonic()
         plan = self._scheduler.schedule(begun_s)
-        self._only_loads = plan is None and self._transfers is not None and self._transfers.loads.num_active > 0
-        if self._only_loads:
+        self._only_fetches = plan is None and self._transfers is not None and self._transfers.fetches.num_active > 0
+        if self._only_fetches:
             return
         if plan is None:
             raise EngineDeadError("work is left but nothing can be scheduled")

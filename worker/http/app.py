@@ -90,7 +90,7 @@ def make_app(
 
     app = Starlette(
         routes=[
-            Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
+            Route("/generate", endpoint=GenerateRoute(service), methods=["POST"]),
             Route("/blocks", endpoint=BlocksEndpoint(service), methods=["POST"]),
             Route("/adopt", endpoint=AdoptEndpoint(service).__call__, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
@@ -181,7 +181,7 @@ class ProgramsOnly(_Guard):
         return Failed("forbidden", problem, retryable=True)
 
 
-class GenerateEndpoint:
+class GenerateRoute:
     """POST /generate as pure ASGI: a refusal, or 200 and frames until End or Failed. A disconnect aborts."""
 
     def __init__(self, service: WorkerService) -> None:

@@ -128,7 +128,7 @@ class _Answer(http.client.HTTPResponse):
 
 
 class PeerStream:
-    """A `worker.kv_transfer.loads.BlockReader` over the answer of a peer."""
+    """A `worker.kv_transfer.fetches.BlockReader` over the answer of a peer."""
 
     def __init__(self, url: str, answer: _Answer, record: RecordFormat) -> None:
         self._url = url

@@ -19,7 +19,7 @@ from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey, StepL
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import SequenceResult, Step
-from worker.engine.engine import EngineCore, PreparedRequest
+from worker.engine.engine import EngineCore, PreparedParts
 from worker.kernels.device import DeviceStream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
@@ -90,7 +90,7 @@ class ThreadedEngine:
             self.frames.put(output)
 
     def submit(self, key: int, wire, steps: StepLog | None = None) -> RequestKey:
-        self.engine.submit(RequestKey(key), wire, PreparedRequest(), steps)
+        self.engine.submit(RequestKey(key), wire, PreparedParts(), steps)
         return RequestKey(key)
 
     def next(self) -> EngineOutput:

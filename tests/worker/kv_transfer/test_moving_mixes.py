@@ -94,9 +94,9 @@ def run_mix(mix) -> int:
                 if step in mix["purges"]:
                     engine.purge()
                 if step in mix["give_ups"]:
-                    engine.transfers.loads.give_up_latest()
+                    engine.transfers.fetches.give_up_latest()
                 if engine.step() is None and engine.scheduler.has_work:
-                    assert engine.transfers.loads.num_active, "work is left but nothing was scheduled"
+                    assert engine.transfers.fetches.num_active, "work is left but nothing was scheduled"
                 engine.move_blocks(mix["num_turns"])
             step += 1
             assert step < 3000, "no end in sight"
@@ -109,7 +109,7 @@ def run_mix(mix) -> int:
                 assert tokens == expected[: len(tokens)]
                 assert got.finished[index].reason == "abort" or tokens == expected
         for engine in engines:
-            engine.transfers.loads.give_up_all()
+            engine.transfers.fetches.give_up_all()
             assert engine.allocator.num_free_blocks == engine.allocator.num_blocks - 1
             engine.allocator.check_integrity()
         return sum(sum((request.loaded_tokens or {}).values()) for _, _, request, _ in live)

@@ -17,7 +17,7 @@ from tests.worker.scheduler.engine import generate
 from worker.config import parse
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
-from worker.engine.engine import EngineCore, PreparedRequest
+from worker.engine.engine import EngineCore, PreparedParts
 from worker.loader import build_engine
 from worker.wire import End, Failed, Started, Tokens
 
@@ -49,7 +49,7 @@ class Engine:
     def ask(self, prompt_ids: Sequence[int], max_tokens: int = 12) -> Answered:
         wire = generate(prompt_ids, max_tokens, temperature=0.0, logprobs=0, ignore_eos=True)
         answered = Answered()
-        self.core.submit(RequestKey(next(_keys)), wire, PreparedRequest())
+        self.core.submit(RequestKey(next(_keys)), wire, PreparedParts())
         while True:
             match self._outputs.get(timeout=60).frame:
                 case Started(num_cached, loaded):

@@ -17,7 +17,7 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, BytesCopier
 from tests.worker.scheduler.engine import ROOT, generate
 from worker.contracts.engine import RequestKey
 from worker.contracts.rates import PrefillRate, TransferRate
-from worker.kv_transfer.loads import LoadQueue, LoadSource, PrefixLoad
+from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.scheduler.request import Request, TokenSequence, split_into_sequences
 
@@ -69,17 +69,17 @@ class Loads:
         self.allocator.track_chains()
         self.copier = BytesCopier(NUM_BLOCKS)
         self.sources = sources
-        self.ended: list[PrefixLoad] = []
+        self.ended: list[PrefixFetch] = []
         pool = PoolBlocks(self.allocator, self.copier)
         rate = PrefillRate(prefill_tokens_per_s, 1.0)
-        self.queue = LoadQueue(self.allocator, pool, rate, self._find, self.ended.append, num_threads=num_threads)
+        self.queue = FetchQueue(self.allocator, pool, rate, self._find, self.ended.append, num_threads=num_threads)
         self.queue.start_threads()
 
-    def _find(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[LoadSource]:
+    def _find(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[FetchSource]:
         found, at = [], num_cached
         for number, source in enumerate(self.sources):
             if at < (stop := min(source.num_held, len(hashes))):
-                found.append(LoadSource(f"s{number}", at, stop, source.rate, source.open))
+                found.append(FetchSource(f"s{number}", at, stop, source.rate, source.open))
                 at = stop
         return found
 
@@ -273,8 +273,8 @@ def test_a_sequence_waits_for_a_chain_that_is_adopted_no_longer_than_it_takes_to
     sequence = loads.sequence(4)
     hashes = sequence.hash_blocks(BLOCK_SIZE)
     begun_s = time.monotonic()
-    adopted = LoadSource("peer", 0, 4, source.rate, source.open)
-    load = loads.queue.load_chain(ROOT, hashes, adopted, begun_s + 1e6)
+    adopted = FetchSource("peer", 0, 4, source.rate, source.open)
+    load = loads.queue.fetch_chain(ROOT, hashes, adopted, begun_s + 1e6)
     assert load is not None
     assert loads.start(sequence)
     assert load.deadline_s < time.monotonic() + HANG_S
