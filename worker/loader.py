@@ -59,7 +59,7 @@ _WARM_UP_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class _LoadedParts:
-    """What is in memory before the engine is put together."""
+    """The loaded parts that the engine is built from."""
 
     config: WorkerConfig
     model: LoadedModel
@@ -251,7 +251,7 @@ def limit_onednn_cache() -> None:
 
 
 def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
-    """Run steps in the unused pool: they allocate what is allocated late, and measure the prefill rate."""
+    """Run steps in the unused pool, to trigger late allocations and to measure the prefill rate."""
     block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
     slots = [block_size + i for i in range(num_tokens)]
     row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
@@ -315,5 +315,5 @@ def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -
     if wanted > own:
         raise ValueError(f"--max-model-len {wanted} exceeds the model's {own}")
     if wanted > pool_tokens:
-        logger.warning("the context is cut from %d to %d tokens: the KV pool holds no more", wanted, pool_tokens)
+        logger.warning("the context is cut from %d to %d tokens, the size of the KV pool", wanted, pool_tokens)
     return min(wanted, pool_tokens)

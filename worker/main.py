@@ -1,4 +1,4 @@
-"""The worker process: listen at once, load the model, serve, drain on SIGTERM.
+"""The worker process: listens at once, loads the model, serves, and drains on SIGTERM.
 
 Progress goes to stderr, one line a step. Stdout has one JSON object a line, for the process that started the worker:
 {"event": "listening", "url": ...} and {"event": "ready", "url": ..., "worker_id": ..., "epoch": ..., "model": ...,
@@ -85,7 +85,7 @@ def _exit_at_once(status: int) -> None:
 
 
 def _loop_factory(config: WorkerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's for an adapter, which works in the event loop. Our own engine has a thread."""
+    """Return uvloop's for an adapter, which works in the event loop. The built-in engine has a thread."""
     if config.engine == "headstart":
         return None
     import uvloop
@@ -210,7 +210,7 @@ class Worker:
         if config.engine == "headstart":
             engine = await in_daemon_thread(build)
         else:
-            from worker.adapter.connect import connect  # our own engine needs none of its libraries
+            from worker.adapter.connect import connect  # the built-in engine needs none of its libraries
 
             engine = await connect(config, url, worker_id, self._metrics, self._report, sinks)
         if config.redis is not None and inbox is not None:
@@ -249,7 +249,7 @@ class Worker:
                 await asyncio.wait_for(self._publisher.close(), _RETIRE_S)
 
     async def _hand_over(self) -> None:
-        """Give the most used blocks to peers. A failure costs them the time to compute these."""
+        """Offer the most recently used blocks to peers. Without them, peers compute these blocks."""
         if self._publisher is None or self._engine is None or self._engine.exchange is None or self._status:
             return
         try:
@@ -268,7 +268,7 @@ class Worker:
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Run `function` as asyncio.to_thread does, but let the process end while it runs."""
+    """Run `function` as asyncio.to_thread does, but on a thread that does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -4,8 +4,8 @@
     any thread: offer_tier(tier, events) ->
 
 The engine never waits for Redis. A block that is stored and dropped between two publishes is never sent. `held` mirrors
-the pool, and each tier below it, so a rewrite after any doubt asks nothing of the engine; their sizes bound it, also
-while Redis is away.
+the pool and each tier, so a rewrite needs nothing of the engine. Its size is bounded by theirs, also while Redis is
+unreachable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_BATCH: Final = 20_000
 """Entries in one MULTI: more are published by several, in order."""
 
 TIDY_PER_FIELD_S: Final = 0.02
-"""All workers look for fields that are too long, each so much less often the more they are."""
+"""Every worker looks for fields that are too long, less often the more fields there are."""
 
 _Item = tuple[Tier | None, Sequence[BlockEvent], WorkerLoad | None] | WorkerMember
 """Events of the pool with the load, events of a tier, or a new epoch."""
@@ -169,7 +169,7 @@ class Publisher:
 
     @property
     def problem(self) -> str | None:
-        """Why the index does not know what this worker holds, or None. The worker serves all the same."""
+        """Why the index is not up to date, or None. The worker serves anyway."""
         silent_s = time.monotonic() - self._published_s
         if silent_s < self._settings.silent_s:
             return None
@@ -234,7 +234,7 @@ class Publisher:
         return True
 
     def _apply_inbox(self) -> None:
-        """Apply what the engine has offered. Clears `wake` first, so that a later offer wakes this task."""
+        """Apply the offered items. Clears `wake` first, so that a later offer wakes this task."""
         self.inbox.wake.clear()
         while self.inbox.items:
             item = self.inbox.items.popleft()
@@ -275,7 +275,7 @@ class Publisher:
     async def _pause(self, minimum_s: float) -> None:
         """Wait `minimum_s`, then until there is news or a heartbeat is due.
 
-        Heartbeats vary in length: two fleets that share keys by mistake must not overwrite each other in step.
+        Heartbeats vary in length: two fleets that share keys by mistake must not alternate in step.
         """
         heartbeat_s = self._settings.heartbeat_s * random.uniform(0.5, 1.0)
         await asyncio.sleep(minimum_s)

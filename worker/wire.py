@@ -7,7 +7,7 @@
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
 503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it), `context_length_exceeded` or
-`invalid_grammar`. A gateway takes every other answer for that of a stranger. Closing the connection aborts the request.
+`invalid_grammar`. A gateway treats every other answer as not from a worker. Closing the connection aborts the request.
 A stream that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's
 `output_ids`. With a cluster secret, a worker proves itself before any of it (`worker.common.proof`).
 """
@@ -191,7 +191,7 @@ class Embed(Struct, frozen=True):
     """The embedding of the prompt is asked for, and no token: one choice, with `max_tokens` 0."""
 
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    """Only the first so many numbers, normalised again; None: all."""
+    """Keep this many leading numbers, normalised again. None: all."""
 
 
 class GenerateRequest(Struct, frozen=True):
@@ -369,7 +369,7 @@ def unpack_request(data: bytes) -> GenerateRequest:
 
 
 def pack_frame(frame: Frame) -> bytes:
-    """Pack a frame, without a last field that is unset where an older peer does not know it."""
+    """Pack a frame. Leave out an unset last field that older peers lack."""
     if type(frame) is Failed and frame.retry_after_s is None:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     if type(frame) is End and frame.num_cached_tokens is None:

@@ -61,7 +61,7 @@ class WorkerMetrics:
             "forward_seconds", "Device time of a step up to its logits, by its content", _SECONDS, ["kind"]
         )
         self.sample_s = histogram(
-            "sample_seconds", "Device time of a step from its logits on, by its content", _SECONDS, ["kind"]
+            "sample_seconds", "Device time of a step after its logits, by its content", _SECONDS, ["kind"]
         )
         self._longest_step_s = 0.0
         gauge("longest_step_seconds", "The longest step since the last scrape").set_function(self._take_longest_step)

@@ -8,7 +8,7 @@ from typing import Final
 _HALF_LIFE_S: Final = 20.0
 """Seconds of prefill after which a measurement weighs half."""
 _IDLE_HALF_LIFE_S: Final = 120.0
-"""Seconds without prefill after which a measurement weighs half: what slowed the device may have ended."""
+"""Seconds without prefill after which a measurement weighs half: its conditions may have changed."""
 _TRANSFER_MEMORY_S: Final = 30.0
 _GUESS_WEIGHT_S: Final = 0.01
 """The guess weighs as much as a fetch of this length: a short one mostly opens a connection."""
@@ -19,8 +19,8 @@ _HALF_LIFE_STARTS: Final = 32
 class PrefillRate:
     """Tokens per second over the recent steps that mostly prefilled.
 
-    A step has a fixed part, worth `step_tokens`. Without it, a worker whose prompts are mostly cached, so that its
-    prefills are short, would look slow: and it is the one that holds what others would have to compute.
+    A step has a fixed part, worth `step_tokens`. Without it, a worker with mostly cached prompts would look slow,
+    since its prefills are short.
     """
 
     def __init__(self, num_tokens: int = 0, duration_s: float = 0.0, step_tokens: float = 0.0) -> None:

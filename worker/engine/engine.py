@@ -6,7 +6,7 @@
 
 The thread owns the scheduler and the KV pool, and waits only for the device. While the device computes, the engine does
 everything that needs no token of that step: outputs, reports, commands, and the launch of the next decodes.
-Aborted requests give back their blocks when the step ends. On a CPU the same happens between steps.
+Aborted requests free their blocks when the step ends. On a CPU all of this happens between steps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FETCH_POLL_S: Final = 0.05
 PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
 MAX_IDS_IN_STEP: Final = 4096
-"""Ids of a request's lists that a step may read. More are read on a thread of their own before it is queued."""
+"""Ids of a request's lists that a step may read. Longer lists are read on another thread before queueing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class EngineCore:
         self._pooling = pooling
         self._max_step_s = max_step_s
         self.mailbox = mailbox or Mailbox()
-        """Its calls run on the engine thread, and fail with EngineDeadError when that has ended."""
+        """Its calls run on the engine thread. They fail with EngineDeadError once the thread has ended."""
         self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
         if transfers is not None:
@@ -150,7 +150,7 @@ class EngineCore:
         await asyncio.to_thread(self.stop)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread after the current step. Open requests get no more frames."""
+        """End the thread after the current step. Open requests get no further frames."""
         self._stopping = True
         self.mailbox.put(lambda: None)
         self._thread.join(timeout_s)
@@ -205,7 +205,7 @@ class EngineCore:
                 outputs = self._scheduler.submit(made)
             except Exception as error:  # one request must not end the others
                 extra = about(request.request_id, request.traceparent)
-                logger.exception("request %s cannot be taken", request.request_id, extra=extra)
+                logger.exception("request %s cannot be queued", request.request_id, extra=extra)
                 outputs = [EngineOutput(key, failed_by(error))]
             else:
                 self._reporter.assign(made)
@@ -313,7 +313,7 @@ class EngineCore:
         if self._runner.overlaps:
             if self._async_scheduling:
                 self._in_flight.launch_async()
-            while self._in_flight.prefill_runs:  # decodes alone end before a wake-up would pay
+            while self._in_flight.prefill_runs:  # pure decodes end before a wake-up would pay
                 self._run_housekeeping(wait_s=POLL_INTERVAL_S)
         self._in_flight.process_result()
         self.mailbox.run()  # commands that came while the device worked join the next step
@@ -335,7 +335,7 @@ class EngineCore:
         return FETCH_POLL_S if self._only_fetches or not self._scheduler.has_work else 0.0
 
     def _run_housekeeping(self, *, wait_s: float | None) -> None:
-        """Do all that needs no token of the step in flight; wait up to `wait_s` for a command."""
+        """Do the work that needs no token of the step in flight; wait up to `wait_s` for a command."""
         self._outputs.flush()
         self._reporter.report_if_due()
         self.mailbox.run(wait_s=wait_s)
@@ -371,7 +371,7 @@ class EngineCore:
 def _return_free_pages() -> None:
     """Return freed pages to the system, in milliseconds; without glibc, do nothing.
 
-    A burst's tensors leave free pages all over the thread's heap, which glibc by itself returns from its end only.
+    A burst leaves free pages all over the thread's heap, and glibc by itself returns only those at its end.
     """
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -42,7 +42,7 @@ class Reporter:
         self.rate = rate
         self.starts = StartInterval()
         self.draining = False
-        """Report that no request should come. Any thread may set it."""
+        """Report as draining. Any thread may set it."""
         self.load = WorkerLoad()
         """As last reported. Frozen: any thread may read it."""
         self._scheduler = scheduler

@@ -159,12 +159,12 @@ class ProgramsOnly(_Guard):
     """Middleware that answers 403 to web pages, and to browsers under an unknown Host.
 
     Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` where they can, and
-    `Accept-Language` always; gateways send none of them, and may use any name of a worker. A page whose own name leads
-    to this machine (DNS rebinding) reads with `Accept-Language` alone, but under a foreign Host.
+    `Accept-Language` always; gateways send none of them, and may use any name of a worker. A page whose own name
+    resolves to this machine (DNS rebinding) may send only `Accept-Language`, but its Host is foreign.
     """
 
     def __init__(self, app: ASGIApp, bound: str, advertise_url: str | None) -> None:
-        """Know `localhost`, this machine, `bound` (the value of --host) and the host of `advertise_url`."""
+        """Accept `localhost`, this machine, `bound` (the value of --host) and the host of `advertise_url`."""
         super().__init__(app)
         advertised = urlsplit(advertise_url or "").hostname or "localhost"
         self._hosts = HostNames(bound, (socket.gethostname(), bound, advertised))

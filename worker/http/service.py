@@ -1,6 +1,6 @@
-"""The worker behind its HTTP API: it loads, serves, drains and ends. Owned by the event loop.
+"""Connects the HTTP API to the engine, from loading to draining. Owned by the event loop.
 
-The engine delivers a whole step's outputs at once, so the event loop wakes once a step, not once a token.
+The engine delivers all outputs of a step together: the event loop wakes once a step, not once a token.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class WorkerService:
         try:
             self._check(request)
             prepared = await engine.prepare(request)
-            if request.sampling.grammar is not None:  # others may have come while it compiled, or the engine died
+            if request.sampling.grammar is not None:  # the queue may have filled while it compiled, or the engine died
                 self._check(request)
         except RefusedError as refused:
             self.metrics.refusals.labels(refused.failed.code).inc()
@@ -134,7 +134,7 @@ class WorkerService:
         return len(keys)
 
     def drain(self) -> None:
-        """Refuse new requests and say so in the registry. Open ones go on."""
+        """Refuse new requests and report as draining. Open requests continue."""
         if self.draining:
             return
         self.draining = True
@@ -177,12 +177,12 @@ class WorkerService:
         elif self.draining:
             failed = Failed("draining", "the worker is draining", retryable=True)
         elif request.sampling.grammar is not None and request.sampling.grammar.kind not in GRAMMAR_KINDS:
-            message = f"grammar: this version knows no kind {request.sampling.grammar.kind!r:.80}"
+            message = f"grammar: this version has no kind {request.sampling.grammar.kind!r:.80}"
             failed = Failed("unsupported", message, retryable=True)
         else:
             failed = engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):
-            # A resumed request has waited its turn elsewhere, and its client reads already.
+            # A resumed request has waited elsewhere already, and its client is reading.
             failed = self.queue.refusal(request, engine.load.start_interval_s)
         if failed is not None:
             raise RefusedError(failed)

@@ -3,8 +3,8 @@
     engine thread   start: reserve blocks -> | poll: make findable what has arrived | -> end: release the reservation
     fetch thread                              read a record, check it, fill a reserved block, and so on
 
-A fetched block is a cached block like any other: the sequence finds it when it is admitted. So a fetch that fails, lags
-or is given up costs time only. The thread writes into the pool under the fetch's lock, and never after its end.
+A fetched block is a cached block like any other: the sequence finds it when it is admitted. A fetch that fails, lags
+or is given up only costs time. The thread writes into the pool under the fetch's lock, and never after its end.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class BlockReader(Protocol):
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """A reader that may wait for others."""
+    """A reader that may block."""
 
     def interrupt(self) -> None:
-        """Let a read that waits fail at once. Any thread."""
+        """Make a waiting read fail at once. Any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class PrefixFetch:
     num_arrived: int = 0
     """Blocks of the chain that are in the pool. Under `lock`, like `ended`."""
     ended: bool = False
-    """Nothing may be written any more. Set by the engine thread."""
+    """Nothing may be written after this. Set by the engine thread."""
     finished: bool = False
-    """The thread has no more to read."""
+    """The thread has nothing left to read."""
     waits_at: Interruptible | None = None
     """The reader of the thread, if it may wait. Under `lock`."""
 
@@ -100,7 +100,7 @@ class FetchQueue:
         *,
         num_threads: int = NUM_THREADS,
     ) -> None:
-        """`sources` lists, in the order of the chain, the places from which its blocks after the first n can come.
+        """`sources` lists the places of the blocks after the first n, in the order of the chain.
 
         `ended` receives every fetch that has ended. `wake`, on any thread, makes the engine thread call `poll` soon.
         """
@@ -134,7 +134,7 @@ class FetchQueue:
         if num_cached_blocks >= len(hashes):
             return False
         other = self._fetches.get(hashes[num_cached_blocks])
-        if other is not None:  # it is fetched already, for another sequence or for none: look again when that has ended
+        if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
             compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
             other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
             sequence.load = other
@@ -164,7 +164,7 @@ class FetchQueue:
     def fetch_chain(
         self, root: BlockHash, hashes: Sequence[BlockHash], source: FetchSource, deadline_s: float
     ) -> PrefixFetch | None:
-        """Fetch a chain for no sequence, from one source. None: it is here, or there is no thread or room for it."""
+        """Fetch a chain for no sequence, from one source. None: it is present, or no thread or space is free."""
         is_busy = len(self.active) > self._num_threads // 2 or any(each in self._fetches for each in hashes)
         if is_busy or source.start >= source.stop:
             return None
@@ -196,7 +196,7 @@ class FetchQueue:
     def _choose(
         self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int
     ) -> tuple[list[FetchSource], float]:
-        """Return the sources to fetch from, and the seconds that this takes: none where computing is faster."""
+        """Return the sources to fetch from, and the seconds it takes. Leaves out sources slower than computing."""
         if not sequence.reuse:
             return [], 0.0
         size = self._allocator.block_size
@@ -279,12 +279,12 @@ class FetchQueue:
                         num_read += 1
                         yield
             finally:
-                if num_read:  # a miss says nothing of the rate
+                if num_read:  # a miss does not measure the rate
                     now_s = time.monotonic()
                     source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
 
     def _fill(self, fetch: PrefixFetch, link: ChainLink, payload: memoryview) -> bool:
-        """Write a block into the pool. False: the fetch has ended, and its blocks are no longer its own."""
+        """Write a block into the pool. False: the fetch has ended and owns no blocks."""
         with fetch.lock:
             if not fetch.ended:
                 self._pool.write(fetch.allocation.block_table[link.depth], payload)

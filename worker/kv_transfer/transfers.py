@@ -1,4 +1,4 @@
-"""All that moves the blocks of one engine: savers, fetches, and the records that peers ask for."""
+"""The block transfers of one engine: savers, fetches, and the records that peers ask for."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ class KVTransfers:
         return 0.0 if self._peers is None else self._rates[PEER].tokens_per_s(time.monotonic())
 
     def purge(self) -> None:
-        """Delete every block below the pool, which is empty: a block that is saved now is not found there any more."""
-        with self._reporting:  # events of before are reported by now, or never
+        """Delete every block below the pool. The pool is empty, so no saver finds a block to save."""
+        with self._reporting:  # earlier events are reported before this, or never
             for store in self._stores:
                 self.savers[store.tier].forget()
                 store.clear()
 
     def close(self) -> None:
-        """Save what the pool holds, as far as that is quick, and release the stores. Any thread."""
+        """Save the queued blocks within `FLUSH_S`, and release the stores. Any thread."""
         deadline_s = time.monotonic() + FLUSH_S
         for saver in self.savers.values():
             saver.flush(max(0.0, deadline_s - time.monotonic()))
@@ -143,7 +143,7 @@ class KVTransfers:
         assert self._peers is not None, "it exchanges none"
         open_peer = partial(self._peers.fetching, url, epoch)
         adopted: Future[int] = Future()
-        adopted.set_running_or_notify_cancel()  # so that whoever stops waiting cannot cancel it
+        adopted.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
 
         def begin() -> None:
             first = len(self._allocator.find_blocks(hashes))
