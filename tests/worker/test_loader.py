@@ -53,7 +53,7 @@ def test_products_of_many_lengths_are_not_kept() -> None:
         (["--host", "0.0.0.0", "--cluster-secret-file", "secret"], True),
     ],
 )
-def test_who_could_be_reached_and_cannot_tell_peers_from_others_exchanges_no_blocks(
+def test_block_exchange_needs_a_secret_or_loopback(
     options: list[str], may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -181,7 +181,7 @@ class Engine(Protocol):
         """
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
-        """End a request, or one choice of it, before the next step. Ignores unknown keys: the request may have ended."""
+        """End a request, or one choice of it, before the next step. Ignores unknown keys: it may be over."""
 
     def drain(self) -> None:
         """Report as draining."""

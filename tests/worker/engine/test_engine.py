@@ -68,7 +68,7 @@ def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> No
     threaded.wait(again)
 
 
-def test_started_is_sent_before_a_suspect_request_reaches_the_device(threaded: ThreadedEngine) -> None:
+def test_started_is_sent_before_a_suspect_reaches_the_device(threaded: ThreadedEngine) -> None:
     num_sent: list[int] = []
     threaded.runner.fails = lambda step: num_sent.append(threaded.frames.qsize())
     threaded.submit(0, generate(range(10), 1, is_suspect=True))

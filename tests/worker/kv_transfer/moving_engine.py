@@ -58,7 +58,7 @@ class TokenCopier:
 
 
 class BytesCopier:
-    """A pool of bytes alone, 16 a block."""
+    """A pool of bytes, 16 a block."""
 
     num_bytes = PAYLOAD_BYTES
 

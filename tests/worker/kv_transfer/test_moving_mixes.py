@@ -130,7 +130,7 @@ def test_any_mix_gives_the_tokens_of_each_alone_at_length(mix) -> None:
 
 @pytest.mark.parametrize("place", ["host", "disk", "peer"])
 def test_blocks_come_from_each_place(place: str) -> None:
-    """The mixes above load from everywhere: a prompt computed at one engine is loaded where its blocks lie."""
+    """The mixes above fetch from every place: a prompt computed at one engine is fetched from there."""
     first = {"engine": 0, "step": 0, "prefix": 24, "prompt": [1], "max_tokens": 1, "n": 1, "num_fetched": 0}
     first |= {"source": "gone", "abort_after": None}
     others = [{**first, "step": 20 + 4 * n, "prefix": 0, "prompt": [n % 2] * 12 + [0] * n} for n in range(8)]

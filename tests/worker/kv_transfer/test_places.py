@@ -1,4 +1,4 @@
-"""A real engine gives the same answer wherever the blocks of its prompt lie."""
+"""A real engine gives the same answer wherever the blocks of its prompt are."""
 
 from __future__ import annotations
 
