@@ -114,38 +114,6 @@ class SamplingParams(Struct, frozen=True):
         return bool(penalises or self.bad_words or self.grammar is not None)
 
 
-def required_features(request: GenerateRequest) -> list[str]:
-    """Name what a worker must be able to do beyond sampling with the usual parameters, as `unsupported` lists it.
-
-    A resumed request needs the state that its sampling has gathered: that of a grammar, or counts for penalties.
-    """
-    features = sampling_features(request.sampling)
-    if any(choice.output_ids for choice in request.choices):
-        features += resume_features(request.sampling)
-    return features
-
-
-def sampling_features(sampling: SamplingParams) -> list[str]:
-    """Name the fields that not every engine has."""
-    grammar = sampling.grammar
-    features = [] if grammar is None else [f"grammar:{grammar.kind}", *(["grammar:compact"] if grammar.compact else [])]
-    optional = ("allowed_token_ids", "logprobs", "prompt_logprobs")
-    features += [name for name in optional if getattr(sampling, name) is not None]
-    if sampling.typical_p != 1.0:
-        features.append("typical_p")
-    if sampling.bad_words:
-        features.append("bad_words")
-    return features
-
-
-def resume_features(sampling: SamplingParams) -> list[str]:
-    """Name the states that a resumed request must rebuild from its output so far."""
-    features = [] if sampling.grammar is None else ["resume:grammar"]
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        features.append("resume:penalties")
-    return features
-
-
 def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
     """Return what is wrong with the lengths of a request's lists, by field, or None."""
     lengths = {

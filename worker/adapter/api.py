@@ -87,7 +87,7 @@ class EngineApi(Protocol):
 
     kind: str
     unsupported: tuple[str, ...]
-    """Features of requests that this engine cannot serve (see `worker.wire.required_features`)."""
+    """Features of requests that this engine cannot serve (see `worker.common.features.required_features`)."""
 
     @property
     def connected_s(self) -> float:

@@ -30,10 +30,11 @@ from worker.adapter.load import LoadAccount
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
 from worker.adapter.watch import EngineWatch
+from worker.common.features import required_features
 from worker.contracts.engine import EngineDeadError, EngineSinks, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
-from worker.wire import Failed, GenerateRequest, TokenizerBundle, required_features
+from worker.wire import Failed, GenerateRequest, TokenizerBundle
 
 logger = logging.getLogger(__name__)
 

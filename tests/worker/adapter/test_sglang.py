@@ -13,7 +13,8 @@ from tests.worker.adapter.rig import make_request
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
 from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.sglang import SglangApi, generate_body
-from worker.wire import Grammar, TokenLogprobs, required_features
+from worker.common.features import required_features
+from worker.wire import Grammar, TokenLogprobs
 
 INFO = {
     "version": "0.5.23",

@@ -16,9 +16,10 @@ from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
 from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError, EventSource, resumed_seed
 from worker.adapter.connect import connect
 from worker.adapter.vllm import UNSUPPORTED, VllmApi, parse_load, token_body
+from worker.common.features import required_features
 from worker.config import WorkerConfig
 from worker.contracts.metrics import WorkerMetrics
-from worker.wire import ChoiceState, Grammar, TokenLogprobs, required_features
+from worker.wire import ChoiceState, Grammar, TokenLogprobs
 
 METRICS = b"""\
 # HELP vllm:num_requests_running Number of requests
