@@ -111,7 +111,7 @@ def _from_gguf(metadata: Metadata) -> dict[str, Any]:
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
-    """Build a tokenizer that encodes as the original does. With special tokens, BOS comes first if the file says so."""
+    """Build a tokenizer that encodes as the original does. With special tokens, the file decides on BOS."""
     kind, family_name = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or family_name not in _FAMILIES:
         raise UnsupportedModel(

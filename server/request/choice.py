@@ -14,7 +14,8 @@ from server.models.served_model import ServedModel
 from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
-from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens, sampling_features
+from worker.common.features import sampling_features
+from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens of an unstreamed answer that wait to be decoded, so that no call decodes many."""

@@ -37,6 +37,7 @@ from server.router.placement import Placement, Placer
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.workers.client import GenerateStream, StallWatch, WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
+from worker.common.features import resume_features
 from worker.wire import (
     PROTOCOL_VERSION,
     BlockSource,
@@ -49,7 +50,6 @@ from worker.wire import (
     Started,
     TokenLogprobs,
     Tokens,
-    resume_features,
     shared_protocol,
 )
 

@@ -60,7 +60,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     lora: str = ""
     """Only workers that serve this LoRA adapter."""
     required: tuple[str, ...] = ()
-    """Features that the worker must have (`worker.wire.required_features`)."""
+    """Features that the worker must have (`worker.common.features.required_features`)."""
     embeds: bool = False
     """Only workers that make embeddings; else only those that generate text."""
     num_context_tokens: int = 0

@@ -38,7 +38,7 @@ from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
 from tests.server.conftest import bundle_of
 from tests.waiting import HANG_S
-from worker.publisher import Publisher, PublisherSettings
+from worker.publisher import Publisher, PublisherInbox, PublisherSettings
 from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
 MODEL: Final = "m"
@@ -113,6 +113,7 @@ class Worker:
         return Publisher(
             self._url,
             self.member,
+            PublisherInbox(),
             settings=PUBLISHER,
             writer_settings=self._writer_settings,
             count=lambda event: self.counts.update([event]),
@@ -132,8 +133,8 @@ class Worker:
         for _ in range(num_removed):
             events.append(Removed(self.held.pop()))
         for tier in self.member.tiers:
-            self.publisher.offer_tier(tier, events)
-        self.publisher.offer(events, WorkerLoad({GatewayId("g"): 0.1}, 1.0, 1000.0, 1, 0, 90, 100))
+            self.publisher.inbox.offer_tier(tier, events)
+        self.publisher.inbox.offer(events, WorkerLoad({GatewayId("g"): 0.1}, 1.0, 1000.0, 1, 0, 90, 100))
 
     def stands(self, store: redis.Redis) -> bool:
         """The sets in Redis are what the worker holds."""

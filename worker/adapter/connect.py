@@ -27,6 +27,7 @@ from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
 from worker.config import WorkerConfig
+from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
@@ -38,12 +39,17 @@ NAMES_PER_BLOCK: Final = 4
 
 
 async def connect(
-    config: WorkerConfig, url: str, worker_id: str, metrics: WorkerMetrics, report: Callable[[str], None]
+    config: WorkerConfig,
+    url: str,
+    worker_id: str,
+    metrics: WorkerMetrics,
+    report: Callable[[str], None],
+    sinks: EngineSinks | None = None,
 ) -> AdapterEngine:
     """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
     api = open_api(config)
     try:
-        return await _connect(api, config, url, worker_id, metrics, report)
+        return await _connect(api, config, url, worker_id, metrics, report, sinks)
     except BaseException as error:
         await api.close()
         if isinstance(error, (EngineLostError, EngineRefusedError)):
@@ -69,6 +75,7 @@ async def _connect(
     worker_id: str,
     metrics: WorkerMetrics,
     report: Callable[[str], None],
+    sinks: EngineSinks | None,
 ) -> AdapterEngine:
     while True:
         _, model = await wait_for(api, config, report)
@@ -77,7 +84,7 @@ async def _connect(
         await check_tokenizer(api, bundle)
         reader = FactsReader(api, folder, digests_weights=config.revision is None)
         facts, load = await reader.read()
-        if load.started_s == begun_s and facts.model == replace(model, adapters=()):
+        if load.started_s == begun_s and facts.model == replace(model, loras=()):
             break
         report("the engine has started again meanwhile: it is asked again")
     max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
@@ -97,14 +104,14 @@ async def _connect(
         oldest_protocol=OLDEST_PROTOCOL,
         prefill_order="fifo",
         unsupported=api.unsupported,
-        adapters=model.adapters,
+        adapters=model.loras,
     )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
     member = signed(config.cluster_secret(), member)
     identity = EngineIdentity(reader, facts, load)
     return AdapterEngine(
-        api, blocks, source, bundle, member, metrics, events_exposed=config.events_exposed, identity=identity
+        api, blocks, source, bundle, member, metrics, sinks, events_exposed=config.events_exposed, identity=identity
     )
 
 

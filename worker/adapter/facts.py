@@ -36,7 +36,6 @@ class EngineFacts:
     """Facts that stay as long as the engine is the same."""
 
     version: str
-    unsupported: tuple[str, ...]
     model: EngineModel
     """Without its LoRA adapters, which come and go."""
     number_format: str
@@ -90,12 +89,11 @@ class FactsReader:
     async def _read(self, load: EngineLoad, known: EngineFacts | None) -> EngineFacts:
         api = self._api
         version = await api.version()
-        model = replace(await api.model(), adapters=())
+        model = replace(await api.model(), loras=())
         number_format = await api.number_format()
         probes = await self._probe_ids()
         facts = EngineFacts(
             version=version,
-            unsupported=api.unsupported,
             model=model,
             number_format=number_format,
             block_size=load.block_size,
@@ -121,7 +119,6 @@ class FactsReader:
     async def _answer(self, probes: list[list[int]]) -> str:
         """Return the digest of a greedy answer; empty if the engine cannot give one."""
         prompt_ids = (probes[0] if probes else list(range(3, 100)))[:_NUM_PROMPT_TOKENS]
-        logprobs = None if "logprobs" in self._api.unsupported else 0
         request = GenerateRequest(
             request_id="facts",
             gateway_id="",
@@ -129,7 +126,7 @@ class FactsReader:
             root=secrets.token_bytes(HASH_BYTES),
             prompt_ids=prompt_ids,
             choices=(ChoiceState(0, 0, ()),),
-            sampling=SamplingParams(max_tokens=_NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=logprobs),
+            sampling=SamplingParams(max_tokens=_NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0),
         )
         found: list[Any] = []
         chunks = self._api.generate(request, request.choices[0], f"facts-{secrets.token_hex(8)}")

@@ -17,7 +17,7 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, BytesCopier
 from tests.worker.scheduler.engine import ROOT, generate
 from worker.contracts.engine import RequestKey
 from worker.contracts.rates import PrefillRate, TransferRate
-from worker.kv_transfer.loads import LoadQueue, LoadSource, PrefixLoad
+from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.scheduler.request import Request, TokenSequence, split_into_sequences
 
@@ -69,22 +69,22 @@ class Loads:
         self.allocator.track_chains()
         self.copier = BytesCopier(NUM_BLOCKS)
         self.sources = sources
-        self.ended: list[PrefixLoad] = []
+        self.ended: list[PrefixFetch] = []
         pool = PoolBlocks(self.allocator, self.copier)
         rate = PrefillRate(prefill_tokens_per_s, 1.0)
-        self.queue = LoadQueue(self.allocator, pool, rate, self._find, self.ended.append, num_threads=num_threads)
+        self.queue = FetchQueue(self.allocator, pool, rate, self._find, self.ended.append, num_threads=num_threads)
         self.queue.start_threads()
 
-    def _find(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[LoadSource]:
+    def _find(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[FetchSource]:
         found, at = [], num_cached
         for number, source in enumerate(self.sources):
             if at < (stop := min(source.num_held, len(hashes))):
-                found.append(LoadSource(f"s{number}", at, stop, source.rate, source.open))
+                found.append(FetchSource(f"s{number}", at, stop, source.rate, source.open))
                 at = stop
         return found
 
     def sequence(self, num_blocks: int, last: int = 0) -> TokenSequence:
-        """A prompt of so many full blocks and a token, of which the last full block is named by `last`."""
+        """A prompt of `num_blocks` full blocks and a token. The last full block consists of `last`."""
         prompt_ids = [*range(BLOCK_SIZE * (num_blocks - 1)), *[last] * BLOCK_SIZE, 1]
         request = Request(RequestKey(0), generate(prompt_ids), 0.0, 60.0, {})
         (sequence,) = split_into_sequences(request, 16)
@@ -101,7 +101,7 @@ class Loads:
         return self.queue.start(sequence, self.num_cached(sequence))
 
     def run(self, sequence: TokenSequence) -> int:
-        """Poll until the sequence waits no more. Return the blocks that it finds."""
+        """Poll until the sequence no longer waits. Return the blocks that it finds."""
         wait_until(lambda: self.queue.poll(0.0) or not self.queue.is_loading(sequence))
         return self.num_cached(sequence)
 
@@ -138,7 +138,8 @@ def test_what_is_loaded_is_found(make_loads) -> None:
     loads.assert_idle()
 
 
-def test_a_reader_that_hangs_ends_the_load_late_and_its_place_counts_as_slow(make_loads) -> None:
+def test_a_reader_that_hangs_ends_the_fetch_late(make_loads) -> None:
+    """Its place counts as slow."""
     source = Source()
     source.gate.clear()
     loads = make_loads(source)
@@ -215,7 +216,7 @@ def test_a_place_that_cannot_be_opened(make_loads) -> None:
     loads.assert_idle()
 
 
-def test_when_all_threads_hang_others_wait_their_turn_and_then_compute(make_loads) -> None:
+def test_others_wait_while_all_threads_hang_then_compute(make_loads) -> None:
     source = Source()
     source.gate.clear()
     loads = make_loads(source, num_threads=1)
@@ -266,15 +267,16 @@ def test_two_sequences_with_a_common_prefix_load_it_once(make_loads) -> None:
     loads.assert_idle()
 
 
-def test_a_sequence_waits_for_a_chain_that_is_adopted_no_longer_than_it_takes_to_compute(make_loads) -> None:
+def test_the_wait_for_an_adopted_chain_is_bounded(make_loads) -> None:
+    """A sequence waits no longer than it takes to compute the chain."""
     source = Source()
     source.gate.clear()
     loads = make_loads(source, prefill_tokens_per_s=1000)
     sequence = loads.sequence(4)
     hashes = sequence.hash_blocks(BLOCK_SIZE)
     begun_s = time.monotonic()
-    adopted = LoadSource("peer", 0, 4, source.rate, source.open)
-    load = loads.queue.load_chain(ROOT, hashes, adopted, begun_s + 1e6)
+    adopted = FetchSource("peer", 0, 4, source.rate, source.open)
+    load = loads.queue.fetch_chain(ROOT, hashes, adopted, begun_s + 1e6)
     assert load is not None
     assert loads.start(sequence)
     assert load.deadline_s < time.monotonic() + HANG_S
@@ -283,7 +285,7 @@ def test_a_sequence_waits_for_a_chain_that_is_adopted_no_longer_than_it_takes_to
     loads.assert_idle()
 
 
-def test_a_load_given_up_while_a_block_is_written_ends_after_that_block(make_loads) -> None:
+def test_a_fetch_given_up_during_a_write_ends_after_that_block(make_loads) -> None:
     source = Source()
     loads = make_loads(source)
     writing, go_on = threading.Event(), threading.Event()
