@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.bodies_load.generated import MAX_BYTES, Body, bodies
-from benchmarks.gateway_load.processes import free_ports, started, until_ready
-from benchmarks.limits import SPARE_BYTES, Case, Measured, Site, measure
+from benchmarks.dev.bodies_load.generated import MAX_BYTES, Body, bodies
+from benchmarks.dev.gateway_load.processes import free_ports, started, until_ready
+from benchmarks.dev.limits import SPARE_BYTES, Case, Measured, Site, measure
 from benchmarks.report import Figure, Report, option_parser, to_json
 from worker.common.modules import module_command
 
@@ -47,14 +47,14 @@ class Done:
 
 def start(stack: ExitStack, contexts: Sequence[int]) -> list[Site]:
     """Start a gateway for each context."""
-    command = [*module_command("benchmarks.bodies_load.worker"), *map(str, contexts)]
+    command = [*module_command("benchmarks.dev.bodies_load.worker"), *map(str, contexts)]
     workers = stack.enter_context(started(command, None, stdout=subprocess.PIPE))
     assert workers.stdout is not None
     sites = []
     for _ in contexts:
         urls = workers.stdout.readline().split()
         port, ops_port = free_ports(2)
-        command = [*module_command("benchmarks.bodies_load.gateway"), "--port", str(port)]
+        command = [*module_command("benchmarks.dev.bodies_load.gateway"), "--port", str(port)]
         command += ["--ops-port", str(ops_port), "--workers", *urls, "--log-level", "error", "--drain-grace-s", "1"]
         gateway = stack.enter_context(started(command, None))
         sites.append(Site(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", gateway, urls[0], workers))

@@ -24,9 +24,9 @@ from typing import Any, Final
 import psutil
 import uvloop
 
-from benchmarks.gateway_load.client import BrokenAnswerError, Connection, post
-from benchmarks.gateway_load.processes import until_ready
-from benchmarks.gateway_load.site import prepare
+from benchmarks.dev.gateway_load.client import BrokenAnswerError, Connection, post
+from benchmarks.dev.gateway_load.processes import until_ready
+from benchmarks.dev.gateway_load.site import prepare
 from benchmarks.report import Figure, Report, option_parser, publish
 
 NUM_CONNECTIONS: Final = 64

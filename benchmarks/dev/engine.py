@@ -22,10 +22,10 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.device_rates import matrix_rate, memory_rate, synchronise
-from benchmarks.random_model import SHAPES, random_model, random_reference
+from benchmarks.dev.device_rates import matrix_rate, memory_rate, synchronise
+from benchmarks.dev.random_model import SHAPES, random_model, random_reference
+from benchmarks.dev.requantised import requantised_model
 from benchmarks.report import Figure, Report, option_parser, publish
-from benchmarks.requantised import requantised_model
 from cache.allocators import make_allocator
 from worker.config import default_step_tokens
 from worker.engine.protocol import RequestKey

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.engines_load import head_to_head, real, routers, stubbed, vllm
-from benchmarks.gateway_load.processes import make_bundle
+from benchmarks.dev.engines_load import head_to_head, real, routers, stubbed, vllm
+from benchmarks.dev.gateway_load.processes import make_bundle
 from benchmarks.replay_load.workload import Shape, load
 from benchmarks.report import Report, option_parser, publish
 

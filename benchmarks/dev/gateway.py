@@ -22,9 +22,9 @@ from typing import Final
 import aiohttp
 import uvloop
 
-from benchmarks.gateway_load.client import latencies, post, throughput
-from benchmarks.gateway_load.peers import Peer, installed
-from benchmarks.gateway_load.processes import (
+from benchmarks.dev.gateway_load.client import latencies, post, throughput
+from benchmarks.dev.gateway_load.peers import Peer, installed
+from benchmarks.dev.gateway_load.processes import (
     START_TIMEOUT_S,
     free_ports,
     gateway_server,
@@ -33,8 +33,8 @@ from benchmarks.gateway_load.processes import (
     started,
     until_ready,
 )
-from benchmarks.gateway_load.site import Site, prepare
-from benchmarks.gateway_load.slow import Rate, SlowReader, open_streams, rate_of
+from benchmarks.dev.gateway_load.site import Site, prepare
+from benchmarks.dev.gateway_load.slow import Rate, SlowReader, open_streams, rate_of
 from benchmarks.report import Figure, Report, option_parser, publish
 
 CHAT: Final = "/v1/chat/completions"

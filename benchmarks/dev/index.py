@@ -12,18 +12,18 @@ from pathlib import Path
 import redis.asyncio
 import uvloop
 
-from benchmarks.index_load.fleet import PATTERNS, running
-from benchmarks.index_load.lookups import (
+from benchmarks.dev.index_load.fleet import PATTERNS, running
+from benchmarks.dev.index_load.lookups import (
     measure_changed,
     measure_decision,
     measure_during_rewrite,
     measure_lookup,
     measure_throughput,
 )
-from benchmarks.index_load.peers import measure_peers
-from benchmarks.index_load.publishing import measure_publish
-from benchmarks.index_load.timing import timed, timing
-from benchmarks.private_redis import private_redis
+from benchmarks.dev.index_load.peers import measure_peers
+from benchmarks.dev.index_load.publishing import measure_publish
+from benchmarks.dev.index_load.timing import timed, timing
+from benchmarks.dev.private_redis import private_redis
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.redis_index.client import RedisClient
 from cache.redis_index.connection import ClientSettings

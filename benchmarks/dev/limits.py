@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from benchmarks.gateway_load.processes import ended, free_ports, until_ready
+from benchmarks.dev.gateway_load.processes import ended, free_ports, until_ready
 from benchmarks.report import Figure, Report, environment, option_parser, to_json
 from worker.common.modules import module_command
 

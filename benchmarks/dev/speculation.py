@@ -21,10 +21,10 @@ from typing import Final
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.engine import Engine
+from benchmarks.dev.engine import Engine
+from benchmarks.dev.simulation.traces import TOOL_CHAT
+from benchmarks.dev.tiers import median_figure
 from benchmarks.report import Figure, Report, option_parser, publish
-from benchmarks.simulation.traces import TOOL_CHAT
-from benchmarks.tiers import median_figure
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
 from worker.scheduler.speculation import Speculation, StepCost

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.dev.tiers_load.saver import SaverBench
+from benchmarks.dev.tiers_load.worker import TIMEOUT_S, Answer, BenchWorker, drop_page_cache
 from benchmarks.report import Figure, Report, option_parser, publish
-from benchmarks.tiers_load.saver import SaverBench
-from benchmarks.tiers_load.worker import TIMEOUT_S, Answer, BenchWorker, drop_page_cache
 from worker.wire import BlockSource
 
 BLOCK_SIZE: Final = 16

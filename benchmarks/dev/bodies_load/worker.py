@@ -1,4 +1,7 @@
-"""Workers without a model that also embed: `python -m benchmarks.bodies_load.worker CONTEXT...`. Prints their URLs."""
+"""Workers without a model that also embed. Prints their URLs.
+
+Run as `python -m benchmarks.dev.bodies_load.worker CONTEXT...`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Final
 
 import uvloop
 
-from benchmarks.gateway_load import stub
-from benchmarks.gateway_load.processes import make_bundle
+from benchmarks.dev.gateway_load import stub
+from benchmarks.dev.gateway_load.processes import make_bundle
 from cache.hashing import Namespace
 from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId

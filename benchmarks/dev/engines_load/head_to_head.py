@@ -15,9 +15,9 @@ from typing import Any, Final
 import aiohttp
 from tokenizers import Tokenizer
 
-from benchmarks.engines_load.routers import Router
-from benchmarks.engines_load.vllm import BLOCK_SIZE, Engine
-from benchmarks.gateway_load.processes import MODEL
+from benchmarks.dev.engines_load.routers import Router
+from benchmarks.dev.engines_load.vllm import BLOCK_SIZE, Engine
+from benchmarks.dev.gateway_load.processes import MODEL
 from benchmarks.replay_load.client import ChatClient, Outcome, Target
 from benchmarks.replay_load.driver import Pace, drive
 from benchmarks.replay_load.summary import percentile

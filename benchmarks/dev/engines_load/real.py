@@ -6,10 +6,10 @@ import asyncio
 import statistics
 from typing import Final
 
-from benchmarks.engines_load.routers import headstart
-from benchmarks.engines_load.vllm import Engine
-from benchmarks.gateway_load.processes import MODEL, make_bundle, until_ready
-from benchmarks.gateway_load.traffic import Traffic
+from benchmarks.dev.engines_load.routers import headstart
+from benchmarks.dev.engines_load.vllm import Engine
+from benchmarks.dev.gateway_load.processes import MODEL, make_bundle, until_ready
+from benchmarks.dev.gateway_load.traffic import Traffic
 from benchmarks.replay_load.client import ChatClient, Target
 from benchmarks.replay_load.summary import mean
 from benchmarks.replay_load.workload import Turn

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.engines_load.vllm import BLOCK_SIZE, Engine
-from benchmarks.gateway_load.processes import MODEL, adapter_process, free_ports, gateway_process, started
-from benchmarks.private_redis import private_redis
+from benchmarks.dev.engines_load.vllm import BLOCK_SIZE, Engine
+from benchmarks.dev.gateway_load.processes import MODEL, adapter_process, free_ports, gateway_process, started
+from benchmarks.dev.private_redis import private_redis
 
 Opened = AbstractContextManager[str]
 """A running router; entering it gives its URL."""

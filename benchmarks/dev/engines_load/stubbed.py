@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.gateway_load.client import latencies, throughput
-from benchmarks.gateway_load.processes import cpu_s, until_ready
-from benchmarks.gateway_load.site import Site, prepare
+from benchmarks.dev.gateway_load.client import latencies, throughput
+from benchmarks.dev.gateway_load.processes import cpu_s, until_ready
+from benchmarks.dev.gateway_load.site import Site, prepare
 from benchmarks.report import Figure
 
 CHAT: Final = "/v1/chat/completions"

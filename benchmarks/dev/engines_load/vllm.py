@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from benchmarks.gateway_load.processes import MODEL, free_ports, make_bundle, write_tokenizer
+from benchmarks.dev.gateway_load.processes import MODEL, free_ports, make_bundle, write_tokenizer
 
 BLOCK_SIZE: Final = 32
 """The least on a CPU."""

@@ -93,7 +93,7 @@ def stub_server(
 
     Without `redis` it is an engine that an adapter stands in front of, which sends its cache events to `events`.
     """
-    command = [*module_command("benchmarks.gateway_load.stub"), "--bundle", str(folder / "bundle")]
+    command = [*module_command("benchmarks.dev.gateway_load.stub"), "--bundle", str(folder / "bundle")]
     command += ["--pace-s", str(pace_s), "--num-workers", str(num_workers)]
     command += [] if redis is None else ["--redis", redis]
     command += [] if events is None else ["--events", events]
@@ -136,7 +136,7 @@ def adapter_process(engine: str, core: int | None, redis: str, *options: str) ->
 @contextmanager
 def proxy_server(stub: str, core: int) -> Iterator[str]:
     (port,) = free_ports(1)
-    with started([*module_command("benchmarks.gateway_load.proxy"), stub, str(port)], core):
+    with started([*module_command("benchmarks.dev.gateway_load.proxy"), stub, str(port)], core):
         yield f"http://127.0.0.1:{port}"
 
 

@@ -1,4 +1,4 @@
-"""The least that a Starlette proxy can do: pass bytes on. `python -m benchmarks.gateway_load.proxy TARGET PORT`."""
+"""The least that a Starlette proxy can do: pass bytes on. `python -m benchmarks.dev.gateway_load.proxy TARGET PORT`."""
 
 from __future__ import annotations
 

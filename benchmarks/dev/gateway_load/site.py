@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.gateway_load.processes import (
+from benchmarks.dev.gateway_load.processes import (
     MODEL,
     adapter_process,
     free_ports,
@@ -22,7 +22,7 @@ from benchmarks.gateway_load.processes import (
     until,
     write_tokenizer,
 )
-from benchmarks.gateway_load.traffic import Traffic
+from benchmarks.dev.gateway_load.traffic import Traffic
 from server.cli.serve import find_redis_server, redis_command
 from worker.wire import pack
 

@@ -1,4 +1,4 @@
-"""Workers without a model: `python -m benchmarks.gateway_load.stub --bundle FILE [--redis URL] [--num-workers N]`.
+"""Workers without a model: `python -m benchmarks.dev.gateway_load.stub --bundle FILE [--redis URL] [--num-workers N]`.
 
 Speaks the wire protocol (/generate, /state, /bundle, /health/live), OpenAI's chat (for proxies) and vLLM's token API
 (for adapters), on one raw asyncio protocol. An answer is `max_tokens` times one token, at once, or paced: one frame a
@@ -18,7 +18,7 @@ from typing import Final, cast
 import msgspec
 import uvloop
 
-from benchmarks.gateway_load import stub_engine
+from benchmarks.dev.gateway_load import stub_engine
 from cache.hashing import Namespace, hash_chain, index_entry
 from cache.records import WorkerLoad, WorkerMember, WorkerState
 from cache.redis_index import IndexWriter

@@ -11,9 +11,9 @@ from multiprocessing import get_context
 
 import uvloop
 
-from benchmarks.index_load.fleet import READER, chain, member_of, populate, running, state_of
-from benchmarks.index_load.publishing import rewrite_for_ever
-from benchmarks.index_load.timing import Timing, timed, timing
+from benchmarks.dev.index_load.fleet import READER, chain, member_of, populate, running, state_of
+from benchmarks.dev.index_load.publishing import rewrite_for_ever
+from benchmarks.dev.index_load.timing import Timing, timed, timing
 from cache.hashing import Namespace, hash_chain
 from cache.records import WorkerState
 from cache.redis_index import RedisIndex

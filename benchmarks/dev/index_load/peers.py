@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from benchmarks.index_load.timing import Timing, timed, timing
+from benchmarks.dev.index_load.timing import Timing, timed, timing
 from cache.redis_index.client import RedisClient, pack
 
 

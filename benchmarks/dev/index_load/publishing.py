@@ -6,7 +6,7 @@ import time
 
 import uvloop
 
-from benchmarks.index_load.fleet import LOAD, READER, SECRET, entries, member_of, running
+from benchmarks.dev.index_load.fleet import LOAD, READER, SECRET, entries, member_of, running
 from cache.redis_index import IndexWriter, WriterSettings
 from cache.redis_index.client import RedisClient
 from cache.redis_index.schema import Keys

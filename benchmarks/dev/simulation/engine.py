@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.traces import ROOT, Session, TraceRequest
+from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest
 from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
 from cache.records import WorkerLoad, WorkerMember

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.engine import Job
-from benchmarks.simulation.shared_engine import SharedWorker
-from benchmarks.simulation.traces import ROOT, TraceRequest
+from benchmarks.dev.simulation.engine import Job
+from benchmarks.dev.simulation.shared_engine import SharedWorker
+from benchmarks.dev.simulation.traces import ROOT, TraceRequest
 from cache.allocators.hash import HashAllocator
 from server.router.block_plan import BlockPlan, cheapest_plan
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeVar
 
-from benchmarks.private_redis import private_redis
+from benchmarks.dev.private_redis import private_redis
 from cache.hashing import index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings

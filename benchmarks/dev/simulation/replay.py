@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from benchmarks.simulation.engine import EngineModel, Job, SimulatedWorker
-from benchmarks.simulation.memory_index import MemoryIndex
-from benchmarks.simulation.moving_engine import MovingWorker
-from benchmarks.simulation.redis_backend import RedisBackend
-from benchmarks.simulation.shared_engine import SharedWorker
-from benchmarks.simulation.traces import ROOT, Session, TraceRequest, Workload
+from benchmarks.dev.simulation.engine import EngineModel, Job, SimulatedWorker
+from benchmarks.dev.simulation.memory_index import MemoryIndex
+from benchmarks.dev.simulation.moving_engine import MovingWorker
+from benchmarks.dev.simulation.redis_backend import RedisBackend
+from benchmarks.dev.simulation.shared_engine import SharedWorker
+from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload
 from cache.allocators.hash import HashAllocator
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate, WorkerMember

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.engine import Job, SimulatedWorker
-from benchmarks.simulation.traces import ROOT
+from benchmarks.dev.simulation.engine import Job, SimulatedWorker
+from benchmarks.dev.simulation.traces import ROOT
 
 
 @dataclass(slots=True, eq=False)

@@ -188,7 +188,7 @@ class ToolChatTrace:
     START_S: Final = 30.0
 
     def __init__(self, path: Path, half: int | None = None) -> None:
-        from benchmarks.gateway_load.processes import make_bundle
+        from benchmarks.dev.gateway_load.processes import make_bundle
         from benchmarks.replay_load.workload import Shape, load
         from server.text.chat_template import TemplateEnvironment
 

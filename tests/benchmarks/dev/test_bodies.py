@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.bodies import run, start, table
-from benchmarks.bodies_load.generated import MAX_BYTES, bodies
-from benchmarks.limits import SPARE_BYTES
+from benchmarks.dev.bodies import run, start, table
+from benchmarks.dev.bodies_load.generated import MAX_BYTES, bodies
+from benchmarks.dev.limits import SPARE_BYTES
 
 CONTEXTS = (8192, 131_072)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import engine
-from benchmarks.random_model import RandomCheckpoint
+from benchmarks.dev import engine
+from benchmarks.dev.random_model import RandomCheckpoint
 from tests.tiny_model import write_tiny_model
 from tests.worker.device_streams import LateStream
 from worker.doctor import num_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.gateway_load.peers import PEERS, installed
+from benchmarks.dev.gateway_load.peers import PEERS, installed
 
 
 def test_peers_that_are_not_installed_are_named(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from benchmarks.index_load.fleet import PATTERNS, running
-from benchmarks.index_load.lookups import measure_decision, measure_lookup
-from benchmarks.index_load.peers import measure_peers
-from benchmarks.index_load.publishing import measure_publish
-from benchmarks.private_redis import private_redis
+from benchmarks.dev.index_load.fleet import PATTERNS, running
+from benchmarks.dev.index_load.lookups import measure_decision, measure_lookup
+from benchmarks.dev.index_load.peers import measure_peers
+from benchmarks.dev.index_load.publishing import measure_publish
+from benchmarks.dev.private_redis import private_redis
 from cache.redis_index.client import RedisClient
 from cache.redis_index.connection import ClientSettings
 from tests.waiting import HANG_S

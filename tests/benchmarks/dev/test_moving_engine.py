@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.simulation.engine import EngineModel, Job
-from benchmarks.simulation.moving_engine import MovingWorker
-from benchmarks.simulation.traces import ROOT, Session, TraceRequest
+from benchmarks.dev.simulation.engine import EngineModel, Job
+from benchmarks.dev.simulation.moving_engine import MovingWorker
+from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest
 from cache.allocators.hash import HashAllocator
 from cache.hashing import hash_chain
 from cache.types import GatewayId

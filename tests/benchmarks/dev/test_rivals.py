@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.simulation.rivals import RIVALS, Dynamo, LlmD, LlmDTiers, Sglang
+from benchmarks.dev.simulation.rivals import RIVALS, Dynamo, LlmD, LlmDTiers, Sglang
 from server.router.block_plan import BlockPlan
 from tests.server.router.test_policies import chosen, make_request, view
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.route import execute, options_of, parse_cell, plan, processes
-from benchmarks.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
-from benchmarks.simulation.traces import ConversationTrace
+from benchmarks.dev.route import options_of
+from benchmarks.dev.route_load.runs import execute, parse_cell, plan, processes
+from benchmarks.dev.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
+from benchmarks.dev.simulation.traces import ConversationTrace
 from server.router.policies import make_policy
 
 CELL = "conv25_n8"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speculation
-from benchmarks.simulation.traces import TOOL_CHAT
+from benchmarks.dev import speculation
+from benchmarks.dev.simulation.traces import TOOL_CHAT
 from tests.tiny_model import write_tiny_model
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tiers
-from benchmarks.tiers_load.worker import Answer
+from benchmarks.dev import tiers
+from benchmarks.dev.tiers_load.worker import Answer
 from tests.tiny_model import write_tiny_model
 
 # Names that scripts outside of the repository read.

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from benchmarks.simulation.memory_index import MemoryIndex
+from benchmarks.dev.simulation.memory_index import MemoryIndex
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import hash_chain, index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.simulation.memory_index import MemoryIndex
+from benchmarks.dev.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.router.placement import Placement

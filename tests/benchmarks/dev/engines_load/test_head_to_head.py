@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines_load.head_to_head import Result, as_text, figures, num_blocks
-from benchmarks.engines_load.routers import routers
+from benchmarks.dev.engines_load.head_to_head import Result, as_text, figures, num_blocks
+from benchmarks.dev.engines_load.routers import routers
 from benchmarks.replay_load.client import Outcome
 from benchmarks.replay_load.workload import Conversation, Turn
 from tests import smollm2
