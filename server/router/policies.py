@@ -2,7 +2,7 @@
 
 To add one: subclass `Policy` and enter it in POLICIES. `python tools/configuration.py` then writes its name to the
 docs, `python -m tools.values` to the chart's schema. To compare it with `headstart bench route`, enter it in
-COUNT_PENDING (benchmarks/route.py): replays then count pending blocks as gateways do.
+COUNT_PENDING (benchmarks/dev/route_load/runs.py), so that replays count pending blocks as gateways do.
 """
 
 from __future__ import annotations

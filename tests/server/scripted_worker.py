@@ -21,11 +21,10 @@ from starlette.routing import Route
 
 from cache.hashing import Namespace
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
-from cache.types import Epoch, WorkerId
+from tests.members import make_member
 from tests.waiting import until as until
 from worker.common.proof import PROVE_PATH, new_instance, prove
 from worker.wire import (
-    PROTOCOL_VERSION,
     End,
     Failed,
     Finished,
@@ -80,16 +79,15 @@ class ScriptedWorker:
     def member(self) -> WorkerMember:
         b = self.bundle
         space = Namespace(model=b.model, revision=b.revision, tokenizer=b.fingerprint, block_size=b.block_size)
-        return WorkerMember(
-            worker_id=WorkerId(self.worker_id),
-            epoch=Epoch(f"epoch-{self.worker_id}"),
+        return make_member(
+            self.worker_id,
+            f"epoch-{self.worker_id}",
             url=self.url,
             model=b.model,
             namespace=self.namespace or space.fingerprint,
             numerics=self.numerics,
             block_size=b.block_size,
             max_model_len=b.max_model_len,
-            protocol=PROTOCOL_VERSION,
             embedding_size=self.embedding_size,
         )
 

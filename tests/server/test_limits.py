@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
-from benchmarks.gateway_load.processes import free_ports, until_ready
-from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
+from benchmarks.dev.gateway_load.processes import free_ports, until_ready
+from benchmarks.dev.limits import SPARE_BYTES, Case, Site, cases, measure
 from server.api import params
 from server.api.formatting import LazyJson, json_parts
 from server.api.limits import TEXT_ROOM

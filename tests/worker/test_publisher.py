@@ -18,8 +18,9 @@ from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.redis_index.client import Reply
-from cache.types import BlockHash, Epoch, Tier, WorkerId
+from cache.types import BlockHash, Tier
 from tests.block_events import replay
+from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.waiting import HANG_S
@@ -29,9 +30,7 @@ FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_r
 
 
 def member(epoch: str = "e0", *tiers: Tier, name: str = "w") -> WorkerMember:
-    return WorkerMember(
-        WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1, tiers=tiers
-    )
+    return make_member(name, epoch, url="http://127.0.0.1:1", tiers=tiers)
 
 
 def chain(length: int) -> list[BlockHash]:

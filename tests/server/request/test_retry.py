@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
 from server.errors import ApiError, InternalError, WorkerLostError
 from server.metrics import GatewayMetrics
 from server.request.retry import (
@@ -24,6 +22,7 @@ from server.request.retry import (
 from server.request.retry_state import RetryState
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
+from tests.members import make_member
 from worker.wire import Failed, SamplingParams
 
 SPEC: Any = SimpleNamespace(
@@ -48,7 +47,7 @@ def failure(
 ) -> ApiError | None:
     """Return why the request is not tried again."""
     try:
-        history.failed(member(name), error)
+        history.failed(make_member(name), error)
     except ApiError as failure:
         return failure
     return None
@@ -90,10 +89,6 @@ def test_a_request_that_fits_no_worker_is_too_long() -> None:
     error = new_history().no_worker_error(none)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
     assert "maximum context length is 8 tokens" in error.message
-
-
-def member(name: str = "w") -> WorkerMember:
-    return WorkerMember(WorkerId(name), Epoch("e"), "http://w", "m", "n", "cpu", 16, 4096, protocol=1)
 
 
 def lost(history: AttemptHistory, stage: Stage) -> ApiError | None:

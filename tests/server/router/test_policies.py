@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cache.records import WorkerLoad, WorkerMember
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.records import WorkerLoad
+from cache.types import BlockHash
 from server.router.cost import CostModel, WorkerView
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.policies import POLICIES, FleetView, Policy, make_policy
 from server.router.types import RouteRequest
+from tests.members import make_member
 
 COST = CostModel()
 
@@ -27,7 +28,7 @@ def view(
     **changes: Any,
 ) -> WorkerView:
     """One idle worker that holds nothing of the prompt, but for what is named."""
-    member = WorkerMember(WorkerId(name), Epoch("e"), "http://x", "m", "n", "cpu", 16, 4096, protocol=1)
+    member = make_member(name)
     load = WorkerLoad(
         num_running=num_running, num_waiting=num_waiting, num_free_blocks=num_free_blocks, num_blocks=num_blocks
     )
