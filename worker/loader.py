@@ -109,9 +109,10 @@ def build_engine(
     speculation = None
     if config.speculate:
         speculation = Speculation(config.speculate, StepCost(rate.seconds(1), rate.step_tokens))
-    scheduler = Scheduler(allocator, limits, bundle.eos_token_ids, speculation)
     namespace = Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint
     transfers = make_transfers(config, model, runner, allocator, namespace, rate, metrics, tls)
+    fetcher = None if transfers is None else transfers.loads
+    scheduler = Scheduler(allocator, limits, bundle.eos_token_ids, speculation, fetcher)
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),

@@ -94,9 +94,10 @@ async def live_worker(
     service = WorkerService(metrics, queue_limits=queue_limits)
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
-    scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
     transfers = make_transfers(allocator)
+    fetcher = None if transfers is None else transfers.loads
+    scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids, fetcher=fetcher)
     engine = EngineCore(
         scheduler, runner, PrefillRate(1000, 1.0), bundle, member, metrics, max_step_s=60.0, transfers=transfers
     )

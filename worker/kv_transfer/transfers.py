@@ -184,9 +184,9 @@ class KVTransfers:
 
     def _loaded(self, load: PrefixLoad) -> None:
         end = "complete" if load.num_arrived == len(load.links) else "short" if load.finished else "late"
-        self._metrics.count_load(end, load.num_loaded_blocks(), self._allocator.block_size, self._pool.num_bytes)
+        self._metrics.count_load(end, load.num_fetched_blocks(), self._allocator.block_size, self._pool.num_bytes)
         if (adopted := self._adoptions.pop(load, None)) is not None:
-            adopted.set_result(sum(load.num_loaded_blocks().values()))
+            adopted.set_result(sum(load.num_fetched_blocks().values()))
         for store in self._stores:  # a damaged record is dropped
             self._report(store)
 

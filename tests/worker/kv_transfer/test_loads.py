@@ -102,7 +102,7 @@ class Loads:
 
     def run(self, sequence: TokenSequence) -> int:
         """Poll until the sequence waits no more. Return the blocks that it finds."""
-        wait_until(lambda: self.queue.poll(0.0) or not self.queue.is_loading(sequence))
+        wait_until(lambda: self.queue.poll(0.0) or not self.queue.is_fetching(sequence))
         return self.num_cached(sequence)
 
     def assert_idle(self) -> None:
@@ -131,9 +131,9 @@ def test_what_is_loaded_is_found(make_loads) -> None:
     loads = make_loads(Source(num_held=3), Source(num_held=5))
     sequence = loads.sequence(6)
     assert loads.start(sequence)
-    assert loads.queue.is_loading(sequence)
+    assert loads.queue.is_fetching(sequence)
     assert loads.run(sequence) == 5
-    assert sequence.loaded_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
+    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
     assert not loads.start(sequence), "once is enough"
     loads.assert_idle()
 
@@ -147,9 +147,9 @@ def test_a_reader_that_hangs_ends_the_load_late_and_its_place_counts_as_slow(mak
     source.entered.acquire()
     (load,) = loads.queue.active
     loads.queue.poll(load.deadline_s - 1e-3)
-    assert loads.queue.is_loading(sequence)
+    assert loads.queue.is_fetching(sequence)
     loads.queue.poll(load.deadline_s)
-    assert not loads.queue.is_loading(sequence)
+    assert not loads.queue.is_fetching(sequence)
     assert source.rate.tokens_per_s(time.monotonic()) < 10
     assert not loads.start(sequence), "it is computed"
     loads.assert_idle()
@@ -171,7 +171,7 @@ def test_what_came_before_the_deadline_stays(make_loads) -> None:
         source.entered.acquire()
     loads.queue.poll(loads.queue.active[0].deadline_s)
     assert loads.num_cached(sequence) == 2
-    assert sequence.loaded_tokens(BLOCK_SIZE) == {"s0": 2 * BLOCK_SIZE}
+    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 2 * BLOCK_SIZE}
     loads.assert_idle()
 
 
@@ -222,7 +222,7 @@ def test_when_all_threads_hang_others_wait_their_turn_and_then_compute(make_load
     first, second, third = (loads.sequence(1 + n, n) for n in range(3))
     assert loads.start(first)
     assert loads.start(second)
-    assert not loads.queue.is_loading(second), "it has none yet, and asks again at every step"
+    assert not loads.queue.is_fetching(second), "it has none yet, and asks again at every step"
     assert loads.queue.num_active == 1
     loads.queue.poll(loads.queue.active[0].deadline_s)
     assert not loads.start(second)
@@ -243,7 +243,7 @@ def test_a_load_behind_a_thread_that_hangs_ends_by_its_deadline(make_loads) -> N
     second = loads.sequence(4, 1)
     assert loads.start(second)
     loads.queue.poll(loads.queue.active[0].deadline_s)
-    assert not loads.queue.is_loading(second)
+    assert not loads.queue.is_fetching(second)
     loads.assert_idle()
 
 
@@ -255,14 +255,14 @@ def test_two_sequences_with_a_common_prefix_load_it_once(make_loads) -> None:
     assert loads.start(one)
     assert loads.start(other)
     assert loads.queue.num_active == 1
-    assert loads.queue.is_loading(other)
+    assert loads.queue.is_fetching(other)
     source.gate.set()
     assert loads.run(one) == 5
     assert loads.num_cached(other) == 4
     assert loads.start(other), "the rest is its own"
     assert loads.run(other) == 5
     assert len(source.read_blocks) == len(set(source.read_blocks)) == 6
-    assert other.loaded_tokens(BLOCK_SIZE) == {"s0": BLOCK_SIZE}
+    assert other.fetched_tokens(BLOCK_SIZE) == {"s0": BLOCK_SIZE}
     loads.assert_idle()
 
 
@@ -279,7 +279,7 @@ def test_a_sequence_waits_for_a_chain_that_is_adopted_no_longer_than_it_takes_to
     assert loads.start(sequence)
     assert load.deadline_s < time.monotonic() + HANG_S
     loads.queue.poll(load.deadline_s)
-    assert not loads.queue.is_loading(sequence)
+    assert not loads.queue.is_fetching(sequence)
     loads.assert_idle()
 
 
@@ -318,7 +318,7 @@ def test_a_load_given_up_while_a_block_is_written_ends_after_that_block(make_loa
 def test_nothing_is_loaded_where_computing_is_faster(make_loads) -> None:
     loads = make_loads(Source(tokens_per_s=100), prefill_tokens_per_s=1000)
     sequence = loads.sequence(6)
-    assert loads.queue.count_loadable(sequence, 0) == 0
+    assert loads.queue.count_fetchable(sequence, 0) == 0
     assert not loads.start(sequence)
     loads.assert_idle()
 
@@ -327,7 +327,7 @@ def test_a_slow_place_is_left_out_behind_a_fast_one(make_loads) -> None:
     slow = Source(num_held=6, tokens_per_s=100)
     loads = make_loads(Source(num_held=2), slow, prefill_tokens_per_s=1000)
     sequence = loads.sequence(6)
-    assert loads.queue.count_loadable(sequence, 0) == 2
+    assert loads.queue.count_fetchable(sequence, 0) == 2
     assert loads.start(sequence)
     assert loads.run(sequence) == 2
     assert slow.read_blocks == []
