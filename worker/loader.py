@@ -96,7 +96,8 @@ def build_engine(
     speculation = None
     if config.speculate:
         speculation = Speculation(config.speculate, StepCost(parts.rate.seconds(1), parts.rate.step_tokens))
-    scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation)
+    fetcher = None if transfers is None else transfers.fetches
+    scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation, fetcher)
     metrics.add_vllm_names(parts.bundle.model)
     report(f"{parts.num_blocks} blocks of {config.block_size} tokens, prefill {parts.rate.tokens_per_s:.0f} tokens/s")
     return EngineCore(

@@ -95,10 +95,11 @@ async def live_worker(
     service = WorkerService(metrics, queue_limits=queue_limits)
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
-    scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
     mailbox = Mailbox()
     transfers = make_transfers(allocator, mailbox)
+    fetcher = None if transfers is None else transfers.fetches
+    scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids, fetcher=fetcher)
     engine = EngineCore(
         scheduler,
         runner,

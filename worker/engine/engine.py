@@ -109,8 +109,6 @@ class EngineCore:
         """Its calls run on the engine thread. They fail with EngineDeadError once the thread has ended."""
         self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
-        if transfers is not None:
-            scheduler.load_prefixes(transfers.fetches)
         self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._deliver = sinks.deliver
@@ -349,7 +347,7 @@ class EngineCore:
             return
         if plan is None:
             raise EngineDeadError("work is left but nothing can be scheduled")
-        started = [(request, Started(request.num_cached_tokens, request.loaded_tokens)) for request in plan.started]
+        started = [(request, Started(request.num_cached_tokens, request.fetched_tokens)) for request in plan.started]
         self._outputs.put([EngineOutput(request.key, frame) for request, frame in started])
         has_suspect = any(request.wire.is_suspect for request in plan.started)
         if has_suspect or not self._runner.overlaps:

@@ -80,14 +80,14 @@ class PrefixFetch:
     waits_at: Interruptible | None = None
     """The reader of the thread, if it may wait. Under `lock`."""
 
-    def num_loaded_blocks(self) -> dict[str, int]:
+    def num_fetched_blocks(self) -> dict[str, int]:
         """Return the blocks that came, by place."""
         counts = {source.place: min(self.num_arrived, source.stop) - source.start for source in self.sources}
         return {place: count for place, count in counts.items() if count > 0}
 
 
 class FetchQueue:
-    """The fetches of an engine: a `worker.scheduler.admission.PrefixLoader`. Owned by the engine thread."""
+    """The fetches of an engine: a `worker.scheduler.prefix_wait.PrefixFetcher`. Owned by the engine thread."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class FetchQueue:
     def num_active(self) -> int:
         return len(self.active)
 
-    def is_loading(self, sequence: TokenSequence) -> bool:
-        return sequence.load is not None and not sequence.load.ended
+    def is_fetching(self, sequence: TokenSequence) -> bool:
+        return sequence.fetch is not None and not sequence.fetch.ended
 
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
-        if sequence.has_loaded:
+        if sequence.has_fetched:
             return False
         hashes = self._fetchable_hashes(sequence)
         if num_cached_blocks >= len(hashes):
@@ -137,17 +137,17 @@ class FetchQueue:
         if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
             compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
             other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
-            sequence.load = other
+            sequence.fetch = other
             return True
         sources, seconds = self._choose(sequence, hashes, num_cached_blocks)
         if not sources:
-            sequence.has_loaded = True
+            sequence.has_fetched = True
             return False
         if len(self.active) >= self._num_threads:  # each of them ends soon, by its deadline at the latest
             return True
         return self._begin(sequence, hashes, sources, seconds)
 
-    def count_loadable(self, sequence: TokenSequence, num_cached_blocks: int) -> int:
+    def count_fetchable(self, sequence: TokenSequence, num_cached_blocks: int) -> int:
         sources, _ = self._choose(sequence, self._fetchable_hashes(sequence), num_cached_blocks)
         return sources[-1].stop - num_cached_blocks if sources else 0
 
@@ -215,12 +215,12 @@ class FetchQueue:
     def _begin(
         self, sequence: TokenSequence, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], seconds: float
     ) -> bool:
-        sequence.has_loaded = True
+        sequence.has_fetched = True
         first, stop = sources[0].start, sources[-1].stop
         compute_s = self._prefill_rate.seconds((stop - first) * self._allocator.block_size)
         timeout_s = max(_LAG_S, min(compute_s, _LAG_FACTOR * seconds + _LAG_S))
-        sequence.load = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
-        return sequence.load is not None
+        sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
+        return sequence.fetch is not None
 
     def _reserve(
         self, root: BlockHash, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], deadline_s: float

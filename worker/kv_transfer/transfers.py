@@ -189,9 +189,9 @@ class KVTransfers:
 
     def _fetched(self, fetch: PrefixFetch) -> None:
         end = "complete" if fetch.num_arrived == len(fetch.links) else "short" if fetch.finished else "late"
-        self._metrics.count_fetch(end, fetch.num_loaded_blocks(), self._allocator.block_size, self._pool.num_bytes)
+        self._metrics.count_fetch(end, fetch.num_fetched_blocks(), self._allocator.block_size, self._pool.num_bytes)
         if (adopted := self._adoptions.pop(fetch, None)) is not None:
-            adopted.set_result(sum(fetch.num_loaded_blocks().values()))
+            adopted.set_result(sum(fetch.num_fetched_blocks().values()))
         for store in self._stores:  # a damaged record is dropped
             self._report(store)
 

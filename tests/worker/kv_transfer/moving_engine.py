@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 
+from cache.allocators.base import Allocator
 from cache.allocators.hash import HashAllocator
 from cache.block_record import RecordFormat, layout_fingerprint
 from cache.store import BlockStore, ChainLink
@@ -15,9 +16,11 @@ from tests.worker.scheduler.engine import HandEngine
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
+from worker.contracts.step import Runner
 from worker.kv_transfer.fetches import PrefixFetch
 from worker.kv_transfer.pool_blocks import Copier, PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
+from worker.scheduler.prefix_wait import PrefixFetcher
 
 BLOCK_SIZE = 4
 PAYLOAD_BYTES = 4 * BLOCK_SIZE
@@ -111,19 +114,21 @@ class MovingEngine(HandEngine):
         copier: Copier | None = None,
         **options,
     ) -> None:
-        super().__init__(block_size=BLOCK_SIZE, **options)
-        assert isinstance(self.allocator, HashAllocator)
-        if copier is None:
-            assert isinstance(self.runner, ArithmeticRunner)
-            copier = TokenCopier(self.runner)
+
+        def make_fetcher(allocator: Allocator, runner: Runner) -> PrefixFetcher:
+            assert isinstance(allocator, HashAllocator)
+            if copier is None:
+                assert isinstance(runner, ArithmeticRunner)
+            self.pool = PoolBlocks(allocator, copier or TokenCopier(runner))
+            client = PeersInProcess(record, peers, random if damages else None)
+            self.transfers = KVTransfers(
+                allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics(), Mailbox()
+            )
+            return self.transfers.fetches
+
+        super().__init__(block_size=BLOCK_SIZE, make_fetcher=make_fetcher, **options)
         self.random = random
-        self.pool = PoolBlocks(self.allocator, copier)
-        client = PeersInProcess(record, peers, random if damages else None)
-        self.transfers = KVTransfers(
-            self.allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics(), Mailbox()
-        )
         self.stores = stores
-        self.scheduler.load_prefixes(self.transfers.fetches)
         self._reads: dict[PrefixFetch, Iterator[None]] = {}
 
     def move_blocks(self, num_turns: int) -> None:

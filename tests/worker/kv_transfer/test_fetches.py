@@ -102,7 +102,7 @@ class Loads:
 
     def run(self, sequence: TokenSequence) -> int:
         """Poll until the sequence no longer waits. Return the blocks that it finds."""
-        wait_until(lambda: self.queue.poll(0.0) or not self.queue.is_loading(sequence))
+        wait_until(lambda: self.queue.poll(0.0) or not self.queue.is_fetching(sequence))
         return self.num_cached(sequence)
 
     def assert_idle(self) -> None:
@@ -131,9 +131,9 @@ def test_what_is_loaded_is_found(make_loads) -> None:
     loads = make_loads(Source(num_held=3), Source(num_held=5))
     sequence = loads.sequence(6)
     assert loads.start(sequence)
-    assert loads.queue.is_loading(sequence)
+    assert loads.queue.is_fetching(sequence)
     assert loads.run(sequence) == 5
-    assert sequence.loaded_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
+    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
     assert not loads.start(sequence), "once is enough"
     loads.assert_idle()
 
@@ -148,9 +148,9 @@ def test_a_reader_that_hangs_ends_the_fetch_late(make_loads) -> None:
     source.entered.acquire()
     (load,) = loads.queue.active
     loads.queue.poll(load.deadline_s - 1e-3)
-    assert loads.queue.is_loading(sequence)
+    assert loads.queue.is_fetching(sequence)
     loads.queue.poll(load.deadline_s)
-    assert not loads.queue.is_loading(sequence)
+    assert not loads.queue.is_fetching(sequence)
     assert source.rate.tokens_per_s(time.monotonic()) < 10
     assert not loads.start(sequence), "it is computed"
     loads.assert_idle()
@@ -172,7 +172,7 @@ def test_what_came_before_the_deadline_stays(make_loads) -> None:
         source.entered.acquire()
     loads.queue.poll(loads.queue.active[0].deadline_s)
     assert loads.num_cached(sequence) == 2
-    assert sequence.loaded_tokens(BLOCK_SIZE) == {"s0": 2 * BLOCK_SIZE}
+    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 2 * BLOCK_SIZE}
     loads.assert_idle()
 
 
@@ -223,7 +223,7 @@ def test_others_wait_while_all_threads_hang_then_compute(make_loads) -> None:
     first, second, third = (loads.sequence(1 + n, n) for n in range(3))
     assert loads.start(first)
     assert loads.start(second)
-    assert not loads.queue.is_loading(second), "it has none yet, and asks again at every step"
+    assert not loads.queue.is_fetching(second), "it has none yet, and asks again at every step"
     assert loads.queue.num_active == 1
     loads.queue.poll(loads.queue.active[0].deadline_s)
     assert not loads.start(second)
@@ -244,7 +244,7 @@ def test_a_load_behind_a_thread_that_hangs_ends_by_its_deadline(make_loads) -> N
     second = loads.sequence(4, 1)
     assert loads.start(second)
     loads.queue.poll(loads.queue.active[0].deadline_s)
-    assert not loads.queue.is_loading(second)
+    assert not loads.queue.is_fetching(second)
     loads.assert_idle()
 
 
@@ -256,14 +256,14 @@ def test_two_sequences_with_a_common_prefix_load_it_once(make_loads) -> None:
     assert loads.start(one)
     assert loads.start(other)
     assert loads.queue.num_active == 1
-    assert loads.queue.is_loading(other)
+    assert loads.queue.is_fetching(other)
     source.gate.set()
     assert loads.run(one) == 5
     assert loads.num_cached(other) == 4
     assert loads.start(other), "the rest is its own"
     assert loads.run(other) == 5
     assert len(source.read_blocks) == len(set(source.read_blocks)) == 6
-    assert other.loaded_tokens(BLOCK_SIZE) == {"s0": BLOCK_SIZE}
+    assert other.fetched_tokens(BLOCK_SIZE) == {"s0": BLOCK_SIZE}
     loads.assert_idle()
 
 
@@ -281,7 +281,7 @@ def test_the_wait_for_an_adopted_chain_is_bounded(make_loads) -> None:
     assert loads.start(sequence)
     assert load.deadline_s < time.monotonic() + HANG_S
     loads.queue.poll(load.deadline_s)
-    assert not loads.queue.is_loading(sequence)
+    assert not loads.queue.is_fetching(sequence)
     loads.assert_idle()
 
 
@@ -320,7 +320,7 @@ def test_a_fetch_given_up_during_a_write_ends_after_that_block(make_loads) -> No
 def test_nothing_is_loaded_where_computing_is_faster(make_loads) -> None:
     loads = make_loads(Source(tokens_per_s=100), prefill_tokens_per_s=1000)
     sequence = loads.sequence(6)
-    assert loads.queue.count_loadable(sequence, 0) == 0
+    assert loads.queue.count_fetchable(sequence, 0) == 0
     assert not loads.start(sequence)
     loads.assert_idle()
 
@@ -329,7 +329,7 @@ def test_a_slow_place_is_left_out_behind_a_fast_one(make_loads) -> None:
     slow = Source(num_held=6, tokens_per_s=100)
     loads = make_loads(Source(num_held=2), slow, prefill_tokens_per_s=1000)
     sequence = loads.sequence(6)
-    assert loads.queue.count_loadable(sequence, 0) == 2
+    assert loads.queue.count_fetchable(sequence, 0) == 2
     assert loads.start(sequence)
     assert loads.run(sequence) == 2
     assert slow.read_blocks == []

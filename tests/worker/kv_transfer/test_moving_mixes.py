@@ -112,7 +112,7 @@ def run_mix(mix) -> int:
             engine.transfers.fetches.give_up_all()
             assert engine.allocator.num_free_blocks == engine.allocator.num_blocks - 1
             engine.allocator.check_integrity()
-        return sum(sum((request.loaded_tokens or {}).values()) for _, _, request, _ in live)
+        return sum(sum((request.fetched_tokens or {}).values()) for _, _, request, _ in live)
 
 
 @settings(max_examples=80, deadline=None)
