@@ -84,7 +84,8 @@ def test_names_of_tests_have_60_characters(length: int, problem: bool, tmp_path:
 
 def test_pages_are_checked_outside_of_code(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("It is sent.\nIt is sent anew, as `overlay_tokens` has it.\n\n```\nMend it for ever.\n```\nMend it.\n")
+    text = "It is sent.\nIt is sent anew, as `overlay_tokens` has it.\n\n```\nMend it for ever.\n```\nMend it.\n"
+    page.write_text(text)
     assert list(findings(page)) == [(2, "'anew': say again"), (7, "'Mend': say fix")]
 
 
