@@ -1,4 +1,4 @@
-"""The hand-stepped engine with blocks that move: real stores, loads and savers, whose turns the test gives."""
+"""The hand-stepped engine with blocks that move: real stores, fetches and savers, whose turns the test gives."""
 
 from __future__ import annotations
 
@@ -132,28 +132,28 @@ class MovingEngine(HandEngine):
         self._reads: dict[PrefixFetch, Iterator[None]] = {}
 
     def move_blocks(self, num_turns: int) -> None:
-        """Give the load threads and the savers some turns, in any order."""
-        loads = self.transfers.fetches
+        """Give the fetch threads and the savers some turns, in any order."""
+        fetches = self.transfers.fetches
         self.transfers.take(self.allocator.take_events())
         for saver in self.transfers.savers.values():
             for _ in range(self.random.randrange(num_turns)):
                 if saver.queue:
                     saver.save(saver.queue.popleft(), self.pool.new_payload())
-        for load in loads.active:
-            self._reads.setdefault(load, loads.read_blocks(load, self.pool.new_payload()))
-        for load in list(self._reads):
+        for fetch in fetches.active:
+            self._reads.setdefault(fetch, fetches.read_blocks(fetch, self.pool.new_payload()))
+        for fetch in list(self._reads):
             for _ in range(self.random.randrange(num_turns)):
-                if not self._read_block(load):
+                if not self._read_block(fetch):
                     break
-        loads.poll(0.0)
+        fetches.poll(0.0)
 
-    def _read_block(self, load: PrefixFetch) -> bool:
-        """Give a load's thread one turn. Return whether it goes on."""
+    def _read_block(self, fetch: PrefixFetch) -> bool:
+        """Give a fetch's thread one turn. Return whether it goes on."""
         try:
-            next(self._reads[load])
+            next(self._reads[fetch])
         except (StopIteration, OSError):
-            load.finished = True
-            del self._reads[load]
+            fetch.finished = True
+            del self._reads[fetch]
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""Loads whose readers hang, lag, raise or take turns: the engine thread goes on, and the pool stays its own."""
+"""Fetches whose readers hang, lag, raise or take turns: the engine thread goes on, and the pool stays its own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Source:
         return True
 
 
-class Loads:
+class Fetches:
     """A queue with its threads, over a pool of bytes."""
 
     def __init__(self, *sources: Source, num_threads: int = 2, prefill_tokens_per_s: int = 10) -> None:
@@ -112,184 +112,184 @@ class Loads:
 
 
 @pytest.fixture
-def make_loads() -> Iterator[Callable[..., Loads]]:
-    made: list[Loads] = []
+def make_fetches() -> Iterator[Callable[..., Fetches]]:
+    made: list[Fetches] = []
 
-    def make(*sources: Source, **options: int) -> Loads:
-        made.append(Loads(*sources, **options))
+    def make(*sources: Source, **options: int) -> Fetches:
+        made.append(Fetches(*sources, **options))
         return made[-1]
 
     yield make
-    for loads in made:
-        for source in loads.sources:
+    for fetches in made:
+        for source in fetches.sources:
             source.gate.set()
             source.close_gate.set()
-        loads.queue.stop()
+        fetches.queue.stop()
 
 
-def test_what_is_loaded_is_found(make_loads) -> None:
-    loads = make_loads(Source(num_held=3), Source(num_held=5))
-    sequence = loads.sequence(6)
-    assert loads.start(sequence)
-    assert loads.queue.is_fetching(sequence)
-    assert loads.run(sequence) == 5
+def test_what_is_fetched_is_found(make_fetches) -> None:
+    fetches = make_fetches(Source(num_held=3), Source(num_held=5))
+    sequence = fetches.sequence(6)
+    assert fetches.start(sequence)
+    assert fetches.queue.is_fetching(sequence)
+    assert fetches.run(sequence) == 5
     assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
-    assert not loads.start(sequence), "once is enough"
-    loads.assert_idle()
+    assert not fetches.start(sequence), "once is enough"
+    fetches.assert_idle()
 
 
-def test_a_reader_that_hangs_ends_the_fetch_late(make_loads) -> None:
+def test_a_reader_that_hangs_ends_the_fetch_late(make_fetches) -> None:
     """Its place counts as slow."""
     source = Source()
     source.gate.clear()
-    loads = make_loads(source)
-    sequence = loads.sequence(4)
-    assert loads.start(sequence)
+    fetches = make_fetches(source)
+    sequence = fetches.sequence(4)
+    assert fetches.start(sequence)
     source.entered.acquire()
-    (load,) = loads.queue.active
-    loads.queue.poll(load.deadline_s - 1e-3)
-    assert loads.queue.is_fetching(sequence)
-    loads.queue.poll(load.deadline_s)
-    assert not loads.queue.is_fetching(sequence)
+    (fetch,) = fetches.queue.active
+    fetches.queue.poll(fetch.deadline_s - 1e-3)
+    assert fetches.queue.is_fetching(sequence)
+    fetches.queue.poll(fetch.deadline_s)
+    assert not fetches.queue.is_fetching(sequence)
     assert source.rate.tokens_per_s(time.monotonic()) < 10
-    assert not loads.start(sequence), "it is computed"
-    loads.assert_idle()
-    before = [bytes(block) for block in loads.copier.blocks]
+    assert not fetches.start(sequence), "it is computed"
+    fetches.assert_idle()
+    before = [bytes(block) for block in fetches.copier.blocks]
     source.gate.set()
-    wait_until(lambda: load.finished)
-    assert [bytes(block) for block in loads.copier.blocks] == before, "a late block is written nowhere"
-    assert loads.num_cached(sequence) == 0
+    wait_until(lambda: fetch.finished)
+    assert [bytes(block) for block in fetches.copier.blocks] == before, "a late block is written nowhere"
+    assert fetches.num_cached(sequence) == 0
 
 
-def test_what_came_before_the_deadline_stays(make_loads) -> None:
+def test_what_came_before_the_deadline_stays(make_fetches) -> None:
     source = Source()
     source.gate.clear()
     source.hangs_at = 2
-    loads = make_loads(source)
-    sequence = loads.sequence(4)
-    assert loads.start(sequence)
+    fetches = make_fetches(source)
+    sequence = fetches.sequence(4)
+    assert fetches.start(sequence)
     for _ in range(3):
         source.entered.acquire()
-    loads.queue.poll(loads.queue.active[0].deadline_s)
-    assert loads.num_cached(sequence) == 2
+    fetches.queue.poll(fetches.queue.active[0].deadline_s)
+    assert fetches.num_cached(sequence) == 2
     assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 2 * BLOCK_SIZE}
-    loads.assert_idle()
+    fetches.assert_idle()
 
 
-def test_a_reader_that_hangs_after_its_last_block_delays_nothing(make_loads) -> None:
+def test_a_reader_that_hangs_after_its_last_block_delays_nothing(make_fetches) -> None:
     """All has arrived, but its connection does not close: a deadline that passes then blames no place."""
     source = Source()
     source.close_gate.clear()
-    loads = make_loads(source)
-    sequence = loads.sequence(3)
-    assert loads.start(sequence)
+    fetches = make_fetches(source)
+    sequence = fetches.sequence(3)
+    assert fetches.start(sequence)
     source.closing.acquire()
-    loads.queue.poll(loads.queue.active[0].deadline_s)
-    assert loads.num_cached(sequence) == 3
-    loads.assert_idle()
-    assert loads.ended[0].num_arrived == 3
+    fetches.queue.poll(fetches.queue.active[0].deadline_s)
+    assert fetches.num_cached(sequence) == 3
+    fetches.assert_idle()
+    assert fetches.ended[0].num_arrived == 3
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), MemoryError(), ValueError(), None])
-def test_a_reader_that_fails_leaves_what_it_read(make_loads, error: Exception | None) -> None:
+def test_a_reader_that_fails_leaves_what_it_read(make_fetches, error: Exception | None) -> None:
     source = Source()
     source.fails_at, source.error = 2, error
-    loads = make_loads(source, num_threads=1)
+    fetches = make_fetches(source, num_threads=1)
     for last in range(3):  # its only thread survives
-        sequence = loads.sequence(4, last)
-        assert loads.start(sequence)
-        assert loads.run(sequence) == 2
-    loads.assert_idle()
+        sequence = fetches.sequence(4, last)
+        assert fetches.start(sequence)
+        assert fetches.run(sequence) == 2
+    fetches.assert_idle()
 
 
-def test_a_place_that_cannot_be_opened(make_loads) -> None:
+def test_a_place_that_cannot_be_opened(make_fetches) -> None:
     source = Source()
 
     def refuse(links: Sequence[ChainLink]) -> AbstractContextManager[Source]:
         raise ConnectionRefusedError
 
     source.open = refuse  # type: ignore[method-assign]
-    loads = make_loads(source)
-    sequence = loads.sequence(4)
-    assert loads.start(sequence)
-    assert loads.run(sequence) == 0
-    loads.assert_idle()
+    fetches = make_fetches(source)
+    sequence = fetches.sequence(4)
+    assert fetches.start(sequence)
+    assert fetches.run(sequence) == 0
+    fetches.assert_idle()
 
 
-def test_others_wait_while_all_threads_hang_then_compute(make_loads) -> None:
+def test_others_wait_while_all_threads_hang_then_compute(make_fetches) -> None:
     source = Source()
     source.gate.clear()
-    loads = make_loads(source, num_threads=1)
-    first, second, third = (loads.sequence(1 + n, n) for n in range(3))
-    assert loads.start(first)
-    assert loads.start(second)
-    assert not loads.queue.is_fetching(second), "it has none yet, and asks again at every step"
-    assert loads.queue.num_active == 1
-    loads.queue.poll(loads.queue.active[0].deadline_s)
-    assert not loads.start(second)
-    assert not loads.start(third), "the place counts as slow now"
-    loads.assert_idle()
+    fetches = make_fetches(source, num_threads=1)
+    first, second, third = (fetches.sequence(1 + n, n) for n in range(3))
+    assert fetches.start(first)
+    assert fetches.start(second)
+    assert not fetches.queue.is_fetching(second), "it has none yet, and asks again at every step"
+    assert fetches.queue.num_active == 1
+    fetches.queue.poll(fetches.queue.active[0].deadline_s)
+    assert not fetches.start(second)
+    assert not fetches.start(third), "the place counts as slow now"
+    fetches.assert_idle()
     source.gate.set()
 
 
-def test_a_load_behind_a_thread_that_hangs_ends_by_its_deadline(make_loads) -> None:
+def test_a_fetch_behind_a_thread_that_hangs_ends_by_its_deadline(make_fetches) -> None:
     hanging, healthy = Source(num_held=2), Source(num_held=4)
     hanging.gate.clear()
-    loads = make_loads(hanging, healthy, num_threads=1)
-    first = loads.sequence(2)
-    assert loads.start(first)
+    fetches = make_fetches(hanging, healthy, num_threads=1)
+    first = fetches.sequence(2)
+    assert fetches.start(first)
     hanging.entered.acquire()
-    loads.queue.give_up_latest()
+    fetches.queue.give_up_latest()
     hanging.num_held = 0
-    second = loads.sequence(4, 1)
-    assert loads.start(second)
-    loads.queue.poll(loads.queue.active[0].deadline_s)
-    assert not loads.queue.is_fetching(second)
-    loads.assert_idle()
+    second = fetches.sequence(4, 1)
+    assert fetches.start(second)
+    fetches.queue.poll(fetches.queue.active[0].deadline_s)
+    assert not fetches.queue.is_fetching(second)
+    fetches.assert_idle()
 
 
-def test_two_sequences_with_a_common_prefix_load_it_once(make_loads) -> None:
+def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
     source = Source()
     source.gate.clear()
-    loads = make_loads(source)
-    one, other = loads.sequence(5, 1), loads.sequence(5, 2)
-    assert loads.start(one)
-    assert loads.start(other)
-    assert loads.queue.num_active == 1
-    assert loads.queue.is_fetching(other)
+    fetches = make_fetches(source)
+    one, other = fetches.sequence(5, 1), fetches.sequence(5, 2)
+    assert fetches.start(one)
+    assert fetches.start(other)
+    assert fetches.queue.num_active == 1
+    assert fetches.queue.is_fetching(other)
     source.gate.set()
-    assert loads.run(one) == 5
-    assert loads.num_cached(other) == 4
-    assert loads.start(other), "the rest is its own"
-    assert loads.run(other) == 5
+    assert fetches.run(one) == 5
+    assert fetches.num_cached(other) == 4
+    assert fetches.start(other), "the rest is its own"
+    assert fetches.run(other) == 5
     assert len(source.read_blocks) == len(set(source.read_blocks)) == 6
     assert other.fetched_tokens(BLOCK_SIZE) == {"s0": BLOCK_SIZE}
-    loads.assert_idle()
+    fetches.assert_idle()
 
 
-def test_the_wait_for_an_adopted_chain_is_bounded(make_loads) -> None:
+def test_the_wait_for_an_adopted_chain_is_bounded(make_fetches) -> None:
     """A sequence waits no longer than it takes to compute the chain."""
     source = Source()
     source.gate.clear()
-    loads = make_loads(source, prefill_tokens_per_s=1000)
-    sequence = loads.sequence(4)
+    fetches = make_fetches(source, prefill_tokens_per_s=1000)
+    sequence = fetches.sequence(4)
     hashes = sequence.hash_blocks(BLOCK_SIZE)
     begun_s = time.monotonic()
     adopted = FetchSource("peer", 0, 4, source.rate, source.open)
-    load = loads.queue.fetch_chain(ROOT, hashes, adopted, begun_s + 1e6)
-    assert load is not None
-    assert loads.start(sequence)
-    assert load.deadline_s < time.monotonic() + HANG_S
-    loads.queue.poll(load.deadline_s)
-    assert not loads.queue.is_fetching(sequence)
-    loads.assert_idle()
+    fetch = fetches.queue.fetch_chain(ROOT, hashes, adopted, begun_s + 1e6)
+    assert fetch is not None
+    assert fetches.start(sequence)
+    assert fetch.deadline_s < time.monotonic() + HANG_S
+    fetches.queue.poll(fetch.deadline_s)
+    assert not fetches.queue.is_fetching(sequence)
+    fetches.assert_idle()
 
 
-def test_a_fetch_given_up_during_a_write_ends_after_that_block(make_loads) -> None:
+def test_a_fetch_given_up_during_a_write_ends_after_that_block(make_fetches) -> None:
     source = Source()
-    loads = make_loads(source)
+    fetches = make_fetches(source)
     writing, go_on = threading.Event(), threading.Event()
-    write = loads.copier.write
+    write = fetches.copier.write
     written: list[BlockId] = []
 
     def slowly(block_id: BlockId, payload: memoryview) -> None:
@@ -298,48 +298,48 @@ def test_a_fetch_given_up_during_a_write_ends_after_that_block(make_loads) -> No
         write(block_id, payload)
         written.append(block_id)
 
-    loads.queue._pool.write = slowly
-    sequence = loads.sequence(4)
-    assert loads.start(sequence)
+    fetches.queue._pool.write = slowly
+    sequence = fetches.sequence(4)
+    assert fetches.start(sequence)
     assert writing.wait(HANG_S)
-    (load,) = loads.queue.active
-    end = threading.Thread(target=loads.queue.give_up_latest)
+    (fetch,) = fetches.queue.active
+    end = threading.Thread(target=fetches.queue.give_up_latest)
     end.start()
-    wait_until(lambda: load.lock.locked())
-    assert loads.queue.num_active == 1, "not while a thread writes into its blocks"
+    wait_until(lambda: fetch.lock.locked())
+    assert fetches.queue.num_active == 1, "not while a thread writes into its blocks"
     go_on.set()
     end.join(HANG_S)
     assert not end.is_alive()
     num_written = len(written)
-    wait_until(lambda: load.finished)
+    wait_until(lambda: fetch.finished)
     assert len(written) == num_written, "nothing is written after the end"
-    assert loads.num_cached(sequence) == num_written
-    loads.assert_idle()
+    assert fetches.num_cached(sequence) == num_written
+    fetches.assert_idle()
 
 
-def test_nothing_is_loaded_where_computing_is_faster(make_loads) -> None:
-    loads = make_loads(Source(tokens_per_s=100), prefill_tokens_per_s=1000)
-    sequence = loads.sequence(6)
-    assert loads.queue.count_fetchable(sequence, 0) == 0
-    assert not loads.start(sequence)
-    loads.assert_idle()
+def test_nothing_is_fetched_where_computing_is_faster(make_fetches) -> None:
+    fetches = make_fetches(Source(tokens_per_s=100), prefill_tokens_per_s=1000)
+    sequence = fetches.sequence(6)
+    assert fetches.queue.count_fetchable(sequence, 0) == 0
+    assert not fetches.start(sequence)
+    fetches.assert_idle()
 
 
-def test_a_slow_place_is_left_out_behind_a_fast_one(make_loads) -> None:
+def test_a_slow_place_is_left_out_behind_a_fast_one(make_fetches) -> None:
     slow = Source(num_held=6, tokens_per_s=100)
-    loads = make_loads(Source(num_held=2), slow, prefill_tokens_per_s=1000)
-    sequence = loads.sequence(6)
-    assert loads.queue.count_fetchable(sequence, 0) == 2
-    assert loads.start(sequence)
-    assert loads.run(sequence) == 2
+    fetches = make_fetches(Source(num_held=2), slow, prefill_tokens_per_s=1000)
+    sequence = fetches.sequence(6)
+    assert fetches.queue.count_fetchable(sequence, 0) == 2
+    assert fetches.start(sequence)
+    assert fetches.run(sequence) == 2
     assert slow.read_blocks == []
 
 
-def test_no_more_is_reserved_than_is_free(make_loads) -> None:
-    loads = make_loads(Source())
-    held = loads.allocator.allocate(BLOCK_SIZE * (NUM_BLOCKS - 3), [], ROOT, reuse=False)
+def test_no_more_is_reserved_than_is_free(make_fetches) -> None:
+    fetches = make_fetches(Source())
+    held = fetches.allocator.allocate(BLOCK_SIZE * (NUM_BLOCKS - 3), [], ROOT, reuse=False)
     assert held is not None
-    sequence = loads.sequence(5)
-    assert not loads.start(sequence)
+    sequence = fetches.sequence(5)
+    assert not fetches.start(sequence)
     held.free()
-    loads.assert_idle()
+    fetches.assert_idle()
