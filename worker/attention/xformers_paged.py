@@ -52,7 +52,7 @@ class _Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _XformersPlan:
     num_decodes: int
     decodes: Any
     """The bias of the decodes, padded to more rows; None without decodes."""
@@ -71,27 +71,27 @@ class XformersPagedAttention:
         self._cache = cache
         self._op: Any = _paged_split_k(min(_TILE, cache.block_size))
 
-    def plan(self, spans: Sequence[Span]) -> _Plan:
+    def plan(self, spans: Sequence[Span]) -> _XformersPlan:
         num_decodes = num_leading_decodes(spans)
         decodes = None
         if num_decodes:
             longest = padded(max(span.stop for span in spans[:num_decodes]), CONTEXTS)
             decodes = self._decodes(padded(num_decodes, ROWS), -(-longest // self._cache.block_size))
             self._fill(decodes, spans[:num_decodes])
-        return _Plan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))
+        return _XformersPlan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))
 
-    def static_plan(self, num_rows: int, num_blocks: int) -> _Plan:
+    def static_plan(self, num_rows: int, num_blocks: int) -> _XformersPlan:
         """See `worker.runner.graphs`. Each replay reads lengths and tables from the device."""
-        return _Plan(num_rows, self._decodes(num_rows, num_blocks), ())
+        return _XformersPlan(num_rows, self._decodes(num_rows, num_blocks), ())
 
     def refill(self, plan: object, spans: Sequence[Span]) -> None:
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, _XformersPlan)
         self._fill(plan.decodes, spans)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         self._cache.write(layer, batch.slots, key, value, query)
         plan = batch.plan
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, _XformersPlan)
         shape = self._shape
         # (num_tokens, kv_heads, queries of a kv head, head_dim)
         grouped = query.reshape(len(query), shape.num_kv_heads, -1, shape.head_dim)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.attention.base import ForwardBatch
-from worker.kernels.cpu import Kernels, Panels, ProductKernel
+from worker.kernels.cpu import Kernels
+from worker.kernels.products import Panels, ProductKernel
 from worker.model.base import QuantisedTensor
 from worker.model.quantisation import decode, kind_of
 

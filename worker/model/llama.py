@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
 from worker.files.errors import CheckpointError, UnsupportedModel
-from worker.kernels.cpu import Kernels, Panels, products_for, to_panels, to_quantised_panels
+from worker.kernels.cpu import Kernels, products_for
+from worker.kernels.products import Panels, to_panels, to_quantised_panels
 from worker.model.base import Checkpoint, Progress, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm

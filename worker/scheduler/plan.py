@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cache.allocators.base import BlockCopy
-from worker.contracts.step import Row, SamplingRow, SequenceStep, Step
+from worker.contracts.step import Row, SampledToken, SamplingRow, SequenceStep, Step
 from worker.scheduler.request import Request, RequestChoice, TokenSequence
 
 
@@ -36,6 +36,11 @@ class PlannedChunk:
     def num_rows(self) -> int:
         """Rows of the step: one, and one for each draft token."""
         return 1 + len(self.draft_ids)
+
+    def count_right(self, tokens: Sequence[SampledToken]) -> int:
+        """Return how many draft tokens equal the sampled `tokens`, up to the first that differs."""
+        pairs = zip(self.draft_ids, tokens, strict=False)
+        return next((n for n, (draft_id, token) in enumerate(pairs) if token.token_id != draft_id), len(self.draft_ids))
 
     def sequence_steps(self) -> list[SequenceStep]:
         """Return the runner's view: the chunk, and a decode for each draft token.

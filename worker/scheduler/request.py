@@ -26,6 +26,7 @@ from worker.embedding import Pooling
 from worker.scheduler.drafter import Drafter
 from worker.wire import (
     Embedding,
+    End,
     Failed,
     Finished,
     FinishReason,
@@ -158,6 +159,12 @@ class Request:
             return False
         return token_id in self.stop_token_ids or (not self.sampling.ignore_eos and token_id in eos_token_ids)
 
+    def end(self, now_s: float) -> End:
+        """Return the last frame: the seconds of waiting, of the prefill and of the decodes."""
+        started_s = now_s if self.started_s is None else self.started_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        return End(started_s - self.arrival_s, first_token_s - started_s, now_s - first_token_s)
+
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
         """Return the frame with the prompt's logprobs, once, when they are complete."""
         logprobs = self.prompt_logprobs
@@ -278,6 +285,12 @@ class TokenSequence:
         assert embed is not None
         assert self.hidden is not None
         return Embedding(pooling.embedding(self.hidden, len(self.token_ids), embed.dimensions))
+
+    def start_request(self, now_s: float, block_size: int) -> None:
+        """Mark the request as started with this sequence, and how much of its prompt was cached."""
+        self.request.started_s = now_s
+        self.request.num_cached_tokens = min(self.num_computed, len(self.request.prompt_ids))
+        self.request.fetched_tokens = self.fetched_tokens(block_size)
 
     def fetched_tokens(self, block_size: int) -> dict[str, int] | None:
         """Return the tokens that its own fetch has brought, by place; None without any."""

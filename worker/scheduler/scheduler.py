@@ -31,7 +31,7 @@ from worker.scheduler.request import (
     split_into_sequences,
 )
 from worker.scheduler.speculation import Speculation
-from worker.wire import End, Failed, FinishReason, Started
+from worker.wire import Failed, FinishReason, Started
 
 logger = logging.getLogger(__name__)
 
@@ -168,12 +168,9 @@ class Scheduler:
         admitted = self._schedule_prefills(plan, budget, prefills)
         self._admission.end_step(admitted=len(admitted) > 0, decoded=plan.num_decodes > 0)
         for sequence in admitted:
-            request = sequence.request
-            if request.started_s is None:
-                request.started_s = now_s
-                request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
-                request.fetched_tokens = sequence.fetched_tokens(self.allocator.block_size)
-                plan.started.append(request)
+            if sequence.request.started_s is None:
+                sequence.start_request(now_s, self.allocator.block_size)
+                plan.started.append(sequence.request)
         return plan
 
     def schedule_async(self) -> StepPlan | None:
@@ -337,13 +334,8 @@ class Scheduler:
     def _append_accepted(self, chunk: PlannedChunk, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
         """Give a sequence the tokens up to the first that differs from its draft."""
         sequence = chunk.sequence
-        num_right = 0
-        for draft_id, token in zip(chunk.draft_ids, tokens, strict=False):
-            if token.token_id != draft_id:
-                break
-            num_right += 1
         num_before = len(sequence.token_ids)
-        outputs = self._append(sequence, tokens[: num_right + 1])
+        outputs = self._append(sequence, tokens[: chunk.count_right(tokens) + 1])
         chunk.num_accepted = max(0, len(sequence.token_ids) - num_before - 1)
         self._fair_share.charge(sequence.tenant, chunk.num_accepted, chunk.num_accepted)
         return outputs
@@ -410,7 +402,4 @@ class Scheduler:
     def _end_if_finished(self, request: Request, now_s: float) -> list[EngineOutput]:
         if any(choice.finished is None for choice in request.choices) or not self._forget(request):
             return []
-        started_s = now_s if request.started_s is None else request.started_s
-        first_token_s = now_s if request.first_token_s is None else request.first_token_s
-        end = End(started_s - request.arrival_s, first_token_s - started_s, now_s - first_token_s)
-        return [EngineOutput(request.key, end)]
+        return [EngineOutput(request.key, request.end(now_s))]
