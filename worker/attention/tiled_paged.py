@@ -1,7 +1,7 @@
 """Paged attention on a CPU in compiled kernels, which read the pages in place: in float32, and in bfloat16.
 
-Chunks run in tiles: a token's result is the same in every bit whatever shares its step, and however its prompt is cut
-into chunks. So do decodes in float32, and with `is_deterministic`; else those in bfloat16 have a quicker kernel.
+Chunks run in tiles. A token's result has the same bits for any batch, and for any division of its prompt into chunks.
+Decodes in float32, and all with `is_deterministic`, run in tiles too. Other decodes in bfloat16 have a faster kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker.attention.kv_cache import KVCache
 from worker.kernels.cpu import AttentionKernel, Decodes, Kernels, Tiles
 
 _MAX_QUERIES: Final = 192
-"""Queries of a tile that share a KV head: enough to reuse its keys, few enough for the L2 cache."""
+"""Queries of a tile that share a KV head: many enough to reuse its keys, few enough for the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ cheap next to the attention itself.
     keys                   their pages    its own         |<- pages ->| c1 c1 c1      gathered: 0..stop-1
     kernel                 split-K        flash, causal   flash, causal from the bottom right
 
-Source: docs of the kernel in xformers.ops.fmha.triton_splitk (v0.0.35). Its tile of keys must divide the page, so
-pages of 16 and 32 tokens take a subclass with a smaller tile.
+Source: docs of the kernel in xformers.ops.fmha.triton_splitk (v0.0.35). Its tile of keys must divide the page. For
+pages of 16 and 32 tokens, a subclass has a smaller tile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_GATHERED: Final = 1 << 16
 """Keys that are gathered at a time, unless one sequence has more: bounds the memory of many chunks."""
 _TILE: Final = 64
 _FULL: Final = 1024
-"""About the number of programs that a GPU runs at once. Up to it, more splits make a step shorter."""
+"""About the number of programs that a GPU runs at once: up to it, more splits make a step shorter."""
 _MAX_SPLITS: Final = 64
 
 
@@ -199,7 +199,7 @@ def _paged_split_k(tile: int) -> Any:
 
         @classmethod
         def get_split_k(cls, B: int, G: int, H: int, Mk: int, *rest: Any, **options: Any) -> int:
-            """Double xformers' number, which assumes tiles of 64, until the GPU is busy."""
+            """Double the splits of xformers, which assumes tiles of 64, until the GPU is busy."""
             num_splits: int = super().get_split_k(B, G, H, Mk, *rest, **options)
             while 2 * num_splits <= min(_MAX_SPLITS, _FULL // (B * G * H), Mk // tile):
                 num_splits *= 2

@@ -1,7 +1,7 @@
 """The kernels of `cpu.cpp`: compiled by g++ once per instruction set, or taken ready-built.
 
-Without a compiler, and on a processor that they do not serve, the worker runs in torch and logs that once.
-`python -m worker.kernels.cpu` builds them for every instruction set, next to the source: the image does.
+Without a compiler, or on an unsupported processor, the worker runs in torch and logs that once.
+`python -m worker.kernels.cpu` builds them for every instruction set, next to the source, as the image does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_ROWS: Final = 64
 """Rows of a norm or rotation that one thread handles. All threads share more."""
 _MIN_HEAD_DIM: Final = 16
-"""The widest vector of any instruction set: every one serves the same models."""
+"""The widest vector of any instruction set, so that each of them serves the same models."""
 _NO_WINDOW: Final = 1 << 40
 _SOURCE: Final = Path(__file__).with_name("cpu.cpp")
 _MARCH: Final = (
@@ -63,7 +63,7 @@ class _Shape(ctypes.Structure):
 
 
 class Decodes(ctypes.Structure):
-    """Sequences with one query each, whose own key is the last that it sees."""
+    """Sequences with one query each, which sees all keys up to its own."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_tables", "bounds")),
@@ -77,7 +77,7 @@ class Decodes(ctypes.Structure):
 
 
 class Tiles(ctypes.Structure):
-    """Tokens of a step in tiles of consecutive ones of a sequence, whose queries attend together."""
+    """Tokens of a step in tiles. A tile is consecutive tokens of a sequence, whose queries attend together."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_tables", "tiles")),
@@ -96,7 +96,7 @@ class Tiles(ctypes.Structure):
 class Kernels:
     """The functions of one build of `cpu.cpp`.
 
-    A call of microseconds keeps the interpreter's lock: to get it back from a busy event loop may take milliseconds.
+    Short calls keep the interpreter's lock: to get it back from a busy event loop may take milliseconds.
     """
 
     __slots__ = ("locked", "panel_width", "unlocked")
@@ -237,7 +237,7 @@ def attention_for(dtype: torch.dtype, device: torch.device, head_dim: int) -> Ke
 
 
 def has_amx() -> bool:
-    """Say whether torch's products in bfloat16 use the matrix units of this processor."""
+    """Return whether torch's products in bfloat16 use the matrix units of this processor."""
     capability = torch.backends.cpu.get_cpu_capability()
     return bool(torch.cpu._is_amx_tile_supported()) and capability == "AVX512"
 
@@ -255,7 +255,7 @@ def products_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
 
 
 def problem() -> str | None:
-    """Return in a line why a model that asked for the kernels runs without them, or None."""
+    """Return why a model that asked for the kernels runs without them, in one line. None: it has them."""
     if not _loaded.cache_info().currsize:
         return None
     found = _loaded()
@@ -304,10 +304,10 @@ def _load_or_build(march: str) -> Kernels:
 
 
 def build(march: str, file: Path) -> None:
-    """Compile `cpu.cpp`. The file appears whole or not at all. Raise OSError or SubprocessError."""
+    """Compile `cpu.cpp` to a file, atomically. Raise OSError or SubprocessError."""
     libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     if not libraries:
-        raise OSError("torch brings no libgomp whose threads the kernels could share")
+        raise OSError("torch has no libgomp whose threads the kernels could share")
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         built = Path(folder) / file.name
         # --as-needed: linked with torch's libgomp, g++'s own adds nothing and is left out.

@@ -15,7 +15,7 @@ from torch.nn import functional
 from worker.kernels.cpu import Kernels
 
 _GROUP_INPUTS: Final = 32
-"""Inputs of a group of a quantised weight: their number is a multiple of it."""
+"""Inputs of a group of a quantised weight, which divides their number."""
 
 
 class _Product(ctypes.Structure):
@@ -36,7 +36,7 @@ class QuantisedWeight:
     scales: NDArray[np.float32]
     """(out, in / 16) with 8 bits, (out, in / 32) with 4"""
     minima: NDArray[np.float32] | None
-    """(out, in / 32), with 4 bits alone"""
+    """(out, in / 32), only with 4 bits"""
 
     @property
     def num_bits(self) -> int:
