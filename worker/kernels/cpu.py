@@ -54,7 +54,7 @@ class _Norm(ctypes.Structure):
 
 
 class _Shape(ctypes.Structure):
-    """`Shape` of cpu.cpp."""
+    """`Shape` of decodes.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "group_size", "head_dim", "block_size")),
@@ -328,7 +328,8 @@ def _compiler() -> str:
 
 
 def _file_name(march: str, compiler: str) -> str:
-    parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode())
+    sources = (file.read_bytes() for file in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))))
+    parts = (*sources, " ".join(_FLAGS).encode(), compiler.encode())
     digest = blake2b(b"\0".join(parts), digest_size=8).hexdigest()
     return f"cpu-{march}-{digest}.so"
 

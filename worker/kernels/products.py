@@ -1,4 +1,4 @@
-"""Products in float32 with weights in panels, and the layouts of the panels: the `Product` of `cpu.cpp`."""
+"""Products in float32 with weights in panels, and the layouts of the panels: see `products.h`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUP_INPUTS: Final = 32
 
 
 class _Product(ctypes.Structure):
-    """`Product` of cpu.cpp."""
+    """`Product` of products.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "bias")),
@@ -96,7 +96,7 @@ def to_panels(weight: Tensor, width: int) -> Tensor:
 def to_quantised_panels(weight: QuantisedWeight, width: int) -> Tensor:
     """Lay a quantised weight out in panels of `width` outputs, (ceil(out / width), groups, bytes) uint8.
 
-    A group is `Group` of cpu.cpp: the scales of its outputs, their minima, and their codes.
+    A group is `Group` of products.h: the scales of its outputs, their minima, and their codes.
     """
     num_outputs, num_inputs = weight.codes.shape
 
