@@ -52,7 +52,7 @@ class AttentionShape:
 
     @property
     def longest_window(self) -> int | None:
-        """Return how far back any layer sees. None: one of them sees everything."""
+        """Return the longest window of all layers. None: a layer sees everything."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if windows and len(windows) == len(self.windows) else None
 
@@ -105,8 +105,8 @@ class Attention(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """(num_tokens, heads, head_dim) and twice (num_tokens, kv_heads, head_dim) -> (num_tokens, heads * head_dim).
 
-        Rotary embedding is already applied. A query that is not finite leaves NaN in its token's output or stored key,
-        where kernels alone would give zeros.
+        Rotary embedding is already applied. A query that is not finite puts NaN into its token's output or stored key:
+        kernels by themselves would give zeros.
         """
 
 

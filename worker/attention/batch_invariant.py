@@ -1,11 +1,11 @@
 """Batch-invariant paged attention: a token's result does not depend on the rest of the batch, bit for bit.
 
-Kernels of different shapes round differently. Here a token's position p alone decides the shape of its product, and
-its row in it:
+Kernels of different shapes round differently. Here the shape of a token's product, and its row in it, depend only on
+the token's position p:
 
     tile t = p // 16    queries 16 t .. 16 t + 15 (absent ones are zero)    keys 0 .. 16 t + 15 (later ones are masked)
 
-It needs many small calls, so it is for `--deterministic` only, where `tiled_paged` does not serve.
+It needs many small calls, so it only runs with `--deterministic`, where `tiled_paged` does not serve.
 """
 
 from __future__ import annotations

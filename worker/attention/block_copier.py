@@ -22,7 +22,7 @@ class BlockCopier(Protocol):
     num_bytes: int
 
     def new_payload(self, count: int = 1) -> memoryview:
-        """Return room for `count` payloads, one behind the other."""
+        """Return a buffer for `count` consecutive payloads."""
 
     def read(self, block_id: BlockId, payload: memoryview) -> None: ...
 
@@ -35,7 +35,7 @@ def make_copier(cache: KVCache) -> BlockCopier:
 
 
 class _HostCopier:
-    """Copies with numpy, which needs none of torch's threads and lets others run."""
+    """Copies with numpy, which uses none of torch's threads and releases the interpreter's lock."""
 
     def __init__(self, cache: KVCache) -> None:
         self.num_bytes = cache.block_bytes
@@ -71,11 +71,11 @@ class _CudaCopier:
         return memoryview(pinned.numpy())  # type: ignore[arg-type]
 
     def read(self, block_id: BlockId, payload: memoryview) -> None:
-        # A findable block was written by a step whose results the engine has collected: there is nothing to wait for.
+        # The step that wrote a findable block is complete: the engine has collected its results.
         self._copy(self._host(payload), self._slots(block_id))
 
     def write(self, block_id: BlockId, payload: memoryview) -> None:
-        # Steps in flight may read the old content of a reserved block as padding, for which any finite value serves.
+        # Steps in flight may read a reserved block as padding, where any finite value is right.
         self._copy(self._slots(block_id), self._host(payload))
 
     def _host(self, payload: memoryview) -> Tensor:

@@ -20,7 +20,7 @@ from cache.allocators.base import BlockCopy
 from worker.attention.base import AttentionShape
 
 _CHECKED_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Written entries that are checked at a time: what fits a CPU's cache, and few launches on a GPU."""
+"""Written entries that are checked at a time: within a CPU's cache, and with few launches on a GPU."""
 
 
 class NonFiniteKV(RuntimeError):
@@ -28,7 +28,7 @@ class NonFiniteKV(RuntimeError):
 
 
 def _zeroed_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros that the kernel makes when a page is first used: to write gigabytes would delay every start."""
+    """Return pages that the kernel zeroes at their first use: to write gigabytes would delay every start."""
     num_bytes = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
@@ -85,5 +85,5 @@ class KVCache:
         return torch.stack([extreme for pair in found for extreme in pair])
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Zero what lies at `slots`."""
+        """Zero the entries at `slots`."""
         self.rows.index_fill_(1, torch.tensor(slots, dtype=torch.int64, device=self.rows.device), 0.0)

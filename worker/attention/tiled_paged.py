@@ -1,7 +1,7 @@
 """Paged attention on a CPU in compiled kernels, which read the pages in place: in float32, and in bfloat16.
 
-Chunks run in tiles: a token's result is the same in every bit whatever shares its step, and however its prompt is cut
-into chunks. So do decodes in float32, and with `is_deterministic`; else those in bfloat16 have a quicker kernel.
+Chunks run in tiles. A token's result has the same bits for any batch, and for any division of its prompt into chunks.
+Decodes in float32, and all with `is_deterministic`, run in tiles too. Other decodes in bfloat16 have a faster kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from worker.attention.kv_cache import KVCache
 from worker.kernels.cpu import AttentionKernel, Decodes, Kernels, Tiles
 
 _MAX_QUERIES: Final = 192
-"""Queries of a tile that share a KV head: enough to reuse its keys, few enough for the L2 cache."""
+"""Queries of a tile that share a KV head: many enough to reuse its keys, few enough for the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _TiledPlan:
     """The first rows of a step are those of `decodes`, the others of `tiles`."""
 
     num_decodes: int
@@ -47,17 +47,17 @@ class TiledPagedAttention:
         self._tile_tokens = max(1, _MAX_QUERIES * shape.num_kv_heads // shape.num_heads)
         self._tiles_decodes = is_deterministic or cache.dtype == torch.float32
 
-    def plan(self, spans: Sequence[Span]) -> _Plan:
+    def plan(self, spans: Sequence[Span]) -> _TiledPlan:
         num_decodes = 0 if self._tiles_decodes else num_leading_decodes(spans)
         windows = set(self._shape.windows) or {None}
         size = self._cache.block_size
         decodes = {window: plan_decodes(spans[:num_decodes], window, size) for window in windows if num_decodes}
         chunks = spans[num_decodes:]
-        return _Plan(num_decodes, decodes, self._plan_tiles(chunks) if chunks else None)
+        return _TiledPlan(num_decodes, decodes, self._plan_tiles(chunks) if chunks else None)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         plan = batch.plan
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, _TiledPlan)
         out = query.new_empty(len(query), self._shape.query_size)
         keys, values, window = self._cache.keys[layer], self._cache.values[layer], self._shape.window(layer)
         num = plan.num_decodes

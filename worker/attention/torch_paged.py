@@ -1,9 +1,10 @@
 """Paged attention in plain torch: for CPUs, and the reference that other backends are compared with.
 
 Decodes are grouped by context length. A group's pages are gathered into one padded rectangle and go through one fused
-call; the queries that share a KV head are rows of one small matrix, so nothing is repeated for GQA. A prefill chunk
-attends causally to its own tokens, and without a mask to the gathered pages before it; the two parts are merged by
-their log-sum-exps (as in flash decoding), so that no (chunk x context) mask is built.
+call. The queries that share a KV head are rows of one small matrix, so nothing is repeated for GQA.
+
+A prefill chunk attends causally to its own tokens, and without a mask to the gathered pages before it. The two parts
+are merged by their log-sum-exps, as in flash decoding, so no (chunk x context) mask is built.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from worker.attention.kv_cache import KVCache
 from worker.kernels.device import to_device
 
 _MAX_PADDING: Final = 1.25
-"""A group of decodes may read this many times what its sequences hold. A lower bound means more and smaller calls."""
+"""A group of decodes may read this many times the keys of its sequences. A lower bound means more, smaller calls."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -46,10 +47,10 @@ class _Chunk:
     stop: int
     blocks: Tensor | slice | None
     skip: int
-    """Keys of the first block that lie before the window."""
+    """Keys of the first block that are before the window."""
     num_prefix: int
     mask: Tensor | None
-    """(chunk, prefix + chunk) additive, where a window hides more than causality does, or merging is not available."""
+    """(chunk, prefix + chunk) additive, for a window, or where merging is not available."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ cheap next to the attention itself.
     keys                   their pages    its own         |<- pages ->| c1 c1 c1      gathered: 0..stop-1
     kernel                 split-K        flash, causal   flash, causal from the bottom right
 
-Source: docs of the kernel in xformers.ops.fmha.triton_splitk (v0.0.35). Its tile of keys must divide the page, so
-pages of 16 and 32 tokens take a subclass with a smaller tile.
+Source: docs of the kernel in xformers.ops.fmha.triton_splitk (v0.0.35). Its tile of keys must divide the page. For
+pages of 16 and 32 tokens, a subclass has a smaller tile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_GATHERED: Final = 1 << 16
 """Keys that are gathered at a time, unless one sequence has more: bounds the memory of many chunks."""
 _TILE: Final = 64
 _FULL: Final = 1024
-"""About the number of programs that a GPU runs at once. Up to it, more splits make a step shorter."""
+"""About the number of programs that a GPU runs at once: up to it, more splits make a step shorter."""
 _MAX_SPLITS: Final = 64
 
 
@@ -52,7 +52,7 @@ class _Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _XformersPlan:
     num_decodes: int
     decodes: Any
     """The bias of the decodes, padded to more rows; None without decodes."""
@@ -71,27 +71,27 @@ class XformersPagedAttention:
         self._cache = cache
         self._op: Any = _paged_split_k(min(_TILE, cache.block_size))
 
-    def plan(self, spans: Sequence[Span]) -> _Plan:
+    def plan(self, spans: Sequence[Span]) -> _XformersPlan:
         num_decodes = num_leading_decodes(spans)
         decodes = None
         if num_decodes:
             longest = padded(max(span.stop for span in spans[:num_decodes]), CONTEXTS)
             decodes = self._decodes(padded(num_decodes, ROWS), -(-longest // self._cache.block_size))
             self._fill(decodes, spans[:num_decodes])
-        return _Plan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))
+        return _XformersPlan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))
 
-    def static_plan(self, num_rows: int, num_blocks: int) -> _Plan:
+    def static_plan(self, num_rows: int, num_blocks: int) -> _XformersPlan:
         """See `worker.runner.graphs`. Each replay reads lengths and tables from the device."""
-        return _Plan(num_rows, self._decodes(num_rows, num_blocks), ())
+        return _XformersPlan(num_rows, self._decodes(num_rows, num_blocks), ())
 
     def refill(self, plan: object, spans: Sequence[Span]) -> None:
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, _XformersPlan)
         self._fill(plan.decodes, spans)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         self._cache.write(layer, batch.slots, key, value, query)
         plan = batch.plan
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, _XformersPlan)
         shape = self._shape
         # (num_tokens, kv_heads, queries of a kv head, head_dim)
         grouped = query.reshape(len(query), shape.num_kv_heads, -1, shape.head_dim)
@@ -199,7 +199,7 @@ def _paged_split_k(tile: int) -> Any:
 
         @classmethod
         def get_split_k(cls, B: int, G: int, H: int, Mk: int, *rest: Any, **options: Any) -> int:
-            """Double xformers' number, which assumes tiles of 64, until the GPU is busy."""
+            """Double the splits of xformers, which assumes tiles of 64, until the GPU is busy."""
             num_splits: int = super().get_split_k(B, G, H, Mk, *rest, **options)
             while 2 * num_splits <= min(_MAX_SPLITS, _FULL // (B * G * H), Mk // tile):
                 num_splits *= 2

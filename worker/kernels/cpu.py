@@ -1,7 +1,7 @@
 """The kernels of `cpu.cpp`: compiled by g++ once per instruction set, or taken ready-built.
 
-Without a compiler, and on a processor that they do not serve, the worker runs in torch and logs that once.
-`python -m worker.kernels.cpu` builds them for every instruction set, next to the source: the image does.
+Without a compiler, or on an unsupported processor, the worker runs in torch and logs that once.
+`python -m worker.kernels.cpu` builds them for every instruction set, next to the source, as the image does.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from worker.common.cache_folder import cache_folder
 
@@ -34,10 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_ROWS: Final = 64
 """Rows of a norm or rotation that one thread handles. All threads share more."""
 _MIN_HEAD_DIM: Final = 16
-"""The widest vector of any instruction set: every one serves the same models."""
+"""The widest vector of any instruction set, so that each of them serves the same models."""
 _NO_WINDOW: Final = 1 << 40
-_GROUP_INPUTS: Final = 32
-"""Inputs of a group of a quantised weight: their number is a multiple of it."""
 _SOURCE: Final = Path(__file__).with_name("cpu.cpp")
 _MARCH: Final = (
     {"DEFAULT": "armv8-a"} if platform.machine() == "aarch64" else {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
@@ -58,7 +54,7 @@ class _Norm(ctypes.Structure):
 
 
 class _Shape(ctypes.Structure):
-    """`Shape` of cpu.cpp."""
+    """`Shape` of decodes.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "group_size", "head_dim", "block_size")),
@@ -66,33 +62,8 @@ class _Shape(ctypes.Structure):
     )
 
 
-class _Product(ctypes.Structure):
-    """`Product` of cpu.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
-        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "panel_bytes", "num_bits")),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantisedWeight:
-    """A weight (out, in) as codes of 8 or 4 bits: scale * code, plus the minimum with 4 bits."""
-
-    codes: NDArray[Any]
-    """(out, in): int8, or uint8 of 0..15."""
-    scales: NDArray[np.float32]
-    """(out, in / 16) with 8 bits, (out, in / 32) with 4"""
-    minima: NDArray[np.float32] | None
-    """(out, in / 32), with 4 bits alone"""
-
-    @property
-    def num_bits(self) -> int:
-        return 8 if self.minima is None else 4
-
-
 class Decodes(ctypes.Structure):
-    """Sequences with one query each, whose own key is the last that it sees."""
+    """Sequences with one query each, which sees all keys up to its own."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_tables", "bounds")),
@@ -106,7 +77,7 @@ class Decodes(ctypes.Structure):
 
 
 class Tiles(ctypes.Structure):
-    """Tokens of a step in tiles of consecutive ones of a sequence, whose queries attend together."""
+    """Tokens of a step in tiles. A tile is consecutive tokens of a sequence, whose queries attend together."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_tables", "tiles")),
@@ -125,7 +96,7 @@ class Tiles(ctypes.Structure):
 class Kernels:
     """The functions of one build of `cpu.cpp`.
 
-    A call of microseconds keeps the interpreter's lock: to get it back from a busy event loop may take milliseconds.
+    Short calls keep the interpreter's lock: to get it back from a busy event loop may take milliseconds.
     """
 
     __slots__ = ("locked", "panel_width", "unlocked")
@@ -190,81 +161,6 @@ class RmsNormKernel:
         library, num_threads = self._kernels.library_for(num_rows)
         library.rms_norm(self._address, states.data_ptr(), out.data_ptr(), num_rows, num_threads)
         return out
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Panels:
-    """A weight in panels, as `to_panels` or `to_quantised_panels` makes them."""
-
-    data: Tensor
-    """(number of panels, ...)"""
-    num_inputs: int
-    num_outputs: int
-    num_bits: int
-    """32, 8 or 4"""
-
-
-class ProductKernel:
-    """A product with a weight in panels, in float32. A row's result does not depend on the other rows."""
-
-    __slots__ = ("_address", "_fields", "_multiply", "_tensors", "num_outputs")
-
-    def __init__(self, kernels: Kernels, panels: Panels, bias: Tensor | None) -> None:
-        """`bias` (num_outputs,)"""
-        self._multiply = kernels.unlocked.multiply
-        self.num_outputs = panels.num_outputs
-        self._tensors = (panels, bias)  # the fields point into them
-        bias_address = None if bias is None else bias.data_ptr()
-        panel_bytes = panels.data[0].nbytes
-        sizes = (panels.num_inputs, panels.num_outputs, panel_bytes, panels.num_bits)
-        self._fields = _Product(panels.data.data_ptr(), bias_address, *sizes)
-        self._address = ctypes.addressof(self._fields)
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """(num_rows, in) -> (num_rows, out)"""
-        return self._into(states.new_empty(states.shape[0], self.num_outputs), states, adds=False)
-
-    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
-        """Add the product to residual (num_rows, out), in place if that is contiguous."""
-        return self._into(residual.contiguous(), states, adds=True)
-
-    def _into(self, out: Tensor, states: Tensor, *, adds: bool) -> Tensor:
-        states = states.contiguous()
-        num_threads = torch.get_num_threads()
-        self._multiply(self._address, states.data_ptr(), out.data_ptr(), states.shape[0], adds, num_threads)
-        return out
-
-
-def to_panels(weight: Tensor, width: int) -> Tensor:
-    """Lay a weight (out, in) out in panels of `width` outputs, (ceil(out / width), in, width), the last one padded."""
-    num_outputs, num_inputs = weight.shape
-    padded = functional.pad(weight, (0, 0, 0, -num_outputs % width))
-    return padded.view(-1, width, num_inputs).transpose(1, 2).contiguous()
-
-
-def to_quantised_panels(weight: QuantisedWeight, width: int) -> Tensor:
-    """Lay a quantised weight out in panels of `width` outputs, (ceil(out / width), groups, bytes) uint8.
-
-    A group is `Group` of cpu.cpp: the scales of its outputs, their minima, and their codes.
-    """
-    num_outputs, num_inputs = weight.codes.shape
-
-    def by_group(values: NDArray[Any], num_groups: int) -> NDArray[Any]:
-        """(out, in) -> (panels, groups, in / groups, width)"""
-        padded = np.pad(values, ((0, -num_outputs % width), (0, 0)))
-        return padded.reshape(-1, width, num_groups, values.shape[1] // num_groups).transpose(0, 2, 3, 1)
-
-    num_groups = num_inputs // _GROUP_INPUTS
-    codes = by_group(weight.codes, num_groups)
-    if weight.num_bits == 4:
-        codes = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
-    num_panels, _, num_bytes, _ = codes.shape
-    words = codes.reshape(num_panels, num_groups, num_bytes // 4, 4, width).swapaxes(3, 4)
-    parts = [by_group(weight.scales, num_groups), words]
-    if weight.minima is not None:
-        parts.insert(1, by_group(weight.minima, num_groups))
-    as_bytes = [np.ascontiguousarray(part).view(np.uint8).reshape(num_panels, num_groups, -1) for part in parts]
-    return torch.from_numpy(np.concatenate(as_bytes, axis=2))
 
 
 class AttentionKernel:
@@ -341,7 +237,7 @@ def attention_for(dtype: torch.dtype, device: torch.device, head_dim: int) -> Ke
 
 
 def has_amx() -> bool:
-    """Say whether torch's products in bfloat16 use the matrix units of this processor."""
+    """Return whether torch's products in bfloat16 use the matrix units of this processor."""
     capability = torch.backends.cpu.get_cpu_capability()
     return bool(torch.cpu._is_amx_tile_supported()) and capability == "AVX512"
 
@@ -359,7 +255,7 @@ def products_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
 
 
 def problem() -> str | None:
-    """Return in a line why a model that asked for the kernels runs without them, or None."""
+    """Return why a model that asked for the kernels runs without them, in one line. None: it has them."""
     if not _loaded.cache_info().currsize:
         return None
     found = _loaded()
@@ -408,10 +304,10 @@ def _load_or_build(march: str) -> Kernels:
 
 
 def build(march: str, file: Path) -> None:
-    """Compile `cpu.cpp`. The file appears whole or not at all. Raise OSError or SubprocessError."""
+    """Compile `cpu.cpp` to a file, atomically. Raise OSError or SubprocessError."""
     libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     if not libraries:
-        raise OSError("torch brings no libgomp whose threads the kernels could share")
+        raise OSError("torch has no libgomp whose threads the kernels could share")
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         built = Path(folder) / file.name
         # --as-needed: linked with torch's libgomp, g++'s own adds nothing and is left out.
@@ -432,7 +328,8 @@ def _compiler() -> str:
 
 
 def _file_name(march: str, compiler: str) -> str:
-    parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode())
+    sources = (file.read_bytes() for file in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))))
+    parts = (*sources, " ".join(_FLAGS).encode(), compiler.encode())
     digest = blake2b(b"\0".join(parts), digest_size=8).hexdigest()
     return f"cpu-{march}-{digest}.so"
 

@@ -1,4 +1,4 @@
-"""The interfaces of the model folder: what a checkpoint gives, what a decoder does, what makes a family."""
+"""The interfaces of the model folder: checkpoint, decoder and family."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Checkpoint(ABC):
     revision: str
     """A commit, or the digest of `files`: equal files have equal revisions on every machine."""
     files: ModelFiles
-    """The identity of the model: every byte of its files. KV that outlives the process is kept under its digest."""
+    """The identity of the model: every byte of its files. Stored KV is kept under its digest."""
     model_type: str
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Decoder(Protocol):
 
     config: ModelConfig
     is_recordable: bool
-    """A CUDA graph can record it: it does nothing on the host that a replay would not repeat."""
+    """A CUDA graph can record it: it does no work on the host."""
 
     @property
     def weight_bytes(self) -> int:
@@ -88,4 +88,4 @@ class ModelFamily:
     qk_norm: bool = False
     """Queries and keys are normed per head."""
     optional_window: bool = False
-    """A sliding window counts with `use_sliding_window` alone, from layer `max_window_layers` on."""
+    """The sliding window needs `use_sliding_window`, and begins at layer `max_window_layers`."""

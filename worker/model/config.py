@@ -11,7 +11,7 @@ from worker.attention.base import AttentionShape
 from worker.files.errors import CheckpointError
 
 WeightForm = Literal["auto", "dense", "packed"]
-"""auto: quantised weights stay packed where the results are those of dense ones, which is in float32 on a CPU."""
+"""auto: quantised weights stay packed if results equal those of dense ones: in float32 on a CPU."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,7 +26,7 @@ class LoadOptions:
     deterministic: bool = False
     """Every token's result is the same, bit for bit, however it is batched, chunked or cached. Slower."""
     max_model_len: int | None = None
-    """The longest context that is asked for. None: the model's own."""
+    """The longest context to serve. None: the model's own."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 AUTO: Final = "auto"
 CHOICES: Final = (AUTO, *DTYPES)
 _X86_UNITS: Final = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-"""Functions of torch.cpu. oneDNN alone would also name processors that emulate bfloat16, slower than float32."""
+"""Functions of torch.cpu. oneDNN also lists processors that emulate bfloat16, slower than float32."""
 
 
 def choose_dtype(asked: str | None, device: str) -> str:
     """Return one of DTYPES. None: float32 on a CPU, else bfloat16. "auto": the quickest on this device.
 
-    One that the processor has no units for is obeyed, and warned about. Raise ValueError for one that is not known.
+    Warns if the processor has no units for the dtype that is asked for. Raises ValueError for an unknown one.
     """
     if asked is None:
         return "float32" if device == "cpu" else "bfloat16"
@@ -45,7 +45,7 @@ def quickest_dtype(device: str) -> str:
 
 
 def _cpu_has_bfloat16_units() -> bool:
-    """Say whether this processor multiplies in bfloat16, and torch's products make use of it."""
+    """Return whether this processor multiplies in bfloat16, and torch's products use it."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -175,7 +175,7 @@ class _Reader(gguf.GGUFReader):
 
 
 class Metadata:
-    """The key-value part of a GGUF file; values are decoded when asked for."""
+    """The key-value part of a GGUF file. A value is decoded at each access."""
 
     __slots__ = ("_fields",)
 

@@ -35,7 +35,7 @@ class SafetensorsCheckpoint(Checkpoint):
     """A folder with config.json and safetensors files."""
 
     _prefix = ""
-    """The begin of every name that the files leave out, as those of models saved without their head do."""
+    """The prefix of names that the files omit, as in models saved without their head."""
 
     def __init__(self, path: Path, name: str | None = None, revision: str | None = None) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if "auto_map" in self._raw and not self._raw.get("model_type"):
             raise UnsupportedModel(f"{path} needs code of its own (auto_map); remote code is never run")
         if (path / _ADAPTER).is_file():
-            raise UnsupportedModel(f"{path} has {_ADAPTER}: adapters are not applied; merge it into the weights first")
+            raise UnsupportedModel(f"{path} has {_ADAPTER}: LoRA is not applied; merge it into the weights first")
         files = _files_by_tensor(path)
         if f"{_BASE}embed_tokens.weight" not in files and "embed_tokens.weight" in files:
             files = {_BASE + name: file for name, file in files.items()}

@@ -72,8 +72,8 @@ class PlainMlp:
 def invariant_silu(states: Tensor) -> Tensor:
     """Return silu(states) (num_rows, size), where no row's bits depend on the other rows or the number of threads.
 
-    torch splits elements over threads across rows, and the scalar end of a part rounds otherwise than its vectors. It
-    splits no call of fewer than `_UNSPLIT` elements, and within one call each row has an end of its own.
+    torch splits elements over threads across rows, and the scalar end of a part rounds differently from its vectors.
+    It does not split a call of fewer than `_UNSPLIT` elements. Within one call, each row ends separately.
     """
     width = min(states.shape[1], _UNSPLIT - 1)
     out = torch.empty_like(states, memory_format=torch.contiguous_format)
@@ -88,8 +88,8 @@ def invariant_silu(states: Tensor) -> Tensor:
 class OneDnnMlp:
     """`PlainMlp` with activation and multiplication fused into the products, while their results are in registers.
 
-    Measured on SmolLM2's shapes in bfloat16, two threads: within 3 % of the plain form for 1 and 8 rows, 0.9 times
-    its time for 32 and 0.7 times for 512. Results are rounded once where the plain form rounds twice.
+    Measured on SmolLM2's shapes in bfloat16, two threads: the plain form's time within 3 % for 1 and 8 rows, 0.9 of
+    it for 32, 0.7 for 512. Results are rounded once where the plain form rounds twice.
     """
 
     gate: OneDnnLinear

@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.attention.base import ForwardBatch
-from worker.kernels.cpu import Kernels, Panels, ProductKernel
+from worker.kernels.cpu import Kernels
+from worker.kernels.products import Panels, ProductKernel
 from worker.model.base import QuantisedTensor
 from worker.model.quantisation import decode, kind_of
 
 _PACK_ROWS_HINT: Final = 32
-"""Rows that oneDNN lays a packed weight out for: from 1 to 1024 rows within noise of the best."""
+"""oneDNN packs a weight for this number of rows. Within noise of the best for 1 to 1024 rows."""
 _TILE_ROWS: Final = 32
-"""Few enough that a lone decode hardly notices, enough that a prefill keeps its speed."""
+"""A single decode is hardly slower with this few, and a prefill not at all with this many."""
 _GROUP: Final = 32
 PACKABLE_IN_BFLOAT16: Final = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4}
 """Most rows, by the kind of a matrix. Measured on SmolLM2's shapes: with more the dense weight is faster."""
@@ -30,7 +31,7 @@ _ROW_ALIGNMENT: Final = 16
 class Linear(ABC):
     """states (rows, in) -> (rows, out), in the dtype of states.
 
-    `batch` says which token, and so which request, each row belongs to. None: rows are not the tokens of a batch.
+    `batch` gives the token, and thus the request, of each row. None: rows are not the tokens of a batch.
     """
 
     weight_bytes: int
@@ -64,7 +65,7 @@ class OneDnnLinear(Linear):
     """A dense weight in oneDNN's own blocked layout, for CPUs.
 
     The plain product converts the layout in every call. Measured on SmolLM2's shapes, one thread: about twice the speed
-    in bfloat16 at any number of rows, 1.3 to 2 times in float32 from 4 rows on.
+    in bfloat16, and in float32 1.3 to 2 times for 4 rows or more.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -85,8 +86,8 @@ class OneDnnLinear(Linear):
 class PanelLinear(Linear):
     """A weight in panels, dense or quantised, for products in float32 on a CPU through `cpu.cpp`.
 
-    Quantised ones give the very results of their dense form, and are several times as fast for up to four rows.
-    A row's result does not depend on its neighbours, and a file of panels can be mapped by many processes.
+    A quantised weight gives the same bits as its dense form, several times as fast for up to four rows. A row's result
+    does not depend on its neighbours. Many processes can map one file of panels.
     """
 
     def __init__(self, kernels: Kernels, panels: Panels, bias: Tensor | None = None) -> None:
@@ -117,17 +118,17 @@ class TiledLinear(Linear):
 
 
 class PackedLinear(Linear):
-    """4-bit and 8-bit weights of GGUF, kept packed for decodes in bfloat16 on a CPU: their products wait for memory.
+    """4-bit and 8-bit weights of GGUF, kept packed for decodes in bfloat16 on a CPU, which memory bounds.
 
-    torch's int4 product takes groups of 32 with a scale and a zero, which is what a GGUF block holds: nothing is
-    requantised. It computes weights as (q - 8) * scale + zero.
+    torch's int4 product takes groups of 32 with a scale and a zero, as a GGUF block has them. Nothing is requantised.
+    It computes weights as (q - 8) * scale + zero.
 
         Q4_1   w = d * q + m                  q in 0..15       ->  scale d,    zero m + 8 d
         Q4_0   w = d * (q - 8)                                 ->  scale d,    zero 0
         Q8_0   w = d * (16 * (hi - 8) + lo)   hi, lo in 0..15  ->  scale 16 d, zero 0  and  scale d, zero 8 d
 
     An 8-bit matrix is two 4-bit matrices side by side over the same input: (out, in) becomes (out, 2 in). The packed
-    product is fast for a few rows alone, so `dense` serves larger batches.
+    product is only fast for a few rows, so `dense` serves larger batches.
     """
 
     def __init__(self, parts: Sequence[QuantisedTensor], dense: Linear, bias: Tensor | None) -> None:

@@ -2,8 +2,8 @@
 
     norm -> [q k v] -> (q norm, k norm) -> rope -> attention -> o -> + -> norm -> mlp -> +
 
-Queries, keys and values come out of one product, heads of q and k side by side. So one rotation serves both, and for
-Qwen3 one norm.
+One product gives queries, keys and values, with the heads of q and k side by side. So one rotation serves both, and
+in Qwen3 one norm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
 from worker.files.errors import CheckpointError, UnsupportedModel
-from worker.kernels.cpu import Kernels, Panels, products_for, to_panels, to_quantised_panels
+from worker.kernels.cpu import Kernels, products_for
+from worker.kernels.products import Panels, to_panels, to_quantised_panels
 from worker.model.base import Checkpoint, Progress, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
@@ -117,7 +118,7 @@ class LlamaDecoder:
 
 
 class _WeightLoader:
-    """Load weights in the form, dtype and device that the options ask for. A tensor is in memory once."""
+    """Loads weights in the form and dtype, and to the device, of the options. A tensor is in memory once."""
 
     __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options", "_products", "_weights")
 
@@ -237,5 +238,5 @@ class _WeightLoader:
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = self._checkpoint.tensor(name)
         if tuple(tensor.shape) != tuple(shape):
-            raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(shape)}")
+            raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config has {tuple(shape)}")
         return tensor

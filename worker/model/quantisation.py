@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.kernels.cpu import QuantisedWeight
+from worker.kernels.products import QuantisedWeight
 from worker.model.base import QuantisedTensor
 
 Blocks = NDArray[np.uint8]

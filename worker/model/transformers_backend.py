@@ -1,9 +1,11 @@
 """Other causal language models of `transformers`, over the same paged cache.
 
-A registered attention function replaces the model's own. The tokens of all sequences lie end to end in one row, and
+A registered attention function replaces the model's own. One row has the tokens of all sequences, end to end, and
 attention runs in the paged kernel. The arguments of its first calls (sizes, scale, windows) give the shape of the
-cache; what the kernel lacks (soft caps, sinks, cross attention) is refused by name. Any other difference, such as a
-layer that mixes neighbouring tokens, shows in a comparison with the model's own eager attention at load.
+cache. Features that the kernel lacks (soft caps, sinks, cross attention) are refused by name.
+
+At load, the result is compared with that of the model's own eager attention. That shows any other difference, such as a
+layer that mixes neighbouring tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from worker.model.config import LoadOptions, ModelConfig, RopeConfig
 
 _NUM_CHECKED: Final = 64
 _NUM_FAR: Final = 32
-"""Tokens of a checked sequence that begins elsewhere than at 0."""
+"""Tokens of a checked sequence that does not begin at 0."""
 _CHECK_BLOCK: Final = 8
 _LENGTH: Final = re.compile("position|window|chunk|floor|length")
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -120,10 +122,10 @@ class TransformersForCausalLM:
         )
 
     def _check(self, ids: Sequence[int], name: str, options: LoadOptions) -> None:
-        """Compare sequences that share steps, in chunks, with each alone in the model's own eager attention.
+        """Compare sequences that share steps, in chunks, with separate runs in the model's own eager attention.
 
-        They begin at 0, at the end of the context, and across each length that config.json names. So what depends on
-        the highest position of a step, on a token's row, or on a window, shows.
+        They are at position 0, at the end of the context, and across each length that config.json names. That detects
+        results that depend on the highest position of a step, on a token's row, or on a window.
         """
         sequences = [(0, list(ids)), (0, list(reversed(ids)))]
         starts = {length - _NUM_FAR // 2 for length in _lengths(self._model.config.get_text_config().to_dict())}
@@ -149,7 +151,7 @@ class TransformersForCausalLM:
         return 0 < start <= self._max_model_len - _NUM_FAR
 
     def _own_logits(self, start: int, token_ids: Sequence[int]) -> Tensor:
-        """Run tokens at positions from `start` on, which see each other alone."""
+        """Run tokens that begin at position `start` and see only each other."""
         device = self._model.device
         positions = torch.arange(start, start + len(token_ids), device=device)
         logits: Tensor = self._model(
@@ -194,7 +196,7 @@ def _chunks(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def _lengths(fields: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the lengths that a configuration names: where a model may change what it does."""
+    """Yield the lengths in a configuration, at which the model may compute differently."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _lengths(value)
@@ -203,7 +205,7 @@ def _lengths(fields: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _skipped(num_tokens: int) -> Any:
-    """Return a cache that claims to hold so many tokens, and holds none: what follows begins at that position."""
+    """Return an empty cache that reports `num_tokens`, so that the next tokens begin at that position."""
     from transformers import DynamicCache
 
     class Skipped(DynamicCache):
@@ -242,7 +244,7 @@ def _max_model_len(checkpoint: Checkpoint, options: LoadOptions) -> int:
 
 
 def _limits(text: Any) -> Iterator[tuple[str, int, str]]:
-    """Yield the field that ends the range of one arithmetic, its last length, and what changes beyond it."""
+    """Yield each field that bounds an arithmetic, the last length within it, and what changes beyond."""
     rope = getattr(text, "rope_parameters", None) or {}
     for fields in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if fields.get("rope_type") == "longrope":

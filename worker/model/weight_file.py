@@ -1,9 +1,9 @@
 """Prepared weights in a file of the user's cache folder: made once, and mapped by every worker of the machine.
 
-    tensors, each at a multiple of 64 bytes | index as JSON | checksum of both | size of the index, 8 bytes | MAGIC
+    tensors, each 64-byte aligned | index as JSON | checksum of both | size of the index, 8 bytes | MAGIC
 
-The index has the key, and place, dtype and shape of each tensor by name. A file appears whole or not at all; one that
-is damaged or has another key is made again.
+The index has the key, and offset, dtype and shape of each tensor by name. A file is written atomically. A damaged file,
+or one of another key, is made again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_BYTES: Final = 8 << 30
 DISK_SHARE: Final = 0.25
 """Part of the free disk space that a file may take."""
 UNUSED_S: Final = 30 * 24 * 3600.0
-"""After this time without a use, a file is deleted when another is made."""
+"""A file that was not used for this time is deleted when another is made."""
 _ALIGNMENT: Final = 64
 _CHUNK_WORDS: Final = 1 << 13
 _CHECKSUM_BYTES: Final = 16
@@ -44,21 +44,21 @@ _SIZE_BYTES: Final = 8
 
 
 class Weights(ABC):
-    """Where a decoder gets its tensors from, each by a name of its own."""
+    """The source of a decoder's tensors, each by a unique name."""
 
     @abstractmethod
     def get(self, name: str, make: Callable[[], Tensor]) -> Tensor: ...
 
 
 class MadeWeights(Weights):
-    """Tensors that are made when asked for."""
+    """Tensors that are made at each call."""
 
     def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         return make()
 
 
 class MappedWeights(Weights):
-    """Tensors of a mapped file. Whoever writes to one gets pages of his own."""
+    """Tensors of a file that is mapped copy-on-write."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -110,7 +110,7 @@ class WrittenWeights(Weights):
 def load_prepared(key: str, load: Callable[[Weights], Loaded]) -> Loaded:
     """Return what `load` makes of the weights in the file of this key.
 
-    If there is none, it is made first, by one process while others wait. Where no file can be, weights are only made.
+    If there is none, one process makes it while others wait. Without a cache folder, no file is written.
     """
     if (folder := cache_folder()) is None:
         return load(MadeWeights())
@@ -139,14 +139,14 @@ def make_file(path: Path, key: str, load: Callable[[Weights], Loaded]) -> Loaded
                 weights.finish(key)
                 temporary.replace(path)
             except OSError as error:
-                logger.info("the prepared weights are not kept, so every start prepares them: %s", error)
+                logger.info("the prepared weights are not stored, so every start prepares them: %s", error)
             return loaded
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def map_file(path: Path, key: str) -> MappedWeights | None:
-    """Map and check a file. None: there is none, or it is not what it should be."""
+    """Map and check a file. None: it is missing or invalid."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -175,7 +175,7 @@ def _tensor(mapped: mmap.mmap, offset: int, dtype: str, shape: list[int]) -> Ten
 
 
 def checksum(data: np.ndarray) -> bytes:
-    """Digest the sums of pieces of 64 KiB: as fast as memory, against damage and not against a forger."""
+    """Digest the sums of pieces of 64 KiB, as fast as memory. Detects damage, not forgery."""
     words = data[: len(data) // 8 * 8].view(np.uint64)
     pieces = [words[i : i + (1 << 10) * _CHUNK_WORDS] for i in range(0, len(words), (1 << 10) * _CHUNK_WORDS)]
     sums = [np.add.reduceat(piece, np.arange(0, len(piece), _CHUNK_WORDS), dtype=np.uint64) for piece in pieces]

@@ -1,12 +1,12 @@
 """Recorded decode steps of fixed shapes: on a GPU, launching the kernels of a small step takes as long as running them.
 
-A recording reads the same memory at every replay, so each step is first copied into buffers of the recorded shape:
+A recording reads the same memory at every replay. Each step is first copied into buffers of the recorded shape:
 
-    rows         | d0 d1 d2 | -  -  -  -  - |     of 8: unused ones write to the null block and see its first token
-    block table  | 4 9 2  0  0  0  0  0 ... |     of all blocks that a context of the recorded length has
+    rows         | d0 d1 d2 | -  -  -  -  - |     unused rows write to the null block and see its first token
+    block table  | 4 9 2  0  0  0  0  0 ... |     all blocks of a context of the recorded length
 
-There is one recording for each number of rows and context length in `worker.attention.base.ROWS` and `CONTEXTS`; a step
-takes the smallest that holds it. Recordings end with the hidden states, since logits would cost memory in each.
+There is one recording for each number of rows and context length in `worker.attention.base.ROWS` and `CONTEXTS`. A step
+takes the smallest that holds it. Recordings end with the hidden states: logits would cost memory in each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from worker.model.base import Decoder
 
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Replay], Replay]
-"""Turns a function without arguments into one that does the same on the same memory, and returns the same tensor."""
+"""Returns a function that repeats `Replay` on the same memory, and returns the same tensor."""
 
 _WARM_UP_RUNS: Final = 2
 
@@ -50,7 +50,7 @@ class _Recording:
 
 
 class DecodeGraphs:
-    """The recordings of one decoder over one pool. Making them takes some seconds on a GPU."""
+    """The recordings of one decoder over one pool. To make them takes seconds on a GPU."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class DecodeGraphs:
         shorter = {length for length in CONTEXTS if length < max_model_len}
         self._lengths = sorted(shorter | {padded(max_model_len, CONTEXTS)})
         self._recordings: dict[tuple[int, int], _Recording] = {}
-        for length in reversed(self._lengths):  # the largest first: later ones find room in its memory
+        for length in reversed(self._lengths):  # the largest first: smaller ones reuse its memory
             for num_rows in reversed(self._rows):
                 inputs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
                 plan = attention.static_plan(num_rows, -(-length // block_size))
@@ -105,7 +105,7 @@ class DecodeGraphs:
 
 
 def rerun(run: Replay) -> Replay:
-    """Record nothing, but compile the kernels: for decoders that do work on the host at every step."""
+    """Compile the kernels but record nothing, for decoders that work on the host at every step."""
     run()
     return run
 
@@ -113,14 +113,14 @@ def rerun(run: Replay) -> Replay:
 def cuda_recorder() -> Recorder:
     """Record CUDA graphs of the current device.
 
-    They share one memory pool, and one stream, as libraries keep a workspace per stream.
+    The graphs share one memory pool, and one stream because libraries keep a workspace per stream.
     """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(run: Replay) -> Replay:
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # first calls allocate and compile, which a recording must not
+        with torch.cuda.stream(stream):  # the first calls allocate and compile, which a recording must not do
             for _ in range(_WARM_UP_RUNS):
                 run()
         torch.cuda.current_stream().wait_stream(stream)

@@ -1,4 +1,4 @@
-"""Memory: how many blocks of KV a device has room for."""
+"""Memory: how many blocks of KV fit on a device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def num_blocks_that_fit(num_bytes: int, shape: AttentionShape, block_size: int, 
 
 
 def working_bytes(config: ModelConfig, max_step_tokens: int, max_num_seqs: int, dtype: torch.dtype) -> int:
-    """Estimate from above what the largest step takes in addition to weights and pool."""
+    """Return an upper bound of the memory that a step needs, besides weights and pool."""
     hidden, inner = config.hidden_size, config.intermediate_size or 4 * config.hidden_size
     shape = config.attention
     projections = shape.query_size + 2 * shape.kv_size
@@ -52,7 +52,7 @@ def working_bytes(config: ModelConfig, max_step_tokens: int, max_num_seqs: int, 
 def free_memory_bytes(device: torch.device, num_sharing: int = 1) -> int:
     """Return the memory that a pool can take: of the GPU, or of this machine within its cgroup's limit.
 
-    Workers that share a GPU have equal parts of it, as the free memory depends on what the others have allocated.
+    Workers that share a GPU get equal parts of it: free memory depends on what the others have allocated.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -41,9 +41,7 @@ from worker.wire import SamplingParams
 logger = logging.getLogger(__name__)
 
 _LOGPROB_ROWS: Final = 256
-"""Prompt logprobs need a row of the vocabulary's size per token: this many are held at a time."""
-
-
+"""Prompt logprobs that are computed at a time: each needs a row of the vocabulary's size."""
 _SUM_UNIT: Final = 2.0**-28
 """Far below the rounding of an embedding; sums of multiples are exact in float64 up to 2**25."""
 
@@ -69,7 +67,7 @@ class ModelRunner:
         self._device = model.device
         self._stream = stream or DeviceStream(model.device)
         self._last: _StepOutput | None = None
-        """The output of the step queued last, for one that follows it. None: it raised, or none can follow."""
+        """The output of the last queued step, for one that follows it. None: it raised, or none can follow."""
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = model.config.vocab_size
         shape = model.config.attention
@@ -184,7 +182,7 @@ class ModelRunner:
         return found
 
     def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
-        """Record decodes on a GPU. Models that are not our own may do on the host what a recording would not repeat."""
+        """Record decodes on a GPU. A replay would not repeat what models of transformers do on the host."""
         if self._device.type != "cuda" or not isinstance(self._attention, RecordableAttention):
             return None
         try:
@@ -210,14 +208,14 @@ def _pooled(sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tens
         if sequence.hidden == "last":
             rows.append(hidden[end - 1].double())
         elif sequence.hidden == "sum":
-            # Multiples of one unit add up without a rounding: the sum does not depend on the chunks.
+            # Multiples of one unit add up without rounding, so the sum does not depend on the chunks.
             tokens = hidden[end - len(sequence.token_ids) : end].double()
             rows.append((tokens / _SUM_UNIT).round_().sum(0) * _SUM_UNIT)
     return to_host(torch.stack(rows)) if rows else None
 
 
 def attention_order(sequences: Sequence[SequenceStep]) -> list[Row]:
-    """Return the order that `worker.attention.base` asks for: decodes first, by context length, then chunks."""
+    """Return the order of `worker.attention.base`: decodes first, by context length, then chunks."""
 
     def sort_key(row: Row) -> tuple[bool, int]:
         is_chunk = len(sequences[row].token_ids) > 1
@@ -229,7 +227,7 @@ def attention_order(sequences: Sequence[SequenceStep]) -> list[Row]:
 def build_batch(
     sequences: Sequence[SequenceStep], attention: Attention, device: torch.device, block_size: int
 ) -> ForwardBatch:
-    """Lay sequences, which are in order, end to end."""
+    """Concatenate the tokens of sequences, which are in order."""
     token_ids = [token_id for part in sequences for token_id in part.token_ids]
     positions = [position for part in sequences for position in range(part.start, part.start + len(part.token_ids))]
     slots = [slot for part in sequences for slot in part.slots]
@@ -241,7 +239,7 @@ def build_batch(
 def _span(part: SequenceStep, block_size: int) -> Span:
     """Repeat a table that is shorter than the sequence (see `cache.allocators.plain`).
 
-    Its blocks are overwritten in turn; what they held before lies outside every layer's window.
+    Its blocks are overwritten in turn. Their old content is outside every layer's window.
     """
     table, stop = part.block_table, part.start + len(part.token_ids)
     num_blocks = -(-stop // block_size)
@@ -299,7 +297,7 @@ class _StepOutput:
         return dict(zip(self.order, (0, *ends), strict=False))
 
     def _reached_logit_rows(self, tokens: Sequence[SampledToken]) -> list[int]:
-        """Return the rows of the logits that count."""
+        """Return the rows of the logits that no wrong draft token precedes."""
         firsts, sequences = self._first_logit_rows(), self.step.sequences
         reached = self.step.reached_rows(lambda row: tokens[firsts[row]].token_id)
         return [firsts[row] + index for row in reached for index in range(len(sequences[row].sampling_rows))]
@@ -307,7 +305,7 @@ class _StepOutput:
 
 @contextmanager
 def _cleared_if_raises(cache: KVCache, step: Step) -> Iterator[None]:
-    """Zero the slots that the step writes if it raises, as the next owner of their blocks may read them as padding."""
+    """Zero the slots of a step that raises: the next owner of their blocks may read them as padding."""
     try:
         yield
     except Exception:

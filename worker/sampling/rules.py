@@ -1,7 +1,7 @@
-"""The rules of a request about single tokens: what is forbidden, penalised or biased.
+"""The rules of a request about single tokens: which are forbidden, penalised or biased.
 
-The lists of a request become tensors once, which all its choices and steps share: before it is queued where they are
-long, else at its first sampling. Applying them costs at most a pass over the vocabulary, however long the lists are.
+The lists of a request become tensors once, which all its choices and steps share. Long lists do so before the request
+is queued, others at its first sampling. Applying them costs at most one pass over the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from worker.wire import SamplingParams
 Ids = NDArray[np.int64]
 _FORBIDDEN: Final = float("-inf")
 _PART: Final = 16_384
-"""Listed ids that are read in one call, which lets no other thread run."""
+"""Listed ids that are read in one call, which holds the interpreter's lock."""
 
 
 def has_rules(row: SamplingRow) -> bool:
-    """Tell whether `TokenRules.apply` would change the row's logits."""
+    """Return whether `TokenRules.apply` would change the row's logits."""
     params = row.params
     return bool(
         row.allowed is not None
@@ -74,7 +74,7 @@ class TokenRules:
 
     @classmethod
     def for_row(cls, row: SamplingRow, eos_token_ids: Sequence[int], logits: Tensor) -> TokenRules:
-        """Return the rules of the row's request, which are made at its first row at the latest."""
+        """Return the rules of the row's request. Makes them at the first row, if not before."""
         rules = row.request_cache.value
         if not isinstance(rules, TokenRules) or rules._vocab_size != len(logits):
             rules = cls(row.params, row.prompt_ids, eos_token_ids, len(logits), logits.device)
@@ -95,7 +95,7 @@ class TokenRules:
     def apply(self, logits: Tensor, row: SamplingRow) -> None:
         """Change the logits (vocab_size,) of one row in place. A forbidden token gets -inf.
 
-        min_tokens yields if it leaves no other token.
+        min_tokens does not apply if it leaves no other token.
         """
         if row.allowed is not None:
             allowed = to_device(_unpack_bits(row.allowed, len(logits)), torch.bool, logits.device)
@@ -121,7 +121,7 @@ class TokenRules:
             return
         seen, counts = OutputCounts.for_row(row, len(logits)).tensors(row.draft_ids, logits.device)
         if self._prompt_ids is not None:
-            # A token of both is penalised once, as each of them writes the same value.
+            # A token in both is penalised once: both assignments write the same value.
             prompt_logits = _repetition(logits[self._prompt_ids], params.repetition_penalty)
             output_logits = _repetition(logits[seen], params.repetition_penalty)
             logits[self._prompt_ids] = prompt_logits
@@ -148,7 +148,7 @@ def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tens
 
 
 class OutputCounts:
-    """The distinct tokens of one choice's output and their counts. An output token is counted once, not per step."""
+    """The distinct tokens of one choice's output, and their counts, updated with each new token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

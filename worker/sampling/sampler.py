@@ -4,11 +4,11 @@
                -> rules: constraints, penalties, bias -> best token                       greedy
                                                       -> / temperature -> truncation -> inverse transform sampling
 
-The distribution is cumulated in the order of token ids, not of probabilities: rounding that swaps two nearly equal
+The distribution is cumulated in the order of token ids, not of probabilities. Rounding that swaps two nearly equal
 tokens moves no boundary by more than their difference. A row's result does not depend on the other rows.
 
-All work is queued on the device of the logits, and nothing here waits for a result. Errors are found when the tokens
-are read.
+All work is queued on the device of the logits, and no call here waits for a result. Errors show when the tokens are
+read.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class SamplerOutput:
             _check(best_logits, rows, has_rules=stage > 0)
 
     def tokens(self) -> list[SampledToken]:
-        """Read the tensors. Those of rows that `check` would raise for mean nothing."""
+        """Read the tensors. Tokens of rows for which `check` would raise are undefined."""
         found = [] if self.logprobs is None else self.logprobs.rows()
         logprobs = dict(zip(self.logprob_rows, found, strict=True))
         return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(self.token_ids.tolist())]
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> SamplerOutput:
-    """Sample from row i of (len(rows), vocab_size) logits as rows[i] says. Computes in float32, on a copy."""
+    """Sample from row i of (len(rows), vocab_size) logits by rows[i]. Computes in float32, on a copy."""
     token_ids, best_logit = _best(logits)
     best_logits = [best_logit]
     adjusted = logits
@@ -133,7 +133,7 @@ def apply_rules(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequ
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) for the token at `position` of a sequence. Seeds count modulo 2**64.
 
-    It keeps no state, so that a resumed stream samples the same tokens.
+    It has no state, so a resumed stream samples the same tokens.
     """
     counter = (seed & _MASK).to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = blake2b(counter, digest_size=8, person=_PERSON).digest()

@@ -1,7 +1,7 @@
 """Truncation of a distribution: top-k, top-p, min-p and locally typical sampling, in this order.
 
-Each works on the tokens that the one before left, renormalised. All take (rows, vocab_size) float32 logits, already
-divided by the temperature, and set dropped ones to -inf in place. Tokens that tie with the last one kept are kept.
+Each works on the tokens that the one before kept, renormalised. All take (rows, vocab_size) float32 logits, already
+divided by the temperature, and set dropped ones to -inf in place. Ties with the last kept token are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from worker.wire import SamplingParams
 
 _DROPPED: Final = float("-inf")
 _NUCLEUS_CANDIDATES: Final = 1024
-"""Nuclei are nearly always smaller, and a CPU sorts a part of the vocabulary several times as fast."""
+"""Nuclei are nearly always smaller, and a CPU sorts this part of the vocabulary several times as fast."""
 
 
 def truncate(logits: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -60,7 +60,7 @@ def _top_p(logits: Tensor, limits: Tensor) -> Tensor:
 
 
 def _likeliest(probabilities: Tensor, limits: Tensor) -> Tensor:
-    """Return the best of each row in order, at least as many as its nucleus needs. A GPU sorts all without asking."""
+    """Return the best of each row in order, at least as many as its nucleus needs. A GPU sorts all of them."""
     if probabilities.device.type == "cpu":
         best = probabilities.topk(min(_NUCLEUS_CANDIDATES, probabilities.shape[1]), dim=-1).values
         if bool((best.sum(dim=-1) >= limits).all()):

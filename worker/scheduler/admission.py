@@ -37,8 +37,8 @@ class BatchAdmission:
     def admit(self, candidates: Iterable[TokenSequence], plan: StepPlan, budget: PrefillBudget) -> list[TokenSequence]:
         """Admit waiting sequences in the order given, and plan the first chunk of each.
 
-        Stops at the first that does not fit, to prevent starvation. Passes over a sequence that waits for a prefix,
-        or whose tenant holds its share. Admits as many of a sequence's choices as may run.
+        Stops at the first sequence that does not fit, to prevent starvation. Skips one that waits for a prefix, or
+        whose tenant holds its share. Admits as many of a sequence's choices as may run.
         """
         min_admitted, growth_reason = self._min_admitted(), self._growth_reason()
         if min_admitted is not None and len(self._waiting) < min_admitted:

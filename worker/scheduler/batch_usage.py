@@ -1,4 +1,4 @@
-"""What the running sequences use of the limits and of the pool, and what a waiting sequence lacks to join them."""
+"""Counts what the running sequences use of limits and pool, and what a waiting sequence lacks."""
 
 from __future__ import annotations
 

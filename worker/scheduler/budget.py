@@ -5,7 +5,8 @@ Every running decode gets its token first. Prefills share the rest, so that a lo
     |<----- at least half: the oldest prefill ----->|<- the other prefills, ->|<- at least a quarter: ->|
                                                     |   shortest first        |   admitted sequences    |
 
-What one share leaves goes to the others. A prefill that runs alone may take a larger step, which is more efficient.
+Tokens that one share leaves go to the others. A prefill may take a larger step, which is more efficient, if no other
+sequence runs or waits.
 Source: docs/architecture/worker.md, "The scheduler" and "Options of TGI".
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits on the batch and on the queue, of numbers that the options let in. None: no such limit."""
+    """Limits on the batch. The options have checked the single numbers. None: no such limit."""
 
     max_num_seqs: int = 64
     """Choices that run at the same time."""
@@ -25,11 +26,11 @@ class BatchLimits:
     """Tokens in a step of a single prefill, with no decode and nothing waiting; None: as in every other step."""
     max_model_len: int = 4096
     aging_s: float = 30.0
-    """Seconds of waiting that make up for one step of priority."""
+    """Waiting time equivalent to one priority level."""
     watermark: float = 0.01
     """Part of the pool that an admission must leave free, for the running sequences to grow."""
     await_prefixes: bool = True
-    """Let a sequence wait while a running one computes its prefix."""
+    """A sequence waits while a running one computes its prefix."""
     max_batch_prefill_tokens: int | None = None
     """TGI: prefill tokens in one step."""
     max_batch_total_tokens: int | None = None
@@ -53,7 +54,7 @@ class BatchLimits:
         if solo is not None and solo < self.max_num_batched_tokens:
             raise ValueError(
                 f"max_solo_prefill_tokens ({solo}) must be at least max_num_batched_tokens"
-                f" ({self.max_num_batched_tokens}): a prefill alone gets no less than one among others"
+                f" ({self.max_num_batched_tokens}): a prefill that runs by itself gets at least as much as others"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -66,7 +67,7 @@ class BatchLimits:
 
 @dataclass(slots=True, eq=False)
 class PrefillBudget:
-    """Prefill tokens of one step: `left` of `total`."""
+    """The prefill tokens of one step: `left` of `total`."""
 
     total: int
     left: int
@@ -100,7 +101,7 @@ class PrefillBudget:
         self.left += num_tokens
 
     def drop_decode(self) -> None:
-        """Give a decode's token to the prefills: it has left the step."""
+        """Give the token of a decode that has left the step to the prefills."""
         if self.max_total is None or self.total < self.max_total:
             self.total += 1
             self.left += 1

@@ -3,7 +3,7 @@
     tokens   ... [ the latest place with the same end ] 7 8 9 ...          the end ]
                                                         ^ source: the draft is 7 8 9
 
-Every sampled token judges the lookup, whether it was drafted or not, so that judging costs nothing.
+Hit rates are updated with every sampled token, drafted or not.
 Source: Saxena, "Prompt Lookup Decoding" (2023), https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
@@ -18,11 +18,11 @@ _MIN_MATCH: Final = 2
 _MAX_MATCH: Final = 16
 """Equal tokens before a source: longer matches count as equal."""
 _MAX_LOOKED_UP: Final = 1 << 16
-"""Tokens that a lookup compares, the latest: a longer context makes no step slower."""
+"""A lookup compares this many tokens, the latest, so that a long context does not slow the steps."""
 _FIRST_HIT_RATES: Final = (0.0, 0.0, 0.3, 0.5, 0.7, 0.9)
-"""Until measured, by the bit length of the match."""
+"""Hit rates before the first measurement, by the bit length of the match."""
 _HIT_WEIGHT: Final = 0.15
-"""The weight of one more token in the mean of hits."""
+"""The weight of a new token in the moving average of hits."""
 
 
 class Drafter:
@@ -34,7 +34,7 @@ class Drafter:
         self._ids = np.fromiter(token_ids, dtype=np.int32)
         self._num_ids = len(self._ids)
         self._source = 0
-        """Where the tokens that may follow stand. 0: nowhere."""
+        """The position of the tokens that may follow. 0: none is found."""
         self._match = 0
         """Equal tokens before the source and before the end."""
         self._hit_rates = list(_FIRST_HIT_RATES)
@@ -48,21 +48,21 @@ class Drafter:
         return self._source > 0
 
     def hit_rate(self, num_drafted: int) -> float:
-        """Return how likely the next draft token is right, after so many that are."""
+        """Return how likely the next draft token is right, if the `num_drafted` before it are."""
         return self._hit_rates[min(self._match + num_drafted, _MAX_MATCH).bit_length()]
 
     def draft(self, num_tokens: int) -> list[int]:
-        """Return the tokens from the source on. At the end of the sequence, go on with those already drafted."""
+        """Return the tokens that begin at the source. Past the end of the sequence, they repeat."""
         assert self._source
         period = self._num_ids - self._source
         drafted: list[int] = self._ids[self._source : self._source + min(num_tokens, period)].tolist()
         return [drafted[index % period] for index in range(num_tokens)]
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Add tokens to the end, and judge the lookups by them."""
+        """Append tokens, and update the hit rates with them."""
         for token_id in token_ids:
             if self._source:
-                self._judge(is_hit=bool(self._ids[self._source] == token_id))
+                self._count_hit(is_hit=bool(self._ids[self._source] == token_id))
             if self._num_ids == len(self._ids):
                 self._ids = np.concatenate([self._ids, np.empty(max(64, self._num_ids), np.int32)])
             self._ids[self._num_ids] = token_id
@@ -70,7 +70,7 @@ class Drafter:
         if not self._source:
             self._look_up()
 
-    def _judge(self, *, is_hit: bool) -> None:
+    def _count_hit(self, *, is_hit: bool) -> None:
         length = self._match.bit_length()
         self._hit_rates[length] += _HIT_WEIGHT * (is_hit - self._hit_rates[length])
         self._source = self._source + 1 if is_hit else 0

@@ -30,13 +30,13 @@ class FairShare:
         if tenant not in self._num_open:
             least = min((self._served[present] for present in self._num_open), default=0.0)
             served = max(self._served.get(tenant, 0.0), least)
-            # Absent tenants that would return at the least count anyway are forgotten.
+            # Drop absent tenants whose count is not above the least: they would return at the least count.
             self._served = {t: count for t, count in self._served.items() if t in self._num_open or count > least}
             self._served[tenant] = served
         self._num_open[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """Count the end of a request. Service is remembered while other tenants are present."""
+        """Count the end of a request. Counts are kept while any tenant is present."""
         self._num_open[tenant] -= 1
         if not self._num_open[tenant]:
             del self._num_open[tenant]
@@ -48,7 +48,7 @@ class FairShare:
             self._served[tenant] = self._served.get(tenant, 0.0) + _service(num_tokens, num_sampled)
 
     def order(self, waiting: Iterable[TokenSequence]) -> Iterable[TokenSequence]:
-        """Return the waiting sequences, next first, as if each were served when it is taken."""
+        """Return the waiting sequences, next first. Each counts as served when it is taken."""
         if len(self._num_open) <= 1:
             return waiting
         queues: dict[str, deque[TokenSequence]] = {}
@@ -63,7 +63,7 @@ class FairShare:
             served, _, tenant = heappop(heap)
             queue = queues[tenant]
             sequence = queue.popleft()
-            num_choices = len(sequence.choices)  # some may wait on, once it is taken
+            num_choices = len(sequence.choices)  # admission may take only some of its choices
             yield sequence
             if queue:
                 served += _service(sequence.num_pending, num_choices * sequence.sampling.max_tokens)

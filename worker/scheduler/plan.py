@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cache.allocators.base import BlockCopy
-from worker.contracts.step import Row, SamplingRow, SequenceStep, Step
+from worker.contracts.step import Row, SampledToken, SamplingRow, SequenceStep, Step
 from worker.scheduler.request import Request, RequestChoice, TokenSequence
 
 
@@ -20,13 +20,13 @@ class PlannedChunk:
     stop: int
     is_prefill: bool
     follows: Row | None = None
-    """For a chunk of an async plan: the row of the step before that samples its token."""
+    """For a chunk of an async plan: the row of the previous step that samples its token."""
     sampled_choices: tuple[RequestChoice, ...] = ()
-    """The choices that get a token. Set with the step, as some may end while it runs."""
+    """The choices that get a token. Fixed when the step is made, as some may end while it runs."""
     draft_ids: Sequence[int] = ()
-    """Guesses of the tokens from `stop` on, for a decode whose sequence has room for them."""
+    """Guesses of the tokens after this chunk, for a decode whose sequence has room for them."""
     num_accepted: int = 0
-    """The guesses that the step has sampled. Set when its results are processed."""
+    """Draft tokens that the step confirmed. Set when its results are processed."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,6 +36,11 @@ class PlannedChunk:
     def num_rows(self) -> int:
         """Rows of the step: one, and one for each draft token."""
         return 1 + len(self.draft_ids)
+
+    def count_right(self, tokens: Sequence[SampledToken]) -> int:
+        """Return how many draft tokens equal the sampled `tokens`, up to the first that differs."""
+        pairs = zip(self.draft_ids, tokens, strict=False)
+        return next((n for n, (draft_id, token) in enumerate(pairs) if token.token_id != draft_id), len(self.draft_ids))
 
     def sequence_steps(self) -> list[SequenceStep]:
         """Return the runner's view: the chunk, and a decode for each draft token.
@@ -54,7 +59,7 @@ class PlannedChunk:
         return [step, *(self._draft_step(step, row, index, masks[index]) for index in range(1, self.num_rows))]
 
     def _draft_step(self, step: SequenceStep, row: SamplingRow, index: int, allowed: object) -> SequenceStep:
-        """Return the decode of the draft token before `index`, which may be wrong."""
+        """Return the decode of draft token `index - 1`, which may be wrong."""
         allocation = self.sequence.allocation
         assert allocation is not None
         position = self.stop + index
@@ -123,9 +128,9 @@ class PlannedChunk:
         )
 
     def determines_next_step(self) -> bool:
-        """Tell whether the sequence's next step is known but for the token that this one samples.
+        """Return whether the sequence's next step depends only on the one token that this step samples.
 
-        It has a single choice, whose sampling does not depend on the tokens before.
+        So it has a single choice, whose sampling does not depend on earlier tokens.
         """
         request, sampling = self.sequence.request, self.sequence.sampling
         return (
@@ -149,7 +154,7 @@ class StepPlan:
     batch_growth_reason: str | None = None
     """None: no sequence was admitted."""
     num_preempted: int = 0
-    """Sequences preempted for want of blocks."""
+    """Sequences preempted because blocks ran out."""
     num_yielded: int = 0
     """Running choices that yielded to another tenant."""
 
@@ -171,7 +176,7 @@ class StepPlan:
         return sum(not chunk.is_prefill for chunk in self.chunks.values())
 
     def add_tokens(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Give the sequence `num_tokens` more."""
+        """Plan `num_tokens` more tokens of the sequence."""
         chunk = self.chunks.get(sequence)
         if chunk is None:
             start = sequence.num_computed
@@ -195,8 +200,7 @@ class StepPlan:
 def plan_next_decode(running: StepPlan, finished: Set[TokenSequence]) -> StepPlan | None:
     """Plan one more token for each sequence of `running`, before its tokens are known. None: that may be wrong.
 
-    Leaves out sequences that are `finished`, or that reach max_tokens. One that turns out to stop earlier is computed
-    once in vain.
+    Leaves out sequences that are `finished`, or that reach max_tokens. One that stops earlier wastes one step.
     """
     plan = StepPlan()
     row, next_row = 0, 0

@@ -53,7 +53,7 @@ class PrefixWait:
         return self._await_prefixes and self._is_computed_by(prefilling, sequence)
 
     def starts_fetch(self, sequence: TokenSequence) -> bool:
-        """Return whether the sequence, which could be admitted, waits for blocks from now on."""
+        """Start a fetch for a sequence that could be admitted. Return whether the sequence waits for it."""
         if self._fetcher is None:
             return False
         return self._fetcher.start(sequence, sequence.count_cached(self._allocator) // self._allocator.block_size)
@@ -88,5 +88,5 @@ class PrefixWait:
 
 
 def _num_shared_blocks(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
-    """Return the length of the common prefix, by bisection: equal hashes mean equal blocks up to there."""
+    """Return the length of the common prefix, by bisection: equal hashes mean equal blocks up to that index."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda index: one[index] != other[index])

@@ -26,6 +26,7 @@ from worker.embedding import Pooling
 from worker.scheduler.drafter import Drafter
 from worker.wire import (
     Embedding,
+    End,
     Failed,
     Finished,
     FinishReason,
@@ -38,7 +39,7 @@ from worker.wire import (
 
 
 class ConstraintError(ValueError):
-    """A grammar cannot be used, or the output does not follow it. The text is for the client, whose request fails."""
+    """A grammar cannot be used, or the output does not follow it. The client gets the text."""
 
 
 class Constraint(Protocol):
@@ -55,7 +56,7 @@ class Constraint(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Tell whether nothing may follow."""
+        """Return whether the output is complete."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +95,7 @@ class Request:
     arrival_s: float
     aging_s: InitVar[float]
     constraints: InitVar[Mapping[int, Constraint]]
-    """By choice index. They have accepted the output of a resumed choice."""
+    """By choice index. Each has accepted the output of its choice, if that is resumed."""
     pooling: Pooling | None = None
     """How the prompt is embedded. None: text is generated."""
     choices: list[RequestChoice] = field(init=False)
@@ -104,13 +105,13 @@ class Request:
     """The unfinished ones, waiting or running."""
     num_cached_tokens: int = 0
     fetched_tokens: dict[str, int] | None = None
-    """Those of the cached tokens that were fetched for it, by place."""
+    """Cached tokens that were fetched for this request, by place."""
     num_uncached_tokens: int = 0
     """Prompt tokens to compute, estimated at arrival."""
     started_s: float | None = None
     first_token_s: float | None = None
     deadline_s: float = field(init=False)
-    """The request fails if it has not started by then."""
+    """The request fails if it has not started at this time."""
     prompt_logprobs: list[TokenLogprobs] | None = field(init=False)
     """Entry i belongs to prompt token i + 1. None when not asked for, or already sent."""
     sampler_cache: SamplerCache = field(default_factory=SamplerCache)
@@ -141,7 +142,7 @@ class Request:
     def finish_reason(
         self, choice: RequestChoice, eos_token_ids: frozenset[int]
     ) -> tuple[FinishReason, int | None] | None:
-        """Return why the choice ends after its last token, and the token that stopped it. None: it goes on.
+        """Return why the choice ends after its last token, and the token that stopped it. None: it continues.
 
         `max_tokens` and `min_tokens` count all of the choice's output, a resumed part included.
         """
@@ -153,15 +154,24 @@ class Request:
         return ("length", None) if num_output >= self.sampling.max_tokens else None
 
     def stops_at(self, token_id: int, num_output: int, eos_token_ids: frozenset[int]) -> bool:
-        """Tell whether a choice ends with this token, the last of `num_output`."""
+        """Return whether a choice ends with this token, the last of `num_output`."""
         if num_output <= self.sampling.min_tokens:
             return False
         return token_id in self.stop_token_ids or (not self.sampling.ignore_eos and token_id in eos_token_ids)
 
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Return the frame with the prompt's logprobs, once, when they are complete."""
+    def end(self, now_s: float) -> End:
+        """Return the last frame: the seconds of waiting, of the prefill and of the decodes."""
+        started_s = now_s if self.started_s is None else self.started_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        return End(started_s - self.arrival_s, first_token_s - started_s, now_s - first_token_s)
+
+    def add_prompt_logprobs(self, found: Sequence[TokenLogprobs]) -> PromptLogprobs | None:
+        """Add those of a step, if asked for. Return the frame with all of them, once, when they are complete."""
         logprobs = self.prompt_logprobs
-        if logprobs is None or len(logprobs) < len(self.prompt_ids) - 1:
+        if logprobs is None:
+            return None
+        logprobs += found
+        if len(logprobs) < len(self.prompt_ids) - 1:
             return None
         self.prompt_logprobs = None
         return PromptLogprobs((None, *logprobs))
@@ -194,11 +204,11 @@ class TokenSequence:
     fetch: FetchProgress | None = None
     """The last fetch that it has waited for."""
     hidden: np.ndarray | None = None
-    """The sum of the hidden states of the computed tokens, or the last one, if its request asks for an embedding."""
+    """For an embedding: the sum of the hidden states of the computed tokens, or the last one."""
     has_fetched: bool = False
-    """It has had its own fetch, or needs none, since it last left the batch."""
+    """Its own fetch has begun, or is not needed, since it last left the batch."""
     drafter: Drafter | None = None
-    """Guesses its next tokens, with --speculate, from its first decode on."""
+    """Guesses its next tokens, with --speculate. Made at its first decode."""
     order: tuple[float, int, int] = field(init=False)
     """Sort key, total and constant: the first sequence in order is never preempted for another."""
     sampling: SamplingParams = field(init=False)
@@ -224,7 +234,7 @@ class TokenSequence:
 
     @property
     def reuse(self) -> bool:
-        """Tell whether a cached prefix may be used: not while every token's logprobs or hidden state is needed."""
+        """Return whether a cached prefix may be used: not if every token's logprobs or hidden state is needed."""
         pooling = self.request.pooling
         return self.request.prompt_logprobs is None and (pooling is None or pooling.kind == "last")
 
@@ -268,7 +278,7 @@ class TokenSequence:
         return rest
 
     def add_hidden(self, hidden: np.ndarray) -> None:
-        """Add what a step returned for its tokens (hidden_size,)."""
+        """Add the hidden state (hidden_size,) that a step returned for its tokens."""
         self.hidden = hidden if self.hidden is None else np.add(self.hidden, hidden, dtype=np.float64)
 
     def embedding(self) -> Embedding:
@@ -279,16 +289,22 @@ class TokenSequence:
         assert self.hidden is not None
         return Embedding(pooling.embedding(self.hidden, len(self.token_ids), embed.dimensions))
 
+    def start_request(self, now_s: float, block_size: int) -> None:
+        """Mark the request as started with this sequence, and how much of its prompt was cached."""
+        self.request.started_s = now_s
+        self.request.num_cached_tokens = min(self.num_computed, len(self.request.prompt_ids))
+        self.request.fetched_tokens = self.fetched_tokens(block_size)
+
     def fetched_tokens(self, block_size: int) -> dict[str, int] | None:
-        """Return the tokens that its own fetch has brought, by place; None without any."""
+        """Return the tokens that its own fetch brought, by place. None: it brought none."""
         blocks = self.fetch.num_fetched_blocks() if self.has_fetched and self.fetch is not None else {}
         return {place: count * block_size for place, count in blocks.items()} or None
 
     def release(self) -> None:
-        """Free the blocks. Tokens that are not cached have to be computed again."""
+        """Free the blocks. Tokens that do not stay cached are computed again."""
         if self.allocation is not None:
             self.allocation.free()
-            if self.request.prompt_logprobs is not None:  # one sequence collects them, from the first token on
+            if self.request.prompt_logprobs is not None:  # one sequence collects them, beginning with the first token
                 self.request.prompt_logprobs.clear()
         self.allocation = None
         self.num_computed = 0
@@ -299,8 +315,8 @@ class TokenSequence:
 class OrderedSequences:
     """Sequences in order of arrival and priority: the waiting queue, and the running batch.
 
-    A request's position is its arrival time plus `priority * aging_s`, so one of priority 1 waits as if it had come
-    `aging_s` later. The position is constant: nothing starves, and a preempted sequence returns to its old position.
+    A request's position is its arrival time plus `priority * aging_s`: priority 1 counts as an arrival `aging_s` later.
+    The position is constant: nothing starves, and a preempted sequence returns to its old position.
     """
 
     def __init__(self) -> None:
@@ -345,7 +361,7 @@ def split_into_sequences(request: Request, max_choices: int) -> list[TokenSequen
 
 
 def failed_by(error: Exception) -> Failed:
-    """Return the frame that tells a client that its own request raised `error`."""
+    """Return the frame that reports to the client that its own request raised `error`."""
     if isinstance(error, ConstraintError):
         return Failed("invalid_grammar", str(error), retryable=False)
     if isinstance(error, NoTokenLeft):

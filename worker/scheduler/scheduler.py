@@ -1,9 +1,11 @@
 """The scheduler: one rule for everything. Each step gives every sequence some of its pending tokens.
 
 A decode has one pending token, a prefill many; both are chunks of one batch under one token budget (see `budget`).
-Blocks are allocated chunk by chunk. When none are left, the last sequence in order is preempted: its blocks stay
-cached, it returns to its position in the queue, and it computes what is evicted again. The first in order is never
-preempted and always fits alone (a larger request is refused on arrival), so every request ends.
+Blocks are allocated chunk by chunk. When none are left, the last sequence in order is preempted. Its blocks stay
+cached, it returns to its position in the queue, and it computes evicted blocks again.
+
+The first sequence in order is never preempted, and the pool can hold it: larger requests are refused on arrival. So
+every request ends.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from worker.scheduler.request import (
     split_into_sequences,
 )
 from worker.scheduler.speculation import Speculation
-from worker.wire import End, Failed, FinishReason, Started
+from worker.wire import Failed, FinishReason, Started
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,10 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """The owner of every request and, through the allocator, of every block. Used by one thread.
 
-    Call in turn: `schedule`, run the plan's step, then `update`. When the step raises, run the parts of `retries` one
-    by one, and `fail` the requests whose part raises. `submit`, `abort` and `fail` may come at any time. The blocks of
-    a sequence that finishes while its step runs are freed after the step.
+    Call `schedule`, run the plan's step, then `update`. When the step raises, run the parts of `retries` one by one,
+    and `fail` the requests whose part raises. `submit`, `abort` and `fail` may be called at any time.
 
-    `schedule_async` may plan a second step while the first runs. It is launched behind the first, and updated after it.
-    When the first raises, the second is dropped.
+    `schedule_async` may plan a second step, to launch while the first runs. Drop it when the first raises.
     """
 
     def __init__(
@@ -64,10 +64,8 @@ class Scheduler:
         self.running = OrderedSequences()
         self._fetcher = fetcher
         self._prefix_wait = PrefixWait(allocator, limits.await_prefixes, fetcher)
-        self._sharing = ChoiceSharing(limits, self.waiting, self.running)
-        self._admission = BatchAdmission(
-            allocator, limits, self.waiting, self.running, self._sharing, self._prefix_wait
-        )
+        self._shares = ChoiceSharing(limits, self.waiting, self.running)
+        self._admission = BatchAdmission(allocator, limits, self.waiting, self.running, self._shares, self._prefix_wait)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._in_flight: list[StepPlan] = []
         """Steps between `schedule` and `update` or `retries`. The second is async."""
@@ -76,9 +74,9 @@ class Scheduler:
         self._fair_share = FairShare()
         self._next_expiry_s = math.inf
         self._num_appended = 0
-        """Tokens that sequences have gained."""
+        """Sampled tokens, over all sequences."""
         self._replanned_at = -1
-        """`_num_appended` when all were preempted last."""
+        """`_num_appended` when all sequences were last preempted."""
 
     @property
     def has_work(self) -> bool:
@@ -103,7 +101,7 @@ class Scheduler:
         return outputs + self._end_if_finished(request, request.arrival_s)
 
     def abort(self, request: Request, choice_index: int | None = None, *, now_s: float) -> list[EngineOutput]:
-        """End one choice, or all of them. A finished one is left alone."""
+        """End one choice, or all of them. A finished choice stays as it is."""
         if request.key not in self.requests:
             return []
         outputs = [
@@ -114,7 +112,7 @@ class Scheduler:
         return outputs + self._end_if_finished(request, now_s)
 
     def fail(self, request: Request, failed: Failed) -> list[EngineOutput]:
-        """End the whole request without an answer."""
+        """End the whole request with an error."""
         if not self._forget(request):
             return []
         for sequence in request.sequences.copy():
@@ -126,13 +124,12 @@ class Scheduler:
         if now_s < self._next_expiry_s:
             return []
         waiting = [request for request in self.requests.values() if request.started_s is None]
-        expired = [request for request in waiting if request.deadline_s <= now_s]
         self._next_expiry_s = min((r.deadline_s for r in waiting if r.deadline_s > now_s), default=math.inf)
         failed = Failed("deadline", "it waited too long", retryable=False)
-        return [output for request in expired for output in self.fail(request, failed)]
+        return [output for r in waiting if r.deadline_s <= now_s for output in self.fail(r, failed)]
 
     def preempt_all(self) -> None:
-        """Free every block, for a reset of the cache. Everything is computed again. No step may be running."""
+        """Free every block, for a reset of the cache. No step may be running."""
         assert not self._in_flight, "a step runs"
         for sequence in self.running:
             self._admission.preempt(sequence)
@@ -141,7 +138,7 @@ class Scheduler:
         """Plan the next step. None: there is nothing to do, or nothing fits into an empty pool."""
         plan = self._plan_step(now_s)
         if not plan.chunks and plan.num_preempted and self._num_appended > self._replanned_at:
-            # All were preempted: they fit again one by one. Twice without a token between would go on for ever.
+            # All were preempted: they fit again one by one. To plan twice without a new token would never end.
             self._replanned_at = self._num_appended
             num_preempted = plan.num_preempted
             plan = self._plan_step(now_s)
@@ -153,7 +150,7 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def _plan_step(self, now_s: float) -> StepPlan:
-        """Plan the tokens of a step. The plan is empty when a sequence that runs alone preempts itself."""
+        """Plan the tokens of a step. The plan is empty when the only running sequence preempts itself."""
         plan = StepPlan()
         prefills = []
         for sequence in self.running:
@@ -168,18 +165,15 @@ class Scheduler:
         admitted = self._schedule_prefills(plan, budget, prefills)
         self._admission.end_step(admitted=len(admitted) > 0, decoded=plan.num_decodes > 0)
         for sequence in admitted:
-            request = sequence.request
-            if request.started_s is None:
-                request.started_s = now_s
-                request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
-                request.fetched_tokens = sequence.fetched_tokens(self.allocator.block_size)
-                plan.started.append(request)
+            if sequence.request.started_s is None:
+                sequence.start_request(now_s, self.allocator.block_size)
+                plan.started.append(sequence.request)
         return plan
 
     def schedule_async(self) -> StepPlan | None:
         """Plan the step after the running one, before its tokens are known.
 
-        None: it depends on them (see `plan_next_decode`), a waiting sequence could join it, or blocks are short.
+        None: it depends on them (see `plan_next_decode`), a waiting sequence could join it, or blocks ran out.
         """
         if len(self._in_flight) != 1:
             return None
@@ -191,12 +185,12 @@ class Scheduler:
         if (plan := plan_next_decode(running, self._finished_in_flight)) is None:
             return None
         has_room = len(plan.chunks) < self.limits.max_num_seqs
-        if len(self.waiting) > 0 and (has_room or self._sharing.must_yield()):
+        if len(self.waiting) > 0 and (has_room or self._shares.must_yield()):
             return None
         for sequence, chunk in plan.chunks.items():
             assert sequence.allocation is not None
             if not sequence.allocation.extend(chunk.stop):
-                return None  # the sequences before keep their new blocks, and need them soon
+                return None  # earlier sequences keep their new blocks, and need them soon
         plan.copies = self.allocator.take_copies()
         self._admission.end_step(admitted=False, decoded=True)
         self._in_flight.append(plan)
@@ -235,7 +229,7 @@ class Scheduler:
     def _schedule_prefills(
         self, plan: StepPlan, budget: PrefillBudget, prefills: list[TokenSequence]
     ) -> list[TokenSequence]:
-        """Share out the budget as `budget` says; what is left goes to all in order. Return the admitted sequences."""
+        """Share out the budget (see `budget`), and the rest in order. Return the admitted sequences."""
         others = sorted(prefills[1:], key=lambda sequence: sequence.num_pending)
         is_shared = len(others) > 0 or len(self.waiting) > 0
         for sequence in prefills[:1]:
@@ -268,7 +262,7 @@ class Scheduler:
             budget.give_back(granted)
 
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Allocate blocks for `num_tokens`, and preempt from the end for them. False: that preempted the sequence."""
+        """Allocate blocks for `num_tokens`, and preempt the last sequences for them. False: it was preempted itself."""
         assert sequence.allocation is not None
         while not sequence.allocation.extend(num_tokens):
             if self._fetcher is not None and self._fetcher.give_up_latest():
@@ -291,7 +285,7 @@ class Scheduler:
         if sequence.allocation is None:  # failed while an earlier sequence of the request was updated
             return []
         self._fair_share.charge(sequence.tenant, chunk.num_tokens, len(chunk.sampled_choices))
-        # A chunk of an async plan reaches beyond a sequence that has stopped before it.
+        # In an async plan, a chunk reaches beyond the end of a sequence that has stopped.
         sequence.num_computed = min(chunk.stop, len(sequence.token_ids))
         sequence.allocation.commit(sequence.token_ids, sequence.num_computed)
         if sequence in self._finished_in_flight:
@@ -300,10 +294,8 @@ class Scheduler:
                 sequence.release()
             return []
         outputs = []
-        if request.prompt_logprobs is not None:
-            request.prompt_logprobs += result.prompt_logprobs
-            if (frame := request.take_prompt_logprobs()) is not None:
-                outputs.append(EngineOutput(request.key, frame))
+        if (frame := request.add_prompt_logprobs(result.prompt_logprobs)) is not None:
+            outputs.append(EngineOutput(request.key, frame))
         if result.hidden is not None:
             sequence.add_hidden(result.hidden)
         if chunk.stop == len(sequence.token_ids):
@@ -337,13 +329,8 @@ class Scheduler:
     def _append_accepted(self, chunk: PlannedChunk, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
         """Give a sequence the tokens up to the first that differs from its draft."""
         sequence = chunk.sequence
-        num_right = 0
-        for draft_id, token in zip(chunk.draft_ids, tokens, strict=False):
-            if token.token_id != draft_id:
-                break
-            num_right += 1
         num_before = len(sequence.token_ids)
-        outputs = self._append(sequence, tokens[: num_right + 1])
+        outputs = self._append(sequence, tokens[: chunk.count_right(tokens) + 1])
         chunk.num_accepted = max(0, len(sequence.token_ids) - num_before - 1)
         self._fair_share.charge(sequence.tenant, chunk.num_accepted, chunk.num_accepted)
         return outputs
@@ -401,7 +388,7 @@ class Scheduler:
         return any(sequence in plan.chunks for plan in self._in_flight)
 
     def _forget(self, request: Request) -> bool:
-        """Return False if the request has ended before."""
+        """Remove the request. Return False if it has ended before."""
         if self.requests.pop(request.key, None) is None:
             return False
         self._fair_share.leave(request.wire.tenant)
@@ -410,7 +397,4 @@ class Scheduler:
     def _end_if_finished(self, request: Request, now_s: float) -> list[EngineOutput]:
         if any(choice.finished is None for choice in request.choices) or not self._forget(request):
             return []
-        started_s = now_s if request.started_s is None else request.started_s
-        first_token_s = now_s if request.first_token_s is None else request.first_token_s
-        end = End(started_s - request.arrival_s, first_token_s - started_s, now_s - first_token_s)
-        return [EngineOutput(request.key, end)]
+        return [EngineOutput(request.key, request.end(now_s))]

@@ -1,9 +1,9 @@
 """Speculation: drafts of the next tokens, which the step of a decode verifies.
 
-A draft token is one more decode of its sequence in the step, so it costs a row of the products. The step samples after
-each of them. The sampled tokens count up to the first that differs from its draft, and so are those of single steps.
+A draft token is one more decode of its sequence in the step, and costs a row of the products. The step samples after
+each draft token. Sampled tokens count up to the first that differs from its draft, so they equal those of single steps.
 
-Drafts are as long as the measured cost of a row allows, given how often the lookups of each sequence were right.
+The measured cost of a row, and the hit rate of a sequence's lookups, decide the length of its draft.
 Source: Leviathan et al., arXiv 2211.17192, for the gain of a draft against its cost.
 """
 
@@ -21,17 +21,17 @@ _COST_FADE: Final = 0.98
 _PRIOR_VARIANCE: Final = 4.0
 """The weight of the first guess of a row's cost, in squared rows."""
 _MAX_CORRECTION: Final = 3.0
-"""A fit that is this far off the guess shows a disturbed machine."""
+"""A fit may differ from the guess by this factor. A larger difference comes from other load on the machine."""
 
 
 class StepCost:
-    """Seconds of a step of decodes, as a line over its rows: a fixed part, and so much for each row.
+    """Seconds of a step of decodes, as a line over its rows: a fixed part, and a part for each row.
 
     A least-squares fit over the recent steps, which begins with a guess.
     """
 
     def __init__(self, row_s: float = 0.0, fixed_rows: float = 0.0) -> None:
-        """Guess `row_s` for a row, and a fixed part that is worth `fixed_rows`."""
+        """Begin with a guess: `row_s` for a row, and a fixed part equal to `fixed_rows` of them."""
         self._guess_s = row_s
         self._weight, self._mean_rows, self._mean_s = 0.0, 0.0, row_s * fixed_rows
         self._variance, self._covariance = 0.0, 0.0
@@ -58,7 +58,7 @@ class StepCost:
 
 
 class Speculation:
-    """Adds drafts to the steps of decodes where they are likely to pay. The scheduler owns it."""
+    """Adds drafts to steps of decodes where they are likely to save time. Owned by the scheduler."""
 
     def __init__(self, max_drafts: int, cost: StepCost | None = None) -> None:
         """Draft at most `max_drafts` tokens of a sequence in a step. Without a `cost`, as many as there are."""
@@ -68,7 +68,7 @@ class Speculation:
     def add_drafts(self, plan: StepPlan, max_rows: int, eos_token_ids: frozenset[int]) -> None:
         """Add the drafts that raise the tokens per second, up to `max_rows` rows. A step with prefills gets none.
 
-        A draft ends before the token that would end its sequence: behind that there is nothing to sample.
+        A draft ends before the token that would end its sequence: no token follows that one.
         """
         if plan.num_prefill_tokens or not plan.chunks:
             return
@@ -80,7 +80,7 @@ class Speculation:
                 chunk.draft_ids = _up_to_end(drafters[chunk].draft(num_drafts), chunk.sequence, eos_token_ids)
 
     def would_draft(self, plan: StepPlan) -> bool:
-        """Tell whether a step after `plan` would get drafts, if it waited for the tokens of `plan`."""
+        """Return whether a step after `plan` would get drafts, if it waited for the tokens of `plan`."""
         decodes = [chunk for chunk in plan.chunks.values() if not chunk.is_prefill and chunk.sequence.choices]
         drafters = {chunk: _drafter(chunk.sequence) for chunk in decodes}
         return bool(self._choose(drafters, 1))
@@ -111,14 +111,14 @@ class Speculation:
         return chosen
 
     def _most(self, chunk: PlannedChunk) -> int:
-        """Return how many draft tokens a sequence may have: the last token that it may sample needs none."""
+        """Return how many draft tokens a sequence may have: none follows its last token."""
         sequence = chunk.sequence
         num_left = sequence.sampling.max_tokens - len(sequence.choices[0].output_ids)
         return min(self._max_drafts, num_left - 1)
 
 
 def _up_to_end(draft_ids: Sequence[int], sequence: TokenSequence, eos_token_ids: frozenset[int]) -> Sequence[int]:
-    """Return the draft without the first token that would end the sequence, and without those behind it."""
+    """Return the draft up to the first token that would end the sequence, without that one."""
     request, num_output = sequence.request, len(sequence.choices[0].output_ids)
     for index, token_id in enumerate(draft_ids):
         if request.stops_at(token_id, num_output + index + 1, eos_token_ids):

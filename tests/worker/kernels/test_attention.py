@@ -152,14 +152,15 @@ def test_what_is_not_finite_is_never_hidden(kernels: Kernels, broken: float) -> 
 
 @KINDS
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "mistral_window"])
-def test_a_model_in_bfloat16_is_as_near_to_the_reference_as_torch_alone(
+def test_a_bfloat16_model_is_as_near_to_the_reference_as_torch(
     kernels: Kernels, kind: Any, name: str, tmp_path: Path
 ) -> None:
+    """A model in bfloat16 is as near to the reference as the one in torch."""
     reference = write_family(name, tmp_path)
     attention = partial(kind, kernels=kernels)
     model = load_model(str(tmp_path), LoadOptions(dtype="bfloat16"))
     errors = [0.0, 0.0]
-    for seed in range(6):  # one prompt alone tells little: roundings go on from layer to layer
+    for seed in range(6):  # one prompt is too few: roundings add up over the layers
         ids = torch.randint(0, 99, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
         with torch.inference_mode():
             want = reference(torch.tensor([ids])).logits[0]

@@ -56,6 +56,16 @@ def test_another_source_is_another_file(
     assert len(set(num_builds)) == 2
 
 
+def test_a_changed_header_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_SOURCE", tmp_path / "cpu.cpp")
+    (tmp_path / "cpu.cpp").write_text('#include "part.h"')
+    names = set()
+    for text in ("int one;", "int two;"):
+        (tmp_path / "part.h").write_text(text)
+        names.add(cpu._file_name(MARCH, ""))
+    assert len(names) == 2
+
+
 def test_another_compiler_and_other_flags_are_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {cpu._file_name(MARCH, "g++ 12"), cpu._file_name(MARCH, "g++ 13")}
     monkeypatch.setattr(cpu, "_FLAGS", ("-O0",))

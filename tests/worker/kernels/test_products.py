@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.quantised import quantised
-from worker.kernels.cpu import Kernels, Panels, ProductKernel, to_panels, to_quantised_panels
+from worker.kernels.cpu import Kernels
+from worker.kernels.products import Panels, ProductKernel, to_panels, to_quantised_panels
 from worker.model.quantisation import NUM_BITS, decode
 
 SIZES = st.integers(1, 30) | st.integers(30, 1100)

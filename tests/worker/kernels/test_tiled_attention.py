@@ -103,9 +103,8 @@ def cut(draw: st.DrawFn, lengths: list[int]) -> list[dict[int, int]]:
 
 @given(cases(), st.data())
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_it_is_right_and_neither_chunks_nor_neighbours_change_a_bit(
-    kernels: Kernels, case: Case, data: st.DataObject
-) -> None:
+def test_neither_chunks_nor_neighbours_change_a_bit(kernels: Kernels, case: Case, data: st.DataObject) -> None:
+    """The result is right, and neither chunks nor neighbours change a bit of it."""
     got = case.run(kernels, data.draw(cut(case.lengths)))
     for sequence in range(len(case.lengths)):
         torch.testing.assert_close(got[sequence].double(), case.reference(sequence), rtol=1e-5, atol=2e-5)

@@ -33,7 +33,7 @@ def _threads() -> Iterator[None]:
 
 
 def check(operation: Operation, states: Tensor) -> None:
-    """Compare each row among some others with the row alone, at every number of threads."""
+    """Compare each row of a batch with the row by itself, at every number of threads."""
     torch.set_num_threads(1)
     alone = torch.cat([operation(states[row : row + 1]) for row in range(len(states))])
     for num_threads, num_rows in product(THREADS, NUM_ROWS):

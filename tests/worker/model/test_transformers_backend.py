@@ -1,4 +1,4 @@
-"""Models that only `transformers` knows, over the paged cache; and those that must be refused."""
+"""Models that only `transformers` has, over the paged cache, and models that must be refused."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ SWITCHING: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("name", SWITCHING)
-def test_a_model_that_changes_its_arithmetic_runs_where_one_form_holds(name: str, tmp_path: Path) -> None:
+def test_changing_arithmetic_runs_where_one_form_holds(name: str, tmp_path: Path) -> None:
+    """A model that changes its arithmetic at a length runs within the range of one form."""
     kind, fields, length, field = SWITCHING[name]
     reference = write(kind, fields, tmp_path)
     for too_long in (None, 128, length + 1):

@@ -100,7 +100,8 @@ def test_recorded_decodes_give_the_same_tokens(model: LoadedModel, monkeypatch: 
     assert set(recorded) == {1, 2, 4, 8}  # seven sequences in eight rows, until one is left
 
 
-def test_recorded_decodes_that_follow_a_step_give_the_same_tokens(model: LoadedModel) -> None:
+def test_recorded_decodes_after_a_step_give_the_same_tokens(model: LoadedModel) -> None:
+    """Recorded decodes that follow a step give the same tokens."""
     recorded: list[int] = []
     assert run(model, recorded, async_scheduling=True) == run(model, None)
     assert recorded

@@ -181,7 +181,7 @@ def test_pools_are_sized_from_memory(model: LoadedModel) -> None:
 def test_the_pool_of_a_gpu_leaves_room_for_the_largest_step(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of 8 G parameters leaves little of a GPU of 24 GB, and 90 % of that would be too much."""
+    """A model of 8 G parameters leaves little of a GPU of 24 GB. 90 % of the rest would be too much."""
     large = replace(
         model.config,
         vocab_size=128_256,

@@ -190,7 +190,8 @@ def test_counts_of_a_long_output_equal_those_of_its_parts() -> None:
             assert dict(zip(ids.tolist(), values.tolist(), strict=True)) == expected
 
 
-def test_rules_that_were_made_before_the_step_are_used_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_made_before_the_step_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that were made before the step are used."""
     ids = tuple(range(0, 50, 3)) * 5000
     params = SamplingParams(max_tokens=4, temperature=0.0, allowed_token_ids=ids, bad_words=((3,),))
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))

@@ -204,10 +204,11 @@ class TestTruncation:
         assert kept(logits, typical_p=0.2) == {order[0]}
         assert kept(logits, typical_p=0.26) == set(order[:2])
 
-    def test_each_truncation_works_on_the_tokens_that_the_one_before_left(self) -> None:
-        # Of 0.4 and 0.25, renormalised to 0.62 and 0.38, the first alone holds 60 %.
+    def test_each_truncation_works_on_the_result_of_the_last(self) -> None:
+        """Each truncation works on the tokens that the one before it kept."""
+        # 0.4 and 0.25 are renormalised to 0.62 and 0.38: the first has 60 % by itself.
         assert kept(self.probabilities, top_k=2, top_p=0.6) == {1}
-        # 0.25 is enough with 0.4 for both; of 0.62 and 0.38 the first alone would hold 60 %.
+        # 0.4 and 0.25 have 60 % together. Of 0.62 and 0.38, the first would have it by itself.
         assert kept(self.probabilities, top_p=0.6, min_p=0.6) == {1, 3}
         # The rest next to 0.6 is too little; nearest to the entropy of all it would be 0.25.
         assert kept(logits_of(0.6, 0.25, 0.1, 0.05), min_p=0.5, typical_p=0.2) == {0}

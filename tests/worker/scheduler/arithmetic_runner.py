@@ -46,7 +46,7 @@ class ArithmeticRunner:
         stream: DeviceStream | None = None,
         window: int | None = None,
     ) -> None:
-        """With a `window`, a token depends on so many before it."""
+        """With a `window`, a token depends on that many before it."""
         self.window = window
         self.stream = stream or DeviceStream(torch.device("cpu"))
         self.block_size = block_size

@@ -47,14 +47,14 @@ TIE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The answer for one choice alone with a cold cache."""
+    """The answer for a choice that runs by itself, with a cold cache."""
 
     token_ids: list[int]
     reason: str
     """The reason of its end, or `no token`, or `not finite`."""
     prompt_logprobs: list[float] | None = None
     ties: frozenset[int] = frozenset()
-    """Places in `token_ids` where another token may stand, and then anything behind it."""
+    """Places in `token_ids` where another token is right too. Later tokens may then differ."""
 
 
 @dataclass(slots=True)
@@ -66,11 +66,11 @@ class Faults:
     spoiled: dict[int, int] = field(default_factory=dict)
     """A row of the logits, by the number of the step."""
     broken: tuple[list[int], int] | None = None
-    """A prompt, and the number of output tokens behind which its logits are never finite."""
+    """A prompt, and the number of output tokens after which its logits are never finite."""
     num_steps: int = 0
 
     def raises(self) -> bool:
-        """Count a step, and tell whether it raises."""
+        """Count a step. Return whether it raises."""
         self.num_steps += 1
         return self.num_steps in self.raising
 
@@ -85,7 +85,7 @@ class Faults:
 
     @property
     def any_step(self) -> bool:
-        """Some steps fail for requests that are right."""
+        """Some steps fail although their requests are valid."""
         return bool(self.raising or self.spoiled)
 
     def limit(self, asked: Asked, alone: Alone) -> Alone:
@@ -96,7 +96,7 @@ class Faults:
 
 
 class EpisodeModel(Protocol):
-    """The model of an episode, and what it gives alone."""
+    """The model of an episode, and its answers to a request that runs by itself."""
 
     window: int | None
 
@@ -113,7 +113,7 @@ class EpisodeModel(Protocol):
         """Return the content of each full block of the tokens, computed in one step."""
 
     def has_block(self, runner: Any, block_id: BlockId, content: Any) -> bool:
-        """Tell whether the pool holds the content."""
+        """Return whether the pool holds the content."""
 
     def logprobs_agree(self, found: Sequence[float], expected: Sequence[float]) -> bool: ...
 

@@ -1,8 +1,8 @@
-"""Random schedules over exact arithmetic or tiny models: every token is compared with that of the same choice alone.
+"""Random schedules over exact arithmetic or tiny models. Each choice must get the tokens of a run by itself.
 
-The next token of exact arithmetic is a function of every token read back through the block table, and of the rules of
-the request. A tiny model runs under the real runner. An episode is drawn from a number, which a failure prints:
-`run_episode(number)` repeats it.
+In exact arithmetic, the next token is a function of all tokens in the block table and the rules. A tiny
+model runs under the real runner. An episode is drawn from a number, which a failure prints: `run_episode(number)`
+repeats it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class _Episode:
                 self.engine.abort(request, 0 if asked.aborts_first_choice else None)
         chunks = self.engine.in_flight[0][0].chunks.values() if self.engine.in_flight else ()
         drafting = [chunk.sequence.request for chunk in chunks if chunk.draft_ids]
-        if len(drafting) == 1 and self.rng.random() < 0.3:  # it alone has drafts, and the step that verifies them runs
+        if len(drafting) == 1 and self.rng.random() < 0.3:  # no other has drafts, and the step that verifies them runs
             self.engine.abort(drafting[0])
 
     def reset(self) -> None:
@@ -226,6 +226,6 @@ class _Episode:
 
 
 def _follows_a_tie(token_ids: Sequence[int], alone: Alone) -> bool:
-    """Tell whether the first token that differs stands where the reference's two best are as good as equal."""
+    """Return whether the first token that differs is at a place where the reference's two best are nearly equal."""
     pairs = enumerate(zip(token_ids, alone.token_ids, strict=False))
     return next((place in alone.ties for place, (token_id, other) in pairs if token_id != other), False)

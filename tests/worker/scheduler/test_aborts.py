@@ -37,7 +37,8 @@ def test_the_other_choices_continue_when_one_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_request_aborted_in_flight_keeps_its_blocks_until_the_step_returns(raises: bool) -> None:
+def test_aborted_in_flight_blocks_stay_until_the_step_returns(raises: bool) -> None:
+    """A request that is aborted in flight keeps its blocks until the step returns."""
     failures = iter([raises])
     engine = HandEngine(fails=lambda step: next(failures, False), stream=LateStream())
     gone, other = engine.submit(generate(range(10))), engine.submit(generate(range(20, 30)))

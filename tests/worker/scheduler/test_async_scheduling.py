@@ -25,7 +25,7 @@ def test_every_decode_follows_the_step_before() -> None:
     for i, request in enumerate(requests):
         assert ahead.answer(request).tokens[0] == answer([i, *PROMPT], 100, 8)
     steps = ahead.runner.steps
-    assert len(steps) == 8  # none in vain: all are known to end with their eighth token
+    assert len(steps) == 8  # none is wasted: each is known to end with its eighth token
     assert [{sequence.follows for sequence in step.sequences} for step in steps] == [{None}, *[{0, 1, 2}] * 7]
 
 
@@ -39,7 +39,7 @@ def test_a_token_after_the_stop_is_dropped() -> None:
     got = ahead.answer(request)
     assert got.tokens[0] == expected[: first + 1]
     assert (got.finished[0].reason, got.finished[0].stop_token_id) == ("stop", stop)
-    assert len(ahead.runner.steps) == first + 2  # one in vain
+    assert len(ahead.runner.steps) == first + 2  # one is wasted
     token_ids = [*PROMPT, *expected]
     num_written = len(PROMPT) + first + 1
     assert ahead.allocator.find(token_ids, ROOT) == num_written // 4 * 4  # only the tokens that were sent
@@ -59,7 +59,8 @@ def test_a_token_after_the_stop_is_dropped() -> None:
         {"n": 2},
     ],
 )
-def test_steps_that_depend_on_sampled_tokens_are_not_scheduled_ahead(params: dict[str, Any]) -> None:
+def test_dependent_steps_are_not_scheduled_ahead(params: dict[str, Any]) -> None:
+    """A step that depends on sampled tokens is not scheduled ahead."""
     ahead = engine()
     ahead.submit(generate(PROMPT, 12, **params))
     ahead.submit(generate([7, *PROMPT], 12))
@@ -82,12 +83,13 @@ def test_scheduling_ahead_delays_no_admission() -> None:
     ahead.finish()
 
 
-def test_waiting_requests_do_not_stop_scheduling_ahead_while_all_slots_are_taken() -> None:
+def test_waiting_requests_do_not_stop_scheduling_ahead() -> None:
+    """While all choices run, steps are scheduled ahead although requests wait."""
     ahead = engine(max_num_seqs=2)
     first, *rest = (ahead.submit(generate([i, *PROMPT], 6 + 3 * i)) for i in range(3))
     while ahead.answer(first).last is None:
         ahead.step()
-    assert ahead.num_async == 5  # all of its decodes, and none after it, when its slot is known to be free
+    assert ahead.num_async == 5  # all of its decodes, and none after it, when its end is known
     assert not ahead.in_flight
     ahead.step()
     assert rest[1].started_s is not None
@@ -128,7 +130,8 @@ def test_a_step_that_follows_a_failed_one_is_dropped() -> None:
     assert ahead.num_async > 0
 
 
-def test_a_poisoned_step_that_follows_another_fails_its_request_alone() -> None:
+def test_a_poisoned_async_step_fails_only_its_request() -> None:
+    """A poisoned step that follows another fails only its own request."""
     outputs = {i: answer([i, *PROMPT], 100, 8) for i in range(2)}
     poison = next(token for token in outputs[0][:6] if token not in outputs[1] and token > 10)
 

@@ -20,7 +20,8 @@ def test_a_short_request_overtakes_a_long_prefill() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 2048}, SOLO])
-def test_a_short_prompt_gets_its_first_token_within_two_steps_of_a_prefill_of_8000(limits: dict[str, int]) -> None:
+def test_a_short_prompt_starts_within_two_steps_of_a_long_one(limits: dict[str, int]) -> None:
+    """A short prompt gets its first token within two steps of a prefill of 8,000 tokens."""
     engine = HandEngine(num_blocks=2500, max_model_len=9000, **limits)
     engine.submit(generate([i % 50 for i in range(8000)]))
     engine.step()
@@ -45,7 +46,8 @@ def test_a_solo_prefill_takes_large_steps() -> None:
     assert engine.answer(short).tokens == {0: answer(range(40, 20, -1), 100, 2)}
 
 
-def test_an_admitted_request_gets_its_share_among_many_long_prefills() -> None:
+def test_an_admitted_request_gets_its_share() -> None:
+    """An admitted request gets its share among many long prefills."""
     engine = HandEngine(num_blocks=2000, max_num_batched_tokens=64, max_num_seqs=16)
     for seed in range(10):
         engine.submit(generate([(i + seed) % 50 for i in range(600)]))

@@ -1,4 +1,4 @@
-"""A request with most of the slots yields to another tenant; its choices continue later with the same tokens."""
+"""A request with most of the running choices yields to another tenant, and continues later with the same tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_engine(*, async_scheduling: bool = False, num_blocks: int = 2000, **opt
 
 
 def num_held(engine: HandEngine, request: Request) -> int:
-    """Return the slots that the request holds."""
+    """Return the running choices of the request."""
     return sum(len(sequence.choices) for sequence in engine.scheduler.running if sequence.request is request)
 
 
@@ -89,7 +89,7 @@ def test_a_prefilling_request_yields_without_losing_a_token() -> None:
     assert sum(len(sequence.token_ids) for sequence in engine.runner.steps[3].sequences) == 16
 
 
-def test_two_large_requests_share_the_slots() -> None:
+def test_two_large_requests_share_the_choices() -> None:
     engine = make_engine(max_num_seqs=16)
     one = engine.submit(generate(PROMPT, 40, 16, tenant="a"))
     for _ in range(5):
@@ -108,7 +108,7 @@ def test_two_large_requests_share_the_slots() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [24, 2048])
-def test_a_flood_of_small_requests_leaves_half_of_the_slots(num_tokens: int) -> None:
+def test_a_flood_of_small_requests_leaves_half_of_the_choices(num_tokens: int) -> None:
     engine = make_engine(max_num_seqs=16, max_num_batched_tokens=num_tokens)
     large = engine.submit(generate(PROMPT, 40, 16, tenant="a"))
     flood: list[Request] = []
@@ -121,13 +121,13 @@ def test_a_flood_of_small_requests_leaves_half_of_the_slots(num_tokens: int) -> 
         if all(choice.finished is None for choice in large.choices):
             assert num_held(engine, large) >= 8
     assert engine.answer(large).last is not None, "the large request starves"
-    assert step < 250  # 640 tokens: half of the slots need 80 steps, the quarter that is fair among four tenants 160
+    assert step < 250  # 640 tokens: half of the choices need 80 steps, the quarter that is fair among four tenants 160
     assert engine.num_yielded <= 16
     engine.finish()
     check_tokens(engine, large)
 
 
-def test_a_stream_of_short_requests_does_not_starve_the_choice_that_yields() -> None:
+def test_short_requests_do_not_starve_the_yielding_choice() -> None:
     """The same choice yields each time, and progresses whenever it runs."""
     engine = make_engine(max_num_seqs=4)
     large = engine.submit(generate(PROMPT, 60, 4, tenant="a"))
@@ -154,7 +154,7 @@ def test_one_tenant_alone_is_served_in_order() -> None:
     check_tokens(engine, large)
 
 
-def test_a_single_slot_does_not_yield() -> None:
+def test_a_single_choice_does_not_yield() -> None:
     engine = make_engine(max_num_seqs=1)
     large = engine.submit(generate(PROMPT, 10, 4, tenant="a"))
     engine.step()
@@ -167,7 +167,7 @@ def test_a_single_slot_does_not_yield() -> None:
 
 @pytest.mark.parametrize(("num_prompt", "num_yielded"), [(4, 1), (48, 1), (72, 2), (73, 3), (120, 4), (121, 0)])
 def test_as_many_choices_yield_as_the_candidate_needs_blocks(num_prompt: int, num_yielded: int) -> None:
-    """No choice yields if that would not let the candidate in."""
+    """No choice yields if the candidate would not fit even then."""
     engine = make_engine(max_num_seqs=8, num_blocks=60, watermark=0.0, max_num_batched_tokens=256)
     large = engine.submit(generate(PROMPT, 26, 8, tenant="a"))
     for _ in range(20):
@@ -203,7 +203,7 @@ arrivals = st.lists(
     prefix_cache=st.sampled_from(["hash", "radix", "off"]),
     async_scheduling=st.booleans(),
 )
-@example(  # tenant a's next request must not stand between the slots that a holds and tenant c
+@example(  # tenant a's next request must not keep tenant c from the choices that tenant a holds
     arrivals=[(0, "a", 1, 1, 1), (6, "a", 2, 10, 1), (12, "a", 1, 1, 1), (12, "c", 2, 3, 1), (13, "c", 1, 1, 1)],
     max_num_seqs=3,
     num_blocks=400,
@@ -232,10 +232,10 @@ def test_no_request_holds_more_than_half_while_others_wait(
         others_wait = any(
             sequence.request.wire.tenant != holder.wire.tenant and held[sequence.request] < half
             for sequence in engine.scheduler.waiting
-        )  # two halves of an odd number of slots leave one to its holder
+        )  # two halves of an odd number leave one to its holder
         since = since + 1 if most > half and others_wait else 0
         if num_blocks == 400 and held.total() == max_num_seqs:
-            assert since <= 2, "a request keeps more than half of the slots"
+            assert since <= 2, "a request keeps more than half of the choices"
     engine.finish()
     for request in requests:
         check_tokens(engine, request)

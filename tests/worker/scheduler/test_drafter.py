@@ -22,7 +22,8 @@ def source_of(token_ids: list[int]) -> int:
 
 
 @given(texts)
-def test_a_draft_is_what_followed_the_latest_of_the_longest_matches(token_ids: list[int]) -> None:
+def test_a_draft_follows_the_latest_of_the_longest_matches(token_ids: list[int]) -> None:
+    """The draft is the tokens that followed the latest of the longest matches."""
     drafter = Drafter(token_ids)
     source = source_of(token_ids)
     assert drafter.has_source == (source > 0)
@@ -53,7 +54,8 @@ def test_each_token_judges_the_lookup(begin: list[int], token_ids: list[int]) ->
             assert before > 0.0
 
 
-def test_a_source_that_is_right_becomes_sure_and_one_that_is_wrong_does_not() -> None:
+def test_hit_rates_follow_right_and_wrong_sources() -> None:
+    """A source that is right gets a higher hit rate, and one that is wrong a lower one."""
     period = [1, 2, 3, 4, 5, 6, 7]
     right = Drafter(period * 2)
     right.extend(period * 6)

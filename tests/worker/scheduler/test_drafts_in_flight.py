@@ -39,7 +39,8 @@ def only_drafter(engine: HandEngine) -> Request | None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_the_only_request_with_drafts_is_aborted_while_its_step_runs(stream: DeviceStream, num_before: int) -> None:
+def test_abort_of_the_only_drafts_in_flight(stream: DeviceStream, num_before: int) -> None:
+    """The only request with drafts is aborted while its step runs."""
     engine = HandEngine(stream=stream, max_drafts=4, num_blocks=200, max_num_seqs=12)
     engine.now_s = 1.0  # the abort comes before the next step is launched
     others = [[40 + i, 30, 20 + i] for i in range(3)]

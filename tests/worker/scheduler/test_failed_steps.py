@@ -56,7 +56,8 @@ def test_a_client_sees_only_errors_that_its_own_request_caused(error: Exception,
     assert engine.answer(other).tokens[0] == answer([1, 2, 3], 100, 6)
 
 
-def test_sequences_with_a_block_copied_in_a_failed_step_are_computed_again() -> None:
+def test_blocks_copied_in_a_failed_step_are_computed_again() -> None:
+    """Sequences that had a block copied in a failed step are computed again."""
     failures = iter([True, True, False])
     engine = HandEngine(fails=lambda step: len(engine.runner.steps) > 1 and next(failures, False))
     request = engine.submit(generate(range(10), 6, n=3))
@@ -67,7 +68,7 @@ def test_sequences_with_a_block_copied_in_a_failed_step_are_computed_again() -> 
     assert [len(step.copies) for step in steps] == [0, 3, 0, 0]
     assert [len(step.sequences) for step in steps] == [2, 5, 1, 1]  # the retries are of the last sharers
     engine.finish()
-    assert isinstance(engine.answer(request).last, Failed)  # first retried, fails alone too
+    assert isinstance(engine.answer(request).last, Failed)  # retried first, it fails by itself too
     assert engine.answer(other).tokens == {i: answer(range(20, 27), 100 + i, 6) for i in range(2)}
 
 

@@ -9,7 +9,7 @@ from tests.worker.scheduler.engine import ROOT, HandEngine, generate
 from worker.wire import End
 
 
-def test_the_last_in_order_is_preempted_and_gives_the_same_tokens() -> None:
+def test_the_last_is_preempted_and_gives_the_same_tokens() -> None:
     engine = HandEngine(num_blocks=8, block_size=4)
     requests = [engine.submit(generate([10 * i, 1, 2, 3], 20)) for i in range(3)]
     while engine.scheduler.has_work:
@@ -37,7 +37,8 @@ def test_preempting_all_allows_a_reset_and_changes_no_token() -> None:
         assert engine.answer(request).tokens == {c: answer([i, 2, 3, 4, 5], 100 + c, 9) for c in range(2)}
 
 
-def test_a_pool_exhausted_by_sixteen_long_requests_serves_them_all() -> None:
+def test_an_exhausted_pool_serves_all_requests() -> None:
+    """Sixteen long requests exhaust the pool, and all of them are served."""
     engine = HandEngine(num_blocks=33, block_size=4, max_num_batched_tokens=32, max_num_seqs=16)
     prompts = [[i, *range(40)] for i in range(16)]  # each needs 26 of 32 blocks in the end
     requests = [engine.submit(generate(prompt, 60)) for prompt in prompts]
@@ -48,7 +49,7 @@ def test_a_pool_exhausted_by_sixteen_long_requests_serves_them_all() -> None:
 
 
 def test_one_that_preempts_itself_is_admitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No allocator refuses a sequence that runs alone. Should one, the request goes on."""
+    """No allocator refuses the only running sequence. If one did, the request would continue."""
     engine = HandEngine()
     request = engine.submit(generate(range(7), 6))
     engine.step()

@@ -1,4 +1,4 @@
-"""Any schedule gives every choice the tokens that it gets alone, and leaves no block allocated."""
+"""Any schedule gives every choice the tokens of a run by itself, and leaves no block allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Sequence[EpisodeModel]:
 
 
 IN_SHORT = {1: range(160, 190), 3: range(270, 300)}
-"""Episodes of the short run, by threads: some abort the one request that has drafts, in flight before others."""
+"""Episodes of the short run, by threads. In some, the only request with drafts is aborted in flight."""
 
 
 @pytest.fixture(params=[1, 3], ids=["one_thread", "three_threads"])
@@ -38,26 +38,22 @@ def run_episodes(numbers: range, models: Sequence[EpisodeModel] = EXACT) -> None
             raise AssertionError(f"run_episode({number}): {error}") from error
 
 
-def test_any_schedule_gives_the_tokens_of_each_choice_alone() -> None:
+def test_no_schedule_changes_a_token() -> None:
     run_episodes(range(300))
 
 
-def test_any_schedule_of_a_tiny_model_gives_the_tokens_of_each_choice_alone(
-    tiny: Sequence[EpisodeModel], num_threads: int
-) -> None:
+def test_no_schedule_of_a_tiny_model_changes_a_token(tiny: Sequence[EpisodeModel], num_threads: int) -> None:
     run_episodes(IN_SHORT[num_threads], tiny)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("part", range(10))
-def test_any_schedule_gives_the_tokens_of_each_choice_alone_at_length(part: int) -> None:
+def test_deep_schedules_change_no_token(part: int) -> None:
     run_episodes(range(1000 * (part + 1), 1000 * (part + 2)))
 
 
 @pytest.mark.deep
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("part", range(10))
-def test_any_schedule_of_a_tiny_model_gives_the_tokens_of_each_choice_alone_at_length(
-    tiny: Sequence[EpisodeModel], part: int
-) -> None:
+def test_deep_schedules_of_a_tiny_model_change_no_token(tiny: Sequence[EpisodeModel], part: int) -> None:
     run_episodes(range(100 * part, 100 * (part + 1)), tiny)

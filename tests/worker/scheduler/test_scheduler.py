@@ -89,7 +89,8 @@ def test_a_resumed_choice_continues_after_its_last_token() -> None:
     assert engine.answer(request).tokens == {0: expected[0][3:], 1: expected[1], 2: expected[2][6:]}
 
 
-def test_cached_output_of_a_resumed_request_does_not_count_as_cached_prompt() -> None:
+def test_cached_output_does_not_count_as_cached_prompt() -> None:
+    """Output of a resumed request that is cached does not count as cached prompt."""
     engine = HandEngine()
     tokens = answer(range(10), 100, 12)
     engine.submit(generate(range(10), 12))
@@ -125,7 +126,8 @@ def test_max_tokens_0_runs_only_the_prompt() -> None:
     ]
 
 
-def test_prompt_logprobs_read_nothing_from_the_cache_and_survive_chunks() -> None:
+def test_prompt_logprobs_read_no_cache_and_survive_chunks() -> None:
+    """Prompt logprobs read nothing from the cache, and are complete across chunks."""
     engine = HandEngine(max_num_batched_tokens=4, max_num_seqs=4)
     engine.submit(generate(range(10)))
     engine.finish()
@@ -139,7 +141,8 @@ def test_prompt_logprobs_read_nothing_from_the_cache_and_survive_chunks() -> Non
 
 
 @pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
-def test_prompt_logprobs_of_a_cached_prompt_fit_into_a_pool_that_holds_it_once(prefix_cache) -> None:
+def test_prompt_logprobs_fit_into_a_pool_of_one_prompt(prefix_cache) -> None:
+    """Prompt logprobs of a cached prompt fit into a pool that holds the prompt once."""
     limits = {"max_num_batched_tokens": 6, "max_num_seqs": 1}
     engine = HandEngine(num_blocks=15, block_size=4, prefix_cache=prefix_cache, **limits)
     engine.submit(generate([7] * 33, 2))

@@ -1,4 +1,4 @@
-"""Where drafts are added: as far as they pay."""
+"""Drafts are added where they save time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_dear_rows_get_no_draft() -> None:
     assert sum(map(sum, drafts(made))) == 0
 
 
-def test_cheap_rows_get_more_drafts_for_one_sequence_than_for_many() -> None:
+def test_one_sequence_gets_more_drafts_than_each_of_many() -> None:
+    """With cheap rows, one sequence gets more drafts than each of many."""
     longest = []
     for count in (1, 12):
         made = engine(Speculation(20, StepCost(0.001, 3.0)))

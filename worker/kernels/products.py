@@ -1,0 +1,118 @@
+"""Products in float32 with weights in panels, and the layouts of the panels: see `products.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from worker.kernels.cpu import Kernels
+
+_GROUP_INPUTS: Final = 32
+"""Inputs of a group of a quantised weight, which divides their number."""
+
+
+class _Product(ctypes.Structure):
+    """`Product` of products.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "panel_bytes", "num_bits")),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedWeight:
+    """A weight (out, in) as codes of 8 or 4 bits: scale * code, plus the minimum with 4 bits."""
+
+    codes: NDArray[Any]
+    """(out, in): int8, or uint8 of 0..15."""
+    scales: NDArray[np.float32]
+    """(out, in / 16) with 8 bits, (out, in / 32) with 4"""
+    minima: NDArray[np.float32] | None
+    """(out, in / 32), only with 4 bits"""
+
+    @property
+    def num_bits(self) -> int:
+        return 8 if self.minima is None else 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Panels:
+    """A weight in panels, as `to_panels` or `to_quantised_panels` makes them."""
+
+    data: Tensor
+    """(number of panels, ...)"""
+    num_inputs: int
+    num_outputs: int
+    num_bits: int
+    """32, 8 or 4"""
+
+
+class ProductKernel:
+    """A product with a weight in panels, in float32. A row's result does not depend on the other rows."""
+
+    __slots__ = ("_address", "_fields", "_multiply", "_tensors", "num_outputs")
+
+    def __init__(self, kernels: Kernels, panels: Panels, bias: Tensor | None) -> None:
+        """`bias` (num_outputs,)"""
+        self._multiply = kernels.unlocked.multiply
+        self.num_outputs = panels.num_outputs
+        self._tensors = (panels, bias)  # the fields point into them
+        bias_address = None if bias is None else bias.data_ptr()
+        panel_bytes = panels.data[0].nbytes
+        sizes = (panels.num_inputs, panels.num_outputs, panel_bytes, panels.num_bits)
+        self._fields = _Product(panels.data.data_ptr(), bias_address, *sizes)
+        self._address = ctypes.addressof(self._fields)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(num_rows, in) -> (num_rows, out)"""
+        return self._into(states.new_empty(states.shape[0], self.num_outputs), states, adds=False)
+
+    def add_to(self, residual: Tensor, states: Tensor) -> Tensor:
+        """Add the product to residual (num_rows, out), in place if that is contiguous."""
+        return self._into(residual.contiguous(), states, adds=True)
+
+    def _into(self, out: Tensor, states: Tensor, *, adds: bool) -> Tensor:
+        states = states.contiguous()
+        num_threads = torch.get_num_threads()
+        self._multiply(self._address, states.data_ptr(), out.data_ptr(), states.shape[0], adds, num_threads)
+        return out
+
+
+def to_panels(weight: Tensor, width: int) -> Tensor:
+    """Lay a weight (out, in) out in panels of `width` outputs, (ceil(out / width), in, width), the last one padded."""
+    num_outputs, num_inputs = weight.shape
+    padded = functional.pad(weight, (0, 0, 0, -num_outputs % width))
+    return padded.view(-1, width, num_inputs).transpose(1, 2).contiguous()
+
+
+def to_quantised_panels(weight: QuantisedWeight, width: int) -> Tensor:
+    """Lay a quantised weight out in panels of `width` outputs, (ceil(out / width), groups, bytes) uint8.
+
+    A group is `Group` of products.h: the scales of its outputs, their minima, and their codes.
+    """
+    num_outputs, num_inputs = weight.codes.shape
+
+    def by_group(values: NDArray[Any], num_groups: int) -> NDArray[Any]:
+        """(out, in) -> (panels, groups, in / groups, width)"""
+        padded = np.pad(values, ((0, -num_outputs % width), (0, 0)))
+        return padded.reshape(-1, width, num_groups, values.shape[1] // num_groups).transpose(0, 2, 3, 1)
+
+    num_groups = num_inputs // _GROUP_INPUTS
+    codes = by_group(weight.codes, num_groups)
+    if weight.num_bits == 4:
+        codes = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
+    num_panels, _, num_bytes, _ = codes.shape
+    words = codes.reshape(num_panels, num_groups, num_bytes // 4, 4, width).swapaxes(3, 4)
+    parts = [by_group(weight.scales, num_groups), words]
+    if weight.minima is not None:
+        parts.insert(1, by_group(weight.minima, num_groups))
+    as_bytes = [np.ascontiguousarray(part).view(np.uint8).reshape(num_panels, num_groups, -1) for part in parts]
+    return torch.from_numpy(np.concatenate(as_bytes, axis=2))
