@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -72,16 +71,24 @@ async def sampling_params(
 
 
 def text_rules(
-    request: ModelFields, stops: tuple[str, ...], model: ServedModel, markers: Sequence[str] = ()
+    request: ModelFields,
+    stops: tuple[str, ...],
+    model: ServedModel,
+    markers: tuple[str, ...] = (),
+    *,
+    shows_special: bool = False,
 ) -> TextRules:
-    """Return how tokens become text. `markers`: special tokens that a parser has to see."""
+    """Return how tokens become text. `markers`: texts of special tokens that a parser has to see.
+
+    `shows_special`: whatever the client says, all special tokens show.
+    """
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(
         stops=stops,
         include_stop=bool(request.include_stop_str_in_output),
-        skip_special=request.skip_special_tokens is not False,
+        skip_special=request.skip_special_tokens is not False and not shows_special,
         terminal_ids=terminal if request.ignore_eos else terminal | model.tokenizer.eos_ids,
-        shown_ids=frozenset(id_ for marker in markers if (id_ := model.tokenizer.token_id(marker)) is not None),
+        shown_ids=model.tokenizer.shown_ids(markers),
     )
 
 
