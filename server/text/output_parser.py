@@ -109,7 +109,7 @@ class OutputParser(TextReader):
             yield from self._forced(self._rules.forced)
         if self._rules.tools is not None:
             yield from self._rules.tools.read(self)
-        yield from self.rest()
+        yield from self.content_before(())
         if not self._num_calls:
             self.emit("content", self._space)
         self._end_input()
@@ -124,6 +124,7 @@ class OutputParser(TextReader):
             yield from self.skip()
         if thoughts.content and (yield from self.begins(thoughts.content[:1])):
             self.dropped = thoughts.content[1:]
+            yield from self.skip()
 
     def _thoughts(self, thoughts: ThoughtFormat) -> Reading:
         """Read reasoning to its end, or to a call: models forget the end before one."""
@@ -150,9 +151,12 @@ class OutputParser(TextReader):
 
     def emit_content(self, text: str) -> None:
         text = self._space + text
-        size = len(text) if self._rules.tools is None else len(text.rstrip())
+        size = len(text) if self._rules.tools is None and not self.dropped else len(text.rstrip())
         self._space = text[size:]
         self.emit("content", text[:size])
+
+    def forget_space(self) -> None:
+        self._space = ""
 
     def emit(self, kind: DeltaKind, text: str) -> None:
         if kind == "call":

@@ -21,7 +21,7 @@ from typing import Any, Final
 from server.text.formats.base import Asking, Finding, TextReader
 
 MAX_KEY_CHARS: Final = 256
-_ATTRIBUTE: Final = re.compile(r"""\s*(["']?)(.*?)\1(?:\s+(?:string|type)="(\w+)")?\s*""", re.DOTALL)
+_ATTRIBUTE: Final = re.compile(r"""\s*(["']?)(.*?)\1(?:\s+(?:string|type)="([a-z]+)")?\s*""", re.DOTALL)
 _PYTHON_KEY: Final = re.compile(r"([^\W\d]\w*)\s*=\s*(?=\S)")
 _PYTHON_STOP: Final = re.compile(r"\\.?|[\"'(){}\[\],]", re.DOTALL)
 _NAMES: Final = {"true": True, "false": False, "null": None}
@@ -193,7 +193,8 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return {str(_literal(key)): _literal(value) for key, value in zip(keys, values, strict=True) if key}
+            names = [_literal(key) if key is not None else _refuse("**") for key in keys]
+            return {str(name): _literal(value) for name, value in zip(names, values, strict=True)}
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
     raise ValueError(type(node).__name__)

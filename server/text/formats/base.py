@@ -49,6 +49,10 @@ class TextReader(ABC):
     def emit_content(self, text: str) -> None:
         """Pass on content. White space at its end is held until more content follows."""
 
+    @abstractmethod
+    def forget_space(self) -> None:
+        """Forget the white space at the end of the content."""
+
     def end_thoughts(self) -> None:
         self.thinking = False
         self.answer_start = self.num_chars - len(self.text)
@@ -195,10 +199,13 @@ class TextReader(ABC):
         yield from self.space(chars)
         return self.text[:1]
 
-    def rest(self) -> Reading:
-        """Pass on all text to the end as content."""
-        while (yield from self.until(self.dropped, self.emit_content)):
-            pass
+    def content_before(self, markers: Sequence[str]) -> Finding:
+        """Pass on content before the first of some markers. Return the marker, which is left; "" at the end."""
+        while (found := (yield from self.before((*markers, *self.dropped), self.emit_content))) in self.dropped:
+            self.text = self.text[len(found) :]
+            self.forget_space()
+            yield from self.space()
+        return found
 
 
 class GrammarTools(Protocol):

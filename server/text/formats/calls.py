@@ -61,11 +61,8 @@ class Syntax:
 
     def read(self, reader: TextReader) -> Reading:
         """Read content and calls to the end."""
-        while found := (yield from reader.before((*self.opens, *reader.dropped), reader.emit_content)):
-            if found in reader.dropped:
-                reader.text = reader.text[len(found) :]
-            else:
-                yield from self.read_calls(reader, reader.emit_content)
+        while (yield from reader.content_before(self.opens)):
+            yield from self.read_calls(reader, reader.emit_content)
 
     def read_calls(self, reader: TextReader, otherwise: Emit) -> Asking:
         """Read the calls that begin here, with their markers. Return whether there is one."""

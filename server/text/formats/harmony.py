@@ -19,7 +19,10 @@ _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>")
 _MESSAGE: Final = "<|message|>"
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=([\w.:/-]+)")
-_HEADER: Final = re.compile(r"(?:[\w\s.:=/-]|<[|\w]*>?)*")
+_HEADER: Final = re.compile(
+    r"(?:<\|start\|>\s*[a-z]*)?(?:\s+to=[\w.:/-]*)?(?:<\|channel\|>\s*[a-z]*)?(?:\s+to=[\w.:/-]*)?"
+    r"\s*(?:<\|constrain\|>)?\s*[a-z]*(?:<[|a-z]*>?)?"
+)
 
 
 def _read(reader: TextReader) -> Reading:
@@ -36,9 +39,9 @@ def _message(reader: TextReader) -> Reading:
     parts: list[str] = []
     found = yield from reader.until((_MESSAGE,), parts.append)
     header = "".join(parts)
-    if not found:
-        if _HEADER.fullmatch(header) is None:  # else the text ends within it
-            reader.emit_content(header)
+    if _HEADER.fullmatch(header) is None:
+        reader.emit_content(header + found)
+    if not found:  # the text ends within the header
         return
     channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
     name = "" if recipient is None else recipient[1].removeprefix("functions.")
