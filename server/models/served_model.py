@@ -14,7 +14,7 @@ from cache.hashing import Namespace
 from cache.types import BlockHash
 from server.config import GatewayConfig
 from server.text.chat_template import ChatTemplate
-from server.text.formats import FORMATS, format_of
+from server.text.formats import FORMATS, either, format_of
 from server.text.formats.base import ToolFormat
 from server.text.formats.reasoning import CHANNELS, THOUGHT_FORMATS, ThoughtFormat, thoughts_of
 from server.text.tokenizer import Tokenizer, TokenizerError
@@ -116,8 +116,9 @@ def _formats(
     known = format_of(source, tokenizer.added_tokens if takes_tools else ())
     if config.tool_parser is not None:
         known = FORMATS[config.tool_parser]
-    # A template without tools gets them in a message that asks for Hermes' form.
-    tools = known if known is not None or takes_tools else FORMATS["hermes"]
+    tools = known
+    if not takes_tools:  # the tools are written into a message that asks for Hermes' form
+        tools = FORMATS["hermes"] if known is None else either(known, FORMATS["hermes"])
     thoughts = thoughts_of(source, tokenizer.added_tokens)
     if tools is not None and tools.has_channels:
         thoughts = CHANNELS

@@ -122,9 +122,11 @@ class OutputParser(TextReader):
                 yield from self.begins((thoughts.label,))
             yield from self._thoughts(thoughts)
             yield from self.skip()
-        if thoughts.content and (yield from self.begins(thoughts.content[:1])):
-            self.dropped = thoughts.content[1:]
-            yield from self.skip()
+        if thoughts.content:
+            begun = yield from self.begins(thoughts.content[:1])
+            self.dropped = thoughts.content[1:] if begun or thoughts.is_special else ()
+            if begun:
+                yield from self.skip()
 
     def _thoughts(self, thoughts: ThoughtFormat) -> Reading:
         """Read reasoning to its end, or to a call: models forget the end before one."""

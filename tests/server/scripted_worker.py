@@ -76,6 +76,7 @@ class ScriptedWorker:
     num_probed: int = 0
     namespace: str = ""
     embedding_size: int = 0
+    unsupported: tuple[str, ...] = ()
 
     def member(self) -> WorkerMember:
         b = self.bundle
@@ -91,6 +92,7 @@ class ScriptedWorker:
             max_model_len=b.max_model_len,
             protocol=PROTOCOL_VERSION,
             embedding_size=self.embedding_size,
+            unsupported=self.unsupported,
         )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:

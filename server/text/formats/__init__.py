@@ -6,9 +6,10 @@ A new format is a row of `table` or `reasoning`. One of another kind is a module
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Final
 
-from server.text.formats.base import GrammarTools, Reading, TextReader, ToolFormat
+from server.text.formats.base import Asking, Emit, GrammarTools, Reading, TextReader, ToolFormat
 from server.text.formats.harmony import HARMONY
 from server.text.formats.llama import LLAMA3, LLAMA4, PYTHONIC
 from server.text.formats.table import ROWS
@@ -23,6 +24,26 @@ def format_of(template: str, tokens: Collection[str] = ()) -> ToolFormat | None:
     if (mentioned := next((each for each in _ALL if each.is_used_by(template)), None)) is not None:
         return mentioned
     return next((each for each in _ALL if each.tokens and set(each.tokens) <= set(tokens)), None)
+
+
+def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
+    """Return a model's own format, which reads calls in the form that a prompt asks for too."""
+    if own.read_calls is None or asked.read_calls is None or not {*own.opens}.isdisjoint(asked.opens):
+        return own
+    readers = {opening: each.read_calls for each in (own, asked) for opening in each.opens}
+
+    def read_calls(reader: TextReader, otherwise: Emit) -> Asking:
+        opening = next(opening for opening in readers if reader.text.startswith(opening))
+        read = readers[opening]
+        assert read is not None
+        return (yield from read(reader, otherwise))
+
+    def read(reader: TextReader) -> Reading:
+        while (yield from reader.content_before(tuple(readers))):
+            yield from read_calls(reader, reader.emit_content)
+
+    markers = (*own.markers, *asked.markers)
+    return replace(own, markers=markers, opens=tuple(readers), read=read, read_calls=read_calls)
 
 
 def _read_list(reader: TextReader) -> Reading:

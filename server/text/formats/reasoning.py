@@ -19,10 +19,10 @@ class ThoughtFormat:
     """A text after the beginning that is no thought."""
     content: tuple[str, ...] = ()
     """Texts around the content after it: the first begins it, the others end it."""
-    also: tuple[str, ...] = ()
-    """Further texts in a chat template that uses it."""
+    marks: tuple[str, ...] = ()
+    """All texts that a chat template has which uses it; by default one of `starts`."""
     is_special: bool = False
-    """The beginning is a token that only vocabularies of this family have."""
+    """Its texts are tokens that only vocabularies of this family have."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -60,11 +60,17 @@ _ALL: Final = (
         ("<|open|>think<|sep|>",),
         ("<|close|>think<|sep|>",),
         content=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        marks=("<|open|>", "<|sep|>", "think"),
+        is_special=True,
     ),
     ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",)),
     ThoughtFormat("granite", _granite("thought process"), _granite("response")),
-    ThoughtFormat("hunyuan", THINK.starts, THINK.ends, content=("<answer>", "</answer>"), also=("<answer>",)),
-    ThoughtFormat("ernie", THINK.starts, THINK.ends, content=("<response>", "</response>"), also=("<response>",)),
+    ThoughtFormat(
+        "hunyuan", THINK.starts, THINK.ends, content=("<answer>", "</answer>"), marks=("<think>", "<answer>")
+    ),
+    ThoughtFormat(
+        "ernie", THINK.starts, THINK.ends, content=("<response>", "</response>"), marks=("<think>", "<response>")
+    ),
     THINK,
 )
 """The first that a template mentions is taken."""
@@ -74,7 +80,7 @@ THOUGHT_FORMATS: Final = {each.name: each for each in sorted((*_ALL, CHANNELS), 
 def thoughts_of(template: str, tokens: Collection[str]) -> ThoughtFormat | None:
     """Return the format that a chat template mentions, or that a vocabulary has tokens for."""
     for each in _ALL:
-        if any(start in template for start in each.starts) and all(text in template for text in each.also):
+        if all(mark in template for mark in each.marks) if each.marks else any(map(template.__contains__, each.starts)):
             return each
     special = (each for each in _ALL if each.is_special or each is THINK)
     return next((each for each in special if {*each.starts, *each.ends} <= set(tokens)), None)
