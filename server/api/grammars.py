@@ -166,9 +166,9 @@ class _Forms:
         self.parallel = parallel
 
     def literal(self, text: str) -> str:
-        special = self._tokenizer.special_tokens
-        parts = self._tokenizer.special_pattern.split(text)
-        return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+        ids = self._tokenizer.added_tokens
+        parts = self._tokenizer.added_pattern.split(text)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     def json(self, schema: Mapping[str, Any]) -> str:
         return _json_rule({**schema, "$defs": self._definitions})

@@ -220,7 +220,7 @@ class GrammarTools(Protocol):
         """Return the JSON schemas of the arguments, by the tools' names."""
 
     def literal(self, text: str) -> str:
-        """Return an expression for a text. Special tokens are named by their ids: they have no bytes."""
+        """Return an expression for a text. Added tokens are named by their ids: a grammar has no bytes for them."""
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return a JSON value of a schema. It may hold what `ref` returns."""

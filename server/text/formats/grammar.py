@@ -46,7 +46,7 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
 
 
 def text_rule(name: str, end: str, tools: GrammarTools) -> str:
-    """Return the rule of any text up to a marker, and the marker. A special token has no bytes that text could have."""
+    """Return the rule of any text up to a marker, and the marker. A grammar has no bytes for an added token."""
     literal = tools.literal(end.lstrip())  # the text may end with the line break that a reader drops
     if literal.startswith("<["):
         return _line(name, f"/(?s:.*)/ {literal}")

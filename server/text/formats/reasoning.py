@@ -80,7 +80,11 @@ THOUGHT_FORMATS: Final = {each.name: each for each in sorted((*_ALL, CHANNELS), 
 def thoughts_of(template: str, tokens: Collection[str]) -> ThoughtFormat | None:
     """Return the format that a chat template mentions, or that a vocabulary has tokens for."""
     for each in _ALL:
-        if all(mark in template for mark in each.marks) if each.marks else any(map(template.__contains__, each.starts)):
+        if (
+            all(mark in template for mark in each.marks)
+            if each.marks
+            else any(map(template.__contains__, (*each.starts, *each.ends)))
+        ):
             return each
-    special = (each for each in _ALL if each.is_special or each is THINK)
+    special = (each for each in _ALL if each.is_special)
     return next((each for each in special if {*each.starts, *each.ends} <= set(tokens)), None)

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
-from server.models.served_model import build_model
+from server.config import GatewayConfig, parse
+from server.models.served_model import ServedModel, build_model
 from server.text.formats import FORMATS
-from server.text.formats.reasoning import THOUGHT_FORMATS
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post
 from worker.grammar import GrammarCompiler, GrammarConstraint
-from worker.wire import GenerateRequest, TokenizerBundle
+from worker.wire import GenerateRequest
 
 WEATHER: Any = {
     "type": "function",
@@ -118,7 +120,7 @@ FORMS: dict[str, tuple[str, str]] = {
         listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters", '"tool_call_id": "0", '),
     ),
     "deepseek_v3": (
-        f"{{{{ tools }}}}{{{{'{BEGIN}{CALL}' + tool['type'] + '{SEP}' + '\\n```json\\n'}}}}",
+        f"{{{{ tools }}}}{{{{'{BEGIN}{CALL}' + 'function' + '{SEP}' + '\\n```json\\n'}}}}",
         named(f"{CALL}function{SEP}", "\n```json\n", f"\n```{CALL_END}", (BEGIN, END), "\n"),
     ),
     "deepseek_v31": (f"{{{{ tools }}}}{BEGIN}{CALL}", named(CALL, SEP, CALL_END, (BEGIN, END))),
@@ -158,7 +160,7 @@ FORMS: dict[str, tuple[str, str]] = {
         named("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>", KIMI),
     ),
     "kimi_k3": (
-        "{{ tools }}{{- '<|open|>' + tag }}{{ '<|sep|>' }}",
+        "{{ tools }}{{- '<|open|>' + 'message' }}{{ '<|sep|>' }}",
         '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"'
         '<|sep|>Bonn<|close|>argument<|sep|><|open|>argument key="unit" type="string"<|sep|>C<|close|>argument<|sep|>'
         "<|close|>call<|sep|><|close|>tools<|sep|>",
@@ -186,8 +188,9 @@ FORMS: dict[str, tuple[str, str]] = {
     ),
 }
 """By format: a short template, and calls as a model that was trained on it writes them."""
+EXECUTOR = ThreadPoolExecutor(1)
+CONFIG = GatewayConfig(workers=("http://127.0.0.1:9",))
 ONE_CALL = ("gpt_oss", "kimi_k3", "step3")
-CONFIG_NAMES = tuple(FORMATS)
 
 
 def tokenizer_with(*special: str) -> Tokenizer:
@@ -219,7 +222,7 @@ async def test_required_calls_come_in_the_familys_own_form(name: str, special: b
         status, _, raw = await post(target.url, body)
         assert status == 200, raw
         _, _, stream = await post(target.url, {**body, "stream": True})
-        _, _, cards = await post(target.url, {**body, "tool_choice": named_choice("now")})
+        await post(target.url, {**body, "tool_choice": named_choice("now")})
     (choice,) = json.loads(raw)["choices"]
     calls = [each["function"] for each in choice["message"]["tool_calls"]]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
@@ -262,3 +265,167 @@ def follows(constraint: GrammarConstraint, token_ids: list[int]) -> int | None:
             return place
         constraint.advance(token_id)
     return None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_template_tells_the_format(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert model_of(chat_template=FORMS[name][0]).tool_format == FORMATS[name]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tools", "thoughts"),
+    [
+        (("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), "mistral_v11", "mistral"),
+        (("[TOOL_CALLS]",), "mistral", None),
+        ((BEGIN, END, SEP, "<think>", "</think>"), "deepseek_v31", None),
+        (("<|tool_call_start|>", "<|tool_call_end|>"), "lfm2", None),
+        (("<|channel|>", "<|message|>", "<|constrain|>"), "gpt_oss", "gpt_oss"),
+        (("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"), "gemma4", "gemma4"),
+        (("<tool_call>", "</tool_call>"), "unknown", None),
+    ],
+)
+def test_tokens_tell_the_format_where_the_template_does_not(
+    tokens: tuple[str, ...], tools: str, thoughts: str | None
+) -> None:
+    """But for the tokens of Qwen's vocabulary, which models with other formats have too."""
+    bundle = bundle_of(tokenizer_with(*tokens), chat_template="{{ tools }}")
+    model = build_model(bundle, EXECUTOR, CONFIG)
+    assert (model.tool_format.name if model.tool_format else "unknown") == tools
+    assert (model.thoughts and model.thoughts.name) == thoughts
+
+
+@pytest.mark.parametrize(
+    ("template", "thoughts"),
+    [
+        ("{{ messages }}", None),
+        ("<think>", "think"),
+        ("{{ content.split('</think>') }}", "think"),
+        ("<think></think><answer>", "hunyuan"),
+        ("<think></think><response>", "ernie"),
+        ("[THINK]", "mistral"),
+        ("<seed:think>", "seed_oss"),
+        ("<|channel>thought", "gemma4"),
+        ("<|START_THINKING|>", "command_a"),
+        ("Write your thoughts after 'Here is my thought process:'", "granite"),
+        ("{{ '<|open|>' + 'think' }}<|sep|>", "kimi_k3"),
+    ],
+)
+def test_a_template_tells_the_reasoning(template: str, thoughts: str | None) -> None:
+    model = model_of(chat_template=template)
+    assert (model.thoughts and model.thoughts.name) == thoughts
+
+
+UNKNOWN = "{{ tools }}{{ messages[0].content }}<<CALL>>"
+STRANGE = "Hm. <|call_start|>get_weather: Bonn<|call_end|> <tool_call>"
+
+
+async def test_an_unknown_format_passes_unharmed(caplog: pytest.LogCaptureFixture) -> None:
+    """Its special tokens show where there are tools, and only there. The log and /v1/models say so."""
+    tokenizer = tokenizer_with("<|call_start|>", "<|call_end|>", "<tool_call>")
+    ids = tokenizer.encode(STRANGE, add_special_tokens=False).ids
+    worker = ScriptedWorker(bundle_of(tokenizer, chat_template=UNKNOWN), reply=ids)
+    async with gateway(worker) as target:
+        assert [record.getMessage() for record in caplog.records if "--tool-parser" in record.getMessage()]
+        models = await listed_models(target.url)
+        _, _, raw = await post(target.url, chat(tools=[WEATHER]))
+        _, _, stream = await post(target.url, chat(tools=[WEATHER], stream=True))
+        _, _, plain = await post(target.url, chat())
+        await post(target.url, chat(tools=[WEATHER], tool_choice="required"))
+        await post(target.url, chat(tools=[WEATHER], tool_choice=named_choice("get_weather")))
+    [card] = models
+    assert (card["tool_parser"], card["reasoning_parser"]) == ("unknown", None)
+    assert json.loads(raw)["choices"][0]["message"]["content"] == STRANGE
+    deltas = [choice["delta"] for event in events(stream)[:-1] for choice in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == STRANGE
+    assert json.loads(plain)["choices"][0]["message"]["content"] == "Hm. get_weather: Bonn "
+    kinds = [request.sampling.grammar and request.sampling.grammar.kind for request in worker.received]
+    assert kinds == [None, None, None, "json_schema", "json_schema"]
+
+
+async def test_the_options_name_formats() -> None:
+    text = "[THINK]hm[/THINK]<tool_call>now</tool_call>"
+    worker = ScriptedWorker(bundle_of(trained_tokenizer(), chat_template=UNKNOWN), reply=ids_of(text))
+    async with gateway(worker, tool_parser="glm47", reasoning="mistral") as target:
+        models = await listed_models(target.url)
+        _, _, raw = await post(target.url, chat(tools=[NOW]))
+    [card] = models
+    assert (card["tool_parser"], card["reasoning_parser"]) == ("glm47", "mistral")
+    message = json.loads(raw)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["tool_calls"][0]["function"]["name"]) == ("hm", "now")
+
+
+@pytest.mark.parametrize(
+    ("line", "reasoning"),
+    [([], None), (["--reasoning"], "think"), (["--reasoning", "mistral"], "mistral"), (["--no-reasoning"], "none")],
+)
+def test_the_option_of_reasoning(line: list[str], reasoning: str | None) -> None:
+    assert parse(["--workers", "http://127.0.0.1:9", *line]).reasoning == reasoning
+
+
+@pytest.mark.parametrize("line", [["--reasoning", "other"], ["--no-reasoning", "mistral"], ["--tool-parser", "other"]])
+def test_an_unknown_format_is_refused_by_name(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--workers", "http://127.0.0.1:9", *line])
+    assert line[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["maybe", "inside"])
+@pytest.mark.parametrize("special", [False, True], ids=["texts", "tokens"])
+async def test_required_calls_may_follow_thoughts(begun: bool, special: bool) -> None:
+    """A prompt that has begun the reasoning asks for its end first."""
+    tokenizer = tokenizer_with(*(("<think>", "</think>") if special else ()))
+    template = "{{ tools }}{# <tool_call> <think> #}" + ("{{ '<think>' }}" if begun else "")
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"{'' if begun else '<think>'}a <tool_call> or not?</think>\n\n{call}"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    worker = ScriptedWorker(bundle_of(tokenizer, chat_template=template), reply=ids)
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(tools=[NOW], tool_choice=named_choice("now")))
+    (choice,) = json.loads(raw)["choices"]
+    assert choice["finish_reason"] == "stop", "as OpenAI's for a named function"
+    assert choice["message"]["reasoning_content"] == "a <tool_call> or not?"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    await check_grammar(worker, worker.received[0], taken=text, refused="Now then.</think>Well")
+    if not begun:
+        await check_grammar(worker, worker.received[0], taken=call, refused="Well")
+
+
+async def test_workers_without_lark_get_a_list_of_calls() -> None:
+    """As other engines' adapters: a JSON schema is what they all take."""
+    reply = ids_of('[{"name": "now", "parameters": {}}]')
+    bundle = bundle_of(trained_tokenizer(), chat_template=FORMS["hermes"][0])
+    worker = ScriptedWorker(bundle, reply=reply, unsupported=("grammar:grammar",))
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(tools=[NOW], tool_choice="required"))
+    assert json.loads(raw)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+    grammar = worker.received[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+
+
+async def test_a_template_without_tools_is_read_in_both_forms() -> None:
+    """Its prompt asks for Hermes' form, and the model may write its own."""
+    template = f"{{{{ messages[0].content }}}}{{# {BEGIN} #}}"
+    for text in ('<tool_call>{"name": "now", "arguments": {}}</tool_call>', FORMS["deepseek_v31"][1]):
+        worker = ScriptedWorker(bundle_of(trained_tokenizer(), chat_template=template), reply=ids_of(text))
+        async with gateway(worker) as target:
+            _, _, raw = await post(target.url, chat(tools=[WEATHER, NOW]))
+        message = json.loads(raw)["choices"][0]["message"]
+        assert message["tool_calls"][-1]["function"]["name"] == "now"
+        assert message["content"] is None
+
+
+async def listed_models(url: str) -> list[dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
+        cards: list[dict[str, Any]] = (await response.json())["data"]
+        return cards
+
+
+def model_of(**changes: Any) -> ServedModel:
+    return build_model(bundle_of(trained_tokenizer(), **changes), EXECUTOR, CONFIG)
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = trained_tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
