@@ -80,7 +80,7 @@ def text_rules(
 ) -> TextRules:
     """Return how tokens become text. `markers`: texts of special tokens that a parser has to see.
 
-    `shows_special`: whatever the client says, all special tokens show.
+    `shows_special`: all special tokens show, for any client.
     """
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(

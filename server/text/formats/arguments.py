@@ -48,9 +48,9 @@ class Tags:
     trims: bool = False
     """A line break at either end of a value is not part of it."""
     line: str = ""
-    """A grammar writes it after each argument, and between a key and a value that begins with a text of its own."""
+    """The text that a grammar writes after each argument, and before a value with a beginning of its own."""
     attribute: str = ""
-    """What a key says of its value: `type`, or whether it is a `string`."""
+    """The attribute of a key that gives the type: `type`, or `string` for whether it is one."""
 
     @property
     def opening(self) -> str:

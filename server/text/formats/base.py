@@ -25,7 +25,7 @@ Finding = Generator[None, None, str]
 
 
 class TextReader(ABC):
-    """The text of one choice, as far as it has arrived and is not read yet."""
+    """The text of one choice that has arrived and is not read yet."""
 
     def __init__(self, tool_names: frozenset[str], schemas: Mapping[str, Any]) -> None:
         self.tool_names = tool_names
@@ -34,7 +34,7 @@ class TextReader(ABC):
         self.text = ""
         self.num_chars = 0
         self.ended = False
-        """No more text follows."""
+        """True: the text is complete."""
         self.thinking = False
         self.answer_start = 0
         """Number of characters known to belong to reasoning."""
@@ -209,7 +209,7 @@ class TextReader(ABC):
 
 
 class GrammarTools(Protocol):
-    """What a grammar of calls is made of: rules in Lark."""
+    """The parts of a grammar of calls, in Lark."""
 
     @property
     def parallel(self) -> bool:

@@ -36,7 +36,7 @@ class Written:
     is_list: bool = False
     """A section holds a JSON list of call objects."""
     keys: tuple[str, ...] = ("name", "arguments")
-    """Of a call object. An empty name: the tool's name is the key of its arguments."""
+    """The keys of a call object. An empty name: the tool's name is the key of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)

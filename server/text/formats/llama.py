@@ -50,7 +50,7 @@ def _read(reader: TextReader) -> Reading:
 
 
 def _read_cut(reader: TextReader, body: str) -> None:
-    """Read a call that the end of the answer cuts before its arguments, or one with its keys in another order."""
+    """Read a call that is cut before its arguments, or one with its keys in another order."""
     name = cut_name(body)
     if name not in reader.tool_names:
         return

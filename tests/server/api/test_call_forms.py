@@ -321,7 +321,7 @@ STRANGE = "Hm. <|call_start|>get_weather: Bonn<|call_end|> <tool_call>"
 
 
 async def test_an_unknown_format_passes_unharmed(caplog: pytest.LogCaptureFixture) -> None:
-    """Its special tokens show where there are tools, and only there. The log and /v1/models say so."""
+    """Its special tokens show where there are tools, and only there. The log and /v1/models name it."""
     tokenizer = tokenizer_with("<|call_start|>", "<|call_end|>", "<tool_call>")
     ids = tokenizer.encode(STRANGE, add_special_tokens=False).ids
     worker = ScriptedWorker(bundle_of(tokenizer, chat_template=UNKNOWN), reply=ids)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (DeepSeek's and StepFun's markers have a wide bar)
-"""What each family's model card, chat template or engine documents: read right, whole and at every cut."""
+"""Outputs that model cards, chat templates and engines document: read right, whole and at every cut."""
 
 from __future__ import annotations
 
