@@ -12,28 +12,40 @@ from benchmarks.progress import elapsed
 from worker.common.extras import missing_extra
 
 HAVE_A_BAR: Final = {"replay", "route"}
-NOT_BENCHES: Final = {"__main__", "progress", "report"}
+NOT_BENCHES: Final = {"__main__", "device_rates", "private_redis", "progress", "random_model", "report", "requantised"}
+FOLDER: Final = Path(__file__).parent
+PACKAGES: Final = {"benchmarks": FOLDER, "benchmarks.dev": FOLDER / "dev"}
+"""The wheel has only the first."""
 
 
-def names() -> list[str]:
-    """Every module of this package that is a bench: it has `main(argv) -> exit code`."""
-    modules = pkgutil.iter_modules([str(Path(__file__).parent)])
-    return sorted(module.name for module in modules if not module.ispkg and module.name not in NOT_BENCHES)
+def modules() -> dict[str, str]:
+    """Return the module of each bench: it has `main(argv) -> exit code`."""
+    found = [
+        (module.name, f"{package}.{module.name}")
+        for package, folder in PACKAGES.items()
+        for module in pkgutil.iter_modules([str(folder)])
+        if not module.ispkg and module.name not in NOT_BENCHES
+    ]
+    return dict(sorted(found))
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] not in names():
-        print(f"usage: headstart bench {{{','.join(names())}}} [--json] [--plot FILE] [OPTIONS]", file=sys.stderr)
+    benches = modules()
+    if not argv or argv[0] not in benches:
+        print(f"usage: headstart bench {{{','.join(benches)}}} [--json] [--plot FILE] [OPTIONS]", file=sys.stderr)
+        if argv and not PACKAGES["benchmarks.dev"].is_dir():
+            print(f"not installed: clone the repository and run `make bench ARGS={argv[0]}` there", file=sys.stderr)
         return 2
+    name, *arguments = argv
     try:
-        module = importlib.import_module(f"benchmarks.{argv[0]}")
+        module = importlib.import_module(benches[name])
     except ImportError as error:
-        print(f"headstart bench {argv[0]}: {missing_extra(error)}", file=sys.stderr)
+        print(f"headstart bench {name}: {missing_extra(error)}", file=sys.stderr)
         return 2
-    if argv[0] in HAVE_A_BAR:
-        return int(module.main(argv[1:]))
-    with elapsed(f"headstart bench {argv[0]} is measuring"):
-        return int(module.main(argv[1:]))
+    if name in HAVE_A_BAR:
+        return int(module.main(arguments))
+    with elapsed(f"headstart bench {name} is measuring"):
+        return int(module.main(arguments))
 
 
 if __name__ == "__main__":

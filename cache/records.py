@@ -77,7 +77,7 @@ class WorkerMember:
     Another order counts as the first.
     """
     unsupported: tuple[str, ...] = ()
-    """Features of requests that it cannot serve (`worker.wire.required_features`); none at our own engine."""
+    """Features of requests that it cannot serve (`worker.common.features`); none at the built-in engine."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it serves, by name."""
     layout: str = ""

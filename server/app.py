@@ -31,7 +31,7 @@ from server.metrics import GatewayMetrics
 from server.schema.decoding import MAX_VALUES, require_json
 
 ID_BYTES: Final = 8
-"""Bytes of a token id in a body, up to 999,999, with its comma and a space."""
+"""Maximum bytes per token id in JSON ("999999, ")."""
 
 
 class PublicApi:
@@ -71,7 +71,7 @@ class PublicApi:
         ]
 
     def max_body_bytes(self) -> int | None:
-        """Return what the largest context of the served models can need, with token ids in their longest spelling."""
+        """Return the largest useful body for the served models, with token ids in their longest spelling."""
         text = self._models.batch_text_limit().num_bytes
         return None if text is None else text + ID_BYTES * MAX_VALUES
 
@@ -82,7 +82,7 @@ class PublicApi:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Answer 200 when a request would find a worker."""
+        """Return 200 if at least one worker can serve a request."""
         if self.draining:
             raise UnavailableError("This gateway is draining.", retry_after_s=1.0)
         known = {model.name for _, model in self._models.names()}
@@ -93,7 +93,7 @@ class PublicApi:
 
 
 class HotRoutes:
-    """Innermost middleware: takes POSTs to exactly these paths straight to their endpoint, past the scan of routes."""
+    """Innermost middleware: sends POSTs to these exact paths to their endpoint, without a scan of the routes."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
         self._app = app
@@ -108,7 +108,7 @@ class HotRoutes:
 
 
 def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
-    """Return what lets pages of these origins call the API; `*` stands for any. Preflights need no key."""
+    """Return the middleware that allows pages of these origins to call the API; `*` is any. Preflights need no key."""
     if not origins:
         return []
     methods, exposed = ("GET", "POST"), ("x-request-id", "retry-after", "retry-after-ms", "openai-processing-ms")

@@ -39,7 +39,7 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic's types of errors by status. The other statuses of clients are bad requests, those of ours api_error."""
+"""Anthropic's types of errors by status. Other 4xx are invalid_request_error, other 5xx api_error."""
 
 
 class ApiError(Exception):
@@ -51,7 +51,7 @@ class ApiError(Exception):
     default_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = (JSON_HEADERS,)
 
     def __init_subclass__(cls, status: int = 0, type: str = "", code: str = "", header: str = "") -> None:
-        """`header` is one that every such answer has; what is not given is inherited."""
+        """`header`: one that every such answer has. Missing values are inherited."""
         cls.status, cls.type, cls.default_code = status or cls.status, type or cls.type, code or cls.default_code
         if header:
             name, _, value = header.encode().partition(b": ")
@@ -67,7 +67,7 @@ class ApiError(Exception):
         headers: tuple[tuple[bytes, bytes], ...] = (),
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`details`: what Anthropic's SDKs read of an error; OpenAI's errors have no such field."""
+        """`details`: read by Anthropic's SDKs; OpenAI's errors have no such field."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -95,7 +95,7 @@ class InvalidRequestError(ApiError, status=400, type=_REQUEST_ERROR):
 
 
 class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
-    """The prompt and `max_tokens` do not fit the model's context. Clients know it by the sentence of their API."""
+    """The prompt and `max_tokens` do not fit the model's context. Clients recognise it by the sentence of their API."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
         is_of_model: bool = True,
         param: str | None = None,
     ) -> None:
-        """`num_tokens`: the prompt's tokens, as far as they were counted.
+        """`num_tokens`: the prompt's tokens that were counted.
 
         `is_of_model`: False if `max_model_len` is the longest of all contexts (None: no model is known yet).
         """
@@ -119,9 +119,9 @@ class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
         self._max_model_len = max_model_len
 
     def for_messages(self) -> str:
-        """Return Anthropic's sentence, by which agents know that they have to shorten the conversation.
+        """Return Anthropic's sentence, by which agents recognise that they have to shorten the conversation.
 
-        The first number is above the second one also where not all tokens were counted.
+        The first number exceeds the second one even if not all tokens were counted.
         """
         if self._max_model_len is None:
             return "prompt is too long: it has more tokens than a context holds"
@@ -171,7 +171,7 @@ class OverloadedError(
 
 
 class InternalError(ApiError, code="internal_error", header="x-should-retry: false"):
-    """Our bug, or a poison request: clients must not retry."""
+    """A bug, or a poison request: clients must not retry."""
 
 
 class WorkerLostError(ApiError, status=503, code="worker_lost"):
@@ -198,7 +198,7 @@ class HttpVersionError(ApiError, status=505, type=_REQUEST_ERROR, code="http_ver
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the ApiError that stands for any exception. An unknown one reveals nothing of our insides."""
+    """Return the ApiError that stands for any exception. An unknown exception reveals no internals."""
     match error:
         case ApiError():
             return error
@@ -221,10 +221,10 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def forget(error: BaseException) -> None:
-    """Free what an answered exception holds: the frames of its traceback, and the exceptions behind it.
+    """Free what an answered exception holds: the frames of its traceback, and its causes.
 
-    A frame that has its exception in a variable is a cycle, as a group is that causes its own member. The collector
-    counts objects, not bytes: until it comes, such cycles would hold the bodies of many requests.
+    A frame with its exception in a variable is a cycle; so is a group that causes its own member. The collector counts
+    objects, not bytes: until it runs, such cycles would hold the bodies of many requests.
     """
     errors = [error]
     while errors:
@@ -235,7 +235,7 @@ def forget(error: BaseException) -> None:
 
 
 def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """Return the status and the body of an error as Anthropic has them: 529 for our 503, and the field in the text."""
+    """Return the status and the body of an error in Anthropic's shape: 529 for 503, and the field in the text."""
     status = 529 if error.status == 503 else error.status
     kind = _ANTHROPIC_TYPES.get(status, _REQUEST_ERROR if status < 500 else "api_error")
     if isinstance(error, ContextLengthError):
@@ -250,7 +250,7 @@ def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
 
 
 def responses_error(error: ApiError) -> ApiError:
-    """Return an error as /v1/responses says it."""
+    """Return an error in the words of /v1/responses."""
     return error.for_responses() if isinstance(error, ContextLengthError) else error
 
 

@@ -1,7 +1,7 @@
-"""Sharing the event loop: long work in slices, background tasks that start again, and how late the loop is.
+"""Sharing the event loop: long work in slices, background tasks that are restarted, and the delay of the loop.
 
 Long work is a generator: at each `yield` it may rest. `run_sliced` gives the loop a turn whenever a slice is used up,
-`run_now` runs the work through. A thread would be no help: Python code holds the GIL there too.
+`run_now` runs the work without a pause. A thread would not help: Python code holds the GIL there too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLICE_S: Final = 0.005
 SAMPLE_S: Final = 0.01
 RESTART_PAUSE_S: Final = 1.0
 COLLECTED_BYTES: Final = 256 << 20
-"""A collection takes some milliseconds, and so many bytes take a second to arrive and be read."""
+"""A collection takes some milliseconds; these bytes take a second to arrive and be read."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -35,14 +35,14 @@ class TimeSlice:
         self._until_s = time.perf_counter() + SLICE_S
 
     async def rest(self) -> None:
-        """Let others run if the slice is used up."""
+        """Yield to other tasks if the slice is used up."""
         if time.perf_counter() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = time.perf_counter() + SLICE_S
 
 
 async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield the items, with a rest between two of them whenever the slice is used up."""
+    """Yield the items. Rest between two of them when the slice is used up."""
     time_slice = TimeSlice()
     for item in items:
         yield item
@@ -51,32 +51,30 @@ async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
 
 async def run_sliced(steps: Steps[T]) -> T:
     """Return the result of `steps`, run slice by slice."""
-    until_s = time.perf_counter() + SLICE_S
-    while True:
-        try:
+    time_slice = TimeSlice()
+    try:
+        while True:
             next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        if time.perf_counter() >= until_s:
-            await asyncio.sleep(0)
-            until_s = time.perf_counter() + SLICE_S
+            await time_slice.rest()
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 def run_now(steps: Steps[T]) -> T:
     """Return the result of `steps`, run without a rest."""
-    while True:
-        try:
+    try:
+        while True:
             next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 class ByteCollector:
-    """Runs the garbage collector after so many bytes of bodies: by itself it counts objects alone.
+    """Runs the garbage collector after `max_bytes` of bodies: by itself it only counts objects.
 
-    Requests leave no cycles. Should one do so, its body is freed before many others have come.
+    Requests leave no cycles. If one does, its body is freed before many others arrive.
     """
 
     __slots__ = ("_max_bytes", "_num_bytes")
@@ -118,7 +116,7 @@ async def keep_running(
 
 
 async def sample_delay(observe: Callable[[float], None]) -> None:
-    """Observe how much later than asked for the loop wakes this task, for ever."""
+    """Observe how late the loop wakes this task. Never returns."""
     while True:
         due_s = time.monotonic() + SAMPLE_S
         await asyncio.sleep(SAMPLE_S)

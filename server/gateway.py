@@ -72,9 +72,9 @@ FOLLOW_INTERVAL_S: Final = 0.1
 SHUTDOWN_NOTICE_S: Final = 1.0
 """The last part of the drain grace, in which open answers end with an error."""
 NUM_THREADS: Final = 2
-"""Threads that tokenise long texts, which releases the GIL."""
+"""Threads that tokenise long texts: the library releases the GIL."""
 GC_THRESHOLD: Final = 20_000
-REFUSED: Final = 2
+BAD_USAGE: Final = 2
 
 
 class Gateway:
@@ -238,7 +238,7 @@ def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None
 
 
 def _freeze_gc() -> None:
-    """Take what lives as long as the process from the collector, and let it look less often at open streams."""
+    """Freeze long-lived objects and run the garbage collector less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 20)
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 runner.run(_serve(config, public, ops))
     except (ValueError, OSError) as error:
         print(f"headstart gateway: {error}", file=sys.stderr)
-        return REFUSED
+        return BAD_USAGE
     return 0
 
 

@@ -1,6 +1,6 @@
 """The gateway's Prometheus metrics. Names and labels are a contract with dashboards and alerts.
 
-Label values come from our own code only, never from a client. Counters and histograms are plain numbers of the event
+Label values never come from a client. Counters and histograms are plain numbers of the event
 loop, exported at the scrape: a request changes many of them.
 """
 
@@ -33,11 +33,11 @@ _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 
 
 PLACES: Final = ("pool", *get_args(Tier), "peer")
-"""Where a worker may have a prompt's cached blocks from."""
+"""The places from which a worker may take cached blocks."""
 
 
 def known_places(loaded_tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return what a worker says that it loaded, without places that we do not know."""
+    """Return the tokens that a worker reports as loaded, without unknown places."""
     return {place: loaded_tokens[place] for place in PLACES[1:] if loaded_tokens.get(place, 0) > 0}
 
 
@@ -70,7 +70,7 @@ class Metric(Collector):
         registry.register(self)
 
     def start(self, *values: object) -> None:
-        """Export these values of the one label from zero on: an alert on the first increase needs it."""
+        """Export these values of the only label with zero: an alert on the first increase needs it."""
         for value in values:
             self._series[value,]
 
@@ -196,7 +196,7 @@ class GatewayMetrics:
         self.index_events = metric(
             "index_events", "Lookups without an answer in time, and invalid records in Redis.", "event"
         )
-        self.drops = metric("requests_dropped", "Requests that were refused or broke off, by error code.", "reason")
+        self.drops = metric("requests_dropped", "Requests that were refused or ended early, by error code.", "reason")
         self.task_failures = metric("task_failures", "Background tasks that failed and were started again.", "task")
         self.loop_delay_s = metric(
             "event_loop_delay_seconds",
@@ -242,7 +242,7 @@ class GatewayMetrics:
             self._answer_sizes.observe(num_output_tokens, model)
 
     def count_prompt(self, promised: int, cached: int, loaded: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Compare the index's promise with what the worker found; `loaded` of it came from elsewhere than its pool."""
+        """Compare the index's promise with the worker's finding. `loaded`: tokens from outside its pool, by place."""
         self._promised_tokens.inc(by=promised)
         self.cached_tokens.inc(by=cached)
         self._placed_tokens.inc("pool", by=max(0, cached - sum(loaded.values())))
@@ -252,7 +252,7 @@ class GatewayMetrics:
             self._promise_errors.inc("too_much" if promised > cached else "too_little", by=abs(promised - cached))
 
     def correct_prompt(self, guessed: int, cached: int) -> None:
-        """Take the engine's count in the place of its worker's guess, which was counted as found."""
+        """Replace the worker's guess, which was counted as found, by the engine's count."""
         self.cached_tokens.inc(by=max(0, cached - guessed))
         self._placed_tokens.inc("pool", by=max(0, cached - guessed))
         if guessed != cached:

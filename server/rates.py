@@ -26,7 +26,7 @@ class TokenBucket:
     def take(self, now_s: float, amount: float = 1.0) -> float:
         """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
 
-        A full bucket grants more than its capacity, and is overdrawn by it.
+        A full bucket grants more than its capacity, and is then overdrawn.
         """
         level = self.level(now_s)
         needed = min(amount, self.capacity)
@@ -36,7 +36,7 @@ class TokenBucket:
         return 0.0
 
     def add(self, now_s: float, amount: float) -> None:
-        """Add tokens, or draw what has already been used when `amount` is negative."""
+        """Add tokens; a negative `amount` draws tokens that were already used."""
         self._level = min(self.capacity, self.level(now_s) + amount)
         self._updated_s = now_s
 
@@ -52,7 +52,7 @@ class DecayedSum:
         self._at_s = 0.0
 
     def add(self, amount: float, now_s: float) -> None:
-        """Add `amount` at `now_s`, which may lie before that of an earlier call."""
+        """Add `amount` at `now_s`, which may be before that of an earlier call."""
         if now_s >= self._at_s:
             self._value = self.at(now_s) + amount
             self._at_s = now_s

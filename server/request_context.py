@@ -43,7 +43,7 @@ class Trace:
 
     @contextmanager
     def child(self, name: str, part: str | None = None, **options: Any) -> Iterator[Trace]:
-        """Record a span below this one, which itself begins with `part`; `options` are OpenTelemetry's."""
+        """Record a child span, which begins with a span `part`. `options` are OpenTelemetry's."""
         span = self._tracer.start_span(name, self._context, **options)
         child = Trace(self._tracer, span)
         child.begin_part(part)
@@ -60,7 +60,7 @@ class Trace:
             span.end()
 
     def begin_part(self, name: str | None) -> None:
-        """End the open part of this span; begin the next, unless there is none."""
+        """End the open part of this span, and begin the next, if any."""
         if self._part is not None:
             self._part.end()
         self._part = None if name is None else self._tracer.start_span(name, self._context)
@@ -95,16 +95,16 @@ class RequestContext:
     key_headers: Callable[[], list[tuple[bytes, bytes]]] = list
     """Returns the headers on the limits of the request's key."""
     worker: str = ""
-    """The worker that took the request; several, joined by commas, when it had several prompts."""
+    """The worker of the request; for several prompts their workers, joined by commas."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     removed_line: str = ""
-    """The rule by which a line of the agent's was removed from the prompt."""
+    """The rule by which an agent's line was removed from the prompt."""
     trace: Trace | None = None
     """None: not traced, or not sampled."""
     unsampled: Mapping[str, str] = field(default_factory=dict)
-    """Tells workers not to trace a request that is not sampled: they would begin a trace of their own."""
+    """A trace context that is not sampled, for workers: without it they would begin their own trace."""
 
     def begin_trace(self, tracing: Tracing, scope: Scope) -> None:
         path, names = scope["path"], (b"traceparent", b"tracestate")

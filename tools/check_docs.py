@@ -179,7 +179,7 @@ def is_name(name: str, sources: str) -> bool:
         return exists(name)
     if DOTTED.match(name):
         return is_defined(name)
-    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", sources) is not None
+    return all(re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", sources) for part in name.split("."))
 
 
 def said(source: str) -> Iterator[tuple[int, str]]:

@@ -115,13 +115,16 @@ def findings(file: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_test:
             yield from in_literal(node.value, node.lineno)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            if len(node.name) > MAX_TEST_NAME:
-                yield node.lineno, f"a test's name of {len(node.name)} characters: put the sentence in the docstring"
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_long_test(node.name):
+            yield node.lineno, f"a test's name of {len(node.name)} characters: put the sentence in the docstring"
     with file.open("rb") as source:
         for token in tokenize.tokenize(source.readline):
             if token.type == tokenize.NAME:
                 yield from banned_words(token.string.replace("_", " "), token.start[0])
+
+
+def _is_long_test(name: str) -> bool:
+    return name.startswith("test_") and len(name) > MAX_TEST_NAME
 
 
 def in_page(text: str) -> Iterator[tuple[int, str]]:

@@ -32,7 +32,7 @@ class WorkerConfig(SharedConfig):
 
     model: str = _model("", "a GGUF file, a folder with safetensors, or a Hugging Face id")
     served_model_name: str | None = _model(None, "the name that clients use (default: the model's own)")
-    task: Task = _model("auto", "generate or embed texts; auto: as the model's pooling file says (auto)", choices=TASKS)  # noqa: RUF009 (a field)
+    task: Task = _model("auto", "generate or embed texts; auto: by the model's pooling file (auto)", choices=TASKS)  # noqa: RUF009 (a field)
     device: str = _model("auto", "cpu, cuda, cuda:1 ... (default: cuda when there is one)")
     local_rank: int = _model(0, "this worker's number on this machine, from 0 (default 0)", least=0)
     local_world_size: int = _model(1, "workers that share this machine's GPUs (default 1)")
@@ -46,6 +46,9 @@ class WorkerConfig(SharedConfig):
     max_model_len: int | None = _model(
         None, "tokens of the longest prompt and answer together (default: the model's)", type=int
     )
+    generation_config: str = _model(
+        "auto", "sampling defaults: auto: the model's own, none, or a folder's generation_config.json (auto)"
+    )
     threads: int | None = _model(None, "CPU threads (default: torch's)", type=int)
     port: int = _net(8100, "port; 0 takes a free one (default 8100)", least=0, most=MAX_PORT)
     advertise_url: str | None = _net(None, "where gateways reach this worker (default: from --host)", "URL")
@@ -58,18 +61,22 @@ class WorkerConfig(SharedConfig):
     engine_ca: str | None = _engine(None, "the authority of its certificate (default: the system's)", "FILE")
     engine_rank: int | None = _engine(None, "its data-parallel rank, where it has several", type=int, least=0)
     events: str = _engine(
-        "auto", "its cache events: a ZMQ endpoint, auto: as it says, or none: no prefix is known (auto)", "ENDPOINT"
+        "auto",
+        "its cache events: a ZMQ endpoint, auto: the one it reports, or none: no prefix is known (auto)",
+        "ENDPOINT",
     )
-    events_replay: str | None = _engine(None, "where it repeats lost events (default: as it says)", "ENDPOINT")
+    events_replay: str | None = _engine(
+        None, "where it repeats lost events (default: the address it reports)", "ENDPOINT"
+    )
     events_topic: str = _engine(
         "", "the topic of its events, with an endpoint", deprecated="every topic of the endpoint will be read"
     )
-    events_exposed: bool = _engine(False, "let the events, which hold every prompt, cross the network")
+    events_exposed: bool = _engine(False, "allow the events, which hold every prompt, to cross the network")
     tokenizer: str | None = _engine(None, "a folder or Hugging Face id (default: what the engine has loaded)")
     revision: str | None = _engine(None, "the model's revision, the same at all its workers (default: from the files)")
     block_size: int = _cache(16, "tokens in a block (default 16)")
     num_blocks: int | None = _cache(
-        None, "blocks in the pool, the null block included (default: as --kv-cache-memory says)", type=int
+        None, "blocks in the pool, the null block included (default: by --kv-cache-memory)", type=int
     )
     kv_cache_memory: int | None = _cache(
         None, "size of the pool, e.g. 4G (default: from free memory)", "SIZE", type=num_bytes
@@ -134,16 +141,16 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
         if (self.kv_disk is not None or self.kv_host_memory) and self.engine != "headstart":
             raise ValueError(
-                "--kv-disk and --kv-host-memory are for our own engine: give the other one its own options"
+                "--kv-disk and --kv-host-memory are for the built-in engine: use the options of the other engine"
             )
         if (self.kv_disk is not None or self.kv_host_memory) and self.prefix_cache != "hash":
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if self.speculate and self.engine != "headstart":
-            raise ValueError("--speculate is for our own engine: give the other one its own option")
+            raise ValueError("--speculate is for the built-in engine: use the option of the other engine")
         if (self.engine == "headstart") != (self.engine_url == ""):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
         if self.task == "embed" and self.engine != "headstart":
-            raise ValueError("--task embed is for our own engine: the other one generates text here")
+            raise ValueError("--task embed is for the built-in engine: other engines generate text here")
         if self.engine_url and not self.engine_url.startswith(("http://", "https://")):
             raise ValueError(f"--engine-url must begin with http:// or https://, got {self.engine_url!r:.200}")
 

@@ -1,7 +1,7 @@
 """Embeddings: whether a model makes them, and how the hidden states of a text become one.
 
-The files are those of sentence-transformers. `modules.json` lists the steps after the model, such as `1_Pooling`, whose
-own config.json says which hidden states count, and `2_Normalize`.
+The files are those of sentence-transformers. `modules.json` lists the steps after the model, such as `1_Pooling`
+and `2_Normalize`. The config.json of `1_Pooling` names the hidden states that count.
 """
 
 from __future__ import annotations

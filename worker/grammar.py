@@ -58,7 +58,7 @@ class GrammarConstraint:
         return mask
 
     def allowed_along(self, draft_ids: Sequence[int]) -> list[object]:
-        """Return the masks of `allowed` now and after each draft token, as far as the grammar goes on."""
+        """Return the masks of `allowed` now and after each draft token, until the grammar ends."""
         masks = [self.allowed()]
         with _panics_are_errors():
             scout = GrammarConstraint(self._matcher.deep_copy())  # what goes wrong ahead is no error of the choice

@@ -7,7 +7,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -23,13 +23,15 @@ from cache.store import BlockStore
 from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
-from worker.attention.block_copier import make_copier
+from worker.attention.block_copier import BlockCopier, make_copier
 from worker.common.sockets import is_loopback
 from worker.config import WorkerConfig, default_step_tokens
+from worker.contracts.engine import EngineSinks, EventPublisher
+from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner, SamplingRow, SequenceStep, Step
-from worker.embedding import find_pooling
+from worker.embedding import Pooling, find_pooling
 from worker.engine.engine import EngineCore
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
@@ -39,10 +41,11 @@ from worker.model.dtype import choose_dtype
 from worker.model.load import LoadedModel, load_model
 from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that_fit, working_bytes
 from worker.runner.model_runner import ModelRunner
+from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation, StepCost
 from worker.tokenizer_bundle import build_bundle
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, gateway_token
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle, gateway_token
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,25 @@ _SLAB_BYTES: Final = 1 << 30
 _WARM_UP_TOKENS: Final = 256
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadedParts:
+    """The loaded parts that the engine is built from."""
+
+    config: WorkerConfig
+    model: LoadedModel
+    runner: ModelRunner
+    num_blocks: int
+    bundle: TokenizerBundle
+    limits: BatchLimits
+    rate: PrefillRate
+    pooling: Pooling | None
+
+    @property
+    def namespace(self) -> str:
+        bundle = self.bundle
+        return Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint
+
+
 def build_engine(
     config: WorkerConfig,
     url: str,
@@ -61,36 +83,51 @@ def build_engine(
     metrics: WorkerMetrics,
     report: Callable[[str], None],
     tls: ssl.SSLContext | None = None,
+    sinks: EngineSinks | None = None,
 ) -> EngineCore:
     """Load the model and build the engine over it; `report` receives the progress. `tls` is for calls to peers.
 
     Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
     """
-    bound_primitives()
+    sinks, mailbox = sinks or EngineSinks(), Mailbox()
+    parts = _load_parts(config, report)
+    allocator = _make_allocator(parts)
+    transfers = _make_transfers(parts, allocator, metrics, mailbox, sinks.publisher, tls)
+    speculation = None
+    if config.speculate:
+        speculation = Speculation(config.speculate, StepCost(parts.rate.seconds(1), parts.rate.step_tokens))
+    fetcher = None if transfers is None else transfers.fetches
+    scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation, fetcher)
+    metrics.add_vllm_names(parts.bundle.model)
+    report(f"{parts.num_blocks} blocks of {config.block_size} tokens, prefill {parts.rate.tokens_per_s:.0f} tokens/s")
+    return EngineCore(
+        scheduler,
+        parts.runner,
+        parts.rate,
+        parts.bundle,
+        _make_member(parts, url, worker_id, transfers),
+        metrics,
+        config.async_scheduling,
+        max_step_s=config.max_step_s,
+        transfers=transfers,
+        pooling=parts.pooling,
+        mailbox=mailbox,
+        sinks=sinks,
+    )
+
+
+def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedParts:
+    """Load the model, size the pool, and measure the prefill rate."""
+    limit_onednn_cache()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    report("loading the model")
-
-    def on_layer(done: int, total: int) -> None:
-        if 10 * done // max(1, total) > 10 * (done - 1) // max(1, total):  # every tenth of the layers
-            report(f"loading layer {done} of {total}")
-
-    device = device_of(config)
-    dtype, weights = choose_dtype(config.dtype, device), cast(WeightForm, config.weights)
-    options = LoadOptions(
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        deterministic=config.deterministic,
-        max_model_len=config.max_model_len,
-    )
-    model = load_model(config.model, options, on_layer)
+    model = _load_model(config, report)
     pooling = find_pooling(config.task, model.checkpoint.path)
     num_blocks = num_pool_blocks(config, model)
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
     limits = config.limits(max_model_len, default_step_tokens(model.device.type, model.options.dtype))
-    bundle = build_bundle(model, block_size=config.block_size, max_model_len=max_model_len)
+    bundle = build_bundle(model, config.generation_config, block_size=config.block_size, max_model_len=max_model_len)
     if config.served_model_name is not None:
         bundle = replace(bundle, model=config.served_model_name)
     runner = ModelRunner(
@@ -102,72 +139,76 @@ def build_engine(
     )
     report("measuring the prefill rate")
     rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
-    window_size = None
-    if config.prefix_cache == "off" and (window := model.config.attention.longest_window) is not None:
-        window_size = window + limits.max_step_tokens
-    allocator = make_allocator(config.prefix_cache, num_blocks, config.block_size, window_size)
-    speculation = None
-    if config.speculate:
-        speculation = Speculation(config.speculate, StepCost(rate.seconds(1), rate.step_tokens))
-    scheduler = Scheduler(allocator, limits, bundle.eos_token_ids, speculation)
-    namespace = Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint
-    transfers = make_transfers(config, model, runner, allocator, namespace, rate, metrics, tls)
+    return _LoadedParts(config, model, runner, num_blocks, bundle, limits, rate, pooling)
+
+
+def _load_model(config: WorkerConfig, report: Callable[[str], None]) -> LoadedModel:
+    report("loading the model")
+
+    def on_layer(done: int, total: int) -> None:
+        if 10 * done // max(1, total) > 10 * (done - 1) // max(1, total):  # every tenth of the layers
+            report(f"loading layer {done} of {total}")
+
+    device = device_of(config)
+    options = LoadOptions(
+        dtype=choose_dtype(config.dtype, device),
+        device=device,
+        weights=cast(WeightForm, config.weights),
+        deterministic=config.deterministic,
+        max_model_len=config.max_model_len,
+    )
+    return load_model(config.model, options, on_layer)
+
+
+def _make_allocator(parts: _LoadedParts) -> Allocator:
+    config, window_size = parts.config, None
+    if config.prefix_cache == "off" and (window := parts.model.config.attention.longest_window) is not None:
+        window_size = window + parts.limits.max_step_tokens
+    return make_allocator(config.prefix_cache, parts.num_blocks, config.block_size, window_size)
+
+
+def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTransfers | None) -> WorkerMember:
+    """Return the signed registry entry."""
+    config, bundle = parts.config, parts.bundle
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),
         url=url,
         model=bundle.model,
-        namespace=namespace,
-        numerics=runner.numerics,
+        namespace=parts.namespace,
+        numerics=parts.runner.numerics,
         block_size=config.block_size,
-        max_model_len=max_model_len,
+        max_model_len=bundle.max_model_len,
         protocol=PROTOCOL_VERSION,
         epoch_started_ms=time.time_ns() // 1_000_000,
         oldest_protocol=OLDEST_PROTOCOL,
         layout="" if transfers is None else transfers.layout,
         tiers=() if transfers is None else transfers.tiers,
-        embedding_size=0 if pooling is None else model.config.hidden_size,
+        embedding_size=0 if parts.pooling is None else parts.model.config.hidden_size,
     )
-    member = signed(config.cluster_secret(), member)
-    metrics.add_vllm_names(bundle.model)
-    report(f"{num_blocks} blocks of {config.block_size} tokens, prefill {rate.tokens_per_s:.0f} tokens/s")
-    return EngineCore(
-        scheduler,
-        runner,
-        rate,
-        bundle,
-        member,
-        metrics,
-        config.async_scheduling,
-        max_step_s=config.max_step_s,
-        transfers=transfers,
-        pooling=pooling,
-    )
+    return signed(config.cluster_secret(), member)
 
 
-def make_transfers(
-    config: WorkerConfig,
-    model: LoadedModel,
-    runner: ModelRunner,
+def _make_transfers(
+    parts: _LoadedParts,
     allocator: Allocator,
-    namespace: str,
-    rate: PrefillRate,
     metrics: WorkerMetrics,
+    mailbox: Mailbox,
+    publisher: EventPublisher | None,
     tls: ssl.SSLContext | None,
 ) -> KVTransfers | None:
-    """Open the stores below the pool, and let blocks move. None: the allocator has no names for blocks.
+    """Open the stores below the pool, and let blocks move. None: the allocator does not name blocks.
 
     Raises ValueError for a folder that cannot be used.
     """
     if not isinstance(allocator, HashAllocator):
         return None
-    cache, secret = runner.cache, config.cluster_secret()
-    copier = make_copier(cache)
-    shape = model.config.attention
+    config, model, cache = parts.config, parts.model, parts.runner.cache
+    copier, shape, secret = make_copier(cache), model.config.attention, config.cluster_secret()
     layout = layout_fingerprint(
-        namespace=namespace,
+        namespace=parts.namespace,
         files=model.checkpoint.files.digest,
-        numerics=runner.numerics,
+        numerics=parts.runner.numerics,
         dtype=str(cache.dtype),
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
@@ -175,6 +216,13 @@ def make_transfers(
         block_size=cache.block_size,
     )
     record = RecordFormat(layout, copier.num_bytes, secret)
+    pool, stores = PoolBlocks(allocator, copier), _open_stores(config, record, copier)
+    peers = PeerClient(record, gateway_token(secret), tls) if can_exchange_blocks(config) else None
+    return KVTransfers(allocator, pool, parts.rate, stores, record, peers, metrics, mailbox, publisher)
+
+
+def _open_stores(config: WorkerConfig, record: RecordFormat, copier: BlockCopier) -> list[BlockStore]:
+    """Open the stores below the pool, the fastest first."""
     stores: list[BlockStore] = []
     if num_host_blocks := config.kv_host_memory // copier.num_bytes:
         most = max(1, _SLAB_BYTES // copier.num_bytes)
@@ -182,19 +230,18 @@ def make_transfers(
         stores.append(HostStore([copier.new_payload(count) for count in counts], copier.num_bytes))
     if config.kv_disk is not None:
         stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
-    peers = PeerClient(record, gateway_token(secret), tls) if may_exchange(config) else None
-    return KVTransfers(allocator, PoolBlocks(allocator, copier), rate, stores, record, peers, metrics)
+    return stores
 
 
-def may_exchange(config: WorkerConfig) -> bool:
-    """Tell whether blocks may come from other workers: not where anybody could reach this one and forge them."""
+def can_exchange_blocks(config: WorkerConfig) -> bool:
+    """Return whether block exchange is safe: only with a cluster secret or on loopback."""
     if config.cluster_secret() or is_loopback(config.host):
         return True
     logger.warning("without a cluster secret this worker exchanges no blocks with others: anybody could forge them")
     return False
 
 
-def bound_primitives() -> None:
+def limit_onednn_cache() -> None:
     """Let oneDNN and ideep keep 128 compiled products each, unless the user has set a number. Call it before the first.
 
     They keep one for every number of rows and weight shape, hundreds of KB each, and 1,024 by default. Decodes need a
@@ -205,7 +252,7 @@ def bound_primitives() -> None:
 
 
 def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
-    """Run steps in the unused pool: they allocate what is allocated late, and measure the prefill rate."""
+    """Run steps in the unused pool, to trigger late allocations and to measure the prefill rate."""
     block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
     slots = [block_size + i for i in range(num_tokens)]
     row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
@@ -269,5 +316,5 @@ def _max_model_len(config: WorkerConfig, model: LoadedModel, pool_tokens: int) -
     if wanted > own:
         raise ValueError(f"--max-model-len {wanted} exceeds the model's {own}")
     if wanted > pool_tokens:
-        logger.warning("the context is cut from %d to %d tokens: the KV pool holds no more", wanted, pool_tokens)
+        logger.warning("the context is cut from %d to %d tokens, the size of the KV pool", wanted, pool_tokens)
     return min(wanted, pool_tokens)

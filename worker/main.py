@@ -1,4 +1,4 @@
-"""The worker process: listen at once, load the model, serve, drain on SIGTERM.
+"""The worker process: listens at once, loads the model, serves, and drains on SIGTERM.
 
 Progress goes to stderr, one line a step. Stdout has one JSON object a line, for the process that started the worker:
 {"event": "listening", "url": ...} and {"event": "ready", "url": ..., "worker_id": ..., "epoch": ..., "model": ...,
@@ -24,7 +24,8 @@ from typing import Any, Final, TypeVar
 
 import uvicorn
 
-from cache.redis_index import check_key_part
+from cache.records import WorkerMember
+from cache.redis_index import WriterSettings, check_key_part
 from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
 from worker.common.options import warn_deprecated
@@ -40,7 +41,7 @@ from worker.http.protocol import BoundedProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
-from worker.publisher import Publisher
+from worker.publisher import Publisher, PublisherInbox
 from worker.wire import gateway_token
 
 logger = logging.getLogger(__name__)
@@ -70,17 +71,21 @@ def main(argv: Sequence[str]) -> int:
         if tracing is not None:
             tracing.close()
     if any(thread.daemon for thread in threading.enumerate()):
-        # One loads or hangs in a step: ending the interpreter under its C++ frames would abort the process.
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(status)
+        _exit_at_once(status)
     return status
 
 
+def _exit_at_once(status: int) -> None:
+    """End the process without the interpreter's end, which would abort under the C++ frames of a daemon thread."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
 def _loop_factory(config: WorkerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's for an adapter, whose whole work is in its event loop; our own engine has a thread for it."""
+    """Return uvloop's for an adapter, which works in the event loop. The built-in engine has a thread."""
     if config.engine == "headstart":
         return None
     import uvloop
@@ -103,9 +108,10 @@ class Worker:
         self._ca = ca
         self._metrics = WorkerMetrics()
         limits = QueueLimits(config.max_waiting_requests, config.max_queued_tokens, config.max_queue_s)
-        self._service = WorkerService(self._metrics, tracing, limits)
+        self._service = WorkerService(self._metrics, tracing, limits, self._index_problem)
         self._stop = asyncio.Event()
-        self._exit_code = 0
+        self._status = 0
+        """The exit status: 0 until something fails."""
         self._engine: Engine | None = None
         self._publisher: Publisher | None = None
 
@@ -130,16 +136,15 @@ class Worker:
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait((serving, life, stop), return_when=asyncio.FIRST_COMPLETED)
         await _cancelled(stop)
-        if life.done() and life.exception() is not None:
-            logger.error("the worker failed", exc_info=life.exception())
-            self._exit_code = 1
+        if life.done():
+            self._status = _status_of(life)
         await self._shut_down()
         await _cancelled(life)
         server.should_exit = True
         await serving
         if self._engine is not None:
             await self._engine.close()
-        return self._exit_code
+        return self._status
 
     def _uvicorn_config(self, url: str) -> uvicorn.Config:
         token = gateway_token(self._config.cluster_secret())
@@ -159,8 +164,8 @@ class Worker:
         config.ssl = None if self._certificate is None else self._certificate.context
         return config
 
-    async def _live(self, url: str, worker_id: str) -> None:
-        """Load, then publish and watch the engine until cancelled. Return at once if the model cannot be served."""
+    async def _live(self, url: str, worker_id: str) -> int:
+        """Load, then publish and watch the engine until cancelled. Return _REFUSED if the model cannot be served."""
         _announce(event="listening", url=url)
         try:
             engine = self._engine = await self._load(url, worker_id)
@@ -168,12 +173,11 @@ class Worker:
             logger.debug("loading failed", exc_info=error)
             reason = missing_extra(error) if isinstance(error, ImportError) else error
             _say(f"cannot serve {self._config.engine_url or self._config.model or 'the default model'}: {reason}")
-            self._exit_code = _REFUSED
-            return
-        # Keep what is loaded out of the collector: a pass over its 750,000 objects stalls the streams for 0.35 s.
+            return _REFUSED
+        # The collector leaves out what is loaded: a pass over its 750,000 objects stalls the streams for 0.35 s.
         gc.collect()
         gc.freeze()
-        self._service.start(engine, self._on_engine_death, self._publisher)
+        self._service.start(engine)
         member = engine.member
         _say(f"ready: {member.model} on {url}, {member.numerics}")
         facts = {"worker_id": worker_id, "epoch": member.epoch, "model": member.model}
@@ -185,37 +189,49 @@ class Worker:
             for files in (self._certificate, self._ca):
                 if files is not None:
                     group.create_task(files.follow())
+        return 0
 
     async def _load(self, url: str, worker_id: str) -> Engine:
         """Build the engine and its publisher. Raises ValueError, OSError, RuntimeError or ImportError."""
 
+        config, inbox = self._config, None
+        if config.redis is not None:
+            check_key_part("--worker-id", worker_id)
+            inbox = PublisherInbox()
+        settings = config.writer_settings()
+        sinks = self._service.sinks(self._on_engine_death, inbox)
         tls = None if self._ca is None else self._ca.context
 
         def build() -> Engine:
             from worker.loader import build_engine  # torch takes seconds to import: the port answers in that time
 
-            return build_engine(self._config, url, worker_id, self._metrics, self._report, tls)
+            return build_engine(config, url, worker_id, self._metrics, self._report, tls, sinks)
 
-        if self._config.redis is not None:
-            check_key_part("--worker-id", worker_id)
-        settings = self._config.writer_settings()
-        if self._config.engine == "headstart":
+        if config.engine == "headstart":
             engine = await in_daemon_thread(build)
         else:
-            from worker.adapter.connect import connect  # our own engine needs none of its libraries
+            from worker.adapter.connect import connect  # the built-in engine needs none of its libraries
 
-            engine = await connect(self._config, url, worker_id, self._metrics, self._report)
-        if self._config.redis is not None:
-            publisher = self._publisher = Publisher(
-                self._config.redis,
-                engine.member,
-                writer_settings=settings,
-                count=lambda event: self._metrics.index_events.labels(event).inc(),
-            )
-            self._metrics.index_connected.set_function(lambda: publisher.connected)
-            self._metrics.index_entries.set_function(lambda: publisher.num_held)
-            self._service.index_problem = lambda: publisher.problem or engine.index_problem
+            engine = await connect(config, url, worker_id, self._metrics, self._report, sinks)
+        if config.redis is not None and inbox is not None:
+            self._publisher = self._make_publisher(config.redis, engine.member, inbox, settings)
         return engine
+
+    def _make_publisher(
+        self, redis: str, member: WorkerMember, inbox: PublisherInbox, settings: WriterSettings
+    ) -> Publisher:
+        def count(event: str) -> None:
+            self._metrics.index_events.labels(event).inc()
+
+        publisher = Publisher(redis, member, inbox, writer_settings=settings, count=count)
+        self._metrics.index_connected.set_function(lambda: publisher.connected)
+        self._metrics.index_entries.set_function(lambda: publisher.num_held)
+        return publisher
+
+    def _index_problem(self) -> str | None:
+        if self._publisher is None or self._engine is None:
+            return None
+        return self._publisher.problem or self._engine.index_problem
 
     async def _shut_down(self) -> None:
         """Drain within the grace, hand blocks over, and leave the registry. A second signal ends the wait."""
@@ -233,8 +249,8 @@ class Worker:
                 await asyncio.wait_for(self._publisher.close(), _RETIRE_S)
 
     async def _hand_over(self) -> None:
-        """Give the most used blocks to peers. A failure costs them the time to compute these."""
-        if self._publisher is None or self._engine is None or self._engine.exchange is None or self._exit_code:
+        """Offer the most recently used blocks to peers. Without them, peers compute these blocks."""
+        if self._publisher is None or self._engine is None or self._engine.exchange is None or self._status:
             return
         try:
             await hand_over(self._engine.member, self._engine.exchange, await self._publisher.workers())
@@ -243,16 +259,16 @@ class Worker:
 
     def _on_engine_death(self) -> None:
         """End the process, so that its supervisor starts a new worker."""
-        self._exit_code = 1
+        self._status = 1
         self._stop.set()
 
     def _report(self, progress: str) -> None:
-        self._service.progress = progress
+        self._service.report(progress)
         _say(progress)
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Run `function` as asyncio.to_thread does, but let the process end while it runs."""
+    """Run `function` as asyncio.to_thread does, but on a thread that does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -263,6 +279,14 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+def _status_of(life: asyncio.Task[int]) -> int:
+    """Return the exit status of a worker whose life has ended."""
+    if (error := life.exception()) is not None:
+        logger.error("the worker failed", exc_info=error)
+        return 1
+    return life.result()
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

@@ -4,8 +4,8 @@
     any thread: offer_tier(tier, events) ->
 
 The engine never waits for Redis. A block that is stored and dropped between two publishes is never sent. `held` mirrors
-the pool, and each tier below it, so a rewrite after any doubt asks nothing of the engine; their sizes bound it, also
-while Redis is away.
+the pool and each tier, so a rewrite needs nothing of the engine. Its size is bounded by theirs, also while Redis is
+unreachable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_BATCH: Final = 20_000
 """Entries in one MULTI: more are published by several, in order."""
 
 TIDY_PER_FIELD_S: Final = 0.02
-"""All workers look for fields that are too long, each so much less often the more they are."""
+"""Every worker looks for fields that are too long, less often the more fields there are."""
 
 _Item = tuple[Tier | None, Sequence[BlockEvent], WorkerLoad | None] | WorkerMember
 """Events of the pool with the load, events of a tier, or a new epoch."""
@@ -107,52 +107,15 @@ class Changes:
             self._pending[entry] = is_held
 
 
-class Publisher:
-    """`worker.contracts.engine.EventPublisher` over an IndexWriter. Runs in the worker's event loop."""
+class PublisherInbox:
+    """`worker.contracts.engine.EventPublisher` for a Publisher that takes the items in its event loop."""
 
-    def __init__(
-        self,
-        url: str,
-        member: WorkerMember,
-        *,
-        settings: PublisherSettings | None = None,
-        writer_settings: WriterSettings | None = None,
-        count: Callable[[str], None] = lambda event: None,
-    ) -> None:
-        """`count(event)` feeds the metrics: the writer's events, and `failed` for a round of this task."""
-        self._settings = settings or PublisherSettings()
-        self._writer = IndexWriter(url, member, writer_settings, count=count)
-        self._count = count
-        self._changes = _changes_of(member)
-        self._load = WorkerLoad()
-        self._inbox: deque[_Item] = deque()
-        self._wake = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pruned_s = 0.0
-        self._tidy_s = 0.0
-        """When to look for fields that are too long."""
-        self._rewritten_s = -math.inf
-        self._published_s = time.monotonic()
-        self._failure = ""
-        self._closing = False
-        self._ended = asyncio.Event()
-
-    @property
-    def connected(self) -> bool:
-        return self._writer.client.up
-
-    @property
-    def problem(self) -> str | None:
-        """Why the index does not know what this worker holds, or None. The worker serves all the same."""
-        silent_s = time.monotonic() - self._published_s
-        if silent_s < self._settings.silent_s:
-            return None
-        reason = self._failure or ("publishing fails" if self.connected else "no connection to Redis")
-        return f"nothing published for {silent_s:.0f} s: {reason}"
-
-    @property
-    def num_held(self) -> int:
-        return len(self._changes[None].held)
+    def __init__(self) -> None:
+        """Call it in that event loop."""
+        self.items: deque[_Item] = deque()
+        self.wake = asyncio.Event()
+        """Set when items have come."""
+        self._loop = asyncio.get_running_loop()
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
         self._put((None, events, load))
@@ -164,16 +127,63 @@ class Publisher:
         self._put(member)
 
     def _put(self, item: _Item) -> None:
-        self._inbox.append(item)
-        loop = self._loop
-        if loop is not None and not self._wake.is_set():
+        self.items.append(item)
+        if not self.wake.is_set():
             with suppress(RuntimeError):  # the loop has closed: the process ends
-                loop.call_soon_threadsafe(self._wake.set)
+                self._loop.call_soon_threadsafe(self.wake.set)
+
+
+class Publisher:
+    """Publishes what comes into its inbox, over an IndexWriter. Runs in the worker's event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        member: WorkerMember,
+        inbox: PublisherInbox,
+        *,
+        settings: PublisherSettings | None = None,
+        writer_settings: WriterSettings | None = None,
+        count: Callable[[str], None] = lambda event: None,
+    ) -> None:
+        """`count(event)` feeds the metrics: the writer's events, and `failed` for a round of this task."""
+        self._settings = settings or PublisherSettings()
+        self._writer = IndexWriter(url, member, writer_settings, count=count)
+        self._count = count
+        self._changes = _changes_of(member)
+        self._load = WorkerLoad()
+        self.inbox = inbox
+        self._pruned_s = 0.0
+        self._tidy_s = 0.0
+        """When to look for fields that are too long."""
+        self._rewritten_s = -math.inf
+        self._published_s = time.monotonic()
+        self._failure = ""
+        self._closing = False
+        self._is_running = False
+        self._ended = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        return self._writer.client.up
+
+    @property
+    def problem(self) -> str | None:
+        """Why the index is not up to date, or None. The worker serves anyway."""
+        silent_s = time.monotonic() - self._published_s
+        if silent_s < self._settings.silent_s:
+            return None
+        reason = self._failure or ("publishing fails" if self.connected else "no connection to Redis")
+        return f"nothing published for {silent_s:.0f} s: {reason}"
+
+    @property
+    def num_held(self) -> int:
+        return len(self._changes[None].held)
 
     async def run(self) -> None:
         """Publish until cancelled or closed."""
-        self._loop = asyncio.get_running_loop()
-        connection = self._loop.create_task(self._writer.run())
+        self._is_running = True
+        connection = asyncio.create_task(self._writer.run())
         retry_s = self._settings.retry_s
         try:
             while not self._closing:
@@ -184,7 +194,7 @@ class Publisher:
         finally:
             connection.cancel()
             await asyncio.gather(connection, return_exceptions=True)
-            self._loop = None
+            self._is_running = False
             self._ended.set()
 
     async def workers(self) -> list[RegistryEntry]:
@@ -194,8 +204,8 @@ class Publisher:
     async def close(self) -> None:
         """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""
         self._closing = True
-        self._wake.set()
-        if self._loop is not None:
+        self.inbox.wake.set()
+        if self._is_running:
             await self._ended.wait()
 
     async def _round(self) -> bool:
@@ -224,10 +234,10 @@ class Publisher:
         return True
 
     def _apply_inbox(self) -> None:
-        """Apply what the engine has offered. Clears `_wake` first, so that a later offer wakes this task."""
-        self._wake.clear()
-        while self._inbox:
-            item = self._inbox.popleft()
+        """Apply the offered items. Clears `wake` first, so that a later offer wakes this task."""
+        self.inbox.wake.clear()
+        while self.inbox.items:
+            item = self.inbox.items.popleft()
             if isinstance(item, WorkerMember):
                 self._changes = _changes_of(item)
                 self._writer.begin_epoch(item)
@@ -265,14 +275,14 @@ class Publisher:
     async def _pause(self, minimum_s: float) -> None:
         """Wait `minimum_s`, then until there is news or a heartbeat is due.
 
-        Heartbeats vary in length: two fleets that share keys by mistake must not overwrite each other in step.
+        Heartbeats vary in length: two fleets that share keys by mistake must not alternate in step.
         """
         heartbeat_s = self._settings.heartbeat_s * random.uniform(0.5, 1.0)
         await asyncio.sleep(minimum_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, heartbeat_s - minimum_s)):
                 if not self._writer.in_doubt:
-                    await self._wake.wait()
+                    await self.inbox.wake.wait()
 
 
 def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes]:

@@ -21,7 +21,7 @@ _WORDS: Final = (
     (r"(?:All options in|No options in) anyOf.*", "no value fits any of its options"),
     (r"Pointer '(.*)' does not exist", r"the reference #\1 points to nothing"),
     (r"Resource '(.*)' is not present.*", r"the reference \1 points to nothing in the schema"),
-    (r"circular references with sibling keys.*", "a reference in a circle cannot stand beside other keywords"),
+    (r"circular references with sibling keys.*", "a circular reference cannot be combined with other keywords"),
     (r"Invalid type: (.*)", r"\1 is no type"),
     (r"Expected (?:positive integer|u64) for '(\w+)'.*", r"\1 must be an integer from 0"),
     (r"Expected (\w+) for '([^']+)'.*", r"\2 must be: \1"),

@@ -14,6 +14,7 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from worker.files.errors import CheckpointError, UnsupportedModel
+from worker.files.generation_config import gguf_defaults, sampling_defaults
 from worker.files.tokenizer_files import canonical_json, fields_of_folder, fingerprint
 from worker.model.gguf import GGUFCheckpoint, Metadata
 from worker.model.load import LoadedModel
@@ -46,13 +47,17 @@ _FAMILIES: Final = {
 }
 
 
-def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> TokenizerBundle:
-    """Raise ModelError when the checkpoint has no tokenizer that `tokenizers` can run."""
+def build_bundle(
+    model: LoadedModel, generation_config: str = "auto", *, block_size: int, max_model_len: int
+) -> TokenizerBundle:
+    """Raise ModelError if the checkpoint has no tokenizer for `tokenizers`, or invalid sampling defaults."""
     checkpoint = model.checkpoint
     if isinstance(checkpoint, GGUFCheckpoint):
         fields = _from_gguf(checkpoint.metadata)
+        defaults = gguf_defaults(generation_config, checkpoint.metadata, checkpoint.path)
     else:
         fields = fields_of_folder(checkpoint.path)
+        defaults = sampling_defaults(generation_config, checkpoint.path)
     return TokenizerBundle(
         fingerprint=fingerprint(*fields.values()),
         model=checkpoint.name,
@@ -60,6 +65,7 @@ def build_bundle(model: LoadedModel, *, block_size: int, max_model_len: int) -> 
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         block_size=block_size,
+        sampling_defaults=defaults,
         **fields,
     )
 
@@ -105,7 +111,7 @@ def _from_gguf(metadata: Metadata) -> dict[str, Any]:
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
-    """Build a tokenizer that encodes as the original does. With special tokens, BOS comes first if the file says so."""
+    """Build a tokenizer that encodes as the original does. With special tokens, the file decides on BOS."""
     kind, family_name = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or family_name not in _FAMILIES:
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""Refusals of requests that the wire lets in, and this worker can never serve."""
+"""Refusals of well-formed requests that this worker can never serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refusal(
 def _task_problem(request: GenerateRequest, embedding_size: int) -> str | None:
     embed, sampling = request.embed, request.sampling
     if embed is None:
-        return "model: it makes embeddings alone; ask another model for text" if embedding_size else None
+        return "model: it only makes embeddings; ask another model for text" if embedding_size else None
     if not embedding_size:
         return "model: it generates text and makes no embeddings; ask an embedding model"
     if sampling.max_tokens or sampling.prompt_logprobs is not None or len(request.choices) > 1:
@@ -74,5 +74,5 @@ def _problems(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
 
 
 def _are_outside(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """Tell whether any token is no token of the vocabulary. `min` and `max`, as the lists may be long."""
+    """Return whether a token is outside the vocabulary. `min` and `max` are fast on long lists."""
     return len(token_ids) > 0 and (min(token_ids) < 0 or max(token_ids) >= vocab_size)

@@ -7,7 +7,7 @@
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
 503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it), `context_length_exceeded` or
-`invalid_grammar`. A gateway takes every other answer for that of a stranger. Closing the connection aborts the request.
+`invalid_grammar`. A gateway treats every other answer as not from a worker. Closing the connection aborts the request.
 A stream that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's
 `output_ids`. With a cluster secret, a worker proves itself before any of it (`worker.common.proof`).
 """
@@ -114,38 +114,6 @@ class SamplingParams(Struct, frozen=True):
         return bool(penalises or self.bad_words or self.grammar is not None)
 
 
-def required_features(request: GenerateRequest) -> list[str]:
-    """Name what a worker must be able to do beyond sampling with the usual parameters, as `unsupported` lists it.
-
-    A resumed request needs the state that its sampling has gathered: that of a grammar, or counts for penalties.
-    """
-    features = sampling_features(request.sampling)
-    if any(choice.output_ids for choice in request.choices):
-        features += resume_features(request.sampling)
-    return features
-
-
-def sampling_features(sampling: SamplingParams) -> list[str]:
-    """Name the fields that not every engine has."""
-    grammar = sampling.grammar
-    features = [] if grammar is None else [f"grammar:{grammar.kind}", *(["grammar:compact"] if grammar.compact else [])]
-    optional = ("allowed_token_ids", "logprobs", "prompt_logprobs")
-    features += [name for name in optional if getattr(sampling, name) is not None]
-    if sampling.typical_p != 1.0:
-        features.append("typical_p")
-    if sampling.bad_words:
-        features.append("bad_words")
-    return features
-
-
-def resume_features(sampling: SamplingParams) -> list[str]:
-    """Name the states that a resumed request must rebuild from its output so far."""
-    features = [] if sampling.grammar is None else ["resume:grammar"]
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        features.append("resume:penalties")
-    return features
-
-
 def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
     """Return what is wrong with the lengths of a request's lists, by field, or None."""
     lengths = {
@@ -191,7 +159,7 @@ class Embed(Struct, frozen=True):
     """The embedding of the prompt is asked for, and no token: one choice, with `max_tokens` 0."""
 
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    """Only the first so many numbers, normalised again; None: all."""
+    """Keep this many leading numbers, normalised again. None: all."""
 
 
 class GenerateRequest(Struct, frozen=True):
@@ -303,6 +271,28 @@ FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogpr
 """By their tags."""
 
 
+class SamplingDefaults(Struct, frozen=True, omit_defaults=True):
+    """A model's own sampling parameters, for the fields that a client does not send. None: the API's default."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: _Probability | None = None
+    top_k: _U32 | None = None
+    min_p: _Probability | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    """The longest answer of a request without a limit of its own."""
+
+    def shown(self) -> dict[str, float]:
+        """Return the fields that are set."""
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+NO_DEFAULTS: Final = SamplingDefaults()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerBundle:
     """Everything a gateway needs to turn text into this model's tokens and back."""
@@ -319,6 +309,8 @@ class TokenizerBundle:
     vocab_size: int
     max_model_len: int
     block_size: int
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
+    """Outside the fingerprint: they change no block."""
 
 
 T = TypeVar("T")
@@ -369,7 +361,7 @@ def unpack_request(data: bytes) -> GenerateRequest:
 
 
 def pack_frame(frame: Frame) -> bytes:
-    """Pack a frame, without a last field that is unset where an older peer does not know it."""
+    """Pack a frame. Leave out an unset last field that older peers lack."""
     if type(frame) is Failed and frame.retry_after_s is None:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     if type(frame) is End and frame.num_cached_tokens is None:

@@ -26,7 +26,7 @@ CONTEXTS: Final = (48, 160)
 """Decodes are padded to these: an interpreted program takes milliseconds."""
 ROWS: Final = (1, 2, 4, 8)
 SHORT: Final = {"BATCH_SIZES": (1, 2), "PROMPT_TOKENS": 8, "CONTEXT_TOKENS": 128, "PREFILL_TOKENS": 64}
-"""The sizes of `benchmarks.engine`."""
+"""The sizes of `benchmarks.dev.engine`."""
 
 
 def is_on() -> bool:
@@ -112,7 +112,7 @@ def install() -> None:
     """Give models on the CPU what they have on a GPU, for all of this process: kernels, recordings, launches ahead."""
     assert is_on(), "start this process with TRITON_INTERPRET=1"
     install_attention()
-    from benchmarks import device_rates
+    from benchmarks.dev import device_rates
     from worker.attention import kv_cache, selector, xformers_paged
     from worker.attention.batch_invariant import InvariantAttention
     from worker.attention.torch_paged import TorchPagedAttention
@@ -163,7 +163,7 @@ def install() -> None:
 def main(argv: list[str]) -> int:
     install()
     module = importlib.import_module(argv[0])
-    engine = importlib.import_module("benchmarks.engine")
+    engine = importlib.import_module("benchmarks.dev.engine")
     for name, value in SHORT.items():
         setattr(engine, name, value)
     with torch.inference_mode():

@@ -62,7 +62,7 @@ def parts(mode: Mode, folder: Path, free_bytes: int, *, quick: bool) -> Iterator
     yield Part(
         "bench",
         f"headstart bench engine --shape {shape}: shares of memory rate and matrix rate",
-        _module(mode, "benchmarks.engine", [*given, *short, *alone, "--json"]),
+        _module(mode, "benchmarks.dev.engine", [*given, *short, *alone, "--json"]),
         BENCH_LIMIT_S if on_gpu else HANG_S,
         f"needs {ALONE_BYTES >> 30} GiB of free memory" if on_gpu and free_bytes < ALONE_BYTES else "",
     )
@@ -86,5 +86,5 @@ def _module(mode: Mode, module: str, arguments: Sequence[str]) -> tuple[str, ...
     if mode == "interpreter":
         return (*module_command("benchmarks.gpu.interpreter", "-W", "ignore"), module, *arguments)
     package, _, name = module.rpartition(".")
-    module, words = ("benchmarks", [name]) if package == "benchmarks" else (module, [])
+    module, words = ("benchmarks", [name]) if package == "benchmarks.dev" else (module, [])
     return (*module_command(module, "-W", "ignore"), *words, *arguments)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import engine
-from benchmarks.device_rates import synchronise
-from benchmarks.random_model import SHAPES, random_model
+from benchmarks.dev import engine
+from benchmarks.dev.device_rates import synchronise
+from benchmarks.dev.random_model import SHAPES, random_model
 from cache.types import BlockId
 from worker.contracts.step import SamplingRow, SequenceStep, Step
 from worker.model.config import LoadOptions

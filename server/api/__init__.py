@@ -1,1 +1,1 @@
-"""OpenAI's and Anthropic's routes: decode, check and tokenise a body, let it be generated, and format the response."""
+"""OpenAI's and Anthropic's routes: decode, check and tokenise a body, run it, and format the response."""

@@ -155,7 +155,7 @@ class ChatFormatter(ChunkFormatter):
         self._rules = rules
         self._messages: dict[int, ChoiceMessage] = {}
         self._prefix = b""
-        """The bytes of every plain chunk up to the choice's index."""
+        """The bytes of a plain chunk that precede the choice's index."""
         annotated = self._num_top is not None or self._usage_in_chunks or self._token_ids
         self._plain = rules.plain and not annotated
         self._suffix = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"

@@ -1,7 +1,7 @@
-"""Lines that agents put into prompts for the servers of their maker, and that are no text for a model.
+"""Lines that agents put into prompts for their vendor's servers. They mean nothing to a model.
 
-Such a line stands before everything else, and differs from one conversation to the next. In a prompt it parts two
-conversations at their first tokens, and the long prefix that they share is computed again.
+Such a line comes first and differs from one conversation to the next. Two prompts then differ in their first tokens,
+and the long prefix that they share is computed again.
 
 docs/api.md has the same table, and lists the lines that stay.
 """
@@ -40,14 +40,14 @@ CLIENT_LINES: Final = (
     ),
 )
 MAX_LINE_CHARS: Final = 1024
-"""A longer line is none of these."""
+"""Longer lines are not compared."""
 _SYSTEM_ROLES: Final = ("system", "developer")
 
 
 def without_client_lines(conversation: Conversation) -> tuple[Conversation, ClientLine | None]:
     """Return the conversation without the known line that begins its system prompt, and that line.
 
-    A part of the content that held nothing else goes, too, and so does such a system message.
+    A part of the content that becomes empty is removed too, and so is a system message.
     """
     first = conversation.messages[0] if conversation.messages else None
     if first is None or first.role not in _SYSTEM_ROLES or not first.content:

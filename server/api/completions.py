@@ -9,6 +9,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from server.api import params
+from server.api.batches import Prompt, batch_specs
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
@@ -22,7 +23,6 @@ from server.api.formatting import (
 from server.api.grammars import answer_grammar
 from server.api.limits import TokenLimits, in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
-from server.event_loop import TimeSlice
 from server.http.stream import sse
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
@@ -35,8 +35,6 @@ from worker.wire import SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
 """The limit for all prompts of a request together."""
-MAX_BATCH_TOKENS: Final = 1 << 20
-"""The limit for all prompts of a request together, or one context if that is more."""
 MAX_BATCH_FIELDS: Final = 1 << 21
 """Prompts times the ids, biases and bad words that go with each of them to its worker."""
 MAX_ECHOED_LOGPROBS: Final = 1 << 21
@@ -74,46 +72,40 @@ async def prepare_completion(
         grammar=held.grammar,
     )
     _check_batch_fields(sampling, len(prompts))
-    root = model.root(request_salt(identity, request.cache_salt))
-    rules = params.text_rules(request, request.stop_strings, model)
     clamps = clamps_max_tokens or request.max_tokens is None
     limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
-    specs: list[GenerationSpec] = []
+    shared = GenerationSpec(
+        request_id=id_,
+        model=model,
+        prompt_ids=(),
+        root=model.root(request_salt(identity, request.cache_salt)),
+        seeds=params.choice_seeds(request.seed, num_sampled),
+        sampling=sampling,
+        rules=params.text_rules(request, request.stop_strings, model),
+        prompt_param="prompt",
+        grammar_param=held.param,
+        relaxed=held.relaxed,
+        clamps_max_tokens=clamps,
+        priority=allowed_priority(identity, request.priority),
+        tenant=identity.tag,
+        affinity_key=request.affinity_key,
+    )
     echoes: list[str] = []
-    time_slice, num_tokens = TimeSlice(), 0
-    for index, prompt in enumerate(prompts):
-        prompt_ids = await _prompt_ids(prompt, request, limits, model)
-        num_tokens += len(prompt_ids)
-        _check_batch_tokens(num_tokens, sampling, model)
+
+    def complete(spec: GenerationSpec, prompt: Prompt, num_tokens: int) -> GenerationSpec:
+        _check_logprobs(num_tokens, sampling, model)
         if request.echo:
-            echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt_ids))
-        max_tokens = limits.token_budget(model, len(prompt_ids))
-        specs.append(
-            GenerationSpec(
-                request_id=id_ if len(prompts) == 1 else f"{id_}-{index}",
-                model=model,
-                prompt_ids=prompt_ids,
-                root=root,
-                seeds=params.choice_seeds(request.seed, num_sampled),
-                sampling=sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens),
-                rules=rules,
-                prompt_param="prompt",
-                grammar_param=held.param,
-                relaxed=held.relaxed,
-                clamps_max_tokens=clamps,
-                first_index=index * num_sampled,
-                priority=allowed_priority(identity, request.priority),
-                tenant=identity.tag,
-                affinity_key=request.affinity_key,
-            )
-        )
-        await time_slice.rest()
+            echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(spec.prompt_ids))
+        own = replace(sampling, max_tokens=limits.token_budget(model, len(spec.prompt_ids)))
+        return replace(spec, sampling=own, seeds=params.choice_seeds(request.seed, num_sampled))
+
+    specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), complete)
     formatter = CompletionFormatter(id_, request, model, echoes, num_sampled)
-    return PreparedRequest(tuple(specs), formatter, bool(request.stream))
+    return PreparedRequest(specs, formatter, bool(request.stream))
 
 
 def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:
-    """Raises InvalidRequestError for fields that are small once, and large with every prompt."""
+    """Raises InvalidRequestError for fields that are too large when they are sent with every prompt."""
     size = len(params.allowed_token_ids or ()) + len(params.logit_bias) + sum(map(len, params.bad_words))
     size += len(params.grammar.text) // 4 if params.grammar is not None else 0
     if num_prompts > 1 and size * num_prompts > MAX_BATCH_FIELDS:
@@ -121,11 +113,8 @@ def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:
         raise invalid("prompt", f"has {num_prompts} texts, too many for {fields}, which go along with each")
 
 
-def _check_batch_tokens(num_tokens: int, params: SamplingParams, model: ServedModel) -> None:
-    """Raises InvalidRequestError when the prompts up to here have too many tokens."""
-    limit = max(MAX_BATCH_TOKENS, model.max_model_len)
-    if num_tokens > limit:
-        raise invalid("prompt", f"has at most {limit} tokens in all: send several requests")
+def _check_logprobs(num_tokens: int, params: SamplingParams, model: ServedModel) -> None:
+    """Raises InvalidRequestError when the prompts up to here have too many log probabilities."""
     num_asked = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     if num_tokens * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
         why = f"gives at most {MAX_ECHOED_LOGPROBS} values for prompts: ask for fewer, or send several requests"
@@ -133,8 +122,8 @@ def _check_batch_tokens(num_tokens: int, params: SamplingParams, model: ServedMo
 
 
 async def _prompt_ids(
-    prompt: str | list[int], request: CompletionRequest, limits: TokenLimits, model: ServedModel
-) -> list[int]:
+    request: CompletionRequest, limits: TokenLimits, model: ServedModel, prompt: Prompt
+) -> Sequence[int]:
     if isinstance(prompt, str):
         return await limits.prompt_tokens(prompt, model, add_bos=request.add_special_tokens is not False)
     in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
@@ -142,7 +131,7 @@ async def _prompt_ids(
 
 
 class CompletionFormatter(ChunkFormatter):
-    """Completion shapes. `num_sampled` choices were generated per prompt, the best n of them are shown."""
+    """Completion shapes. `num_sampled` choices were generated per prompt; the best n are shown."""
 
     prompt_per_choice = True
 
@@ -251,7 +240,7 @@ class CompletionFormatter(ChunkFormatter):
         return {self._distinct_text(id_): json_logprob(value) for id_, value in ranked}
 
     def _distinct_text(self, token_id: int) -> str:
-        """Return a token's text as a key; its bytes where they are no text of their own."""
+        """Return a token's text as a key, or its bytes if they are not valid UTF-8."""
         token_bytes = self._token_bytes[token_id]
         try:
             return token_bytes.decode()

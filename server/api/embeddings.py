@@ -6,15 +6,15 @@ import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
-from server.api.completions import MAX_BATCH_TOKENS
+from server.api.batches import Prompt, batch_specs
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import LazyJson, ResponseFormatter, json_parts, response_id
 from server.api.limits import in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError
-from server.event_loop import TimeSlice
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
@@ -48,38 +48,26 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
     inputs = request.inputs()
     if len(inputs) > MAX_INPUTS:
         raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
-    id_, root = response_id("embd-"), model.root(request_salt(identity, request.cache_salt))
-    limit = max(MAX_BATCH_TOKENS, model.max_model_len)
-    specs: list[GenerationSpec] = []
-    time_slice, num_tokens = TimeSlice(), 0
-    for index, item in enumerate(inputs):
-        prompt_ids = await _input_ids(item, model)
-        num_tokens += len(prompt_ids)
-        if num_tokens > limit:
-            raise invalid("input", f"has at most {limit} tokens in all: send several requests")
-        specs.append(
-            GenerationSpec(
-                request_id=id_ if len(inputs) == 1 else f"{id_}-{index}",
-                model=model,
-                prompt_ids=prompt_ids,
-                root=root,
-                seeds=(0,),
-                sampling=SamplingParams(max_tokens=0),
-                rules=TextRules(),
-                prompt_param="input",
-                grammar_param="",
-                first_index=index,
-                priority=allowed_priority(identity, request.priority),
-                tenant=identity.tag,
-                affinity_key=request.affinity_key,
-                embed=Embed(request.dimensions),
-            )
-        )
-        await time_slice.rest()
-    return PreparedRequest(tuple(specs), EmbeddingFormatter(request), stream=False)
+    shared = GenerationSpec(
+        request_id=response_id("embd-"),
+        model=model,
+        prompt_ids=(),
+        root=model.root(request_salt(identity, request.cache_salt)),
+        seeds=(0,),
+        sampling=SamplingParams(max_tokens=0),
+        rules=TextRules(),
+        prompt_param="input",
+        grammar_param="",
+        priority=allowed_priority(identity, request.priority),
+        tenant=identity.tag,
+        affinity_key=request.affinity_key,
+        embed=Embed(request.dimensions),
+    )
+    specs = await batch_specs(shared, inputs, partial(_input_ids, model))
+    return PreparedRequest(specs, EmbeddingFormatter(request), stream=False)
 
 
-async def _input_ids(item: str | list[int], model: ServedModel) -> Sequence[int]:
+async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:
     """Return a text's ids with the tokens that the tokenizer puts around it, or the client's ids as they are."""
     room = model.max_model_len
     if isinstance(item, str):

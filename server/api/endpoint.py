@@ -49,7 +49,7 @@ class EndpointServices:
     ignored_tools: IgnoredTools
     tracing: Tracing | None = None
     clamps_max_tokens: bool = False
-    """Chats and completions take what fits of their `max_tokens`, as messages and responses always do."""
+    """`max_tokens` of chats and completions is cut to what fits, as always for messages and responses."""
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
 
@@ -74,7 +74,7 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     formatter: ResponseFormatter
     stream: bool
     conversation: Conversation | None = None
-    """The one that the prompt was rendered from."""
+    """The conversation that the prompt was rendered from."""
     ignored: str = ""
     """The value of the header that names the tools left out."""
 
@@ -138,7 +138,7 @@ class GenerateEndpoint(ABC):
                 usage.add_tokens(context.num_output_tokens)
 
     def _count_parting(self, generation: Generation, conversation: Conversation | None, client: str) -> None:
-        """Note where the prompt parts from known ones. The text is not kept while the request is answered."""
+        """Record where the prompt parts from known ones. The text is not kept while the request is answered."""
         spec = generation.spec
         self._services.requests.partings.add(
             generation.route, client, spec.model.bundle.block_size, lambda token: field_at(conversation, spec, token)
@@ -236,7 +236,7 @@ class GenerateEndpoint(ABC):
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the whole body. Raises ClientGoneError when it never comes to its end."""
+    """Return the whole body. Raises ClientGoneError if the client leaves before its end."""
     parts = []
     while True:
         message = await receive()

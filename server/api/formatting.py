@@ -1,4 +1,4 @@
-"""Format responses: the shared parts, which are JSON in parts, the head of every chunk, and log probabilities."""
+"""The shared parts of responses: JSON in parts, the head of each chunk, and log probabilities."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class LazyJson(dict[str, Any]):
-    """A JSON object that is written field by field: it holds iterators, which become arrays, or other such objects."""
+    """A JSON object that is written field by field. It may hold iterators, which become arrays, and lazy objects."""
 
 
 def json_parts(value: object) -> Iterator[bytes]:
-    """Write a value as JSON, in parts that take little time each where it is a `LazyJson` or an iterator."""
+    """Write a value as JSON. A `LazyJson` or an iterator is written in small parts."""
     if isinstance(value, LazyJson):
         mark = b"{"
         for key, item in value.items():
@@ -64,14 +64,14 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
-        """Write server-sent events for what is new, in parts where they may be long; may be empty."""
+        """Write the server-sent events of new deltas, in parts if they may be long; may be empty."""
 
     @abstractmethod
     def last_events(self, response: ResponseStream) -> bytes:
         """Write everything after the last delta."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """Write the last event of a response that broke in mid-stream; no [DONE] follows."""
+        """Write the last event of a stream that fails; no [DONE] follows."""
         return sse(encode_json({"error": error.fields()}))
 
 
@@ -79,7 +79,7 @@ class ChunkFormatter(ResponseFormatter):
     """The common part of chats and completions: the fields of every chunk, and the usage at the end."""
 
     prompt_per_choice: ClassVar[bool]
-    """Each choice shows its prompt's fields, rather than the response."""
+    """The fields of a prompt are shown in each of its choices, not in the response."""
 
     def __init__(
         self, id_: str, kind: str, request: SamplingFields, token_bytes: TokenBytes, num_top: int | None

@@ -1,6 +1,6 @@
 """The grammars of answers: a format, a list of calls, or either of both.
 
-A tool's schema is a definition of the larger one that it is placed in, and its references point there.
+A tool's schema becomes a definition of a larger schema, and its references point there.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class HeldGrammar:
 
     grammar: Grammar | None
     param: str = ""
-    """The field to blame when no worker can compile it."""
+    """The field to name when no worker can compile the grammar."""
     relaxed: tuple[str, ...] = ()
-    """The places in schemas of what is left to the model."""
+    """The places in schemas that no grammar holds and that are left to the model."""
 
 
 def is_held(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> bool:
-    """Return whether a format says what the answer looks like."""
+    """Return whether a format constrains the answer."""
     return structured is not None or (formatted is not None and formatted.type != "text")
 
 
 async def answer_grammar(
     formatted: ResponseFormat | None, structured: StructuredOutputs | None, format_param: str = "response_format"
 ) -> HeldGrammar:
-    """Return what the format holds an answer to; at most one of both is given. `format_param` names the format's field.
+    """Return the grammar of a format; at most one of both is given. `format_param` names the format's field.
 
     Raises InvalidRequestError.
     """
@@ -80,8 +80,8 @@ async def answer_grammar(
 async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRules) -> HeldGrammar:
     """Return what the whole output of a chat is held to. `rules` read it. Raises InvalidRequestError.
 
-    With tools in `auto` and a format, that is either the format or calls as the model's family writes them. With tools
-    in `auto` alone it is nothing: no schema is compiled, and those with `strict` are checked.
+    With tools in `auto` and a format, the answer is in the format or consists of the family's calls.
+    With tools in `auto` and no format there is no grammar: schemas are not compiled, and strict ones are checked.
     """
     tools = intent.conversation.tools
     if intent.named_tool is not None and (own := intent.toolbox.grammars.get(intent.named_tool.name)) is not None:
@@ -213,7 +213,7 @@ def _compact(schema: dict[str, Any]) -> str:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """Return the object that a text holds; None: the compiler says what is wrong with it."""
+    """Return the object that a text holds; None if it holds none: the compiler reports the error."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -16,7 +16,7 @@ HEADER: Final = "x-headstart-ignored"
 MAX_NAMED: Final = 32
 """Types in one header."""
 MAX_LOGGED: Final = 256
-"""Types that are logged: clients write what they like."""
+"""The limit of logged types, which clients choose freely."""
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -24,7 +24,7 @@ class IgnoredTools:
     """The types of tools that this gateway has left out. Owned by the gateway."""
 
     def __init__(self, *, strict: bool) -> None:
-        """`strict`: refuse every one."""
+        """`strict`: refuse them."""
         self._strict = strict
         self._logged: set[str] = set()
 
@@ -44,5 +44,5 @@ class IgnoredTools:
 
 
 def ignored_header(types: str) -> dict[str, str]:
-    """Return the header for what `take` has returned, if anything."""
+    """Return the header for the result of `take`; empty for none."""
     return {HEADER: types} if types else {}

@@ -22,7 +22,7 @@ from server.schema.requests import InputItem, ResponsesRequest
 from server.schema.tools import Ignored, Offer, Toolbox, ToolKind, ToolName, input_call, read_tools
 
 _TOOL_ITEMS: Final = ("additional_tools", "tool_search_output")
-"""Items that bring tools along."""
+"""Items that contain tools."""
 _CLIENT_RUN: Final = ("local_shell_call", "shell_call", "apply_patch_call", "tool_search_call")
 _SERVER_RUN: Final = frozenset(
     {
@@ -35,12 +35,12 @@ _GONE: Final = {
     "compaction": "can only be read by the server that wrote it: send the items that it stands for, or a summary",
     "context_compaction": "can only be read by the server that wrote it: send the items that it stands for",
     "compaction_summary": "can only be read by the server that wrote it: send the items that it stands for",
-    "compaction_trigger": "asks for a compaction, which is not offered: send what the model shall see",
+    "compaction_trigger": "asks for a compaction, which is not offered: send what the model should see",
 }
 
 
 def tools_of_items(items: str | Sequence[InputItem]) -> list[Offer | Ignored]:
-    """Return the tools that items bring along. Raises InvalidRequestError."""
+    """Return the tools in the items. Raises InvalidRequestError."""
     found: list[Offer | Ignored] = []
     for index, item in enumerate(() if isinstance(items, str) else items):
         if item.type in _TOOL_ITEMS and item.tools:

@@ -24,14 +24,14 @@ class TokenLimits:
     prompt_param: str
     max_tokens_param: str = "max_tokens"
     max_tokens: int | None = None
-    """None: what the context has room for."""
+    """None: the model's own limit, or what the context has room for."""
     clamps: bool = False
-    """`max_tokens` is cut to what the context has room for, and else such a request is an error."""
+    """`max_tokens` is cut to what the context has room for; otherwise such a request is an error."""
 
     async def prompt_tokens(
         self, text: str, model: ServedModel, *, add_bos: bool = False, client_offsets: Sequence[int] | None = None
     ) -> list[int]:
-        """Tokenise a prompt, and cut it if the request says so. Raises ContextLengthError as soon as it cannot fit.
+        """Tokenise a prompt, and cut it if the request asks for it. Raises ContextLengthError as soon as it cannot fit.
 
         `client_offsets`: see `Tokenizer.encode`.
         """
@@ -43,14 +43,14 @@ class TokenLimits:
         except TooManyTokensError as error:
             if keep is None:
                 raise self._too_long(model, error.at_least, is_counted=False) from None
-            message = f"your prompt, which is to be truncated, resulted in more than {room} tokens"
+            message = f"the prompt has more than {room} tokens, too many even before truncation"
             raise ContextLengthError(
                 message, model.max_model_len, num_tokens=error.at_least, param=self.prompt_param
             ) from None
         return self.truncated(ids)
 
     def truncated(self, prompt_ids: list[int]) -> list[int]:
-        """Apply `truncate_prompt_tokens`: keep the last so many tokens, or the first with truncation_side `right`."""
+        """Apply `truncate_prompt_tokens`: keep the last N tokens, or the first N with truncation_side `right`."""
         keep = self.fields.truncate_prompt_tokens
         if keep is None or len(prompt_ids) <= keep:
             return prompt_ids
@@ -62,13 +62,19 @@ class TokenLimits:
             raise invalid(self.prompt_param, "must not be empty")
         room = model.max_model_len - num_prompt_tokens
         asked, least = self.max_tokens, self.fields.min_tokens or 0
-        limit = room if asked is None or (self.clamps and asked > room) else asked
+        if asked is None:
+            limit = min(room, model.bundle.sampling_defaults.max_tokens or room)
+        else:
+            limit = min(room, asked) if self.clamps else asked
         if room < 1 or limit > room:
             raise self._too_long(model, num_prompt_tokens)
         if asked is not None and least > asked:
             raise invalid("min_tokens", f"must not be above {self.max_tokens_param}")
         if least > limit:
-            raise invalid("min_tokens", f"must not be above {room}, the tokens that the context has room for")
+            bound = (
+                "the tokens that the context has room for" if limit == room else "the model's own limit of an answer"
+            )
+            raise invalid("min_tokens", f"must not be above {limit}, {bound}")
         return limit
 
     def _too_long(self, model: ServedModel, num_tokens: int, *, is_counted: bool = True) -> ContextLengthError:
@@ -81,19 +87,18 @@ class TokenLimits:
 
 
 def check_text(num_chars: int, model: ServedModel, param: str) -> None:
-    """Raises ContextLengthError for more characters than are read of a prompt."""
+    """Raises ContextLengthError for a prompt with too many characters to be tokenised."""
     longest, bound = model.prompt_bytes, model.tokenizer.bound
     if longest is None or bound is None or num_chars <= TEXT_ROOM * longest:
         return
     what = "messages hold" if param == "messages" else "prompt has"
     message = f"your {what} {num_chars} characters, and {TEXT_ROOM * longest} at most are read"
-    # Each token stands for so many bytes at most.
     num_tokens = num_chars // bound.token_bytes
     raise ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param=param)
 
 
 def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
-    """Return the ids. Raises InvalidRequestError for one that no token has."""
+    """Return the ids. Raises InvalidRequestError for an id beyond the vocabulary."""
     ids = tuple(token_ids)
     if ids and max(ids) >= vocab_size:
         raise invalid(param, f"has token ids from 0 to {vocab_size - 1}, got {next(i for i in ids if i >= vocab_size)}")

@@ -47,7 +47,7 @@ _NAMES: Final = FieldNames(
 _OLDER_NAMES: Final = replace(_NAMES, response_format="output_format")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NOT_JSON: Final = "INVALID_JSON"
-"""The key under which a call's input has the model's text where that is no object, as Anthropic's documents advise."""
+"""The key for a call's input that is not an object, as Anthropic's documents advise."""
 
 
 class MessagesEndpoint(GenerateEndpoint):
@@ -124,7 +124,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
 
 
 def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:
-    """Yield the chat's messages for one, in the order of its blocks."""
+    """Yield the chat messages for one of Anthropic's, in the order of its blocks."""
     if isinstance(message.content, str):
         yield schema.Message(role=message.role, content=message.content)
         return
@@ -152,7 +152,7 @@ def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
 
 
 def _result(block: ContentBlock) -> str | list[schema.TextPart]:
-    """Return a tool's result. Templates have no place for `is_error`, so that the text says it."""
+    """Return a tool's result. Chat templates cannot express `is_error`, so it is prefixed to the text."""
     assert not isinstance(block.content, dict), "checked with the message"
     content = _text(block.content or "")
     if not block.is_error:
@@ -316,7 +316,7 @@ class MessagesFormatter(ResponseFormatter):
         return usage
 
     def _stop(self) -> dict[str, Any]:
-        """Say why the answer ended; null before its end."""
+        """Return why the answer ended; null before its end."""
         if self._last is not None and self._is_empty:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         matched = self._last.stop_reason if self._last is not None else None
@@ -333,7 +333,7 @@ class MessagesFormatter(ResponseFormatter):
 
 
 def _input(arguments: str) -> Any:
-    """Parse a call's arguments. What is no object, such as a call that was cut off, comes as text under a key."""
+    """Parse a call's arguments. Text that is not an object, such as that of a cut call, is put under a key."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -342,7 +342,7 @@ def _input(arguments: str) -> Any:
 
 
 def _usage(response: ResponseStream) -> dict[str, Any]:
-    """Count tokens; cached ones are not among the input's."""
+    """Count tokens; input tokens do not include cached ones."""
     usage: dict[str, Any] = response.usage()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {

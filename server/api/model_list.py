@@ -1,6 +1,6 @@
 """GET /v1/models and /v1/models/{id}, the routes that OpenAI's and Anthropic's APIs share.
 
-The headers say whose client asks. Sources: OpenAI's specification, and https://platform.claude.com/docs/en/api/models.
+The headers show which API the client speaks. Sources: OpenAI's specification, and https://platform.claude.com/docs/en/api/models.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def _card(name: str, model: ServedModel) -> dict[str, Any]:
         "max_model_len": model.max_model_len,
         "tool_parser": UNKNOWN if model.tool_format is None else model.tool_format.name,
         "reasoning_parser": None if model.thoughts is None else model.thoughts.name,
+        "default_sampling_params": model.bundle.sampling_defaults.shown(),
     }
 
 

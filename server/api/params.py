@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
 from server.api.limits import in_vocabulary
 from server.errors import InvalidRequestError
@@ -13,7 +13,7 @@ from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules
-from worker.wire import Grammar, SamplingParams, too_many_ids
+from worker.wire import Grammar, SamplingDefaults, SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""
@@ -24,7 +24,7 @@ _SAME_FIELDS: Final = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("min_tokens", "ignore_eos"),
 )
-"""The fields that a worker takes as the client gives them, with the same defaults."""
+"""The fields that are sent to a worker unchanged, with the same defaults."""
 _SEED_MASK: Final = 2**63 - 1
 
 
@@ -50,11 +50,11 @@ async def sampling_params(
     grammar: Grammar | None,
 ) -> SamplingParams:
     """Raises InvalidRequestError."""
-    vocab_size = model.bundle.vocab_size
+    vocab_size, defaults = model.bundle.vocab_size, model.bundle.sampling_defaults
     allowed = request.allowed_token_ids
     params = SamplingParams(
         max_tokens=max_tokens,
-        top_k=max(0, request.top_k or 0),
+        top_k=max(0, (defaults.top_k or 0) if request.top_k is None else request.top_k),
         logit_bias=await _logit_bias(request.logit_bias, vocab_size) if request.logit_bias else (),
         bad_words=await _bad_words(request.bad_words, model) if request.bad_words else (),
         allowed_token_ids=in_vocabulary(dict.fromkeys(allowed), vocab_size, "allowed_token_ids") if allowed else None,
@@ -62,12 +62,18 @@ async def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
-        **{name: value for name in _SAME_FIELDS if (value := getattr(request, name)) is not None},
+        **{name: value for name in _SAME_FIELDS if (value := _value(request, defaults, name)) is not None},
     )
     lists = (allowed, request.logit_bias, request.bad_words, request.stop_token_ids)
     if any(lists) and (problem := too_many_ids(params, num_choices)) is not None:
         raise InvalidRequestError(f"{problem}.", param=problem.partition(":")[0].partition(",")[0])
     return params
+
+
+def _value(request: ModelFields, defaults: SamplingDefaults, name: str) -> Any:
+    """Return the client's value of a field, else the model's default, if it has one."""
+    value = getattr(request, name)
+    return getattr(defaults, name, None) if value is None else value
 
 
 def text_rules(

@@ -1,4 +1,4 @@
-"""The class of field that a prompt's block comes from: looked for when a client's conversations part at a new place."""
+"""The class of field that a prompt's block comes from. It is searched when conversations part at a new place."""
 
 from __future__ import annotations
 

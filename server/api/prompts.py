@@ -1,4 +1,4 @@
-"""The prompt of a request of any API, without running it, and where two prompts part."""
+"""The prompt of a request of any API, which is not run, and where two prompts part."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Prompt:
     """Empty for a prompt of token ids."""
     ids: list[int]
     is_cut: bool
-    """`truncate_prompt_tokens` has taken some away."""
+    """`truncate_prompt_tokens` has cut it."""
 
 
 class Parting(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,13 +57,13 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_tokens_a: int
     num_tokens_b: int
-    num_shared_tokens: int
-    goes_on: bool
+    num_shared_tokens: int = 0
+    goes_on: bool = False
     """One prompt begins with the other."""
-    field: str | None
+    field: str | None = None
     """The place in the bodies; None: the template's own text differs."""
-    character: int | None
-    volatile: str
+    character: int | None = None
+    volatile: str = ""
     num_shared_tokens_without: int | None = None
     """Tokens that would be shared if this field were the same; None: unknown."""
     other_fields: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def api_of(body: Mapping[str, Any]) -> Api:
-    """Tell an API by the fields of its body. Raises InvalidRequestError."""
+    """Return the API to which a body belongs by its fields. Raises InvalidRequestError."""
     if "messages" in body:
         return "messages" if _is_anthropic(body) else "chat"
     if "input" in body:
@@ -146,11 +146,6 @@ def compare(a: Prompt, b: Prompt) -> Parting:
         block_size=b.model.bundle.block_size,
         num_tokens_a=len(a.ids),
         num_tokens_b=len(b.ids),
-        num_shared_tokens=0,
-        goes_on=False,
-        field=None,
-        character=None,
-        volatile="",
     )
     for name, differs in (("model", a.model.root(b"") != b.model.root(b"")), ("cache_salt", a.salt != b.salt)):
         if differs:
@@ -162,28 +157,24 @@ def compare(a: Prompt, b: Prompt) -> Parting:
         return replace(parting, goes_on=True, volatile="nothing: one prompt begins with the other")
     found = differences(a.body, b.body)
     place = first_place(found, a.text, b.text)
-    if place is None:
-        paths = [difference.path for difference in found if difference.path not in _NO_TEXT]
-        ids = next((path for path in paths if path.startswith("prompt")), None)
-        return replace(
-            parting,
-            goes_on=shared_length(a.text, b.text) == min(len(a.text), len(b.text)) > 0,
-            field=ids,
-            volatile="the template's own text" if ids is None else "token ids",
-            other_fields=tuple(paths[:MAX_NAMED]) if ids is None else (),
-        )
-    turn = place.difference.leaves and _TURN.fullmatch(place.difference.path)
-    return replace(
-        parting,
-        goes_on=bool(turn),
-        field=place.difference.path,
-        character=place.character,
-        volatile="nothing: the conversation goes on" if turn else volatile(place),
-        num_shared_tokens_without=_shared_without(place, a, b),
-    )
+    if place is not None:
+        difference = place.difference
+        if difference.leaves and _TURN.fullmatch(difference.path):
+            why = "nothing: the conversation goes on"
+            return replace(parting, goes_on=True, field=difference.path, volatile=why)
+        without, why = _shared_without(place, a, b), volatile(place)
+        where = {"field": difference.path, "character": place.character}
+        return replace(parting, **where, volatile=why, num_shared_tokens_without=without)
+    paths = [difference.path for difference in found if difference.path not in _NO_TEXT]
+    if ids := next((path for path in paths if path.startswith("prompt")), None):
+        return replace(parting, field=ids, volatile="token ids")
+    goes_on = shared_length(a.text, b.text) == min(len(a.text), len(b.text)) > 0
+    why = "the template's own text"
+    return replace(parting, goes_on=goes_on, volatile=why, other_fields=tuple(paths[:MAX_NAMED]))
 
 
 def _shared_without(place: Place, a: Prompt, b: Prompt) -> int | None:
+    """Return how many tokens the prompts would share if they agreed in this place."""
     if place.rest is None:
         return None
     end_a, end_b = place.rest

@@ -31,6 +31,7 @@ from server.schema.requests import RESPONSES, ResponsesRequest, TextOptions
 from server.schema.tools import ToolName, make_toolbox, read_choice, read_tools
 from server.text.detokenizer import TokenBytes
 from server.text.output_parser import OutputParser, OutputRules, call_id
+from worker.wire import SamplingParams
 
 _NAMES: Final = FieldNames(
     messages="input", max_tokens="max_output_tokens", response_format="text.format", tool_schema="parameters"
@@ -51,7 +52,7 @@ class ResponsesEndpoint(GenerateEndpoint):
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
-        formatter = ResponsesFormatter(id_, request, rules, model.tokenizer.token_bytes)
+        formatter = ResponsesFormatter(id_, request, rules, spec.sampling, model.tokenizer.token_bytes)
         return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
 
 
@@ -100,8 +101,16 @@ def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
 class ResponsesFormatter(ResponseFormatter):
     """The response object, or its stream of typed, numbered events. At most one output item is open: the last."""
 
-    def __init__(self, id_: str, request: ResponsesRequest, rules: OutputRules, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self,
+        id_: str,
+        request: ResponsesRequest,
+        rules: OutputRules,
+        sampling: SamplingParams,
+        token_bytes: TokenBytes,
+    ) -> None:
         self._id = id_
+        self._sampling = sampling
         self._token_bytes = token_bytes
         self._request = request
         self._rules = rules
@@ -260,12 +269,12 @@ class ResponsesFormatter(ResponseFormatter):
             "safety_identifier": request.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": self._sampling.temperature,
             "text": {"format": _written(text_format) if text_format is not None else {"type": "text"}},
             "tool_choice": _written(request.tool_choice) or "auto",
             "tools": [_echoed(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": self._sampling.top_p,
             "truncation": "disabled",
             "usage": _usage(response) if response is not None else None,
             "user": request.user,

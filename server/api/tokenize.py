@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, and GET /tokenizer_info, as vLLM has them.
 
-They give the tokens that the model would see, the text of tokens, and what lm-eval needs for a remote tokenizer.
+They return the tokens that the model would see, the text of tokens, and the tokenizer facts that lm-eval reads.
 """
 
 from __future__ import annotations

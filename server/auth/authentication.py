@@ -1,7 +1,7 @@
 """Authentication of both ports: API keys on the public one, the ops key for changes through the other.
 
-Everything but health is denied by default, on the very path that the routes match. A URL that a framework rebuilds
-holds the client's Host header, and is no safe ground for a decision (CVE-2026-48710): `scope["path"]` is.
+Everything except health is denied by default, by `scope["path"]`, which the routes match too. Do not authorise by
+`request.url`: it contains the client's Host header (CVE-2026-48710).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Authenticator:
     """
 
     def __init__(self, keys: KeyFile | None, everyone: Identity) -> None:
-        """Without `keys`, every request is one of `everyone`, who is trusted."""
+        """Without `keys`, all requests use the identity `everyone`."""
         self._keys = keys
         self._everyone = everyone
         self.throttle = AuthThrottle()
@@ -52,7 +52,7 @@ class Authenticator:
 
 
 def _key(scope: Scope) -> bytes:
-    """Return the bearer's key or, without an Authorization, the one in `x-api-key`; empty as in `_bearer`."""
+    """Return the bearer key or, without an Authorization header, that of `x-api-key`; empty as in `_bearer`."""
     names = [name for name, _ in scope["headers"]]
     if b"authorization" in names or names.count(b"x-api-key") != 1:
         return _bearer(scope)
@@ -61,7 +61,7 @@ def _key(scope: Scope) -> bytes:
 
 
 def _bearer(scope: Scope) -> bytes:
-    """Return the presented key; empty, which matches no entry, for none, several or a malformed one."""
+    """Return the presented key; empty, which matches no entry, if there is not exactly one valid header."""
     shown = [value for name, value in scope["headers"] if name == b"authorization"]
     scheme, _, rest = shown[0].partition(b" ") if len(shown) == 1 else (b"", b"", b"")
     key = rest.strip() if scheme.lower() == b"bearer" else b""
@@ -93,7 +93,7 @@ class AuthenticationMiddleware:
 
 
 class OpsKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` for every change through the ops port; without a key, this machine.
+    """Requires `Authorization: Bearer KEY` for every change through the ops port; without a key, a local client.
 
     A question about a tenant's cache counts as a change.
     """

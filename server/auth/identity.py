@@ -1,4 +1,4 @@
-"""The identity behind a request, and the salt that keeps one tenant's cache from another's.
+"""The identity of a request, and the salt that separates the caches of tenants.
 
 tenant salt  = HMAC(cluster secret, "tenant" || tenant)       made here, never taken from a request
 request salt = HMAC(tenant salt, "cache_salt" || cache_salt)  a request can narrow, never widen
@@ -15,7 +15,7 @@ API keys are in a TOML file of digests, reloaded whenever it changes:
     max_streams = 32               # requests at a time
     may_prioritise = true          # may set `priority`
 
-TOML, because an entry is appended to the file as it is printed, with comments that say who has the key.
+The format is TOML: an entry is appended as it is printed, and comments can name the owner of a key.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ DIGEST_PREFIX: Final = "sha256:"
 
 
 class Identity:
-    """A tenant, and what the key that was presented may do."""
+    """A tenant, and the permissions of the presented key."""
 
     __slots__ = ("key", "salt", "tag", "tenant", "usage")
 
     def __init__(self, cluster_secret: bytes, key: KeyEntry, usage: KeyUsage | None = None) -> None:
-        """`usage` is what an earlier version of the key's entry has used."""
+        """`usage`: that of an earlier version of the key's entry."""
         self.key = key
         self.usage: KeyUsage | None = None
         """None: the key has no limits."""
@@ -63,7 +63,7 @@ class Identity:
         self.tenant = key.tenant
         self.salt = tenant_salt(cluster_secret, key.tenant)
         self.tag = blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()
-        """The name by which workers tell tenants apart; it reveals nothing else about them."""
+        """The name by which workers separate tenants; it reveals nothing else about them."""
 
     def may_use(self, *names: str) -> bool:
         """Return whether the key may use a model with any of these names."""
@@ -120,7 +120,7 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     if len({entry.digest for entry in entries}) < len(entries):
-        raise ValueError("a digest is given twice: which of its entries counts?")
+        raise ValueError("duplicate digest")
     return entries
 
 
@@ -177,11 +177,11 @@ class KeyFile(WatchedFiles):
         return found
 
     def reload(self) -> None:
-        """Read the file. One that cannot be used changes nothing: the keys in force stay, and the log says why."""
+        """Read the file. An invalid file changes nothing: the current keys stay, and the log has the reason."""
         try:
             self._load()
         except ValueError as error:
-            log.error("the API keys were NOT reloaded, the %d old ones still count: %s", len(self), error)
+            log.error("the API keys were NOT reloaded, the %d old ones stay valid: %s", len(self), error)
             self._on_reload("rejected")
         else:
             log.info("%d API keys reloaded from %s", len(self), self.paths[0])

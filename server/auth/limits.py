@@ -57,7 +57,7 @@ class KeyUsage:
         self._buckets: dict[str, TokenBucket] = {}
 
     def apply(self, key: KeyEntry) -> None:
-        """Adopt the limits of a reloaded key file; what has been used stays used."""
+        """Apply the limits of a reloaded key file; usage stays counted."""
         self._max_open = key.max_streams
         for name, limit in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
             if limit is None:
@@ -67,7 +67,7 @@ class KeyUsage:
             bucket.per_s, bucket.capacity = limit / _MINUTE_S, limit
 
     def admit(self) -> None:
-        """Open a request; whoever calls counts `num_open` down at its end. Raises OverloadedError."""
+        """Open a request; the caller decrements `num_open` at its end. Raises OverloadedError."""
         if self._max_open is not None and self.num_open >= self._max_open:
             message = f"This key may have {self._max_open} requests open at a time."
             raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
@@ -110,10 +110,10 @@ def duration_text(seconds: float) -> str:
 
 
 class AuthThrottle:
-    """Slows down whoever guesses keys: per source a few wrong ones, then one now and then.
+    """Rate-limits failed key attempts by source address.
 
-    A source over its allowance is refused before its key is looked at, so that the answer tells it nothing. Keys that
-    this source has used before go on working: one client behind a proxy must not lock out the rest.
+    A source over its allowance is refused before its key is checked, so the answer reveals nothing. Keys that this
+    source has used before keep working: one client behind a proxy must not lock out the rest.
     Bounded: the sources and keys unseen for longest are forgotten first. Owned by the event loop.
     """
 
@@ -156,7 +156,7 @@ def _renew(table: dict[K, V], key: K, value: V, most: int) -> None:
 
 
 def source_of(scope: Scope) -> str:
-    """Return the client's address; for IPv6 the network, of which one client has 2^64 addresses."""
+    """Return the client's address; for IPv6 its /64 network, all of which one client may have."""
     client = scope.get("client")
     if client is None:
         return "unknown"

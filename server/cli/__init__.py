@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Final
 
 import cache  # noqa: F401 - refuses to run without assertions, before any part is started
-from server.cli.common import REFUSED, CommandError
+from server.cli.common import BAD_USAGE, CommandError
 from worker.common.modules import module_command
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
@@ -19,7 +19,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "gateway": ("one gateway: the OpenAI API in front of the workers", "server.gateway"),
     "worker": ("one worker: a model on one device", "worker"),
     "top": ("the fleet in a terminal: workers, load, decisions", "server.cli.top"),
-    "doctor": ("what this machine lacks, and how to mend it", "server.cli.doctor"),
+    "doctor": ("what this machine lacks, and how to fix it", "server.cli.doctor"),
     "keys": ("API keys: make one, check a file of them", "server.cli.keys"),
     "index": ("what the shared index holds; shared prefixes; emptying a worker", "server.cli.index"),
     "prefix": ("where the prompts of two requests part, and why", "server.cli.prefix"),
@@ -31,7 +31,9 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 
 def usage() -> str:
     lines = [f"  {name:8} {summary}" for name, (summary, _) in COMMANDS.items()]
-    return "\n".join(["usage: headstart COMMAND [OPTIONS]", "", *lines, "", "headstart COMMAND --help tells the rest."])
+    return "\n".join(
+        ["usage: headstart COMMAND [OPTIONS]", "", *lines, "", "headstart COMMAND --help lists its options."]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
-        return 0 if arguments else REFUSED
+        return 0 if arguments else BAD_USAGE
     name, *rest = arguments
     if name == "--version":
         print(f"headstart {version('headstart')}")
         return 0
     if name not in COMMANDS:
         print(f"headstart: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
-        return REFUSED
+        return BAD_USAGE
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler, and parts install theirs late
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     module = COMMANDS[name][1]
@@ -67,4 +69,4 @@ def _run(name: str, module: str, arguments: Sequence[str]) -> int:
         return 0
     except (CommandError, ValueError, OSError) as error:
         print(f"headstart {name}: {error}", file=sys.stderr)
-        return error.status if isinstance(error, CommandError) else REFUSED
+        return error.status if isinstance(error, CommandError) else BAD_USAGE

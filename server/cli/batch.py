@@ -1,7 +1,7 @@
 """`headstart batch`: answer a file of requests in OpenAI's batch format, at any server that speaks its API.
 
-The lines go in the order of their prompts, so that those which share a prefix follow each other and find it cached.
-Answers are appended as they come. A run that was killed goes on where it stopped: lines that have an answer are done.
+Lines are sent in the order of their prompts: those that share a prefix follow each other and find it cached.
+Answers are appended as they come. A run that was killed resumes: it skips lines that have an answer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AnsweredLine(Struct):
 
 
 class Place(Struct, order=True, frozen=True):
-    """Where a request stands in its file."""
+    """The place of a request in its file."""
 
     key: bytes
     offset: int
@@ -111,7 +111,7 @@ class AnswerFile:
     """The file of answers, owned by one run at a time and only ever appended to."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        """Raises ValueError if the file holds anything else than answers, CommandError if another run has it."""
+        """Raises ValueError if the file holds other lines than answers, CommandError if another run uses it."""
         self._file = file
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,7 +233,7 @@ class Batch:
             await asyncio.sleep(pause_s)
 
     def _take(self, line: RequestLine, status: int, raw: bytes, request_id: str) -> None:
-        """Append an answer. Raises CommandError for one that no other line would fare better with."""
+        """Append an answer. Raises CommandError if every other line would get the same error."""
         try:
             answer = msgspec.json.decode(raw)
         except (ValueError, RecursionError):
@@ -259,7 +259,7 @@ def seconds(retry_after: str) -> float:
 
 
 async def show(tally: Tally, console: Console) -> None:
-    """Draw a bar on a terminal; elsewhere print a line now and then."""
+    """Draw a bar on a terminal; otherwise print a line at intervals."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.1f} lines/s"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=tally.num_lines, rate=0.0)

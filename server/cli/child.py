@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from server.cli.common import REFUSED, CommandError
+from server.cli.common import BAD_USAGE, CommandError
 
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 15.0
@@ -44,8 +44,7 @@ class Child:
     async def run(self, report: Callable[[str], None]) -> None:
         """Start the child, and restart it whenever it dies, until `stop`.
 
-        Raises CommandError for exit code 2, unless the child was ready before: then what it serves has changed, and may
-        change again.
+        Raises CommandError for exit code 2, unless the child was ready before: what it serves may then change again.
         """
         delay_s = FIRST_DELAY_S
         while True:
@@ -53,8 +52,8 @@ class Child:
             code = await self.run_once()
             if self._stopping:
                 return
-            if code == REFUSED and not self._was_ready:
-                raise CommandError(f"{self.name} cannot start; its lines above say why", REFUSED)
+            if code == BAD_USAGE and not self._was_ready:
+                raise CommandError(f"{self.name} cannot start; its lines above have the reason", BAD_USAGE)
             if time.monotonic() - started_s > STABLE_AFTER_S:
                 delay_s = FIRST_DELAY_S
             reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -82,7 +81,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the children in order
+            start_new_session=True,  # only the supervisor receives Ctrl-C, and stops the children in order
             preexec_fn=partial(_die_with_parent, os.getpid()) if sys.platform == "linux" else None,
             limit=MAX_LINE_BYTES,
         )

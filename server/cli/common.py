@@ -16,12 +16,12 @@ from rich.console import Console
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 """The longest list of workers: 20,000 take some 10 MiB."""
-REFUSED: Final = 2
+BAD_USAGE: Final = 2
 """Exit code for options that cannot work: a restart would not help."""
 
 
 class CommandError(Exception):
-    """The command could not do it. The text is for the person at the terminal."""
+    """The command failed. The text is shown to the user."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class CommandError(Exception):
 
 
 class RedirectError(ValueError):
-    """The answer sends us elsewhere. Keys and requests are for the address that was given."""
+    """The answer is a redirect. Keys and requests are only sent to the given address."""
 
 
 def between(least: float, most: float = float("inf"), kind: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -51,7 +51,7 @@ OTHER_PORTS: Final = (8080, 8081)
 
 
 def default_ports(args: argparse.Namespace, engine_urls: Sequence[str]) -> None:
-    """Choose the public and the ops port where none is given: others where an engine has one of ours."""
+    """Choose the public and the ops port where none is given: other ones if an engine uses the default ports."""
     is_taken = any(urlsplit(url).port in FIRST_PORTS for url in engine_urls)
     port, ops_port = OTHER_PORTS if is_taken else FIRST_PORTS
     args.port = port if args.port is None else args.port
@@ -84,7 +84,7 @@ async def fetch_json(
 ) -> tuple[int, Any]:
     """Return the status and body of one answer. `tls` False: any certificate will do. Raises OSError, ValueError.
 
-    An answer that is too long or too deep, and one that sends us elsewhere, raises ValueError.
+    A redirect, and an answer that is too long or too deep, raises ValueError.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -99,6 +99,32 @@ async def fetch_json(
         raise OSError(reason(error)) from None
     except RecursionError:
         raise ValueError("its answer is nested too deep") from None
+
+
+async def ask_ops_port(
+    base: str,
+    path: str,
+    *,
+    option: str,
+    status: int = 1,
+    key: str | None = None,
+    ca_file: Path | None = None,
+    **request: Any,
+) -> dict[str, Any]:
+    """Return the answer of a gateway's ops port. Raises CommandError, with `status` and the name of the `option`."""
+    headers = {"content-type": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
+    url, tls = base.rstrip("/") + path, ssl.create_default_context(cafile=ca_file)
+    try:
+        code, answer = await fetch_json(url, tls=tls, headers=headers, **request)
+    except (OSError, ValueError) as error:
+        problem = f"no gateway's ops port at {base}: {error}; give {option} URL"
+        raise CommandError(problem, status) from None
+    match answer:
+        case {"error": {"message": message}}:
+            raise CommandError(f"{url} answered {code}: {message}", status)
+        case dict() if code == 200:
+            return answer
+    raise CommandError(f"{url} is not a gateway's ops port: it answered {code}", status)
 
 
 async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -119,6 +145,6 @@ def reason(error: Exception) -> str:
 
 
 def plain_console(columns: int) -> Console:
-    """Return a console that takes no text for markup, of so many columns where the output is no terminal."""
+    """Return a console without markup, with `columns` where the output is not a terminal."""
     width = None if sys.stdout.isatty() else columns
     return Console(markup=False, highlight=False, emoji=False, width=width)

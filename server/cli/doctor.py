@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
-from server.cli.common import PORT, REFUSED, between, default_ports, fetch_json, given, secret_file
+from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given, secret_file
 from server.cli.serve import find_redis_server
 from server.errors import InvalidRequestError
 from server.schema.fields import Message
@@ -263,7 +263,7 @@ def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | N
     if not done.returncode:
         return done.stdout.splitlines(), None
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    mend = "correct the options" if done.returncode == REFUSED else MEND_INSTALL
+    mend = "correct the options" if done.returncode == BAD_USAGE else MEND_INSTALL
     return done.stdout.splitlines(), Check("worker", "fail", lines[-1], mend)
 
 
@@ -374,6 +374,8 @@ def main(argv: Sequence[str]) -> int:
         print(clear_cache())
         return 0
     if args.gpu:
+        if importlib.util.find_spec(GPU_MODULE) is None:
+            raise CommandError("--gpu needs a checkout of the sources: run `make gpu-check` there", BAD_USAGE)
         options = ["--report", args.report, "--device", args.device, "--model", args.model]
         return subprocess.run([*module_command(GPU_MODULE), *options], check=False).returncode
     default_ports(args, [args.engine_url] if args.engine_url else [])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ from typing import Any, Final
 from rich.table import Column, Table
 
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
-from server.cli.common import CommandError, between, fetch_json, plain_console, secret_file
+from server.cli.common import CommandError, ask_ops_port, between, plain_console, secret_file
 from server.ops.overview import index_row
 
 TIMEOUT_S: Final = 15.0
@@ -51,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--redis-password-file", type=secret_file, metavar="FILE", help="password of the ACL user (default: the URL's)"
     )
-    p.add_argument("--model", help="list this model alone")
+    p.add_argument("--model", help="list only this model")
     p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: how many at most (default 20)")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return p
@@ -100,21 +99,16 @@ async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
 async def _ask_gateway(
     args: argparse.Namespace, method: str, path: str, query: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    headers = {} if args.ops_key_file is None else {"authorization": f"Bearer {args.ops_key_file}"}
-    tls = ssl.create_default_context(cafile=args.ops_ca_file)
-    try:
-        status, answer = await fetch_json(
-            args.ops.rstrip("/") + path, timeout_s=TIMEOUT_S, method=method, tls=tls, params=query, headers=headers
-        )
-    except (OSError, ValueError) as error:
-        raise CommandError(f"no gateway's ops port at {args.ops}: {error}; give --ops URL") from None
-    match answer:
-        case {"error": {"message": message}}:
-            raise CommandError(f"{args.ops}{path} answered {status}: {message}")
-        case dict() if status == 200:
-            return answer
-        case _:
-            raise CommandError(f"{args.ops}{path} is not a gateway's ops port: it answered {status}")
+    return await ask_ops_port(
+        args.ops,
+        path,
+        option="--ops",
+        key=args.ops_key_file,
+        ca_file=args.ops_ca_file,
+        timeout_s=TIMEOUT_S,
+        method=method,
+        params=query,
+    )
 
 
 def _worker_cells(worker: dict[str, Any]) -> list[str]:
@@ -133,7 +127,7 @@ def _prefix_cells(prefix: dict[str, Any]) -> list[str]:
 
 
 def shown(what: str, answer: dict[str, Any]) -> Table | str:
-    """Return the answer for people."""
+    """Return the answer as a table or a sentence."""
     if what == "purge":
         return f"{answer['worker']} has dropped its cache; its epoch is now {answer.get('epoch', 'another')}"
     if not answer[what]:

@@ -15,7 +15,7 @@ from server.auth.limits import KeyEntry
 
 KEY_BYTES: Final = 32
 MIN_CHARS: Final = 22
-"""So many random base64 characters have 128 bits."""
+"""This many random base64 characters have 128 bits."""
 
 
 def new_key() -> str:
@@ -23,7 +23,7 @@ def new_key() -> str:
 
 
 def entry_text(key: str, args: argparse.Namespace) -> str:
-    """Return the key's table for the file. Raises ValueError for a value that the file may not have."""
+    """Return the key's table for the file. Raises ValueError for an invalid value."""
     values = {**vars(args), "digest": digest_text(key.encode())}
     fields = {name: values[name] for name in KeyEntry.__struct_fields__ if values[name] is not None}
     # JSON's strings, lists and numbers are TOML's too.
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--max-streams", type=int, metavar="N", help="open requests (default: no limit)")
         command.add_argument("--may-prioritise", action="store_true", default=None, help="may set `priority`")
         command.add_argument("--file", type=Path, help="append the entry there instead of printing it")
-    check = commands.add_parser("check", help="say whether a key file can be used")
+    check = commands.add_parser("check", help="check whether a key file is valid")
     check.add_argument("file", type=Path)
     return p
 

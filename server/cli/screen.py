@@ -13,12 +13,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 _LAYERS: Final = re.compile(r"headstart worker: loading layer (\d+) of (\d+)")
 _FOR_LOGS: Final = re.compile(r"^headstart worker: |^\S+ \S+ (INFO|DEBUG) ")
 _NEWS: Final = re.compile(" cannot | waiting for the engine ")
-"""In a line that is shown above the bar, too."""
+"""Marks lines that are shown above the bar."""
 TICK_S: Final = 0.2
 
 
 class Screen:
-    """Prints the lines of all parts. On a terminal, a progress bar stands for log lines until `ready`."""
+    """Prints the lines of all parts. On a terminal, a progress bar replaces log lines until `ready`."""
 
     def __init__(self, num_workers: int) -> None:
         """`num_workers`: those that load a model."""
@@ -38,7 +38,7 @@ class Screen:
             await asyncio.sleep(TICK_S)
 
     def ready(self) -> None:
-        """End the bar; every line is printed from here on."""
+        """End the bar. Every later line is printed."""
         if self._starting:
             self._starting = False
             self._bar.stop()
@@ -51,7 +51,7 @@ class Screen:
             print(name, text, file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
-        """Print a line of a part, unless the bar stands for it."""
+        """Print a line of a part, unless the bar replaces it."""
         if self._starting and (layers := _LAYERS.match(line)):
             self._layers[name] = int(layers[1])
             done, total = sum(self._layers.values()), self._num_workers * int(layers[2])

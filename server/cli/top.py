@@ -28,7 +28,7 @@ MAX_EVENT_BYTES: Final = 8 << 20
 PLAIN_COLUMNS: Final = 160
 MAX_DECISIONS: Final = 50
 NUM_FIXED_LINES: Final = 15
-"""Lines that are no row: the head, table headings and blank lines."""
+"""Lines other than rows: the head, table headings and blank lines."""
 _BAR: Final = 12
 _STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "lost": "dim"}
 _NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED", "LEASE")
@@ -56,7 +56,7 @@ class View:
 
 
 async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
-    """Yield the name and data of each event. Ends with CommandError always."""
+    """Yield the name and data of each event. Always ends with CommandError."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
     try:
         async with (
@@ -198,7 +198,7 @@ def _grid(rows: Iterable[list[Text]]) -> RenderableType:
 
 
 def line(text: str, style: str = "") -> Text:
-    """Return text that neither wraps nor commands the terminal: names come from a registry that others can write."""
+    """Return text without wrapping and control characters: names come from a registry that others can write."""
     printable = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
     return Text(printable, style, no_wrap=True, overflow="ellipsis")
 
@@ -263,7 +263,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 when its user ended it, or it has shown the fleet once. Raises CommandError."""
+    """Return 0 at Ctrl-C, or after the one picture of --once. Raises CommandError."""
     args = parser().parse_args(argv)
     with suppress(KeyboardInterrupt):
         asyncio.run(watch(args))

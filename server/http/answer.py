@@ -1,13 +1,13 @@
-"""How the bytes of an answer go out: its head with its first part, to HTTP/1.0 without chunks, and probes before it.
+"""The bytes of an answer: its head with its first part, HTTP/1.0 without chunks, and probes before it.
 
-Linux and TCP do not tell a client that has closed its connection from one that has only shut its sending side: both
-send a FIN. Only a write makes a difference, which the first one answers with a reset. So a probe writes a byte that
-the answer has anyway, or may have:
+A client that has closed its connection and one that has only shut its sending side look alike: both send a FIN.
+Only a write shows the difference: the first one answers it with a reset. So a probe writes a byte that the answer has
+anyway, or may have:
 
 before the status is known     the next byte of `HTTP/1.1 `
 in a body of chunks            a leading zero of the next chunk's size
 
-An interim response (1xx) would do for the first, but HTTP/1.0 has none, and some clients take it for the answer.
+An interim response (1xx) would not do: HTTP/1.0 has none, and some clients take it for the answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AnswerTransport:
         self._head: bytes | None = b""
         """None once it is sent."""
         self._num_probes = 0
-        """Bytes that were sent ahead of the next write."""
+        """Bytes of the next write that probes have sent already."""
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
@@ -55,7 +55,7 @@ class AnswerTransport:
         self._transport.write(data)
 
     def probe(self, *, chunked: bool) -> None:
-        """Write one byte of what comes next, if that is known. `chunked`: the answer's body has chunks."""
+        """Write the next byte of the answer if it is known. `chunked`: the body has chunks."""
         if self._head:
             self.flush()
         elif self._head == b"" and self._num_probes < len(_VERSION):
@@ -66,7 +66,7 @@ class AnswerTransport:
             self._transport.write(b"0")
 
     def flush(self) -> None:
-        """Send a head that no part has followed."""
+        """Send a head that waits for its first part."""
         if self._head:
             self.write(b"")
 
@@ -82,14 +82,14 @@ class AnswerTransport:
 
 
 class Http10Answer:
-    """The app for one request of HTTP/1.0, which knows no chunks.
+    """The app for one request of HTTP/1.0, which has no chunks.
 
     A body without a length ends with the connection, and a broken one with a reset. `Connection: keep-alive` is
     confirmed where the body has a length.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
-        """`cycle.keep_alive` says whether the client asks to keep the connection."""
+        """`cycle.keep_alive`: the client asks to keep the connection."""
         self._app = app
         self._cycle = cycle
         self._is_unframed = False

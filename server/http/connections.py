@@ -16,7 +16,7 @@ class HttpLimits:
 
 
 class Connection(Protocol):
-    """A connection that the limit may close. It needs a hash by identity."""
+    """A connection that the limit may close; hashed by identity."""
 
     def drop(self) -> None:
         """Abort the connection, which has no request."""

@@ -1,4 +1,4 @@
-"""The head of a request, read as strictly as RFC 9112 allows: what two servers may read in two ways is refused.
+"""The head of a request, read strictly by RFC 9112: an ambiguous head is refused.
 
 Source: RFC 9112, 2.3, 3.2 and 6.1 to 6.3.
 """
@@ -23,7 +23,7 @@ class RequestHead:
     target: bytes
     """In origin form, or `*`."""
     authority: bytes | None
-    """The host that the target names, which takes the place of the header's (3.2.2)."""
+    """The host in the target, which replaces the header's (3.2.2)."""
     length: int | None
     """The body's length; None: it is chunked."""
 

@@ -40,11 +40,11 @@ access = logging.getLogger("server.access")
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 CLIENT_GONE_STATUS: Final = 499
 ALWAYS_TAKEN_BYTES: Final = 1 << 20
-"""Bodies up to here are not compared with what the models can need."""
+"""Bodies up to this size are not compared with the needs of the models."""
 
 
 class Application(Starlette):
-    """A Starlette application with our middleware alone: every error takes one way, through RequestMiddleware."""
+    """A Starlette application without Starlette's own middleware: RequestMiddleware handles every error."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Application(Starlette):
 
 
 class RequestMiddleware:
-    """Gives each request a context, its headers to the answer, and every exception an error object.
+    """Gives each request a context, and each exception an error object. Counts and times the answer, and adds headers.
 
-    Counts and times every answer. The outermost middleware.
+    It is the outermost middleware.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, *, access_log: bool = False) -> None:
@@ -129,7 +129,7 @@ class RequestMiddleware:
 
 
 async def send_error(error: ApiError, send: Send, answer: tuple[int, bytes] | None = None) -> None:
-    """Send an error; `answer` is its status and body in another shape than ours."""
+    """Send an error; `answer`: its status and body in the shape of another API."""
     status, body = answer or (error.status, error.body())
     headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -137,7 +137,7 @@ async def send_error(error: ApiError, send: Send, answer: tuple[int, bytes] | No
 
 
 def _log_answer(context: RequestContext, elapsed_s: float) -> None:
-    """Write one line on how a request ended, in numbers and names."""
+    """Log a line for a finished request: status, seconds, tokens."""
     fields = {
         "route": context.route,
         "status": context.status,
@@ -163,10 +163,10 @@ def new_request_id() -> str:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies by their announced length, or by counting where there is none."""
+    """Refuses large bodies by their announced length, or else by counting."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, needed: Callable[[], int | None] = lambda: None) -> None:
-        """`needed` returns the most that any request can need; None: anything up to `max_bytes`."""
+        """`needed` returns the largest useful body; None: `max_bytes`."""
         self._app = app
         self._max_bytes = max_bytes
         self._needed = needed
@@ -200,7 +200,7 @@ class BodyLimitMiddleware:
 
 
 class KnownHostsMiddleware:
-    """Answers 403 to a Host header that the port does not know, see `HostNames`."""
+    """Answers 403 to an unknown Host header, see `HostNames`."""
 
     def __init__(self, app: ASGIApp, hosts: HostNames, option: str) -> None:
         """`option` adds names to the known ones."""

@@ -1,15 +1,15 @@
 """uvicorn's httptools protocol with bounds, strict framing, and errors in our shape.
 
-httptools is twice as fast as h11, and bounds nothing: it accepts a head of 200 MB. Here the head (target, header
-fields, trailers) is counted as it is parsed, and so are bytes that are received but not parsed yet.
+httptools is twice as fast as h11, and bounds nothing: it accepts a head of 200 MB. Here the head (target, fields,
+trailers) is counted as it is parsed. So are bytes that are received and not parsed yet.
 
-A connection has one open request, and what comes behind it stays bytes until its answer has gone out. So a flood of
-pipelined requests costs no more than its bytes. It takes turns with the requests of other connections.
+A connection has one open request. Later input stays unparsed until its answer is sent, so a flood of pipelined
+requests costs only its bytes. It takes turns with the requests of other connections.
 
-Reading reveals first that a client has left. So it pauses only while the app does not take the body of the request
-that is being answered, never while an answer is made. The end of its input alone says nothing: a client may have shut
-its sending side behind its last request (RFC 9112, 9.6), and gets its answers. Probes find out that it has gone. With
-TLS such an end is the client's, as neither asyncio nor uvloop keeps half a TLS connection.
+Reading is the first sign that a client has left. So reading pauses only while the app does not take the body, never
+while an answer is made. The end of the input is no proof: a client may shut its sending side after its last request
+(RFC 9112, 9.6), and gets its answers. Probes detect that it has gone. With TLS the end of input means that the client
+has left: neither asyncio nor uvloop keeps half a TLS connection.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MAX_CHUNKS: Final = 4096
 MIN_CHUNK_BYTES: Final = 16
 """Beyond MAX_CHUNKS, the chunks of a body have to be this large on average: a chunk costs more than its byte."""
 MIN_BODY_BYTES: Final = 30 * 1024
-"""A body has to bring this much in each of its timeouts."""
+"""A body has to deliver this much in each of its timeouts."""
 MAX_AHEAD_BYTES: Final = 1 << 20
-"""Pipelined bytes that are read before the answer to an earlier request: unread, they would hide the client's end."""
+"""Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
 WRITE_STALL_S: Final = 120.0
-"""A client has to take some of its answer in such a time once our buffer is full."""
+"""Once the send buffer is full, a client has to read some of its answer in this time."""
 FIRST_PROBE_S: Final = 0.25
-"""A client that sends no more is probed at once, after this, and then after three times the last wait."""
+"""Once a client has ended its input, it is probed at once, after this time, and at growing intervals."""
 
 
-class _RefusedError(Exception):
+class _RejectedError(Exception):
     """Raised inside the parser's callbacks, to end the parsing."""
 
 
@@ -59,7 +59,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _write_timer: TimerHandle | None = None
     _probe_timer: TimerHandle | None = None
     _is_half_closed = False
-    """The client sends no more."""
+    """The client has ended its input."""
     _head_bytes = 0
     _unparsed_bytes = 0
     _new_body_bytes = 0
@@ -69,13 +69,13 @@ class GatewayProtocol(HttpToolsProtocol):
     _length: int | None = None
     """The body's length; None: it is chunked."""
     _tail = b""
-    """The last bytes that were parsed: with the next ones they may end a head, or a chunked body."""
+    """The last parsed bytes: a mark that ends a head or a chunked body may begin in them."""
     _framing: dict[bytes, bytes]
     """The header fields that decide how the message is read."""
-    _refused = False
-    """The input is dropped from here on."""
-    _refusal: ApiError | None = None
-    """The error that a callback has refused the input for."""
+    _drops_input = False
+    """Further input is dropped."""
+    _rejection: ApiError | None = None
+    """The error of the callback that rejected the input."""
 
     def __init__(
         self, limits: HttpLimits, connections: ConnectionLimit, collector: ByteCollector, *arguments: Any
@@ -85,9 +85,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._limits = limits
         self._connections = connections
         self._ahead = bytearray()
-        """The input behind the request that is being answered."""
+        """The input after the request that is being answered."""
         self._is_ahead_full = False
-        """More came than is kept: the connection ends with the requests that are whole in `_ahead`."""
+        """More input came than is kept: the connection ends after the complete requests in `_ahead`."""
 
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
@@ -97,13 +97,13 @@ class GatewayProtocol(HttpToolsProtocol):
             self.drop()
 
     def drop(self) -> None:
-        """Abort: there are too many connections, and this one asks for nothing."""
-        self._refused = True
+        """Abort: there are too many connections, and this one has no request."""
+        self._drops_input = True
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._refused = True
+        self._drops_input = True
         self._ahead.clear()
         self._lose_client()
         self._cancel_timer()
@@ -114,16 +114,16 @@ class GatewayProtocol(HttpToolsProtocol):
         del self.parser  # it holds this object, and with it the last request
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self._is_ahead_full:
+        if self._drops_input or self._is_ahead_full:
             return
         num_parsed = 0 if self._ahead or self._is_waiting else self._parse(data)
-        if num_parsed < len(data) and not self._refused:
+        if num_parsed < len(data) and not self._drops_input:
             self._ahead += data[num_parsed:] if num_parsed else data
             self._is_ahead_full = len(self._ahead) > MAX_AHEAD_BYTES
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return False, which closes the connection, unless a whole request waits for its answer."""
-        if self._refused or self.scheme == "https" or not (self._is_waiting or self._ahead):
+        if self._drops_input or self.scheme == "https" or not (self._is_waiting or self._ahead):
             return False
         if not self._is_half_closed:
             self._is_half_closed = True
@@ -136,7 +136,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _probe(self, wait_s: float) -> None:
-        """Write something that a client which is there can bear, now and after `wait_s`: it may have gone."""
+        """Write a byte that a present client ignores, now and after `wait_s`: the client may have gone."""
         self._probe_timer = self.loop.call_later(wait_s, self._probe, 3 * wait_s)
         cycle: Any = self.cycle
         if cycle is None or cycle.response_complete or self.transport.get_write_buffer_size():
@@ -147,30 +147,30 @@ class GatewayProtocol(HttpToolsProtocol):
 
     @property
     def _is_waiting(self) -> bool:
-        """True while a whole request is being answered, or its answer is too much for a client that does not read."""
+        """True while a request is being answered, or while the client does not read its answer."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return self._phase == "idle" and (not is_answered or self.flow.write_paused)
 
     def _parse(self, data: bytes | bytearray) -> int:
-        """Parse up to the end of a request that has to be answered first. Return the number of bytes taken."""
+        """Parse up to the end of one request, which is answered first. Return the number of bytes parsed."""
         start = 0
         with memoryview(data) as view:
-            while start < len(data) and not (self._refused or self._is_waiting):
+            while start < len(data) and not (self._drops_input or self._is_waiting):
                 end = self._next_end(data, start)
                 self._tail = (self._tail + bytes(view[max(start, end - 3) : end]))[-3:]
                 self._unparsed_bytes += end - start
                 with view[start:end] as piece:
                     super().data_received(piece)  # type: ignore[arg-type]
                 start = end
-                if self._unparsed_bytes > self._limits.max_header_bytes and not self._refused:
+                if self._unparsed_bytes > self._limits.max_header_bytes and not self._drops_input:
                     self.send_400_response("")
-        if self._phase != "idle" and self._timer is None and not self._refused:
+        if self._phase != "idle" and self._timer is None and not self._drops_input:
             timeout_s = self._limits.header_timeout_s if self._phase == "head" else self._limits.body_timeout_s
             self._timer = self.loop.call_later(timeout_s, self._on_timeout)
         return start
 
     def _next_end(self, data: bytes | bytearray, start: int) -> int:
-        """Return up to where `data` holds the end of one head, or of one body, at most."""
+        """Return an end in `data` such that the piece before it completes at most one head or one body."""
         if self._phase == "body" and self._length is not None:
             return min(len(data), start + self._length - self._body_bytes)
         mark = b"\r\n\r\n" if self._phase == "body" else b"\n\r\n"
@@ -182,17 +182,17 @@ class GatewayProtocol(HttpToolsProtocol):
         return len(data) if end < 0 else end + len(mark)
 
     def _parse_ahead(self) -> None:
-        """Go on with what was received behind the last request."""
-        if self._ahead and not (self._refused or self._is_waiting or self.transport.is_closing()):
+        """Parse what was received after the last request."""
+        if self._ahead and not (self._drops_input or self._is_waiting or self.transport.is_closing()):
             num_parsed = self._parse(self._ahead)
             del self._ahead[:num_parsed]
-        if self._is_half_closed and not self._refused:
+        if self._is_half_closed and not self._drops_input:
             if self._is_waiting:
                 self._end_with_last_answer()
             else:  # the rest is no whole request, and stays so
                 self.transport.close()
-        elif self._is_ahead_full and not (self._refused or self._is_waiting):
-            self._refused = True
+        elif self._is_ahead_full and not (self._drops_input or self._is_waiting):
+            self._drops_input = True
             self._cancel_timer()
             self._close_with(b"")
 
@@ -211,12 +211,12 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
         if len(self.headers) >= MAX_HEADERS:
-            self._refuse(HeaderTooLargeError("The request's headers are too large."))
+            self._reject(HeaderTooLargeError("The request's headers are too large."))
         super().on_header(name, value)
         name = self.headers[-1][0]
         if name in FRAMING and self._phase == "head":
             if name in self._framing:
-                self._refuse()
+                self._reject()
             self._framing[name] = value.strip()
 
     def on_headers_complete(self) -> None:
@@ -243,7 +243,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._num_chunks += 1
         self._collector.count(len(body))
         if self._num_chunks > MAX_CHUNKS and self._body_bytes < MIN_CHUNK_BYTES * self._num_chunks:
-            self._refuse()
+            self._reject()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -254,7 +254,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Go on with the connection. The rest of a body that was answered early (401, 413) is not waited for."""
+        """Continue the connection. The rest of a body that was answered early (401, 413) is not awaited."""
         cycle: Any = self.cycle
         cycle.transport.flush()
         super().on_response_complete()
@@ -268,7 +268,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._phase == "body":
             self.loop.call_later(LINGER_S, self._close_unread, cycle)
         elif self._ahead or self._is_ahead_full:
-            self.loop.call_soon(self._parse_ahead)  # behind the turns of other connections
+            self.loop.call_soon(self._parse_ahead)  # after the turns of other connections
 
     def _close_unread(self, cycle: object) -> None:
         if self._phase == "body" and self.cycle is cycle:
@@ -310,30 +310,30 @@ class GatewayProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._head_bytes += num_bytes
         if self._head_bytes > self._limits.max_header_bytes:
-            self._refuse()
+            self._reject()
 
     def _check_head(self) -> None:
-        """Refuse a head that is not clear, and take the host and path from a target in absolute form."""
+        """Refuse an ambiguous head, and take the host and path from a target in absolute form."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            self._refuse(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
+            self._reject(HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
         head = read_head(version, self.url, self._framing)
         if head is None:
-            self._refuse()
+            self._reject()
         self.url, self._length = head.target, head.length
         if head.authority is not None:
             self.headers[:] = [header for header in self.headers if header[0] != b"host"]
             self.headers.append((b"host", head.authority))
 
-    def _refuse(self, error: ApiError | None = None) -> NoReturn:
-        """End the parsing, which leads to `send_400_response`."""
-        self._refusal = error
-        raise _RefusedError
+    def _reject(self, error: ApiError | None = None) -> NoReturn:
+        """End the parsing. It calls `send_400_response`."""
+        self._rejection = error
+        raise _RejectedError
 
     def send_400_response(self, msg: str) -> None:
-        """Answer 431 past a bound, the callback's refusal, or 400. A request whose body is broken ends with it."""
-        self._refused = True
-        error = self._refusal
+        """Answer with the callback's error, 431 for too large a head, or 400. It ends a request with a broken body."""
+        self._drops_input = True
+        error = self._rejection
         if error is None and max(self._head_bytes, self._unparsed_bytes) > self._limits.max_header_bytes:
             error = HeaderTooLargeError("The request's headers are too large.")
         is_begun = False
@@ -363,7 +363,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _on_timeout(self) -> None:
-        """Close after too slow a head, or too little of a body; while we do not read, the client is not at fault."""
+        """Close after a slow head or body. While reading is paused, the client is not at fault."""
         self._timer = None
         if self._phase == "body" and (self.flow.read_paused or self._new_body_bytes >= MIN_BODY_BYTES):
             self._new_body_bytes = 0

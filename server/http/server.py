@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SPARE_FILES: Final = 256
 """Files that are neither a client's connection nor a worker's."""
 MIN_CONNECTIONS: Final = 16
-"""A port with fewer would serve hardly anyone, for no visible reason."""
+"""A port with fewer connections would refuse most clients without a visible reason."""
 
 
 class Listener(uvicorn.Server):
@@ -59,14 +59,14 @@ class Listener(uvicorn.Server):
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def run_until_stopped(self) -> None:
-        """Take requests until `stop`; return when the last open one has ended, or its grace is over."""
+        """Serve until `stop`. Return when the last open request has ended, or the grace is over."""
         await self.serve([self._socket])
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, with a bound on the TLS handshake: strangers could hold uvloop's for 60 s."""
+        """Start as uvicorn does, with a bound on the TLS handshake: uvloop's can be held open for 60 s."""
         loop = asyncio.get_running_loop()
         limits, tls = self._limits, self.config.ssl
 
@@ -84,10 +84,10 @@ class Listener(uvicorn.Server):
 
 
 def affordable_connections(wanted: int) -> int:
-    """Return how many of `wanted` connections this process may have files for: one to the client, one to the worker.
+    """Return how many of `wanted` connections fit the limit of open files: each needs one to a client, one to a worker.
 
-    Raises the soft limit on open files as far as it may. Raises ValueError for a limit that leaves next to none, and
-    warns of one that leaves fewer than wanted.
+    Sets the soft limit on open files to the hard limit if it has to. Raises ValueError if the limit leaves hardly any
+    connections, and warns if it leaves fewer than wanted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * wanted + SPARE_FILES

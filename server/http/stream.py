@@ -1,4 +1,4 @@
-"""Server-sent events on one ASGI response: the held-back 200, keep-alive comments, and a client that goes away.
+"""Server-sent events on one ASGI response: the delayed 200, keep-alive comments, and a client that leaves.
 
 data: {...}        one JSON object an event, no name       data: [DONE]      the last event of a complete answer
 : ping             a comment, when there is nothing else   data: {"error":   the last event of a broken one
@@ -115,7 +115,7 @@ class KeepAlive:
 
 
 class ClientConnection:
-    """A client's connection as the HTTP protocol knows it; one answer at a time watches it."""
+    """A client's connection. One answer at a time watches it."""
 
     __slots__ = ("_writer", "guard", "lost")
 
@@ -126,7 +126,7 @@ class ClientConnection:
 
     @contextmanager
     def probed_by(self, writer: SseWriter) -> Iterator[None]:
-        """Let probes of the connection go out as keep-alives of a stream."""
+        """Send probes of the connection as keep-alives of a stream."""
         self._writer = writer
         try:
             yield
@@ -134,19 +134,19 @@ class ClientConnection:
             self._writer = None
 
     def probe(self) -> None:
-        """Write something to the client, if its answer is a stream; the protocol calls it."""
+        """Write a keep-alive if the answer is a stream. The protocol calls it."""
         if self._writer is not None:
             self._writer.probe()
 
     def lose(self) -> None:
-        """Note that the connection has ended; the protocol calls it."""
+        """Mark the connection as closed. The protocol calls it."""
         self.lost = True
         if self.guard is not None:
             self.guard.end(ClientGoneError)
 
 
 def client_of(scope: Scope) -> ClientConnection:
-    """Return the connection that the protocol has put in the scope. A task that awaits `receive` costs more."""
+    """Return the connection that the protocol has put in the scope. Cheaper than a task that awaits `receive`."""
     client: ClientConnection = scope[CLIENT]
     return client
 
@@ -154,8 +154,8 @@ def client_of(scope: Scope) -> ClientConnection:
 class CancelOnDisconnect:
     """Cancels the current task when the client leaves, or at the deadline (None: there is none).
 
-    Around the block the first is a ClientGoneError, the second a TimeoutError. Leave the block before the last part
-    of the response is sent: a complete answer must not be cancelled.
+    The block then raises ClientGoneError or TimeoutError. Leave it before the last part of the response is sent: a
+    complete answer must not be cancelled.
     """
 
     __slots__ = ("_client", "_num_cancels", "_reason", "_task", "_timeout_s", "_timer")

@@ -38,7 +38,7 @@ UNPIN_AFTER_S: Final = 10.0
 MAX_LEARNING: Final = 4
 """Bundles that are fetched at a time, each of up to `MAX_BUNDLE_BYTES`."""
 MAX_LEARNING_OF_ONE: Final = 2
-"""Those of one model: the first may drip."""
+"""The limit for one model: the first worker may be slow."""
 MAX_ASKED: Final = 10_000
 
 
@@ -102,7 +102,7 @@ class Models:
         """Raises InvalidRequestError when all known workers of the model make embeddings."""
         sizes = self._embedding_sizes.get(model.name)
         if sizes and 0 not in sizes:
-            message = f"The model {name!r:.200} makes embeddings alone: use /v1/embeddings, or ask for another model."
+            message = f"The model {name!r:.200} only makes embeddings: use /v1/embeddings, or ask for another model."
             raise InvalidRequestError(message, param="model")
 
     def names(self) -> list[tuple[str, ServedModel]]:
@@ -111,7 +111,7 @@ class Models:
         return [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
 
     def text_limit(self) -> TextLimit:
-        """Return what any useful body can need."""
+        """Return the largest text that a useful body can have."""
         models = self._by_name.values()
         bounds = [model.prompt_bytes for model in models]
         known = [bound for bound in bounds if bound is not None]
@@ -141,7 +141,7 @@ class Models:
             model = await asyncio.get_running_loop().run_in_executor(
                 self._executor, build_model, bundle, self._executor, self._config
             )
-        except Exception as error:  # also what a strange bundle makes a library raise
+        except Exception as error:  # a malformed bundle may raise anything
             key, now_s = _place(member), time.monotonic()
             kept = {failed: until_s for failed, until_s in self._failed_until_s.items() if until_s > now_s}
             self._failed_until_s = kept | {key: now_s + 5.0}

@@ -41,7 +41,7 @@ class ServedModel:
     fingerprint: str
     """The namespace's, as its workers announce it."""
     root: Callable[[bytes], BlockHash]
-    """Return a tenant's root of the hash chain by its salt, from a cache: it takes a few microseconds to make."""
+    """Return a tenant's root of the hash chain by its salt, cached: making it takes a few microseconds."""
     keeps_client_lines: bool = False
     """True: its prompts keep the lines that agents write for other servers."""
     has_own_calls: bool = False
@@ -49,7 +49,7 @@ class ServedModel:
     takes_grammars: bool = True
     """False: none of its workers holds an answer to a Lark grammar."""
     adapter: str = ""
-    """The LoRA adapter of its engines that answers; empty: the model itself."""
+    """The LoRA adapter that answers; empty: the model itself."""
 
     @property
     def forced_format(self) -> ToolFormat | None:
@@ -66,7 +66,7 @@ class ServedModel:
 
     @property
     def prompt_bytes(self) -> int | None:
-        """Return the most bytes a prompt that fits can have; None when there is no bound."""
+        """Return the most bytes of a prompt that fits; None without a bound."""
         bound = self.tokenizer.bound
         return None if bound is None or not bound.counts_space else bound.token_bytes * self.max_model_len
 

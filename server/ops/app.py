@@ -36,6 +36,7 @@ from server.ops.feed import Feed
 from server.ops.overview import Overview
 from server.schema.decoding import read_json
 from server.workers.connection import WorkerLost
+from worker.wire import SamplingDefaults
 
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_PREFIXES: Final = 1000
@@ -58,7 +59,7 @@ _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Pair(msgspec.Struct):
-    """Two bodies of one API, which their fields tell unless it is named."""
+    """Two bodies of one API, which is inferred from their fields unless it is named."""
 
     a: msgspec.Raw
     b: msgspec.Raw
@@ -100,17 +101,17 @@ class OpsApi:
         return Response(generate_latest(self.overview.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def workers(self, request: Request) -> Response:
-        """Return every live worker, as this gateway last heard it."""
+        """Return every live worker with its last report to this gateway."""
         return json_response(self.overview.workers())
 
     async def index(self, request: Request) -> Response:
-        """Read from Redis what it holds of every worker: blocks, lease, load."""
+        """Read the registry from Redis: blocks, lease and load of every worker."""
         return json_response(await self.overview.index_report())
 
     async def prefixes(self, request: Request) -> Response:
         """Return the prefixes that requests share most, and where conversations part: ?limit=20&model=NAME&tenant=NAME.
 
-        `tenant`: the partings of that tenant's conversations alone.
+        `tenant`: only the partings of that tenant's conversations.
         """
         limit = request.query_params.get("limit", "20")
         if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
@@ -124,7 +125,7 @@ class OpsApi:
         return json_response(answer)
 
     async def compare(self, request: Request) -> Response:
-        """Tell where the prompts of two requests part, and what is volatile there. The answer holds no text of them."""
+        """Compare two prompts: where they part, and what is volatile there. The answer holds no text of them."""
         body = await request.body()
         pair = await read_json(body, _PAIR.decode)
         identity = self.of_tenant(DEFAULT_TENANT)
@@ -140,19 +141,22 @@ class OpsApi:
         return json_response(msgspec.structs.replace(parting, prefill_tokens_per_s=rate))
 
     async def explain(self, request: Request) -> Response:
-        """Tell where a chat or completion would go now, and its cost at every worker. Nothing is sent.
+        """Return which worker a chat or completion would get now, and its cost at every worker. Sends nothing.
 
-        `?tenant=NAME` asks about that tenant's cache.
+        `?tenant=NAME` uses that tenant's cache.
         """
         body = await request.body()
         fields = await read_json(body, msgspec.json.decode)
         if not isinstance(fields, dict):
-            raise InvalidRequestError("The body is that of a chat or a completion request.")
+            raise InvalidRequestError("The body must be a chat or a completion request.")
         api = self.overview.api
         endpoint = api.chat if "messages" in fields else api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
         prepared = await endpoint.prepare(body, self.of_tenant(tenant))
-        return json_response(await self.overview.router.explain(prepared.specs[0].route_request()))
+        spec = prepared.specs[0]
+        sampling = msgspec.to_builtins(spec.sampling)
+        shown = {name: sampling[name] for name in SamplingDefaults.__struct_fields__}
+        return json_response(await self.overview.router.explain(spec.route_request()) | {"sampling_params": shown})
 
     async def drain(self, request: Request) -> Response:
         self.on_drain()
@@ -173,7 +177,7 @@ class OpsApi:
 
 
 def page_routes() -> list[Route]:
-    """Return the routes of both pages and of their files: plain files, no build step, nothing loaded from elsewhere."""
+    """Return the routes of both pages and of their files, which load nothing from other servers."""
     files = StaticFiles(directory=FOLDER)
 
     async def file(request: Request, name: str = "") -> Response:
@@ -193,10 +197,10 @@ def page_routes() -> list[Route]:
 
 
 class PagesMiddleware:
-    """Sends requests under `CHAT_API` to the public app, in process, and all others on.
+    """Sends requests under `CHAT_API` to the public app, in process, and all others to the ops app.
 
-    They carry the key that the user typed: the ops port gives away nothing that the public port would not. A change
-    that another site's page asks for, through an operator's browser, is answered 403.
+    They carry the key that the user typed, so the ops port grants the same access as the public port. A change
+    requested by another site's page, through an operator's browser, gets 403.
     """
 
     def __init__(self, app: ASGIApp, public: ASGIApp) -> None:
@@ -215,7 +219,7 @@ class PagesMiddleware:
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Browsers name a request's origin in headers; programs (curl, Prometheus, a gateway) send none of them."""
+    """Return whether a page of another site sent the request. Only browsers name an origin in headers."""
     if (site := headers.get("sec-fetch-site")) is not None and site not in ("same-origin", "none"):
         return True
     origin = headers.get("origin")
@@ -228,7 +232,7 @@ def ops_app(api: OpsApi, public: ASGIApp, key: bytes | None, *, local: bool, has
         routes=api.routes(),
         middleware=[
             Middleware(PagesMiddleware, public),
-            Middleware(RequestMiddleware, GatewayMetrics()),  # requests of operators do not count as traffic
+            Middleware(RequestMiddleware, GatewayMetrics()),  # requests of operators are not traffic
             Middleware(OpsKeyMiddleware, key, local=local, has_tenants=has_tenants),
             Middleware(BodyLimitMiddleware, MAX_BODY_BYTES),
         ],

@@ -36,7 +36,7 @@ TICKS_PER_SNAPSHOT: Final = 2
 TICKS_PER_TREE: Final = 8
 MAX_VIEWERS: Final = 32
 MAX_UNREAD: Final = 32
-"""Frames kept for a slow viewer, who loses the oldest ones."""
+"""Frames kept for a slow viewer; the oldest are dropped."""
 HISTORY_POINTS: Final = 240
 """One a snapshot: two minutes."""
 _POINT: Final = ("output_tokens_per_s", "decisions_per_s", "hit_rate", "ttft_p50_s", "in_flight")
@@ -46,11 +46,11 @@ Frames = asyncio.Queue[bytes | None]
 
 
 Totals = dict[str, Any]
-"""Counters at one moment, growing since the process began, as JSON."""
+"""Counters since the process started, as JSON."""
 
 
 def read_totals(metrics: GatewayMetrics, num_decisions: int, num_streamed_tokens: int) -> Totals:
-    """Return the totals of now. Metrics do not count the output of open requests yet: `num_streamed_tokens`."""
+    """Return the current totals. `num_streamed_tokens`: output of open requests, which metrics do not include yet."""
     return {
         "at_s": time.monotonic(),
         "num_decisions": num_decisions,
@@ -63,14 +63,14 @@ def read_totals(metrics: GatewayMetrics, num_decisions: int, num_streamed_tokens
 
 
 class Traffic:
-    """Rates and quantiles of the last seconds, from totals added at a steady pace."""
+    """Rates and quantiles of the last seconds, from totals added at regular intervals."""
 
     def __init__(self, ttft_bounds_s: Sequence[float]) -> None:
         self._bounds_s = ttft_bounds_s
         self._samples: deque[Totals] = deque()
 
     def add(self, totals: Totals) -> dict[str, Any]:
-        """Return the numbers of now; None where nothing was measured."""
+        """Return the current numbers; None where nothing was measured."""
         samples, now_s = self._samples, totals["at_s"]
         samples.append(totals)
         while now_s - samples[0]["at_s"] > QUANTILE_WINDOW_S:
@@ -109,7 +109,7 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> floa
 
 
 class Feed:
-    """An ASGI app, one viewer per connection. `run` makes each frame once, for all viewers, while there are any."""
+    """An ASGI app with one viewer per connection. While there are any, `run` makes each frame once for all viewers."""
 
     def __init__(self, overview: Overview) -> None:
         self._overview = overview
@@ -130,7 +130,7 @@ class Feed:
                     while (frame := await frames.get()) is not None:
                         await writer.write(frame)
             except ClientGoneError:
-                return  # closing the page is how a viewer leaves
+                return  # the viewer has closed the page
             await writer.write(b"", more=False)
 
     async def run(self) -> None:
@@ -146,7 +146,7 @@ class Feed:
                 self._send_tree()
 
     def close(self) -> None:
-        """End every viewer's stream, for good."""
+        """End every viewer's stream, and refuse new viewers."""
         self._closed = True
         self._send(None)
 
@@ -154,7 +154,7 @@ class Feed:
     def _viewing(self) -> Iterator[Frames]:
         """Add a viewer. Raises UnavailableError."""
         if self._closed or len(self._viewers) >= MAX_VIEWERS:
-            reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers look on already."
+            reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers are connected already."
             raise UnavailableError(reason, retry_after_s=5.0)
         if not self._viewers:
             self._decisions.active = True

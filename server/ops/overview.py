@@ -22,7 +22,7 @@ from server.workers.fleet import NoIndex, state_of
 
 
 class Overview(Collector):
-    """Reads the parts of one gateway. Nothing but `index_report` waits."""
+    """Reads the parts of one gateway. Only `index_report` waits."""
 
     def __init__(self, api: PublicApi, services: EndpointServices, router: Router, index: RedisIndex | NoIndex) -> None:
         self.api = api
@@ -109,10 +109,10 @@ class Overview(Collector):
         return [candidate for model in sorted(models) for candidate in self.fleet.candidates(model, None)]
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Yield the fleet as this gateway knows it, at each scrape, so that no request pays for it.
+        """Yield gauges of the fleet as this gateway sees it. Computed at each scrape, so that no request pays for it.
 
-        The vllm gauges follow the model server protocol of the Gateway API inference extension. It sees a gateway as
-        the server of the models behind it. Models whose workers are all gone are named too.
+        The vllm gauges follow the model server protocol of the Gateway API inference extension. There the gateway
+        counts as the server of its models. Models without a live worker are included.
         """
         blind, num_outstanding = self.router.index_state()["blind"], self.router.scorer.num_outstanding()
         yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
@@ -153,7 +153,7 @@ class Overview(Collector):
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:
-    """Return one worker of the registry, live or lapsed, and the numbers of blocks in its pool and in its tiers."""
+    """Return one worker of the registry, live or lapsed, with the blocks in its pool and tiers."""
     member, load = entry.member, entry.load
     return {
         "worker_id": member.worker_id,

@@ -14,7 +14,7 @@ let running = null;
 const announce = (text) => setText(byId("announce"), text);
 const apiKey = () => sessionStorage.getItem(API_KEY) ?? "";
 
-function complain(text) {
+function warn(text) {
   byId("notice").hidden = !text;
   setText(byId("notice"), text);
 }
@@ -29,14 +29,14 @@ async function loadModels() {
     const chosen = select.value;
     select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
     if (names.includes(chosen)) select.value = chosen;
-    complain("");
+    warn("");
   } catch (error) {
     if (error.status === 401) {
-      complain("The gateway wants an API key: type it under \u201cSettings of this chat\u201d.");
+      warn("The gateway requires an API key: enter it under \u201cSettings of this chat\u201d.");
       byId("settings").open = true;
       return;
     }
-    complain(error instanceof TypeError ? "The gateway cannot be reached. Is it running? Trying again." : error.message);
+    warn(error instanceof TypeError ? "The gateway cannot be reached. Is it running? Trying again." : error.message);
     setTimeout(loadModels, 2000);
   }
 }

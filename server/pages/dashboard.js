@@ -16,13 +16,13 @@ const MAX_RETRY_MS = 8000;
 const announce = (text) => setText(byId("announce"), text);
 const notice = byId("notice");
 
-function complain(text) {
+function warn(text) {
   notice.hidden = !text;
   setText(notice, text);
 }
 
 const tiles = new Tiles();
-const workers = new Workers(announce, complain);
+const workers = new Workers(announce, warn);
 const decisions = new Decisions((name) => workers.flash(name));
 const prefixes = new Prefixes();
 
@@ -63,13 +63,13 @@ async function follow() {
   heard();
   try {
     const response = await fetch("events", { headers: headers(), signal: abort.signal });
-    if (response.status === 401 && (await askForKey("The gateway wants its ops key."))) return true;
+    if (response.status === 401 && (await askForKey("The gateway requires its ops key."))) return true;
     if (!response.ok) throw new Error(`it answered ${response.status}`);
     for await (const { event, data } of readEvents(response)) {
       heard();
       if (event === "hello") {
         link("Live", "good");
-        complain("");
+        warn("");
       }
       on[event]?.(JSON.parse(data));
     }
@@ -89,7 +89,7 @@ async function run() {
     } catch (error) {
       link("Disconnected", "bad");
       const reason = error instanceof TypeError ? "it cannot be reached" : error.message;
-      complain(`No connection to the gateway: ${reason}. What you see is old. Trying again; is the gateway running?`);
+      warn(`No connection to the gateway: ${reason}. The data shown is out of date. Trying again; is the gateway running?`);
     }
     if (performance.now() - began > 5000) retryMs = FIRST_RETRY_MS;
     await new Promise((resolve) => setTimeout(resolve, retryMs));

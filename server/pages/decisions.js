@@ -176,7 +176,7 @@ function verdict(decision, policy) {
   else if (decision.found_tokens === held) parts.push(held ? ", and did. " : ". ");
   else parts.push(`, and found ${count(decision.found_tokens)}. `);
   const next = others.find((each) => each.cost !== null);
-  if (!decision.index_answered) parts.push("The index did not answer: this gateway\u2019s own memory decided. ");
+  if (!decision.index_answered) parts.push("The index did not answer: this gateway used its own recent placements. ");
   if (decision.resumed) parts.push("It continues an answer whose worker was lost. ");
   if (!next) parts.push(decision.num_candidates > 1 ? "No other worker could take it." : "It is the only worker.");
   else if (policy !== "headstart") parts.push(`The policy is ${policy}.`);

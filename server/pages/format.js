@@ -1,4 +1,4 @@
-// Numbers for people. An en dash stands for an unknown one.
+// Human-readable numbers. An en dash stands for an unknown one.
 
 export const NONE = "\u2013";
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });

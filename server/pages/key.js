@@ -1,4 +1,4 @@
-// The ops key: typed once, kept in this tab's session storage, sent with every call of the ops port.
+// The ops key: entered once, kept in this tab's session storage, sent with every call of the ops port.
 
 import { byId, setText } from "./dom.js";
 
@@ -32,7 +32,7 @@ export function askForKey(problem = "") {
   });
 }
 
-/** Calls the ops port and asks for the key when one is needed. Throws an Error that says what to do. */
+/** Calls the ops port and asks for the key when one is needed. Throws an Error with the remedy. */
 export async function callOps(path, options = {}) {
   for (;;) {
     const response = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });

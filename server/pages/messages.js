@@ -67,7 +67,7 @@ export function welcome(ask) {
       "p",
       {},
       "A second message repeats the conversation so far, so it goes to the worker that already holds it. ",
-      "Each answer says where it was made and how much of its prompt came from the cache.",
+      "Each answer shows its worker, and how much of its prompt came from the cache.",
     ),
     h("ul", {}, ...ideas),
   );

@@ -1,4 +1,4 @@
-// The table of the places where each client's conversations part from what was computed before.
+// The table of the places where each client's conversations part from known prompts.
 
 import { byId, h } from "./dom.js";
 import { count } from "./format.js";

@@ -10,20 +10,20 @@ const WORDS = { serving: "Serving", draining: "Draining", broken: "Failing", los
 const CONFIRM = {
   drain: {
     title: (name) => `Drain ${name}?`,
-    text: "It finishes what it has and takes nothing new until its process is started again.",
+    text: "It finishes its open requests and takes no new ones until its process is restarted.",
     go: "Drain",
   },
   purge: {
     title: (name) => `Purge the cache of ${name}?`,
-    text: "It forgets every cached block. Open requests go on; the next ones compute their prompts in full.",
+    text: "It drops every cached block. Open requests continue; later ones compute their prompts in full.",
     go: "Purge",
   },
 };
 
 export class Workers {
-  constructor(announce, complain) {
+  constructor(announce, warn) {
     this.announce = announce;
-    this.complain = complain;
+    this.warn = warn;
     this.rows = new Map();
     this.first = true;
   }
@@ -71,9 +71,9 @@ export class Workers {
     try {
       await callOps(`workers/${encodeURIComponent(name)}/${action}`, { method: "POST" });
       this.announce(action === "drain" ? `${name} drains` : `The cache of ${name} is purged`);
-      this.complain("");
+      this.warn("");
     } catch (error) {
-      this.complain(`${CONFIRM[action].go} of ${name} failed: ${error.message}`);
+      this.warn(`${CONFIRM[action].go} of ${name} failed: ${error.message}`);
     }
   }
 }

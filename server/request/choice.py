@@ -14,10 +14,11 @@ from server.models.served_model import ServedModel
 from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
-from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens, sampling_features
+from worker.common.features import sampling_features
+from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
-"""Tokens that wait for their text in an unstreamed answer, so that no call decodes many."""
+"""Tokens of an unstreamed answer that wait to be decoded, so that no call decodes many."""
 
 StopReason = Literal["stop", "length"]
 
@@ -37,20 +38,20 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The field that holds the prompt, named in the error when a worker refuses the prompt."""
     grammar_param: str
     relaxed: tuple[str, ...] = ()
-    """The places in JSON schemas of what no grammar holds, and is left to the model."""
+    """JSON pointers to schema parts that no grammar enforces."""
     clamps_max_tokens: bool = False
-    """A worker with less room than `sampling.max_tokens` may answer: it generates what fits."""
+    """Workers with less room than `sampling.max_tokens` may answer; they generate as much as fits."""
     first_index: int = 0
     """The index of the first choice in the response."""
     priority: int = 0
     tenant: str = ""
-    """The opaque tag by which workers know the tenant."""
+    """The opaque tag that names the tenant at workers."""
     affinity_key: str | None = None
-    """The conversation, as the body names it; a session header comes first."""
+    """The name of the conversation in the body. A session header takes precedence."""
     end_of_thought_id: int | None = None
     """The token that ends the model's reasoning, where one token does."""
     embed: Embed | None = None
-    """The prompt's embedding is asked for, and no text."""
+    """Set if the request is for an embedding instead of text."""
 
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
@@ -62,7 +63,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
             affinity_key=f"{self.tenant}/{session}" if session else None,
             hard_affinity=hints.hard_affinity,
-            adapter=self.model.adapter,
+            lora=self.model.adapter,
             required=tuple(sampling_features(self.sampling)),
             priority=self.priority,
             tenant=self.tenant,
@@ -76,7 +77,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
         return self.sampling.max_tokens
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:
-        """Return the parameters for a worker with this context, which holds what is demanded."""
+        """Return the parameters for a worker with this context length, which fits the request."""
         room = max_model_len - len(self.prompt_ids)
         if not self.clamps_max_tokens or self.sampling.max_tokens <= room:
             return self.sampling
@@ -92,7 +93,7 @@ class TokenEntry(Struct, eq=False):
 
 
 class ChoiceDelta(Struct, eq=False):
-    """The gain of one choice since its last delta; only its last delta has a finish_reason."""
+    """New output of one choice since its last delta; only its last delta has a finish_reason."""
 
     choice: int
     """The choice's index in the response."""
@@ -105,7 +106,7 @@ class ChoiceDelta(Struct, eq=False):
 
 
 class Choice:
-    """One choice: takes frames, gives deltas. `reset` it for a restart on another worker."""
+    """One choice: takes frames, returns deltas. `reset` it for a restart on another worker."""
 
     def __init__(self, spec: GenerationSpec, index: int) -> None:
         self.index = index
@@ -137,7 +138,7 @@ class Choice:
         return ChoiceState(self.index, self.seed, tuple(self.output_ids))
 
     def take(self, frame: Tokens) -> bool:
-        """Add tokens to an unfinished choice. True when a stop string among them has finished it."""
+        """Add tokens to an unfinished choice. Return True if a stop string among them has finished it."""
         if not self._token_by_token:
             self.output_ids += frame.token_ids
             if len(self.output_ids) - self._num_decoded >= MAX_PENDING_IDS:
@@ -155,7 +156,7 @@ class Choice:
         return False
 
     def finish(self, reason: StopReason, stop_token_id: int | None = None) -> None:
-        """End the choice. `stop_token_id`: its last token, if that ended it."""
+        """End the choice. `stop_token_id`: its last token, if that token ended it."""
         self._decode_pending()
         self._text += self._detokenizer.finish()
         if self._detokenizer.stopped:
@@ -174,7 +175,7 @@ class Choice:
             self.finish("length", None)
 
     def take_delta(self) -> ChoiceDelta | None:
-        """Return what is new, or None. Log probabilities wait for their token's text."""
+        """Return the new output, or None. Log probabilities wait for their token's text."""
         token_ids = self.output_ids[self._num_delivered :]
         if self._ended or not (token_ids or self.done):
             return None
@@ -199,7 +200,7 @@ class Choice:
             self._num_decoded = len(self.output_ids)
 
     def _finish_at_stop_string(self) -> None:
-        """Drop the log probabilities of tokens that begin behind the cut."""
+        """Drop the log probabilities of tokens that begin after the cut."""
         self.finish_reason = "stop"
         self.stop_reason = self._detokenizer.matched
         text_len = self._detokenizer.text_len

@@ -24,7 +24,7 @@ SESSION_HEADERS: Final = (
     "x-litellm-session-id",
     "x-session-id",
 )
-"""Headers by which agents name their conversation; the first that is there counts."""
+"""Headers in which agents name their conversation; the first one present counts."""
 
 _SESSION_NAMES: Final = tuple(name.encode() for name in SESSION_HEADERS)
 _USER_AGENT: Final = b"user-agent"
@@ -33,14 +33,14 @@ _WANTED: Final = frozenset((TTFT_BUDGET.encode(), AFFINITY.encode(), _USER_AGENT
 
 
 class RoutingHints(Struct, frozen=True, eq=False):
-    """The headers that the router heeds."""
+    """Routing hints from request headers."""
 
     session: str | None = None
-    """The conversation's name, as the client gave it."""
+    """The conversation's name from the client."""
     hard_affinity: bool = False
-    """Send the session to one worker, even where another would be quicker."""
+    """Send the session to one worker, even if another would be faster."""
     ttft_budget_s: float | None = None
-    """Refuse instead of sending the prompt to workers that need longer to its first token."""
+    """Refuse the request rather than use a worker with a later first token."""
     client: str = ""
     """The program's name, the first word of its user agent."""
 

@@ -37,6 +37,7 @@ from server.router.placement import Placement, Placer
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.workers.client import GenerateStream, StallWatch, WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
+from worker.common.features import resume_features
 from worker.wire import (
     PROTOCOL_VERSION,
     BlockSource,
@@ -49,14 +50,13 @@ from worker.wire import (
     Started,
     TokenLogprobs,
     Tokens,
-    resume_features,
     shared_protocol,
 )
 
 log = logging.getLogger(__name__)
 
 WORKER_WAIT_S: Final = 0.25
-"""Pause before the next search for a worker: a lost one may be back, or a new one may have started."""
+"""Pause before the next search for a worker: one may have returned or started in the pause."""
 
 Deliver = Callable[[list[ChoiceDelta]], Awaitable[None]]
 
@@ -110,7 +110,7 @@ class Generation:
         self._is_waiting = False
         """The prompt counts as waiting for its first token."""
         self._stopped_early = False
-        """The gateway ended a choice at a stop string, so do not wait for the End frame."""
+        """The gateway ended a choice at a stop string, so it does not wait for the End frame."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
@@ -140,7 +140,7 @@ class Generation:
         """Generate every choice, and `deliver` deltas as they arrive. Call `take_deltas` for the last ones.
 
         The caller sends them together with the end of the response; without `deliver` they are the whole answer.
-        Raises ApiError, also for a poison request or when no more prompts may wait.
+        Raises ApiError, also for a poison request or a full queue.
         """
         spec, services = self.spec, self._services
         services.retry.budget.earn()
@@ -234,7 +234,7 @@ class Generation:
             raise history.no_worker_error(error) from error
 
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
-        """Let one worker generate the unfinished choices. Raises ApiError when no other attempt may follow."""
+        """Generate the unfinished choices at one worker. Raises ApiError if no other attempt may follow."""
         worker = placement.worker
         self._history.reached(Stage.SENT)
         try:

@@ -1,4 +1,4 @@
-"""The answer to one request: the generations of its prompts together, their usage and their headers."""
+"""The answer to one request: the generations of all its prompts, their usage and headers."""
 
 from __future__ import annotations
 

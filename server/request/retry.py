@@ -1,8 +1,8 @@
 """Decide whether a failed attempt is repeated, and which error the client gets when it is not.
 
 A request that a worker had accepted but not yet given a token may have killed it: it is a poison candidate. The next
-worker prefills candidates one at a time and sends Started for each, so a second death has at most one culprit. A
-token clears a request.
+worker prefills candidates one at a time and sends Started for each: a second death has at most one culprit. A token
+clears a request.
 
 Source: docs/reliability.md, "How it works".
 """

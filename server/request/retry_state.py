@@ -1,4 +1,4 @@
-"""What the generations of one gateway process share about failed attempts: retries, full workers, poison requests."""
+"""Shared state of failed attempts in one gateway process: retry budget, full workers, poison requests."""
 
 from __future__ import annotations
 

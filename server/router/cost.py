@@ -1,4 +1,4 @@
-"""What a request would cost at each worker, in seconds: every term, in the order of docs/routing.md.
+"""The cost of a request at each worker, in seconds: every term, in the order of docs/routing.md.
 
     fetch_s         time to get blocks from tiers and a peer          `plan_fetch`
     prefill_s       time to compute the other tokens                  `CostModel.prefill_s`
@@ -10,7 +10,7 @@
 
     cost            = queue_s + 4 * kv_wait_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
-    at a free home  = (1 + beta) * (prefill_s + fetch_cost_s)
+    idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
 `view` computes the terms of one worker from the index's match, its report, and the estimate of its load
 (`load_tracker`). The policy `headstart` adds jitter and affinity (`policies`).
@@ -32,8 +32,8 @@ from server.router.types import RouteRequest
 
 MIN_TOKENS_PER_S: Final = 1e-3
 """The lowest prefill rate: forged reports in Redis could otherwise make sums of seconds infinite."""
-LIKE_RATES: Final = 1.5
-"""A free home counts as fast as a worker whose measured rate is at most this many times higher."""
+SIMILAR_RATE: Final = 1.5
+"""An idle best match counts as fast as a worker whose measured rate is at most this many times higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class CostModel:
         """Return the cost of getting an evicted block back, relative to computing it: a peer may have it."""
         return min(1.0, max(self.copy_weight, tokens_per_s / fetch_tokens_per_s)) if fetch_tokens_per_s else 1.0
 
-    def beta(self, recent_s: float, num_workers: int) -> float:
+    def beta(self, assigned_s: float, num_workers: int) -> float:
         """Return how much one more second of work delays later requests. The cap keeps it finite in overload.
 
-        `recent_s`: prefill seconds assigned to the fleet, decayed over the window.
+        `assigned_s`: prefill seconds assigned to the fleet, decayed over the window.
         """
-        rho = min(self.max_rho, recent_s / (self.window_s * num_workers))
+        rho = min(self.max_rho, assigned_s / (self.window_s * num_workers))
         return min(self.max_beta, rho / (1.0 - rho))
 
     def fetch_cost_s(self, plan: FetchPlan, tokens_per_s: float) -> float:
@@ -91,15 +91,15 @@ class CostModel:
             worker.queue_s
             + self.kv_wait_weight * worker.kv_wait_s
             + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
-            + self.recent_weight * worker.recent_s
+            + self.recent_weight * worker.assigned_s
             for worker in workers
         ]
 
-    def home_cost_s(self, home: WorkerView, workers: Sequence[WorkerView], beta: float) -> float:
-        """Return the cost at a free home, which counts as fast as the fastest worker of a similar rate."""
-        rate = home.prefill_tokens_per_s
-        like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= LIKE_RATES * rate])
-        return (1.0 + beta) * (home.prefill_s * rate / like + home.fetch_cost_s)
+    def idle_best_cost_s(self, best: WorkerView, workers: Sequence[WorkerView], beta: float) -> float:
+        """Return the cost at an idle best match, which counts as fast as the fastest worker of a similar rate."""
+        rate = best.prefill_tokens_per_s
+        like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= SIMILAR_RATE * rate])
+        return (1.0 + beta) * (best.prefill_s * rate / like + best.fetch_cost_s)
 
 
 class FetchPlan(msgspec.Struct, frozen=True, gc=False):
@@ -108,8 +108,8 @@ class FetchPlan(msgspec.Struct, frozen=True, gc=False):
         |<- in the pool ->|<- tier 1 ->|<- tier 2 ->|<- from a peer ->|<- computed ->|
                         start         t1           t2              peer end       prompt
 
-    Blocks are fetched in this order and the rest is computed, so a plan is the point at which each place stops. All
-    costs are linear, so each place gives nothing or all that it can.
+    Blocks are fetched in this order and the rest is computed: a plan is the point at which each place stops. All costs
+    are linear, so each place gives nothing or all that it can.
     """
 
     end_tokens: int
@@ -272,7 +272,7 @@ class WorkerView(msgspec.Struct, eq=False):
     """Share of the pool that running requests and this one would hold; above 1 they do not fit."""
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""
-    recent_s: float
+    assigned_s: float
     """Prefill seconds assigned to the worker, decayed over a minute."""
     report_age_s: float
     """Age of the last report, at most 1 s; 0 if no other gateway sends here."""
@@ -318,7 +318,7 @@ class WorkerView(msgspec.Struct, eq=False):
 
 
 class DecisionContext(msgspec.Struct, frozen=True):
-    """What one decision uses for every worker."""
+    """Inputs of one decision that are the same for every worker."""
 
     request: RouteRequest
     cost: CostModel
@@ -347,24 +347,24 @@ def view(
     prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
     queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
     kv_usage, kv_wait_s = _pool_wait(candidate, estimate, matched_tokens, tokens_per_s, context)
-    return WorkerView(
+    return WorkerView(  # by position: keywords cost more than the arithmetic above
         member,
         candidate.load,
         estimate,
-        index_tokens=candidate.matched_blocks * block_size,
-        pending_tokens=min(pending_blocks * block_size, most_tokens) if pending_blocks else 0,
-        matched_tokens=matched_tokens,
-        prefill_tokens_per_s=tokens_per_s,
-        prefill_s=prefill_s,
-        queue_s=queue_s,
-        num_displaced=num_displaced,
-        kv_usage=kv_usage,
-        kv_wait_s=kv_wait_s,
-        recent_s=estimate.assigned.at(now_s),
-        report_age_s=estimate.report_age_s(now_s),
-        fetch_cost_s=0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
-        plan=plan,
-        peers=peers,
+        candidate.matched_blocks * block_size,
+        min(pending_blocks * block_size, most_tokens) if pending_blocks else 0,
+        matched_tokens,
+        tokens_per_s,
+        prefill_s,
+        queue_s,
+        num_displaced,
+        kv_usage,
+        kv_wait_s,
+        estimate.assigned.at(now_s),
+        estimate.report_age_s(now_s),
+        0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
+        plan,
+        peers,
     )
 
 
@@ -384,7 +384,7 @@ def _pool_wait(
     return usage, cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), context.mean_residency_s, weight)
 
 
-def free_homes(workers: Sequence[WorkerView]) -> list[int]:
+def idle_best_matches(workers: Sequence[WorkerView]) -> list[int]:
     """Return the positions of the workers with the longest match that could start at once; none if most have it.
 
     Nothing waits or prefills there, and the request's blocks fit next to those of running requests.

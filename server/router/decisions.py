@@ -1,6 +1,6 @@
-"""Routing decisions for the dashboard: a sample with its cheapest candidates; the rest is counted.
+"""Routing decisions for the dashboard: a sample with its cheapest candidates; the others are counted.
 
-A token bucket takes the sample, evenly while the rate is steady.
+A token bucket takes the sample: evenly, while the rate is constant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from server.router.placement import Decision, Placement
 PER_S: Final = 16.0
 BURST: Final = 8.0
 MAX_CANDIDATES: Final = 8
-"""Candidates listed of one decision; the rest is counted."""
+"""Candidates listed for one decision; the others are counted."""
 MAX_WAITING: Final = 64
 """Decisions kept between two frames."""
 MAX_RECENT: Final = 50

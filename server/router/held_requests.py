@@ -1,7 +1,7 @@
-"""The queue of requests that this gateway holds, since each would wait for long at its worker. It has no I/O.
+"""The queue of requests that this gateway holds because each would wait long at its worker. It has no I/O.
 
-A held request is placed once it would wait at its worker for at most `hold_s`, or for a tenth of its wait so far. It
-goes where the index says by then: late binding. Short prompts seldom wait, since workers let them pass long ones.
+A held request is placed when its wait at the worker would be short: at most `hold_s`, or a tenth of its wait so far.
+The worker is chosen at that time: late binding. Short prompts seldom wait, since they pass long ones at workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 RETRY_S: Final = 0.05
 """The least time between two decisions about a held request."""
 WAIT_SHARE: Final = 0.1
-"""A request goes once it would wait at its worker for so much of its wait so far: none waits here for ever."""
+"""Release a request when its predicted wait at the worker is at most this fraction of its wait so far."""
 _by_order: Final = attrgetter("order")
 
 
@@ -33,7 +33,7 @@ class HeldRequest(Generic[T]):
         """Its place: priority, the tenant's turn, arrival."""
         self.since_s = since_s
         self.due_s = due_s
-        """No earlier can another decision differ from the last."""
+        """Do not decide again before this time: the outcome cannot change."""
 
 
 class HeldRequests(Generic[T]):
@@ -43,7 +43,7 @@ class HeldRequests(Generic[T]):
     """
 
     def __init__(self, hold_s: float) -> None:
-        """`hold_s`: the longest wait at a worker for which a request is sent there at once. 0.0: any."""
+        """`hold_s`: requests with a longer wait at their worker are held; 0.0: none is."""
         self.hold_s = hold_s
         self._queue: list[HeldRequest[T]] = []
         self._turn_tokens = 0.0
@@ -59,7 +59,7 @@ class HeldRequests(Generic[T]):
         return iter(self._queue)
 
     def add(self, item: T, request: RouteRequest, wait_s: float, now_s: float) -> HeldRequest[T] | None:
-        """Hold a request that would wait `wait_s` at its worker. Return None if it goes there at once."""
+        """Hold a request that would wait `wait_s` at its worker. Return None if it need not be held."""
         if not 0.0 < self.hold_s < wait_s:
             return None
         turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
@@ -70,11 +70,11 @@ class HeldRequests(Generic[T]):
         return held
 
     def due(self, now_s: float) -> list[HeldRequest[T]]:
-        """Return those worth another decision, in their order."""
+        """Return the requests to decide again, in order."""
         return [held for held in self._queue if held.due_s <= now_s]
 
     def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
-        """Return whether it stays in the queue: it would still wait `wait_s` at its worker."""
+        """Return whether it stays in the queue, given that it would still wait `wait_s` at its worker."""
         waited_s = now_s - held.since_s
         if wait_s <= max(self.hold_s, waited_s * WAIT_SHARE):
             return False
@@ -82,7 +82,7 @@ class HeldRequests(Generic[T]):
         return True
 
     def remove(self, held: HeldRequest[T]) -> None:
-        """Take it out: it goes to a worker, or its client has left."""
+        """Remove it: it is placed, or its client has left."""
         self._queue.remove(held)
         self._turn_tokens = max(self._turn_tokens, held.order[1])
         if not self._queue:
@@ -90,6 +90,6 @@ class HeldRequests(Generic[T]):
             self._next_turn.clear()
 
     def _due_s(self, wait_s: float, waited_s: float, now_s: float) -> float:
-        """Return when it can go at the earliest: a worker computes a second of its queue in a second."""
+        """Return the earliest time of its release: a worker computes a second of its queue in a second."""
         at_worker_s = min(wait_s - self.hold_s, (wait_s - WAIT_SHARE * waited_s) / (1.0 + WAIT_SHARE))
         return now_s + max(RETRY_S, at_worker_s)

@@ -1,8 +1,8 @@
 """The load of each worker, as this gateway estimates it from its own requests and the worker's reports.
 
-A request is queued from the decision to its first token, and active until it is closed. What other gateways sent is
-known from the worker's report, which is some milliseconds old and is aged by that time. For this gateway's own
-requests the estimate is newer than the report.
+A request is queued from the decision to its first token, and active until it is closed. The work of other gateways
+comes from the worker's report, and is reduced by the report's age. For its own requests the gateway's estimate is newer
+than the report.
 """
 
 from __future__ import annotations

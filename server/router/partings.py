@@ -16,14 +16,14 @@ from cache.types import BlockHash
 from server.router.types import RouteRequest
 
 MAX_BLOCKS: Final = 1 << 15
-"""Blocks known in a generation, of which there are two: about 5 MB."""
+"""Blocks in each of the two generations: about 5 MB."""
 MAX_CLIENTS: Final = 256
 MAX_PLACES: Final = 16
 """Places remembered of each client."""
 MAX_PARTING_ROWS: Final = 8
 
 Field = str
-"""Where a prompt parts: `system`, `tools`, `messages`, `prompt`, or empty where none of them has the text."""
+"""The part of the prompt: `system`, `tools`, `messages`, `prompt`, or empty if none has the text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class _Place:
     field: Field
     num_conversations: int = 0
     num_prompt_tokens: int = 0
-    """Those of the latest."""
+    """Prompt tokens of the latest one."""
     last_s: float = 0.0
 
 
@@ -63,7 +63,7 @@ class Partings:
         """Places by the token at which they begin. Both dicts have the least recently used first."""
 
     def add(self, request: RouteRequest, client: str, block_size: int, field_at: Callable[[int], Field]) -> None:
-        """Compare a request with the known ones. `field_at` names the field at a token; a new place asks it."""
+        """Compare a request with the known ones. `field_at` names the field at a token; it is called for new places."""
         hashes = request.hashes
         if not hashes:
             return
@@ -71,7 +71,7 @@ class Partings:
         num_known = num_young if num_young == len(hashes) else max(num_young, self._old.depth(hashes))
         goes_on = num_known == len(hashes) or (num_known > 0 and self._is_end(hashes[num_known - 1]))
         self._learn(hashes, num_young)
-        key = (request.tenant, request.adapter or request.model, client)
+        key = (request.tenant, request.lora or request.model, client)
         places = self._clients.pop(key, None)
         is_first = places is None and not num_known
         places = self._clients[key] = {} if places is None else places
@@ -98,7 +98,7 @@ class Partings:
         self._young.ends.add(hashes[-1])
 
     def top(self, limit: int = MAX_PARTING_ROWS, tenant: str | None = None) -> list[dict[str, Any]]:
-        """Return the places behind which most tokens were computed, as JSON; `tenant`: those of one tenant's tag."""
+        """Return the places after which most tokens were computed, as JSON. `tenant`: only those of this tag."""
         rows = [
             {
                 "client": client,

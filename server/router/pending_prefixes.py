@@ -1,4 +1,4 @@
-"""Cached prefixes that the gateway knows without the index: blocks being computed, and where prompts went lately.
+"""Cached prefixes that the gateway has without the index: blocks being computed, and recent placements.
 
 Both stay in the gateway and are never written to Redis.
 """
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from cache.types import BlockHash, WorkerIncarnation
 
 _Entry = tuple[float, WorkerIncarnation, Sequence[BlockHash]]
-"""When it expires, and which blocks count as cached at which worker."""
+"""Its expiry, and the blocks that count as cached at a worker."""
 
 
 class PendingPrefixes:
-    """Blocks of requests just routed: they count as cached before the index knows them.
+    """Blocks of requests just routed: they count as cached before the index has them.
 
         add -> first token -> confirm -> present for the publish delay -> gone: the index has them
             -> failure     -> cancel  -> gone at once
@@ -45,17 +45,17 @@ class PendingPrefixes:
         return number
 
     def confirm(self, number: int, now_s: float) -> None:
-        """Keep the entry for the publish delay only: its first token is out."""
+        """Keep the entry for the publish delay: the request has its first token."""
         if (entry := self._open.pop(number, None)) is not None:
             self._confirmed.append((now_s + self._publish_delay_s, *entry[1:]))
 
     def cancel(self, number: int) -> None:
-        """Remove the entry if it has had no first token."""
+        """Remove the entry if its request has no first token."""
         if (entry := self._open.pop(number, None)) is not None:
             self._remove(entry)
 
     def expire(self, now_s: float) -> None:
-        """Remove the entries whose time is over. Call it before `match`."""
+        """Remove expired entries. Call it before `match`."""
         while self._confirmed and self._confirmed[0][0] <= now_s:
             self._remove(self._confirmed.popleft())
         while self._open and next(iter(self._open.values()))[0] <= now_s:
@@ -74,7 +74,7 @@ class PendingPrefixes:
             del self._num_references[incarnation]
 
     def match(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
-        """Return the length of the prefix of `hashes` that is pending there. What is present is prefix-closed."""
+        """Return the length of the prefix of `hashes` that is pending there. The pending set is prefix-closed."""
         blocks = self._num_references.get(incarnation)
         if blocks is None or not hashes or hashes[0] not in blocks:
             return 0
@@ -82,9 +82,9 @@ class PendingPrefixes:
 
 
 class RecentPlacements:
-    """The last worker that got each block: stands in for the index when Redis gives no answer.
+    """The last worker that got each block: replaces the index while Redis does not answer.
 
-    Two generations bound it: when the young one is full it becomes the old one, and the old one is dropped.
+    Two generations bound it: a full young one becomes the old one, which is dropped.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -98,7 +98,7 @@ class RecentPlacements:
         self._young.update(dict.fromkeys(hashes[: self._max_blocks // 2], incarnation))
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerIncarnation, int]:
-        """Return for each worker the length of the prefix up to the last block that went there last.
+        """Return for each worker the length of the prefix up to the last block whose latest placement was there.
 
         Earlier blocks may have gone elsewhere since, but a worker that got a block got all blocks before it.
         """

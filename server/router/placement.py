@@ -140,9 +140,9 @@ class Scorer:
         eligible = _eligible(workers)
         if not eligible:
             return Decision(request, workers, ())
-        recent_s = sum([worker.recent_s for worker in workers])
+        assigned_s = sum([worker.assigned_s for worker in workers])
         draw = (lambda: 0.5) if dry_run else self._rng.random
-        scores = self._policy.scores(request, eligible, FleetView(self._cost, recent_s, len(workers), draw))
+        scores = self._policy.scores(request, eligible, FleetView(self._cost, assigned_s, len(workers), draw))
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score
         return Decision(request, workers, _best(request, eligible))
@@ -287,7 +287,7 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return OTHER_TASK
     if member.unsupported and not set(request.required).isdisjoint(member.unsupported):
         return UNSUPPORTED
-    if request.adapter and request.adapter not in member.adapters:
+    if request.lora and request.lora not in member.adapters:
         return "without this adapter"
     if max(request.num_prompt_tokens, request.num_context_tokens) > member.max_model_len:
         return TOO_SHORT

@@ -2,7 +2,7 @@
 
 To add one: subclass `Policy` and enter it in POLICIES. `python tools/configuration.py` then writes its name to the
 docs, `python -m tools.values` to the chart's schema. To compare it with `headstart bench route`, enter it in
-COUNT_PENDING (benchmarks/route.py), so that replays count pending blocks as gateways do.
+COUNT_PENDING (benchmarks/dev/route_load/runs.py), so that replays count pending blocks as gateways do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from server.router.cost import CostModel, WorkerView, free_homes
+from server.router.cost import CostModel, WorkerView, idle_best_matches
 from server.router.types import RouteRequest
 
 AFFINITY: Final = 0.1
@@ -26,7 +26,7 @@ class FleetView(msgspec.Struct, frozen=True):
     """The fleet as one decision sees it."""
 
     cost: CostModel
-    recent_s: float
+    assigned_s: float
     """Prefill seconds assigned to the fleet, decayed over a minute."""
     num_workers: int
     draw: Callable[[], float]
@@ -53,8 +53,8 @@ class Policy:
 class Headstart(Policy):
     """The lowest cost in seconds (`server/router/cost.py`).
 
-    An idle worker with the longest match pays only its prefill. The load-spreading terms do not apply to it, so no
-    worker with a shorter match and a similar rate is cheaper.
+    An idle worker with the longest match pays only its prefill, without the load-spreading terms. So no worker with a
+    shorter match and a similar rate is cheaper.
 
     With several gateways, a random part of the report's age is added: recent work of the others is unknown, and all
     would choose the same idle worker. The affinity key's worker gets a small discount, less than any match or queue.
@@ -62,20 +62,20 @@ class Headstart(Policy):
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         cost = fleet.cost
-        beta = cost.beta(fleet.recent_s, fleet.num_workers)
+        beta = cost.beta(fleet.assigned_s, fleet.num_workers)
         costs_s = [
             cost_s + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
             for cost_s, worker in zip(cost.costs_s(workers, beta), workers, strict=True)
         ]
-        homes = free_homes(workers)
-        for at in homes:
-            costs_s[at] = cost.home_cost_s(workers[at], workers, beta)
-        if request.affinity_key and not homes:
+        idle = idle_best_matches(workers)
+        for at in idle:
+            costs_s[at] = cost.idle_best_cost_s(workers[at], workers, beta)
+        if request.affinity_key and not idle:
             at = workers.index(rendezvous_worker(request.affinity_key, workers))
             costs_s[at] -= AFFINITY * request.num_prompt_tokens / workers[at].prefill_tokens_per_s
             # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
-            least_recent_s = min(worker.recent_s for worker in workers)
-            costs_s[at] -= cost.recent_weight * (workers[at].recent_s - least_recent_s)
+            least_assigned_s = min(worker.assigned_s for worker in workers)
+            costs_s[at] -= cost.recent_weight * (workers[at].assigned_s - least_assigned_s)
         return costs_s
 
 

@@ -1,6 +1,6 @@
 """The tree of the prefixes that requests share most, and the workers that hold them.
 
-system prompt, 1,360 tokens       worker-0 worker-1        each row adds to the one above it
+system prompt, 1,360 tokens       worker-0 worker-1        each row extends the one above it
 +-- a conversation, 2,912         worker-0
 +-- another, 4,000                worker-1
 """
@@ -28,7 +28,7 @@ MAX_HOLDERS: Final = 6
 
 
 SharedPrefix = dict[str, Any]
-"""A prefix at which matches ended, as JSON. Hashes are cut to 8 bytes, in hex, as in Redis."""
+"""A prefix at which matches ended, as JSON. Hashes are 8 bytes in hex, as in Redis."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class PrefixTree:
         """By the last block, least recently found first."""
 
     def add(self, request: RouteRequest, member: WorkerMember, num_cached_tokens: int) -> None:
-        """Count one request that found so many tokens cached. O(1), plus one slice for a new prefix."""
+        """Count one request and its cached tokens. O(1), plus one slice for a new prefix."""
         num_blocks = min(num_cached_tokens // member.block_size, len(request.hashes))
         if num_blocks <= 0:
             return

@@ -1,4 +1,4 @@
-"""The router: looks the prompt up in the index, asks the fleet for candidates, and places the request.
+"""The router: looks up the prompt in the index, asks the fleet for candidates, and places the request.
 
 The lookup is awaited. Everything after it happens in one turn of the event loop, so that decisions see each other.
 
@@ -37,11 +37,11 @@ RETRY_AFTER_S: Final = 1.0
 
 
 class _Waiting(msgspec.Struct, eq=False):
-    """A held request, and where it goes once that is known."""
+    """A held request, and its future placement."""
 
     request: RouteRequest
     prefill_s: float
-    """Its prefill at its worker, as last decided."""
+    """Its prefill at the worker of the last decision."""
     placed: asyncio.Future[Placement]
 
 
@@ -90,7 +90,7 @@ class Router:
         return self._place(decision, found)
 
     async def _decide(self, request: RouteRequest) -> tuple[Sequence[Candidate] | None, Decision]:
-        """Return what the index found, None for no answer, and the decision made with it."""
+        """Return the candidates from the index, None without an answer, and the decision made with them."""
         begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model)
         found_s = self._clock()
@@ -122,7 +122,7 @@ class Router:
             self.held.remove(held)
 
     async def _release(self) -> None:
-        """Place held requests as soon as they would wait no longer at a worker, until none is left."""
+        """Place held requests as workers become free, until none is left."""
         while self.held:
             for held in self.held.due(self._clock()):
                 request, placed = held.item.request, held.item.placed
@@ -180,7 +180,7 @@ class Router:
         self.scorer.closed(placement)
 
     def index_state(self) -> dict[str, Any]:
-        """Return the index's health as JSON: blind when it gives no answer or wrong ones, precision and recall."""
+        """Return the index's health as JSON: precision and recall; blind if it is wrong or does not answer."""
         accuracy = self._accuracy
         failed = self._failed_s > max(self._answered_s, self.fleet.index_answered_s)
         return {
@@ -214,7 +214,8 @@ class Router:
             "load_s": worker.fetch_s,  # until 0.2: the former name
             "prefill_s": worker.prefill_s,
             "predicted_ttft_s": worker.predicted_ttft_s,
-            "recent_s": worker.recent_s,
+            "assigned_s": worker.assigned_s,
+            "recent_s": worker.assigned_s,  # until 0.2: the former name
             "outstanding": worker.num_outstanding,
             "waiting": worker.num_waiting,
             "guard": worker.guard,
@@ -222,7 +223,7 @@ class Router:
         }
 
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
-        """Return the workers of the model, matched by own recent placements if the index gave no answer."""
+        """Return the workers of the model. Without an answer of the index, match own recent placements."""
         candidates = self.fleet.candidates(request.model, found)
         if found is not None:
             self._answered_s = self._clock()

@@ -57,10 +57,10 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The conversation, with its tenant."""
     hard_affinity: bool = False
     """Only the affinity key's own worker, among those that may take the request."""
-    adapter: str = ""
+    lora: str = ""
     """Only workers that serve this LoRA adapter."""
     required: tuple[str, ...] = ()
-    """Features that the worker must have (`worker.wire.required_features`)."""
+    """Features that the worker must have (`worker.common.features.required_features`)."""
     embeds: bool = False
     """Only workers that make embeddings; else only those that generate text."""
     num_context_tokens: int = 0
@@ -73,5 +73,5 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def may_be_held(self) -> bool:
-        """Whether it may wait at the gateway: it is new, has no budget, and may go to any worker."""
+        """True if it may wait at the gateway: it is new, has no budget, and may go to any worker."""
         return self.ttft_budget_s is None and self.numerics is None and not self.hard_affinity

@@ -1,4 +1,4 @@
-"""Decode request bodies. Every way in which bytes fail to be a request is a 400 that names the field."""
+"""Decode request bodies. Invalid bytes of any kind give a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class Shape:
     """The strings' bytes as written, escapes included."""
     num_text_chars: int = 0
     char_bytes: int = 1
-    """Bytes that the widest character takes in memory, and so may any other."""
+    """Bytes in memory of the widest character, and so possibly of every other one."""
 
     def check(self) -> None:
-        """Raises InvalidRequestError for a body that would take long to decode, or many times its size."""
+        """Raises InvalidRequestError for a body that would take long to decode, or many times its size in memory."""
         for size, limit, unit, remedy in (
             (self.depth, MAX_DEPTH, "levels of nesting", "nest less deeply"),
             (self.num_values, MAX_VALUES, "JSON values", "send fewer token ids in one request"),
@@ -86,7 +86,7 @@ class Shape:
 def measure(body: bytes) -> Steps[Shape]:
     """Measure a body in linear time, resting after every slice. Raises InvalidRequestError at the first excess.
 
-    For bytes that are no JSON, the result means nothing.
+    The result for invalid JSON is undefined.
     """
     shape = Shape(num_values=1)
     depth = start = 0
@@ -163,7 +163,7 @@ async def read_json(
 
 
 def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises MediaTypeError for a body that does not say that it is JSON.
+    """Raises MediaTypeError for a body whose type is not JSON.
 
     A page of another site can send text, forms, and bodies without a type (a Blob) without asking first.
     """
@@ -183,7 +183,7 @@ def unsupported(field: str, why: str, details: Mapping[str, Any] | None = None) 
 
 
 def located(text: str, place: str = "") -> InvalidRequestError:
-    """Take msgspec's "Expected `int`, got `str` - at `$.max_tokens`" apart; the path under `place` becomes `param`."""
+    """Split msgspec's "Expected `int`, got `str` - at `$.max_tokens`". The path under `place` becomes `param`."""
     reason, _, path = text.partition(" - at `")
     param = (place + path.rstrip("`").removeprefix("$")).removeprefix(".")
     if missing := _MISSING.search(reason):

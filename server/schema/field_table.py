@@ -24,7 +24,7 @@ class FieldRefusal:
 
     why: str
     neutral: tuple[Any, ...] = _NOTHING
-    """The values that ask for nothing, next to null. `False` equals 0."""
+    """The values that have no effect, next to null. `False` equals 0."""
     details: Mapping[str, Any] | None = None
     """See `ApiError`."""
 
@@ -40,7 +40,7 @@ def _refusals(section: Mapping[str, Any]) -> dict[str, FieldRefusal]:
 
 
 _EVERYWHERE: Final = _refusals(_TABLE.pop("everywhere"))
-REFUSED: Final[Mapping[str, Mapping[str, FieldRefusal]]] = {
+REFUSED_FIELDS: Final[Mapping[str, Mapping[str, FieldRefusal]]] = {
     route: _EVERYWHERE | _refusals(section) for route, section in _TABLE.items()
 }
 """By route, without the fields that the route honours."""
@@ -48,4 +48,4 @@ REFUSED: Final[Mapping[str, Mapping[str, FieldRefusal]]] = {
 
 def refused_at(route: str, honoured: Iterable[str]) -> dict[str, FieldRefusal]:
     """Return what a route refuses, given the fields that it honours."""
-    return {name: refusal for name, refusal in REFUSED[route].items() if name not in set(honoured)}
+    return {name: refusal for name, refusal in REFUSED_FIELDS[route].items() if name not in set(honoured)}

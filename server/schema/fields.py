@@ -145,7 +145,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """A format. Others than OpenAI put the schema into `schema` (llama.cpp, Fireworks) or `value` (TGI)."""
+    """A format. Servers other than OpenAI have the schema in `schema` (llama.cpp, Fireworks) or `value` (TGI)."""
 
     type: FormatType
     json_schema: JsonSchemaFormat | None = None
@@ -203,7 +203,7 @@ class StructuredOutputs(Struct, kw_only=True):
 
 
 def check_constraints(structured: StructuredOutputs | None, formatted: ResponseFormat | None, field: str) -> None:
-    """Check that at most one of both says what the answer looks like. Raises InvalidRequestError."""
+    """Check that at most one of both constrains the answer. Raises InvalidRequestError."""
     if structured is not None and formatted is not None and formatted.type != "text":
         raise invalid("structured_outputs", f"and {field} exclude each other")
 
@@ -223,7 +223,7 @@ def check_stops(field: str, stops: Sequence[str], max_stops: int) -> None:
 
 
 def short_key(key: str | None) -> str | None:
-    """Return a key as it is, or a digest of a long one, which is written and hashed for each request."""
+    """Return a key, or a digest of a long one: each request writes and hashes it."""
     if key is None or len(key) <= MAX_KEY_CHARS:
         return key
     return blake2b(key.encode("utf-8", "replace"), digest_size=32).hexdigest()
@@ -250,11 +250,11 @@ class RequestFields(Struct, kw_only=True):
 
     @property
     def affinity_key(self) -> str | None:
-        """The body's name for what the request belongs to."""
+        """The body's key for the conversation or user of the request."""
         return short_key(self.prompt_cache_key or self.user)
 
     def check(self) -> None:
-        """Check what no single field's type can say. Raises InvalidRequestError."""
+        """Check the rules that no single field's type holds. Raises InvalidRequestError."""
         if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):
             raise invalid("metadata", "takes 16 pairs with keys of 64 characters")
 

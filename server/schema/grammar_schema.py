@@ -1,8 +1,7 @@
-"""A client's JSON Schema as a grammar takes it: with references that hold wherever it is placed, and without what no
-grammar can hold.
+"""A client's JSON Schema for a grammar: references hold wherever it is placed, and unsupported keywords are removed.
 
-An unknown `format` is an annotation, and goes. Any other keyword that a grammar cannot hold is refused where the client
-says `strict: true`. Otherwise it is left to the model, and named in a header of the answer.
+An unknown `format` is an annotation, and is dropped. Any other keyword that a grammar cannot hold is refused with
+`strict: true`. Otherwise it is left to the model, and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -33,31 +32,31 @@ _NEVER_HELD: Final[dict[str, tuple[Any, ...]]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-"""Keywords that no grammar holds, and the values by which they ask for nothing."""
+"""Keywords that no grammar holds, with the values that have no effect."""
 _NEEDED: Final = {"maxContains": ("contains",), "minContains": ("contains",), "if": ("then", "else")}
-"""Keywords that ask for nothing without one of others."""
+"""Keywords that have no effect without one of these others."""
 _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
-"""Keywords that say how references are read. They go, as all references become pointers."""
+"""Keywords for the reading of references. They are dropped, as all references become pointers."""
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_BOUND: Final = 10**16
 _MAX_DIGITS: Final = 9
 _MAX_OPTIONS: Final = 4096
 _SHOWN_PLACES: Final = 16
 _MAX_PLACE_CHARS: Final = 120
-"""The header stays below what proxies take."""
+"""Keeps the header below the limits of proxies."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSchema:
     schema: dict[str, Any]
     relaxed: tuple[str, ...] = ()
-    """The places of what is left to the model."""
+    """The places that are left to the model."""
 
 
 def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path = ()) -> Steps[GrammarSchema]:
     """Return a schema for a grammar that has it at a path. `param` names the client's field.
 
-    Raises InvalidRequestError that names the place of a reference to nothing, and with `strict` of what is not held.
+    Raises InvalidRequestError for a reference without a target, and with `strict` for a keyword that is not held.
     """
     schema: dict[str, Any] = json.loads(json.dumps(given))
     references = References(schema)
@@ -111,7 +110,7 @@ def relaxed_header(places: tuple[str, ...]) -> tuple[bytes, bytes]:
 
 
 def _unheld(node: dict[str, Any], references: References) -> Iterator[str]:
-    """Yield the keywords of a schema that a grammar cannot hold, after removing those that ask for nothing."""
+    """Remove the keywords without an effect, and yield those that a grammar cannot hold."""
     if node.get("not") in ({}, True) and "not" in node:
         node.clear()
         node["enum"] = []
@@ -187,7 +186,7 @@ def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _are_disjoint(node: dict[str, Any], options: list[Any], references: References) -> bool:
-    """Return whether a value fits one of the options at most, by its type or by values of its own.
+    """Return whether each value fits at most one of the options, by its type or by distinct values.
 
     Takes linear time, as clients write thousands of options.
     """
@@ -268,7 +267,7 @@ def _written(value: Any) -> str:
 
 
 def _set_aside(node: dict[str, Any], keyword: str, path: Path, moved: dict[Path, Path]) -> None:
-    """Rename a keyword to one that says nothing: references may point into it."""
+    """Rename a keyword to one without a meaning: references may point into it."""
     for name in (keyword, "then", "else") if keyword == "if" else (keyword,):
         if name in node:
             node[f"x-{name}"] = node.pop(name)

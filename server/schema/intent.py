@@ -1,7 +1,7 @@
-"""A chat that a client asks for, in one form for every API that has chats.
+"""The chat that a client asks for, in one form for all APIs with chats.
 
-Each route makes a `ChatIntent` of its own body. The intent has the route's names of fields, so that an error that is
-found later names the field that the client sent.
+Each route makes a `ChatIntent` of its own body. The intent has the route's field names, so that a later error names
+the field that the client sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from server.schema.tools import Ignored, Toolbox, ToolMode
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """A route's names of what every chat API has."""
+    """A route's names for the fields of every chat API."""
 
     messages: str = "messages"
     max_tokens: str = "max_tokens"
@@ -37,7 +37,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     """Those that the model sees."""
     is_continued: bool = False
-    """The answer goes on with the last message, which is the assistant's."""
+    """The answer continues the last message, which is the assistant's."""
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
@@ -61,7 +61,7 @@ class ChatIntent:
     num_choices: int = 1
     max_tokens: int | None = None
     clamps_max_tokens: bool = False
-    """`max_tokens` is an upper bound, as messages and responses mean it, and no demand for so much room."""
+    """`max_tokens` is an upper bound, as messages and responses mean it: the context may have room for less."""
     num_top_logprobs: int | None = None
     """None: no log probabilities are asked for."""
     num_prompt_logprobs: int | None = None
@@ -85,7 +85,7 @@ class ChatIntent:
         return self.toolbox.ignored + self.dropped_items
 
     def check(self) -> None:
-        """Check what no single field can say. Raises InvalidRequestError."""
+        """Check the rules that no single field holds. Raises InvalidRequestError."""
         structured, name = self.fields.structured_outputs, self.names.response_format
         check_constraints(structured, self.response_format, name)
         if structured is not None and self.tool_mode != "none":

@@ -1,8 +1,8 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens.
 
 Source: the reference of Anthropic's Messages API, https://platform.claude.com/docs/en/api/messages. The sampling fields
-of our other routes are honoured, too. What this server does not offer and would change the answer is refused by name,
-in blocks and tools as at the top. Hints, such as every `cache_control`, are not read.
+of the other routes are honoured, too. A part that is not offered and would change the answer is refused by name, also
+in blocks and tools. Hints, such as every `cache_control`, are not read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use")
 
 
 class ContentBlock(Struct, kw_only=True):
-    """A block of any type, which says what fields count."""
+    """A block of any type. The type decides which fields count."""
 
     type: str
     text: str | None = None
@@ -45,7 +45,7 @@ class ContentBlock(Struct, kw_only=True):
 
     @property
     def is_server_run(self) -> bool:
-        """It is a vendor's server's own call, or the result."""
+        """A call that a vendor's server ran, or its result."""
         return self.type in _SERVER_CALLS or (self.type != "tool_result" and self.type.endswith("_tool_result"))
 
     def check(self, field: str, allowed: tuple[str, ...]) -> None:
@@ -137,9 +137,9 @@ class ContextManagement(Struct, kw_only=True, forbid_unknown_fields=True):
     edits: list[ContextEdit] | None = None
 
     def check(self) -> None:
-        """Accept the edits that drop thoughts, as templates do so anyway. Raises InvalidRequestError."""
+        """Accept only edits that drop thoughts, as templates do. Raises InvalidRequestError."""
         if any(not edit.type.startswith("clear_thinking") for edit in self.edits or ()):
-            raise unsupported("context_management.edits", "can only clear thinking: send what the model shall see")
+            raise unsupported("context_management.edits", "can only clear thinking: send what the model should see")
 
 
 class MessagesMetadata(Struct, kw_only=True):
@@ -147,7 +147,7 @@ class MessagesMetadata(Struct, kw_only=True):
 
 
 class CountTokensRequest(ModelFields, kw_only=True):
-    """All that the prompt depends on, and what else a client may send along."""
+    """The fields that the prompt depends on, and others that a client may send."""
 
     text_field: ClassVar = "messages"
 
@@ -167,7 +167,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 
     def toolbox(self) -> Toolbox:
-        """Return the tools. Those with a type of their own are known to Anthropic's models alone."""
+        """Return the tools. Only Anthropic's models can use those with a type of their own."""
         read = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
         servers = [Ignored("mcp_servers", "mcp_servers")] if self.mcp_servers else []
         return make_toolbox([*read, *servers])
@@ -215,7 +215,7 @@ def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Count
-    """0: the prompt is computed, and so it is cached; the answer is empty."""
+    """0: the prompt is computed and cached, and the answer is empty."""
 
 
 MESSAGES: Final = BodyDecoder(MessagesRequest, "/v1/messages")

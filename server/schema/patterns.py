@@ -11,9 +11,9 @@ _DAY: Final = (
 )
 _TIME: Final = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 FORMAT_PATTERNS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}T{_TIME}$"}
-"""Formats whose own grammars take more than readers do: small letters, and the 29th of every February."""
+"""Formats whose own grammars accept too much: lower-case letters, and the 29th of every February."""
 MAX_PATTERN_CHARS: Final = 1 << 14
-"""The compiler refuses what is much longer."""
+"""The compiler refuses much longer patterns."""
 HELD_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 
 _SECONDS: Final = r"\d+(?:[.,]\d+)?S"
@@ -42,7 +42,7 @@ _TOKEN: Final = re.compile(
 
 
 def held_pattern(pattern: str) -> str | None:
-    """Return a pattern that a grammar can hold and that says the same; None: there is none.
+    """Return an equivalent pattern that a grammar can hold; None: there is none.
 
     Look-around, back references and word boundaries look beyond the text that a grammar has read.
     """

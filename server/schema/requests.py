@@ -1,8 +1,8 @@
 """The bodies of the routes that run a model, checked field by field.
 
-`null` equals absent. A wrong type or range is a 400 that names the field. So is a known field that is not offered and
-would change the answer (`server.schema.field_table`), unless its value asks for nothing. Hints that cannot change the
-answer are accepted, and unknown fields are ignored. docs/api.md lists every field, and a test compares the two.
+`null` equals absent. A wrong type or range is a 400 that names the field. So is a known field that would
+change the answer and is not offered (`server.schema.field_table`), unless its value is neutral. Hints that cannot
+change the answer are accepted, and unknown fields are ignored. docs/api.md lists every field, and a test checks it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 def _with_model_names(message: Message, toolbox: Toolbox) -> Message:
-    """Write a message's calls as functions, under the names that the model knows."""
+    """Write a message's calls as functions, under the model's names."""
     if not message.tool_calls:
         return message
     calls = []
@@ -170,7 +170,7 @@ class EmbeddingRequest(RequestFields, kw_only=True):
 
 
 class InputItem(Struct, kw_only=True):
-    """An item of any type, which says what fields count."""
+    """An item of any type. The type decides which fields count."""
 
     type: str = "message"
     role: str | None = None
@@ -241,7 +241,7 @@ BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
 class NotOffered:
-    """The value of a refused field: one that asks for nothing."""
+    """A neutral value of a refused field."""
 
     neutral: ClassVar[tuple[Any, ...]] = ()
 
@@ -250,7 +250,7 @@ class BodyDecoder(Generic[BodyT]):
     """The decoder and the checks of one route's bodies."""
 
     def __init__(self, kind: type[BodyT], route: str, ignored: tuple[str, ...] = ()) -> None:
-        """`ignored`: fields that the route refuses, and not for this kind of body."""
+        """`ignored`: fields that the route refuses, but not in this kind of body."""
         self.refused: Mapping[str, FieldRefusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
         self._text_field = kind.text_field
         fields = [

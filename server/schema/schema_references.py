@@ -12,7 +12,7 @@ from worker.common.json_schema import Path, at_pointer, children
 
 @dataclass(slots=True)
 class References:
-    """The targets of a schema's references, owned by who rewrites it."""
+    """The targets of a schema's references, owned by the rewriting function."""
 
     schema: dict[str, Any]
     bases: dict[int, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class References:
             waiting += [((*path, *step), child, base) for step, child in children(node) if isinstance(child, dict)]
 
     def target(self, node: dict[str, Any], reference: str) -> Path | None:
-        """Return the path that a reference of this schema points to; None: to nothing here."""
+        """Return the path that a reference of this schema points to; None if there is none."""
         base = self.bases[id(node)]
         uri, fragment = urldefrag(_joined(base, reference))
         if reference.startswith("#"):

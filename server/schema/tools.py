@@ -1,4 +1,4 @@
-"""The tools of a request: as the client offers them, as the model sees them, and the names that lead back.
+"""The tools of a request: as the client offers them and as the model sees them, with the client's names.
 
 function    a function, under its own name
 custom      a function with one text argument, `input`
@@ -49,7 +49,7 @@ class ToolName:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A part of a request that is left out of the prompt, as only a vendor's server or model could use it."""
+    """A part of a request that only a vendor's server or model could use. It is left out of the prompt."""
 
     type: str
     field: str
@@ -71,7 +71,7 @@ class GrammarDefinition(Struct, kw_only=True):
 
 
 class CustomFormat(Struct, kw_only=True):
-    """A format, with its grammar in it (chat) or next to its type (responses)."""
+    """A format. Its grammar is a field of its own (chat) or next to its type (responses)."""
 
     type: Literal["text", "grammar"]
     grammar: GrammarDefinition | None = None
@@ -154,7 +154,7 @@ class Toolbox:
     model_names: Mapping[ToolName, str] = field(default_factory=dict)
 
     def model_name(self, name: ToolName) -> str:
-        """Return the model's name of a tool that the client names, also of one that is no longer offered."""
+        """Return the model's name of a client's tool, even of one that is no longer offered."""
         other: ToolKind = "custom" if name.kind == "function" else "function"
         for known in (name, ToolName(name.name, other, name.namespace)):
             if known in self.model_names:
@@ -162,9 +162,9 @@ class Toolbox:
         return joined_name(name)
 
     def chosen(self, use: ToolUse) -> tuple[ToolUse, tuple[Tool, ...], Tool | None]:
-        """Return what is left of a use, the tools that the model sees, and the one that it has to call.
+        """Return the use that is possible, the tools that the model sees, and the one that it has to call.
 
-        Raises InvalidRequestError for a use that needs what is not there.
+        Raises InvalidRequestError for a use that needs a missing tool.
         """
         for name in use.names or ():
             self._check_offered(name)
@@ -267,7 +267,7 @@ def make_toolbox(read: Sequence[Offer | Ignored]) -> Toolbox:
 
 
 def joined_name(name: ToolName) -> str:
-    """Return what the model calls a tool, if no other has this name: NAMESPACE__NAME, in at most 64 characters."""
+    """Return the model's name of a tool if it is unique: NAMESPACE__NAME, in at most 64 characters."""
     if name.namespace is None:
         return name.name
     text = re.sub(r"[^A-Za-z0-9_-]", "_", f"{name.namespace.rstrip('_')}__{name.name}")

@@ -29,7 +29,7 @@ _HEAD_START: Final = re.compile(r'\s*(?:\{\s*(?:"|\Z)|\Z)')
 _JSON_STOP: Final = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SCALAR_STOP: Final = re.compile(r"[,\]}\s]")
 _CUT_TOKEN: Final = re.compile(r"\s*(?:t|tr|tru|f|fa|fal|fals|n|nu|nul|-|\.|[eE][+-]?|u[0-9a-fA-F]{0,3})?\s*")
-"""The part of a token at which JSON may be cut."""
+"""The beginning of a token at which JSON may be cut."""
 
 
 class JsonScanner:
@@ -118,7 +118,7 @@ def cut_name(text: str) -> str | None:
 
 
 def is_json(text: str, *, cut: bool) -> bool:
-    """Return whether a text is JSON; with `cut`, whether it is the beginning of JSON that more text would complete."""
+    """Return whether a text is JSON; with `cut`, whether more text could make it JSON."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -133,7 +133,7 @@ def is_json(text: str, *, cut: bool) -> bool:
 class InputReader:
     """Read a custom tool's text out of its call's arguments, `{"input": "..."}`, as they arrive.
 
-    Arguments of another form are kept to their end: of an object with one string this is the text, else all of it.
+    Arguments of another form are held to their end. The text is then the only string of an object, or all of it.
     """
 
     def __init__(self, *, raw: bool) -> None:
@@ -163,7 +163,7 @@ class InputReader:
         return _string(whole[0])
 
     def end(self) -> str:
-        """Return what is kept, at the end of the arguments."""
+        """Return the text that is held, at the end of the arguments."""
         if self._raw or self._ended:
             return ""
         if self._inside:
@@ -177,7 +177,7 @@ class InputReader:
 
 
 def _string(part: str) -> str:
-    """Return the text of a part of a JSON string. What is no escape stays as it is."""
+    """Return the text of a part of a JSON string. Invalid escapes stay unchanged."""
     return _ESCAPE.sub(_character, part)
 
 

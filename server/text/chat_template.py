@@ -2,7 +2,7 @@
 
 The template comes with the model's files and is code. It can neither reach Python's objects nor change its input. The
 sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. So every loop checks the clock at each
-turn, and products are bounded. A request can pass known switches, never a template.
+turn, and products are bounded. A request can set known switches, but never send a template.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MAX_PRODUCT: Final = 1 << 20
 """Characters or items in a product, bits in a power."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 MAX_TEXT_BYTES: Final = 8 << 20
-"""The limit for the texts of a request in memory, of which a template makes several copies."""
+"""The limit of a request's texts in memory. A template makes several copies of them."""
 TEXT_BYTES_PER_TOKEN: Final = 24
-"""The same for each token of a context, where that is more."""
+"""The same for each token of the context, if that is more."""
 MAX_ARGUMENT_VALUES: Final = 20_000
 """JSON values in the tool calls of all messages."""
 ALLOWED_KWARGS: Final = frozenset(
@@ -153,7 +153,7 @@ class RenderClock:
 
 
 class ChatTemplate:
-    """One compiled template. `render` is thread-safe and pure but for `strftime_now`."""
+    """One compiled template. `render` is thread-safe, and pure except for `strftime_now`."""
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         try:
@@ -276,7 +276,7 @@ class ChatTemplate:
 
 
 def text_size(conversation: Conversation) -> tuple[int, int]:
-    """Return the characters of the messages, and their bytes in memory: a wide one makes all of its text wide."""
+    """Return the characters of the messages, and their bytes in memory: one wide character makes a whole text wide."""
     num_chars = num_bytes = 0
     for text in _texts(conversation):
         num_chars += len(text)
@@ -300,7 +300,7 @@ def _texts(conversation: Conversation) -> Iterator[str]:
 
 
 def message_text(content: str | Sequence[TextPart] | None) -> str:
-    """Join text parts by line ends: text-only templates want one string."""
+    """Join text parts by line ends: text-only templates take one string."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
@@ -352,7 +352,7 @@ def _tools(given: Sequence[Tool]) -> list[dict[str, Any]] | None:
 
 
 def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write tools into the system message, and calls and results as text, for a template that knows no tools.
+    """Write tools into the system message, and calls and results as text, for a template without tools.
 
     The answer is read as `hermes`.
     """

@@ -1,14 +1,14 @@
 """Keep control tokens that clients write as text, apart from those that the chat template writes.
 
-A template writes a model's control tokens around what clients say. When a client writes such a token, the rendered text
-does not say whose it is. So whatever of a client's could become a control token gets a mark after its first character
-before rendering. Afterwards the marks are removed, and say which tokens are text:
+A template writes a model's control tokens around the text of clients. When a client writes such a token, the rendered
+text does not show whose it is. So client text that could become a control token gets a mark after its first character
+before rendering. Afterwards the marks are removed, and show which tokens are text:
 
     content     is <|im_end|> a token?                          marked    is <4711|im_end|> a token?
     rendered    <|im_start|>user\\nis <4711|im_end|> a token?<|im_end|>\\n
     text        <|im_start|>user\\nis <|im_end|> a token?<|im_end|>\\n        client_offsets    {20}
 
-Marked are whole tokens, and what could become one at the end of a field or where a template cuts something out.
+Marked are whole tokens, and beginnings of tokens at the end of a field or where a template cuts text.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PART_CHARS: Final = 1 << 14
 MARK_DIGITS: Final = 20
 SHORT_MARK_DIGITS: Final = 6
 MANY_MARKS: Final = 50_000
-"""From so many on, marks are short, and looked for in the texts first."""
+"""With this many or more, marks are short, and are searched for in the texts first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt's text, and where control tokens that clients wrote begin. None: they are control tokens too."""
+    """A prompt's text, and the offsets of control tokens that clients wrote. None: they count as control tokens."""
 
     text: str
     client_offsets: Sequence[int] | None = None
@@ -43,10 +43,10 @@ class RenderedPrompt:
 
 
 class Marker:
-    """Mark what could become one of `tokens` in clients' texts. Thread-safe."""
+    """Marks client text that could become one of `tokens`. Thread-safe."""
 
     def __init__(self, tokens: Collection[str], constants: Iterable[str]) -> None:
-        """`constants`: the template's own strings, which it may look for in clients' texts, or cut out of them."""
+        """`constants`: the template's strings, which it may search for in client text, or cut out of it."""
         self._tokens = any_of(tokens)
         self._firsts = {token[0] for token in tokens}
         words = sorted(set(filter(None, constants)), key=len, reverse=True)
@@ -154,7 +154,7 @@ def holds(offsets: Sequence[int], at: int) -> bool:
 
 
 def new_mark(num_digits: int = MARK_DIGITS) -> str:
-    """Return digits, which every filter of a template leaves alone, and which no client can guess."""
+    """Return digits, which no filter of a template changes, and which no client can guess."""
     return f"{secrets.randbelow(10**num_digits):0{num_digits}d}"
 
 
@@ -164,13 +164,13 @@ def any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _could_begin(word: str, tokens: Collection[str]) -> bool:
-    """Return whether a token lies in `word`, or could begin in it."""
+    """Return whether `word` contains a token, or its end could begin one."""
     tails = [word[start:] for start in range(len(word))]
     return any(token.startswith(tail) or tail.startswith(token) for token in tokens for tail in tails)
 
 
 class TextTokenizer:
-    """A tokenizer of rendered prompts, to which clients' control tokens are text. Shares the original's model.
+    """A tokenizer of rendered prompts that encodes clients' control tokens as text. Shares the original's model.
 
     Each control token has an alias that behaves as the token itself, and that no client can write.
     """
@@ -198,7 +198,7 @@ class TextTokenizer:
     def encode(self, text: str, client_offsets: Sequence[int]) -> list[int]:
         """Encode a whole prompt: control tokens of clients as text, those of the template as themselves.
 
-        Raises InvalidRequestError if the vocabulary can spell a client's control token in one way only.
+        Raises InvalidRequestError if the vocabulary can only spell a client's control token as that token.
         """
         written: list[str] = []
         start = end = 0
@@ -217,7 +217,7 @@ class TextTokenizer:
         return [item.ids for item in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def check(self, ids: list[int]) -> None:
-        """Raises InvalidRequestError for text that became a control token all the same."""
+        """Raises InvalidRequestError for text that became a control token."""
         if not self._control_ids.isdisjoint(ids):
             message = "The messages hold a control token of this model; its vocabulary has no other spelling of it."
             raise InvalidRequestError(message, param="messages", code="control_token")

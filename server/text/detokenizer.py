@@ -2,7 +2,7 @@
 
     token ids -> bytes -> characters -> | released | held: may begin a stop string | incomplete UTF-8 |
 
-However the ids are cut into calls, the released texts in a row are the same. A stop string matches where it is first
+The released text does not depend on how the ids are cut into calls. A stop string matches where it is first
 complete; of several that end at one character the longest wins.
 
 Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM2, Mistral's tekken) write every byte as one printable character;
@@ -87,7 +87,7 @@ class TextRules:
     skip_special: bool = True
     terminal_ids: frozenset[int] = frozenset()
     shown_ids: frozenset[int] = frozenset()
-    """Special tokens that show all the same, for a parser."""
+    """Special tokens that are shown to a parser."""
 
 
 class Detokenizer:
@@ -109,7 +109,7 @@ class Detokenizer:
         self.stopped = False
         """Set at a stop string; the text ends before it, or after it with `include_stop`."""
         self.matched: str | None = None
-        """The stop string that was met."""
+        """The stop string that matched."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens release. Feed one at a time to learn which one completed a stop string."""

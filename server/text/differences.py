@@ -1,7 +1,7 @@
-"""Find the first place where two requests' prompts part, in the words of their bodies, and say what is volatile there.
+"""Find the field of two bodies at which their prompts part, and what is volatile there.
 
-The bodies are compared field by field. Which of their differences is the first in the prompt, the rendered texts say:
-it stands around the first character in which they differ, on both sides.
+The bodies are compared field by field. Of their differences, the one around the first character in which the rendered
+texts differ is where the prompts part.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from contextlib import suppress
+from itertools import islice, zip_longest
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 ORDER: Final = ("system", "instructions", "tools", "messages", "input", "prompt")
-"""The order of fields in most templates; others come behind."""
+"""The order of fields in most templates; others follow."""
 MAX_DIFFERENCES: Final = 20_000
 WINDOW_CHARS: Final = 32
 MIN_WINDOW_CHARS: Final = 12
-"""The least text that tells a field, where the template has changed the rest of it."""
+"""The least text that identifies a field of which the template has changed the rest."""
 MAX_OWN_CHARS: Final = 96
 """Text of the template before a message or tool that the other prompt lacks."""
 MAX_LEAVES: Final = 8
@@ -56,7 +57,7 @@ VOLATILE: Final = tuple(
         ("a number", r"[+-]?\d+(?:[.,]\d+)*%?"),
     )
 )
-"""Patterns of what changes from request to request, the most telling first."""
+"""Patterns of what changes from request to request, the most specific first."""
 _CONTEXT_CHARS: Final = 80
 _WRITTEN: Final[tuple[Callable[[str], str], ...]] = (
     lambda text: text,
@@ -65,6 +66,9 @@ _WRITTEN: Final[tuple[Callable[[str], str], ...]] = (
     lambda text: json.dumps(text)[1:-1],
 )
 """The ways in which templates write a text."""
+_WHOLE: Final = 1 << 30
+"""The rank of a text that the prompt holds unchanged, next to its length."""
+_NOTHING: Final = object()
 
 
 class Difference(NamedTuple):
@@ -76,43 +80,35 @@ class Difference(NamedTuple):
     b: str | None
     why: str = ""
     leaves: tuple[str, ...] = ()
-    """The first texts of what only one body has."""
+    """The first texts of an item that only one body has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The difference at which two prompts part."""
 
     difference: Difference
-    character: int | None
+    character: int | None = None
     """In the field; None where a key or an item differs."""
     rest: tuple[int, int] | None = None
-    """Where the field ends in both prompts, if it stands there unchanged."""
+    """Where the field ends in both prompts, if they hold it unchanged."""
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """Return where two bodies differ, in the order in which most templates write them."""
-    found: list[Difference] = []
     names = dict.fromkeys([*ORDER, *a, *b])
-    for difference in _walk({name: a[name] for name in names if name in a}, {n: b[n] for n in names if n in b}, ""):
-        found.append(difference)
-        if len(found) == MAX_DIFFERENCES:
-            break
-    return found
+    first, second = ({name: body[name] for name in names if name in body} for body in (a, b))
+    return list(islice(_walk(first, second, ""), MAX_DIFFERENCES))
 
 
 def _walk(a: Any, b: Any, path: str) -> Iterator[Difference]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        yield from _walk_object(a, b, path)
+    if a is _NOTHING or b is _NOTHING:
+        leaves = tuple(islice(_leaves(b if a is _NOTHING else a), MAX_LEAVES))
+        first = leaves[0] if leaves else ""
+        yield Difference(path, None if a is _NOTHING else first, None if b is _NOTHING else first, leaves=leaves)
+    elif isinstance(a, dict) and isinstance(b, dict):
+        yield from _walk_objects(a, b, path)
     elif isinstance(a, list) and isinstance(b, list):
-        is_same = sorted(map(_canonical, a)) == sorted(map(_canonical, b))
-        for index, (left, right) in enumerate(zip_longest(a, b, fillvalue=_NOTHING)):
-            item = f"{path}[{index}]"
-            if left is _NOTHING or right is _NOTHING:
-                yield _one_sided(item, left, right)
-                return
-            for difference in _walk(left, right, item):
-                yield difference._replace(why=difference.why or ITEMS) if is_same else difference
+        yield from _walk_lists(a, b, path)
     elif a != b or type(a) is not type(b):
         texts = _text(a), _text(b)
         values = [_parsed(text) if path.endswith("arguments") else None for text in texts]
@@ -121,34 +117,28 @@ def _walk(a: Any, b: Any, path: str) -> Iterator[Difference]:
         yield Difference(path, *texts)
 
 
-def _walk_object(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[Difference]:
+def _walk_objects(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[Difference]:
     if path and list(a) != list(b):
         left, right = next(pair for pair in zip_longest(a, b) if pair[0] != pair[1])
         names = [None if name is None else json.dumps(name) for name in (left, right)]
         yield Difference(path, names[0], names[1], KEYS if a.keys() == b.keys() else OTHER_KEYS)
     for name in dict.fromkeys([*a, *b]):
-        inner = f"{path}.{name}" if path else name
-        if name in a and name in b:
-            yield from _walk(a[name], b[name], inner)
-        else:
-            yield _one_sided(inner, a.get(name, _NOTHING), b.get(name, _NOTHING))
+        yield from _walk(a.get(name, _NOTHING), b.get(name, _NOTHING), f"{path}.{name}" if path else name)
 
 
-_NOTHING: Final = object()
-
-
-def _one_sided(path: str, a: Any, b: Any) -> Difference:
-    leaves = tuple(_leaves(b if a is _NOTHING else a))[:MAX_LEAVES]
-    first = next(iter(leaves), "")
-    return Difference(path, None if a is _NOTHING else first, None if b is _NOTHING else first, leaves=leaves)
+def _walk_lists(a: list[Any], b: list[Any], path: str) -> Iterator[Difference]:
+    first, second = (sorted(json.dumps(item, sort_keys=True) for item in side) for side in (a, b))
+    for index, (left, right) in enumerate(zip_longest(a, b, fillvalue=_NOTHING)):
+        for difference in _walk(left, right, f"{path}[{index}]"):
+            is_moved = first == second and not difference.why
+            yield difference._replace(why=ITEMS) if is_moved else difference
+        if left is _NOTHING or right is _NOTHING:
+            return
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list):
-        for item in value:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)
     elif value is not None and (text := _text(value)):
         yield text
@@ -164,70 +154,53 @@ def _text(value: Any) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+    with suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    return None
 
 
 def first_place(found: Sequence[Difference], a: str, b: str) -> Place | None:
-    """Return the difference at which two rendered prompts part; None: none of them stands there in its own words."""
+    """Return the difference at which two rendered prompts part; None if they hold none of them."""
     at = shared_length(a, b)
-    best, best_rank = None, (0, 0)
-    for difference in found:
-        place, rank = _one_sided_at(difference, a, b, at) if difference.leaves else _at(difference, a, b, at)
-        if place is not None and rank > best_rank:
-            best, best_rank = place, rank
-    return best
+    ranked = (rank for difference in found for rank in _places(difference, a, b, at))
+    rank, place = max(ranked, key=itemgetter(0), default=(0, None))
+    return place if rank else None
 
 
-def _at(difference: Difference, a: str, b: str, at: int) -> tuple[Place | None, tuple[int, int]]:
-    """Return the place if the difference stands around `at`, and how much of it does."""
-    if difference.a is None or difference.b is None:
-        return None, (0, 0)
-    best, best_rank = None, (0, 0)
+def _places(difference: Difference, a: str, b: str, at: int) -> Iterator[tuple[int, Place]]:
+    """Yield where the difference may be around `at`, each with a rank: how much of its text the prompts hold."""
+    if difference.leaves:
+        prompt = a if difference.b is None else b
+        for text in (leaf[:MAX_OWN_CHARS] for leaf in difference.leaves):
+            found = prompt.find(text, max(0, at - len(text)), at + MAX_OWN_CHARS + len(text))
+            if found >= 0:
+                yield MAX_OWN_CHARS + 1 - abs(found - at), Place(difference)
+                return
+    if difference.leaves or difference.a is None or difference.b is None:
+        return
+    character = None if difference.why in (KEYS, OTHER_KEYS) else shared_length(difference.a, difference.b)
     for write in _WRITTEN:
         left, right = write(difference.a), write(difference.b)
         shared = shared_length(left, right)
         # Where one text ends, the template's own may go on as the other does.
         spare = min(WINDOW_CHARS, at) if shared == min(len(left), len(right)) else 0
         for begin in range(at - shared, at - shared - spare - 1, -1):
-            rank = _rank(left, a, begin, shared), _rank(right, b, begin, shared)
-            if min(rank) <= best_rank:
-                continue
-            best_rank = min(rank)
-            whole = rank[0][0] == rank[1][0] == 2
-            rest = (begin + len(left), begin + len(right)) if whole else None
-            raw = shared_length(difference.a, difference.b)
-            best = Place(difference, None if difference.why in (KEYS, OTHER_KEYS) else raw, rest)
-    return best, best_rank
+            rank = min(_rank(left, a, begin, shared), _rank(right, b, begin, shared))
+            rest = (begin + len(left), begin + len(right)) if rank >= _WHOLE else None
+            yield rank, Place(difference, character, rest)
 
 
-def _rank(text: str, prompt: str, begin: int, shared: int) -> tuple[int, int]:
-    """Return 2 and the length if the whole text stands at `begin`, 1 if that around the parting does, else 0."""
+def _rank(text: str, prompt: str, begin: int, shared: int) -> int:
+    """Return how much of the text the prompt holds if it begins at `begin`: all, or some around the parting."""
     if begin >= 0 and text and prompt.startswith(text, begin):
-        return 2, len(text)
+        return _WHOLE + len(text)
     for num_before in (WINDOW_CHARS, MIN_WINDOW_CHARS, 0):
         first, last = max(0, shared - num_before), min(len(text), shared + WINDOW_CHARS // 2)
         is_long = begin + first >= 0 and last - first >= MIN_WINDOW_CHARS
         if is_long and prompt.startswith(text[first:last], begin + first):
-            return 1, last - first
-    return 0, 0
-
-
-def _one_sided_at(difference: Difference, a: str, b: str, at: int) -> tuple[Place | None, tuple[int, int]]:
-    prompt = a if difference.b is None else b
-    for leaf in difference.leaves:
-        text = leaf[:MAX_OWN_CHARS]
-        found = prompt.find(text, max(0, at - len(text)), at + MAX_OWN_CHARS + len(text))
-        if found >= 0:
-            return Place(difference, None), (1, MAX_OWN_CHARS + 1 - abs(found - at))
-    return None, (0, 0)
+            return last - first
+    return 0
 
 
 def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -240,27 +213,20 @@ def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def volatile(place: Place) -> str:
-    """Say what differs there, in a few words."""
-    difference = place.difference
-    if difference.why:
-        return difference.why
-    if difference.leaves or difference.a is None or difference.b is None:
+    """Return what differs there, in a few words."""
+    _, first, second, why, leaves = place.difference
+    if why:
+        return why
+    if leaves or first is None or second is None:
         return "an item that only one has"
-    at = shared_length(difference.a, difference.b)
-    a, b = (text[max(0, at - _CONTEXT_CHARS) : at + _CONTEXT_CHARS] for text in (difference.a, difference.b))
-    at = min(at, _CONTEXT_CHARS)
-    if _differs_in_space(difference.a, difference.b):
+    at = shared_length(first, second)
+    rests = [text[at : at + _CONTEXT_CHARS] for text in (first, second)]
+    has_space = any(rest[:1].isspace() for rest in rests)
+    if has_space and rests[0].split()[:1] == rests[1].split()[:1]:
         return "white space"
+    begin = max(0, at - _CONTEXT_CHARS)
+    contexts = [text[begin : at + _CONTEXT_CHARS] for text in (first, second)]
     for name, pattern in VOLATILE:
-        if all(any(found.start() <= at <= found.end() for found in pattern.finditer(text)) for text in (a, b)):
+        if all(any(m.start() <= at - begin <= m.end() for m in pattern.finditer(text)) for text in contexts):
             return name
     return "other text"
-
-
-def _differs_in_space(a: str, b: str) -> bool:
-    at = shared_length(a, b)
-    left, right = a[at : at + 1], b[at : at + 1]
-    if not (left.isspace() or right.isspace()):
-        return False
-    rests = (text[at : at + _CONTEXT_CHARS].split() for text in (a, b))
-    return next(iter(next(rests)), "") == next(iter(next(rests)), "")

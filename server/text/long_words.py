@@ -1,12 +1,12 @@
 """Tokenise a text of any length window by window, where `pretoken_cache` finds no space to cut at.
 
-A split pattern of the families known here looks at no text before a word, and little behind it. So the words of a
-window are those of the whole but for its last, and the next window begins there:
+A split pattern of the families known here reads no text before a word, and little after it. So the words of a window
+are those of the whole text, except for the last. The next window begins there:
 
     aaa=bbb=ccc=dd|d...      aaa =bbb =ccc | =dd        the next begins at =dd
 
-A word longer than a window is merged in overlapping windows. A row of tokens is the encoding of its text when each two
-neighbours are that of theirs. So two encodings may be joined behind a token that both of them have at one place:
+A word longer than a window is merged in overlapping windows. A row of tokens is the encoding of its text if each two
+neighbours are that of theirs. So two encodings may be joined after a token that both have in one place:
 
     encoding of one window     | ab | ab | a
     of the next                     | ab | aab | ...      joined:  | ab | ab | aab | ...
@@ -33,12 +33,12 @@ from server.text.detokenizer import BYTE_ALPHABET
 WINDOW_CHARS: Final = 8192
 _SEARCH_CHARS: Final = 1 << 17
 _BACK_CHARS: Final = 256
-"""A window begins at most so much earlier, to begin with no combining character."""
+"""A window may begin up to this much earlier, to avoid a combining character at its beginning."""
 _MAX_RUN_CHARS: Final = 1 << 16
 _SPACE_CHARS: Final = "".join(
     map(chr, (*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000))
 )
-"""The white space of a split pattern. Python's own methods also take 0x1c to 0x1f, which is none."""
+"""The white space of a split pattern. Python's methods also count 0x1c to 0x1f, which patterns do not."""
 _SPACES: Final = re.compile(f"[{_SPACE_CHARS}]+")
 _TO_ALPHABET: Final = {byte: ord(char) for char, byte in BYTE_ALPHABET.items()}
 
@@ -58,8 +58,8 @@ class Windows:
     ) -> None:
         """`lost`: bytes that the vocabulary lacks, as characters. `composes`: the normalizer composes characters.
 
-        `by_lines`: white space is split at its last line end. `min_bytes`: how much of a word is merged at once, at
-        least: the end of a window changes tokens that are a few of the longest token before it.
+        `by_lines`: white space is split at its last line end. `min_bytes`: the least part of a word that is merged at
+        once: the end of a window may change tokens up to a few times the longest token before it.
         """
         self._tokenizer = tokenizer
         self._table = _TO_ALPHABET | dict.fromkeys(map(ord, lost))
@@ -84,10 +84,12 @@ class Windows:
                 yield encoding.ids[:num_tokens]
                 start += known
                 continue
-            if not _is_space(part) and len(starts) > 1:  # no window may begin between its words
+            stop = None
+            if _is_space(part) or len(starts) == 1:
+                stop = yield from self._word_end(text, start, end)
+            if stop is None:  # no window may begin between its words
                 yield self._tokenizer.encode(text[start:end], add_special_tokens=False).ids
                 return
-            stop = yield from self._word_end(text, start, end)
             yield from self._merged(text, start, stop)
             start = stop
 
@@ -99,7 +101,7 @@ class Windows:
         return [offsets[at][0] for at, word in enumerate(words) if not at or word != words[at - 1]]
 
     def _known_end(self, part: str, starts: list[int]) -> int:
-        """Return up to where the words of a window are those of the whole; 0 for none."""
+        """Return the end of the words that the window shares with the whole text; 0 for none."""
         spaces = len(part.rstrip(_SPACE_CHARS))
         for at in range(len(starts) - 1, 0, -1):
             # How white space at the end of a window is split depends on what follows.
@@ -109,7 +111,7 @@ class Windows:
         return 0
 
     def _may_begin(self, text: str, at: int) -> bool:
-        """Return whether a normalizer leaves the character apart from those before it."""
+        """Return whether no normalizer joins the character with those before it."""
         char = text[at]
         return not self._composes or (unicodedata.category(char)[0] != "M" and not "\u1160" <= char <= "\u11ff")
 
@@ -121,7 +123,7 @@ class Windows:
         return at
 
     def _apart(self, text: str, at: int, end: int) -> int:
-        """Return a place near `at`, or the first behind it, on each side of which a normalizer works alone.
+        """Return a place near `at`, or the first after it, at which a normalizer joins nothing across.
 
         A run of more than `_MAX_RUN_CHARS` combining characters is cut: to compose it whole would hold the loop.
         """
@@ -131,8 +133,11 @@ class Windows:
             place += 1
         return place
 
-    def _word_end(self, text: str, start: int, end: int) -> Generator[list[int], None, int]:
-        """Return where the word ends that fills a window from `start` on; yield nothing's ids while it looks."""
+    def _word_end(self, text: str, start: int, end: int) -> Generator[list[int], None, int | None]:
+        """Return where the word ends that fills a window at `start`; None if no window may begin there.
+
+        Yields no ids while it looks.
+        """
         size = self._num_chars
         at = stop = start
         while spaces := _SPACES.match(text, stop, min(end, stop + _SEARCH_CHARS)):
@@ -141,13 +146,14 @@ class Windows:
         if stop >= start + size - 1:
             if self._by_lines and (line := max(text.rfind("\n", start, stop), text.rfind("\r", start, stop))) >= start:
                 return line + 1
-            at = stop - size  # its end alone tells where it is split
+            at = stop - size  # where it is split depends only on its end
         while True:
             at = self._before(text, at + size - size // 8)
             encoding = self._tokenizer.encode(text[at : min(end, at + size)], add_special_tokens=False)
             starts = self._word_starts(text[at : min(end, at + size)], encoding)
-            if len(starts) > 1 and self._may_begin(text, stop := at + starts[1]):
-                return stop
+            if len(starts) > 1:
+                stop = at + starts[1]
+                return stop if self._may_begin(text, stop) else None
             if at + size >= end:
                 return end
             yield []
@@ -215,7 +221,7 @@ def _tokens(model: Any, word: bytes, begin: int, size: int) -> list[_Token]:
 def long_words(
     tokenizer: tokenizers.Tokenizer, layout: Mapping[str, Any], num_chars: int = WINDOW_CHARS
 ) -> Windows | None:
-    """Return the windows of a tokenizer whose words `pretoken_cache` knows; None if they are not exact on probes."""
+    """Return the windows of a tokenizer that `pretoken_cache` supports; None if they are not exact on probes."""
     vocab = layout["model"]["vocab"]
     lost = "".join(chr(byte) for char, byte in BYTE_ALPHABET.items() if char not in vocab)
     composes = layout.get("normalizer") is not None

@@ -91,7 +91,7 @@ class OutputParser(TextReader):
         self._reading = self._answer()
 
     def feed(self, text: str, *, last: bool) -> list[OutputDelta]:
-        """Return what more text gives. Neighbours differ in kind. No text may follow the last."""
+        """Return the deltas of more text. Neighbours differ in kind. No text may follow the last."""
         self.text += text
         self.ended = last
         self.num_chars += len(text)

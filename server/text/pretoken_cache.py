@@ -1,8 +1,8 @@
-"""Tokenise plain text from a cache of pre-tokens: most of a text's words were in another text before.
+"""Tokenise plain text from a cache of pre-tokens: most words of a text were in an earlier one.
 
 A byte-level BPE tokenizer splits a text by a pattern first and merges only within the parts. So the ids of a text are
-those of its parts in a row. Every pattern of the families known here ends a part before a space that follows no white
-space, and looks no further back. The text is split there, and unknown chunks go to the tokenizer itself:
+those of its parts in a row. Every pattern of the supported families ends a part before a space that follows no white
+space. It looks no further back. The text is split there, and unknown chunks go to the tokenizer itself:
 
     It's | late, | and  so      a chunk begins at a space, and reaches further while it ends in white space
 
@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, Final, cast
 
 MAX_CACHED_BYTES: Final = 48 << 20
-"""Bound on chunks with their ids. Past it the cache starts over."""
+"""Bound on chunks with their ids. Past it the cache is emptied."""
 MAX_CHUNK_CHARS: Final = 48
 """Longer chunks are unlikely to come again, and are not kept."""
 WINDOW_CHARS: Final = 8192
@@ -43,8 +43,8 @@ Encode = Callable[[list[str]], list[list[int]]]
 def windows(text: str, start: int, end: int, num_chars: int = WINDOW_CHARS) -> Iterator[tuple[int, int]]:
     """Cut a part of a text into windows of about `num_chars` whose ids in a row are the part's.
 
-    A window ends before a space that follows no white space, so it is longer where there is no such space. Yields
-    their bounds; empty ones while it looks for a space.
+    A window ends before a space that follows no white space, and is longer without such a space. Yields the bounds
+    of windows; empty ones while it looks for a space.
     """
     while end - start > num_chars:
         at, cut = start + num_chars - 1, None
@@ -66,7 +66,7 @@ class PretokenCache:
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
         self._ids: dict[str, Sequence[int]] = {}
-        """Keys: of a space and a word, the word; of any other chunk, the chunk and a space."""
+        """Keys: the word, for a chunk of a space and a word; else the chunk and a space."""
         self.num_bytes = 0
 
     def ids(self, text: str) -> list[int]:
@@ -112,7 +112,7 @@ def _is_word(part: str) -> bool:
 
 
 def pretoken_cache(layout: dict[str, Any], encode: Encode) -> PretokenCache | None:
-    """Return the cache for a tokenizer.json that allows one; `encode` knows only the layout's special tokens."""
+    """Return the cache for a tokenizer.json that allows one; `encode` reads only the layout's special tokens."""
     if not _splits_before_spaces(layout):
         return None
     cache = PretokenCache(encode)
@@ -122,7 +122,7 @@ def pretoken_cache(layout: dict[str, Any], encode: Encode) -> PretokenCache | No
 
 def _splits_before_spaces(layout: dict[str, Any]) -> bool:
     model, normalizer = layout["model"], layout.get("normalizer")
-    if normalizer is not None and normalizer.get("type") != "NFC":  # NFC leaves ASCII alone
+    if normalizer is not None and normalizer.get("type") != "NFC":  # NFC does not change ASCII
         return False
     if model.get("type") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
         return False

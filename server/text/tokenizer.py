@@ -1,17 +1,17 @@
 """Encode text for one model, with the tokenizer.json that its workers serve.
 
-A text is cut at the tokenizer's special tokens first. That is the tokenizer's own first step too, so the ids of the
-whole are the ids of the segments in a row. Segments are cached, so a new turn tokenises only what is new,
-from a cache of words where the layout allows it (`pretoken_cache`):
+A text is cut at special tokens first, as the tokenizer itself does. So the ids of the whole are those of the segments
+in a row. Segments are cached, so a new turn tokenises only its new text. Where the layout allows it, words are cached
+too (`pretoken_cache`):
 
     <|im_start|> user\nhello <|im_end|> \n <|im_start|> assistant\n
     special      cached       special     cached   special      cached
 
-Long texts are encoded window by window, in slices on the event loop, and no further than there is room. Control tokens
+Long texts are encoded window by window, in slices on the event loop, up to the limit of the context. Control tokens
 that a client wrote cut nothing: their segment is encoded as text (`TextTokenizer`).
 
-What cannot be cut (an unknown layout, or special tokens that depend on what is next to them) is encoded whole, in a
-thread: the library releases the GIL.
+A text that cannot be cut is encoded whole, in a thread: the library releases the GIL. Its layout is unknown, or has
+special tokens that depend on their neighbours.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ MAX_CACHED_BYTES: Final = 48 << 20
 
 
 class TokenizerError(ValueError):
-    """The bundle holds no tokenizer that we can use."""
+    """The bundle holds no usable tokenizer."""
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than fit: `at_least` so many."""
+    """A text has more tokens than fit: `at_least` this number."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
@@ -258,7 +258,7 @@ class Tokenizer:
             self._texts.check(ids[begun:])
 
     def _parts(self, text: str, start: int, end: int, *, as_text: bool) -> Iterator[list[int]]:
-        """Yield the ids of a window, of which a long one is several."""
+        """Yield the ids of a window, in several parts if it is long."""
         if end - start > 2 * WINDOW_CHARS and self._long_words is not None:
             yield from self._long_words.ids(text, start, end)
             return

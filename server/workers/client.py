@@ -35,7 +35,7 @@ BUNDLE_TIMEOUT_S: Final = 30.0
 NUM_PROBES: Final = 2
 NO_SUCCESSOR_TIMEOUT_S: Final = 60.0
 MAX_PROBED: Final = 8
-"""Workers that could resume a stream and are probed at a time."""
+"""Workers that could resume a stream, probed at a time."""
 T = TypeVar("T")
 
 
@@ -51,11 +51,11 @@ class GenerateStream:
         self._reader = FrameReader(pool.unpackers)
         self._connection: HttpConnection | None = None
         self._is_ours = False
-        """A frame has come: a worker answers."""
+        """A frame has arrived: a worker answers."""
         self.completed = False
-        """Set it when the last frame was read: the connection is kept for other requests."""
+        """Set it after the last frame: the connection is then kept for other requests."""
         self.last_read_s = time.monotonic()
-        """When the last frame came; at first, when the request was made."""
+        """Time of the last frame; before the first, of the request."""
 
     async def __aenter__(self) -> Self:
         """Send the request. Raises WorkerRefused or WorkerLost."""
@@ -88,7 +88,7 @@ class GenerateStream:
     async def read(self) -> list[Frame]:
         """Return the frames that have arrived, at least one. Raises WorkerLost when the connection breaks or ends.
 
-        An answer without any frame is not a worker's: WorkerAbsent.
+        Raises WorkerAbsent if the connection ends before any frame: no worker answers like that.
         """
         assert self._connection is not None, "not entered"
         frames: list[Frame] = []
@@ -119,7 +119,7 @@ class WorkerClient(ConnectionPool):
     async def state(self, url: str) -> WorkerState:
         """Return the worker's member and load. Raises WorkerLost.
 
-        A URL that is only another way to a worker of the fleet leads to the one that the worker is registered with.
+        If the worker there is registered under another URL, its state is read there.
         """
         try:
             answer = await self._exchange(url, b"GET /state", PROBE_TIMEOUT_S)
@@ -141,7 +141,7 @@ class WorkerClient(ConnectionPool):
             raise WorkerLost(f"{url}: {error}") from error
 
     async def is_alive(self, url: str) -> bool:
-        """Return whether the worker answers that its engine lives. Something else there answers with other things."""
+        """Return whether the worker answers that its engine lives. A process that is no worker answers otherwise."""
         try:
             answer = await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S, is_open=True)
         except WorkerLost:
@@ -169,11 +169,11 @@ class WorkerClient(ConnectionPool):
             try:
                 connection = await self.send(url, call, body, is_open=is_open)
             except StaleConnection:
-                continue  # it was closed before the worker could prove itself on it
+                continue  # closed before the worker could prove itself
             try:
                 status, answer = await connection.head(), await connection.read_all(max_bytes)
             except StaleConnection:
-                continue  # it was closed while it was idle
+                continue  # closed while idle
             except BaseException:
                 connection.close()
                 raise
@@ -184,11 +184,11 @@ class WorkerClient(ConnectionPool):
 
 
 class StallWatch:
-    """Finds hung workers: when a stream is silent for long, asks its worker whether it still lives.
+    """Finds hung workers: probes the worker of a stream that has been silent for long.
 
-    Silence alone proves nothing (a long queue, a long prefill), and a stopped process keeps its connections open. A
-    worker that does not answer loses its streams if another one lives that could resume them. If none does, the fleet
-    may be paused (a machine suspended, a network cut), so the streams wait for `no_successor_timeout_s`.
+    Silence by itself proves nothing (a long queue, a long prefill), and a stopped process keeps its connections open.
+    A worker that does not answer loses its streams if another one lives that could resume them. If none does, the
+    fleet may be paused (a suspended machine, a network cut), so the streams wait for `no_successor_timeout_s`.
     One task calls `run`.
     """
 
@@ -210,10 +210,10 @@ class StallWatch:
             self._streams.discard(stream)
 
     async def run(self) -> None:
-        """Probe the workers of silent streams, for ever, and give up the streams of workers that do not answer."""
+        """Probe the workers of silent streams until cancelled, and end the streams of workers that do not answer."""
         while True:
             await asyncio.sleep(min(1.0, self._silent_s / 5))
-            await self._probe()  # in a frame of its own, which keeps no stream beyond its end
+            await self._probe()  # a frame of its own keeps no stream alive
 
     async def _probe(self) -> None:
         before_s = time.monotonic() - self._silent_s
@@ -235,7 +235,7 @@ class StallWatch:
                 stream.give_up()
 
     def _successors(self, url: str) -> list[str]:
-        """Return workers that could resume a stream of the worker at `url`."""
+        """Return the URLs of workers that could resume a stream of the worker at `url`."""
         workers = self._workers()
         kinds = {(worker.model, worker.numerics) for worker in workers if worker.url == url}
         urls = [worker.url for worker in workers if worker.url != url and (worker.model, worker.numerics) in kinds]
@@ -261,7 +261,7 @@ def _decoded(url: str, data: bytes, kind: type[T]) -> T:
 
 
 async def _refusal(url: str, status: int, connection: HttpConnection) -> Failed:
-    """Return the Failed frame in the body of a refusal. Raises WorkerAbsent for any other body: no worker sends it."""
+    """Return the Failed frame in the body of a refusal. Raises WorkerAbsent for any other body."""
     try:
         data = await loop_time_timeout(connection.read_all(MAX_REFUSAL_BYTES), PROBE_TIMEOUT_S)
         match FrameReader().feed(data):

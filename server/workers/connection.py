@@ -5,13 +5,13 @@
 With a cluster secret, a connection shows a token only after the worker has proven itself on it (`worker.common.proof`).
 
 WorkerError
-|-- WorkerRefused   the worker answered and did not start: another may, or the same with another epoch
-+-- WorkerLost      no answer, a broken one, or a stream without its last frame: take the worker for dead
-    |-- WorkerAbsent      no worker, or a stranger: no proof, or an answer that is not the protocol's
-    |   +-- WorkerElsewhere   a worker of the fleet, which has another URL
+|-- WorkerRefused   the worker refused: another may accept, or the same one with another epoch
++-- WorkerLost      no answer, a broken one, or a stream without its last frame: treat the worker as dead
+    |-- WorkerAbsent      no worker of this fleet: no proof, or an answer outside the protocol
+    |   +-- WorkerElsewhere   a worker of the fleet that is registered under another URL
     +-- StaleConnection   a kept-alive connection was closed before an answer: the worker may be fine
 
-A general client costs several times as much a request.
+A general client costs several times as much per request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from worker.common.proof import (
 from worker.wire import CONTENT_TYPE, Failed, WireError, unpack
 
 HIGH_WATER_BYTES: Final = 256 * 1024
-"""With so many unread bytes the worker must wait: a slow client shall not fill our memory."""
+"""At this many unread bytes the worker must wait, so that a slow client does not fill the gateway's memory."""
 MAX_IDLE_S: Final = 20.0
 MAX_IDLE_PER_WORKER: Final = 512
 MAX_WORKERS: Final = 10_000
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class WorkerError(Exception):
-    """A worker could not do what it was asked."""
+    """A worker did not carry out a request."""
 
 
 class WorkerRefused(WorkerError):
@@ -71,11 +71,11 @@ class WorkerLost(WorkerError):
 
 
 class WorkerAbsent(WorkerLost):
-    """No worker of this fleet is there: none has had the request."""
+    """No worker of this fleet is at the address, so none has the request."""
 
 
 class WorkerElsewhere(WorkerAbsent):
-    """A worker of the fleet answers there, and proves to be the one at `proven_url`."""
+    """A worker of the fleet answers there, with a proof for another URL, `proven_url`."""
 
     def __init__(self, url: str, proven_url: str) -> None:
         super().__init__(f"{url}: the worker there is registered as {proven_url}")
@@ -89,12 +89,12 @@ class StaleConnection(WorkerLost):
 async def loop_time_timeout(
     work: Coroutine[Any, Any, T], timeout_s: float, discard: Callable[[T], object] = lambda result: None
 ) -> T:
-    """Return the result of `work`, or raise TimeoutError. Only time counts during which this event loop has run.
+    """Return the result of `work`, or raise TimeoutError. Only time in which this event loop has run counts.
 
-    `asyncio.timeout` compares clocks: a loop that was busy or stopped for longer finds the time over, although the
-    answer is in the socket. `discard` gets a result that comes as the time ends or as the caller is cancelled.
+    `asyncio.timeout` compares clocks, so a busy or stopped loop would time out although the answer is in the socket.
+    `discard` gets a result that arrives at the timeout or as the caller is cancelled.
     """
-    task = asyncio.create_task(work, context=Context())  # a connection that stays would keep the request's
+    task = asyncio.create_task(work, context=Context())  # else an idle connection would keep the request's context
     is_taken = False
     try:
         for _ in range(_TIMEOUT_SLICES):
@@ -156,11 +156,11 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_proven(self) -> bool:
-        """The worker has proven itself on this connection, which shows it its token."""
+        """True once the worker has proven itself on this connection, which then carries the token."""
         return bool(self._authorization)
 
     async def prove(self, token: str) -> None:
-        """Let the worker prove itself. Raises WorkerLost, WorkerAbsent when it cannot."""
+        """Ask the worker for its proof. Raises WorkerLost, WorkerAbsent without a valid one."""
         url, challenge = self._address.url, new_challenge()
         self.send(b"POST " + PROVE_PATH.encode(), challenge)
         status, answer = await self.head(), await self.read_all(MAX_PROOF_BYTES)
@@ -185,7 +185,7 @@ class HttpConnection(asyncio.Protocol):
         return self._status
 
     async def read(self) -> bytes:
-        """Return what has arrived of the body, b"" at its end. Raises WorkerLost."""
+        """Return the next bytes of the body, b"" at its end. Raises WorkerLost."""
         while not self._parts:
             if self._complete:
                 return b""
@@ -208,7 +208,7 @@ class HttpConnection(asyncio.Protocol):
         return bytes(body)
 
     def release(self) -> None:
-        """Return it to the pool when the rest of the answer has arrived; the rest is discarded."""
+        """Return it to the pool once the answer is complete; unread bytes are discarded."""
         self._parts, self._size = [], 0
         self._released = True
         if self._complete:
@@ -217,7 +217,7 @@ class HttpConnection(asyncio.Protocol):
             self._timer = self._loop.call_later(LAST_CHUNK_TIMEOUT_S, self.close)
 
     def close(self) -> None:
-        """Close at once: the worker takes it for an abort."""
+        """Close at once, which aborts the request at the worker."""
         self.fail("closed")
         if self._transport is not None:
             self._transport.abort()
@@ -232,7 +232,7 @@ class HttpConnection(asyncio.Protocol):
         return self._broken is None and self._complete
 
     def _rest(self) -> None:
-        """Become idle, for a while."""
+        """Become idle, for at most `MAX_IDLE_S`."""
         self._cancel_timer()
         if not self.usable or len(self._address.idle) >= MAX_IDLE_PER_WORKER:
             self.close()
@@ -255,7 +255,7 @@ class HttpConnection(asyncio.Protocol):
             self._address.idle.remove(self)
         self._stale = self._broken is None and self._reused and self._status is None
         self.fail("connection lost" if exc is None else f"{type(exc).__name__}: {exc}")
-        self._parser = None  # it holds this object, and with it the rest of an answer
+        self._parser = None  # it refers to this object and its buffers
 
     def data_received(self, data: bytes) -> None:
         if self._complete or self._parser is None:
@@ -315,21 +315,21 @@ class ConnectionPool:
     def __init__(
         self, token: str = "", networks: WorkerNetworks | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Ask each worker for a proof of `token`, the fleet's, and dial none outside `networks`.
+        """`token`: the fleet's, of which each worker must give a proof. No address outside `networks` is dialled.
 
-        `tls` checks the certificates of https workers; None: this machine's CAs do.
+        `tls` checks the certificates of https workers; None: with this machine's CAs.
         """
         self._token = token
         self._networks = networks or WorkerNetworks()
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._addresses: dict[str, WorkerAddress] = {}
         self.unpackers: list[msgpack.Unpacker] = []
-        """For the streams over these connections: at most one, which holds no bytes."""
+        """A spare unpacker for streams: at most one, without bytes."""
 
     async def send(self, url: str, call: bytes, body: bytes = b"", *, is_open: bool = False) -> HttpConnection:
-        """Send a `call` such as b"POST /generate" to a worker. `is_open`: anybody may make it, without a proof.
+        """Send a `call` such as b"POST /generate" to a worker. `is_open`: it needs no proof.
 
-        Raises WorkerLost without a connection, WorkerAbsent to the worker of that URL.
+        Raises WorkerLost, or WorkerAbsent if no worker of this fleet is there.
         """
         try:
             address = self._address(url)

@@ -1,7 +1,7 @@
-"""The workers that this gateway knows, and which of them can be sent a request now.
+"""The workers of this gateway, and which of them can be sent a request now.
 
-They are known from the registry and from `--workers`. One with a lease in the registry is a candidate with the match
-that the index says. One without is asked for its state: it is a candidate with match 0 while it answers. So an empty
+They come from the registry and from `--workers`. A worker with a lease in the registry is a candidate with the match
+from the index. A worker without a lease is polled: while it answers, it is a candidate with match 0. So an empty
 registry removes no worker, and a forged entry displaces none.
 """
 
@@ -31,7 +31,7 @@ FIRST_BREAK_S: Final = 1.0
 MAX_BREAK_S: Final = 30.0
 MAX_CONTRADICTED: Final = 16
 MAX_ASKING: Final = 64
-"""Workers that are asked at a time: each takes a connection."""
+"""Workers polled at a time: each takes a connection."""
 
 
 class RegistryIndex(PrefixIndex, Protocol):
@@ -41,7 +41,7 @@ class RegistryIndex(PrefixIndex, Protocol):
 
 
 class NoIndex:
-    """Stands in for the index of a gateway without Redis, which knows `--workers` alone."""
+    """Replaces the index in a gateway without Redis, which has only `--workers`."""
 
     async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
         return None
@@ -52,11 +52,11 @@ class NoIndex:
 
 @dataclass(slots=True, eq=False)
 class FleetWorker:
-    """One worker and all that is known of it."""
+    """One worker and its state."""
 
     member: WorkerMember
     seen_s: float
-    """When it became known, or last had a lease."""
+    """When it was first seen, or last had a lease."""
     reported_s: float
     """When `load` was written."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
@@ -64,17 +64,17 @@ class FleetWorker:
     answered_s: float = -math.inf
     """When it last answered directly."""
     unanswered_s: float = -math.inf
-    """When it was last asked directly and gave no answer."""
+    """When it last failed to answer a direct request."""
     num_failures: int = 0
     """Requests that failed there since it last produced a token."""
     broken_until_s: float = -math.inf
     """The circuit breaker is open until then."""
     contradicted: list[Epoch] = field(default_factory=list)
-    """Epochs that the registry named and that the worker itself has contradicted."""
+    """Epochs from the registry that the worker itself has contradicted."""
 
 
 class Fleet:
-    """Owned by the gateway's event loop. `run` asks the registry and the workers; everything else only looks."""
+    """The known workers. Owned by the gateway's event loop. Only `poll` waits for the registry and the workers."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Fleet:
     ) -> None:
         """`targets`: base URLs of workers, or dns:NAME:PORT for every address of a name.
 
-        `namespaces` returns the namespace that each model's workers must announce, as far as it is known.
+        `namespaces` returns the known namespace of each model, which its workers must announce.
         """
         self._index = index
         self._fetch_state = fetch_state
@@ -109,14 +109,14 @@ class Fleet:
         """Addresses of `targets` that have never answered."""
         self._answered: set[str] = set()
         self._has_looked = False
-        """Targets were asked, and the registry was read where there is one."""
+        """Targets were polled, and the registry, if there is one, was read."""
         self.index_answered_s = -math.inf
         """When a poll last read the registry."""
         self._wake = asyncio.Event()
         self._asking = asyncio.Semaphore(MAX_ASKING)
 
     def candidates(self, model: str, found: Sequence[Candidate] | None) -> list[Candidate]:
-        """Return what a lookup found, and every other worker of the model that is not known to be gone."""
+        """Return the candidates of a lookup, and every other live worker of the model, with match 0."""
         now_s = self._clock()
         candidates, leased = [], set()
         namespaces = self._namespaces()
@@ -135,7 +135,7 @@ class Fleet:
         return candidates
 
     def broken(self) -> set[WorkerId]:
-        """Return the workers whose circuit breaker is open: requests failed there a moment ago."""
+        """Return the workers whose circuit breaker is open: requests failed there recently."""
         now_s = self._clock()
         return {worker_id for worker_id, worker in self._workers.items() if worker.broken_until_s > now_s}
 
@@ -150,7 +150,7 @@ class Fleet:
         self._wake.set()
 
     def report_wrong_epoch(self, member: WorkerMember) -> None:
-        """Open the breaker and ask the worker for its epoch: it has refused the one that it is known with."""
+        """Open the breaker and poll the worker: it has refused the epoch that this gateway has."""
         worker = self._workers.get(member.worker_id)
         if worker is not None and worker.member.epoch == member.epoch:
             worker.broken_until_s = self._clock() + FIRST_BREAK_S
@@ -164,7 +164,7 @@ class Fleet:
             worker.broken_until_s = -math.inf
 
     def workers(self, model: str | None = None) -> list[WorkerMember]:
-        """Return the workers known now, live ones first."""
+        """Return the known workers, live ones first."""
         now_s = self._clock()
         workers = [worker for worker in self._workers.values() if model in (None, worker.member.model)]
         workers.sort(key=lambda worker: not self._is_live(worker, now_s))
@@ -180,13 +180,13 @@ class Fleet:
         ]
 
     def may_have(self, name: str) -> bool:
-        """Return whether a worker may serve a model or an adapter of this name, as far as this gateway has looked."""
+        """Return False only if certainly no worker serves a model or an adapter of this name."""
         members = [worker.member for worker in self._workers.values()]
         is_known = any(name == member.model or name in member.adapters for member in members)
         return is_known or bool(self._silent_targets) or not self._has_looked
 
     async def run(self) -> None:
-        """Poll until cancelled, often while workers come."""
+        """Poll until cancelled, more often while the number of workers changes."""
         while True:
             num_before = len(self._workers)
             await self.poll()
@@ -198,7 +198,7 @@ class Fleet:
                 pass
 
     async def poll(self) -> None:
-        """Read the registry's leases, then ask all workers for which it does not vouch."""
+        """Read the registry's leases, then poll all workers without a lease or with an open breaker."""
         found = await self._index.lookup([])
         now_s = self._clock()
         if found is not None:
@@ -209,14 +209,14 @@ class Fleet:
                 self._lease(candidate, now_s)
         targets = set(await target_urls(self._targets, self._networks.scheme))
         urls = targets.copy()
-        vouched = {
+        confirmed = {
             worker_id
             for worker_id, worker in self._workers.items()
             if worker.leased_s >= now_s and worker.broken_until_s <= now_s
         }
         members = [worker.member for worker in self._workers.values()]
         members += [member for member in self._index.members() if self._accepts(member, namespaces)]
-        urls.update(member.url for member in members if member.worker_id not in vouched)
+        urls.update(member.url for member in members if member.worker_id not in confirmed)
         self._unreachable &= urls
         await asyncio.gather(*(self._ask(url) for url in urls))
         self._answered &= targets
@@ -231,7 +231,7 @@ class Fleet:
         try:
             async with self._asking:
                 state = await self._fetch_state(url)
-        except Exception as error:  # also what a library raises at a URL from the registry
+        except Exception as error:  # a URL from the registry may raise anything in a library
             now_s = self._clock()
             for worker in self._at(url):
                 worker.unanswered_s = now_s
@@ -257,13 +257,13 @@ class Fleet:
         return [worker for worker in self._workers.values() if worker.member.url.rstrip("/") == url.rstrip("/")]
 
     def _update(self, member: WorkerMember, now_s: float, *, asked_for: Epoch | None = None) -> FleetWorker:
-        """Take `member` for the worker from now on. `asked_for`: the epoch known when the worker was asked."""
+        """Store `member` as the worker's. `asked_for`: the epoch that the gateway had when it polled the worker."""
         worker = self._workers.get(member.worker_id)
         if worker is None:
             logger.info("worker %s (%s) at %s", member.worker_id, member.model, member.url)
             worker = self._workers[member.worker_id] = FleetWorker(member, seen_s=now_s, reported_s=now_s)
         elif worker.member != member:
-            if asked_for == worker.member.epoch != member.epoch:
+            if asked_for == worker.member.epoch and asked_for != member.epoch:
                 worker.contradicted = [*worker.contradicted[-MAX_CONTRADICTED:], asked_for]
             worker.member = member
             worker.load, worker.reported_s = WorkerLoad(), now_s
@@ -271,20 +271,20 @@ class Fleet:
         return worker
 
     def _lease(self, candidate: Candidate, now_s: float) -> bool:
-        """Take what the registry says of a worker. Return False if the worker itself has contradicted it."""
+        """Apply a registry entry. Return False if the worker itself has contradicted it."""
         member = candidate.member
         worker = self._workers.get(member.worker_id)
         if worker is None or worker.member is not member:
             if worker is not None and self._cluster_secret and _is_replayed(member, worker):
                 return False
             worker = self._update(member, now_s)
-            worker.member = member  # the object that the index hands out, so that `is` succeeds next time
+            worker.member = member  # the index's own object, so that `is` succeeds next time
         worker.leased_s = worker.seen_s = now_s
         worker.load, worker.reported_s = candidate.load, now_s - candidate.load_age_s
         return True
 
     def _is_live(self, worker: FleetWorker, now_s: float) -> bool:
-        """Return whether a worker without a present lease may still be a candidate."""
+        """Return whether a worker without a valid lease may still be a candidate."""
         if worker.answered_s > worker.unanswered_s and now_s - worker.answered_s <= 3 * POLL_S:
             return True
         if worker.unanswered_s > max(worker.answered_s, worker.leased_s):
@@ -292,7 +292,7 @@ class Fleet:
         return now_s - max(worker.seen_s, worker.answered_s) <= GRACE_S
 
     def _forget(self) -> None:
-        """Drop workers that left the registry and have neither lease nor answer for long."""
+        """Drop workers that left the registry and have had no lease and no answer for long."""
         now_s = self._clock()
         registered = {member.worker_id for member in self._index.members()}
         for worker_id, worker in list(self._workers.items()):
@@ -306,14 +306,14 @@ class Fleet:
 
 
 def state_of(candidate: Candidate, broken: Container[WorkerId]) -> str:
-    """Return the state of a live worker for people."""
+    """Return the state of a live worker, as shown to operators."""
     if candidate.load.draining:
         return "draining"
     return "broken" if candidate.member.worker_id in broken else "serving"
 
 
 def _is_replayed(member: WorkerMember, worker: FleetWorker) -> bool:
-    """Return whether the worker has left the epoch of `member`: an old registry entry, written again."""
+    """Return whether `member` is an old registry entry written again: the worker has left its epoch."""
     if member.epoch == worker.member.epoch:
         return False
     return member.epoch_started_ms < worker.member.epoch_started_ms or member.epoch in worker.contradicted

@@ -1,8 +1,8 @@
-"""Where workers may be, and whose registrations are believed. The gateway dials no other address.
+"""The networks of workers, and the verification of registrations. The gateway dials no other address.
 
-Without this check, whoever can write to Redis could have prompts sent anywhere. It applies to the address that is
-dialled, so a name that changes its address changes nothing. Link-local addresses (a cloud's metadata service) are not
-allowed by default.
+Without this check, anyone who can write to Redis could have prompts sent anywhere. It applies to the dialled address,
+so a name that changes its address does not evade it. Link-local addresses (a cloud's metadata service) are not allowed
+by default.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NETWORKS: Final = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 MAX_VERIFIED: Final = 50_000
-MAX_COMPLAINTS: Final = 500
+MAX_WARNINGS: Final = 500
 _DNS: Final = "dns:"
 _NAME: Final = r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 _URL: Final = re.compile(rf"https?://(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|{_NAME})(?::(?P<port>[0-9]{{1,5}}))?/?")
@@ -40,7 +40,7 @@ class WorkerNetworks:
     def __init__(self, networks: Iterable[str] = DEFAULT_NETWORKS, *, tls_only: bool = False) -> None:
         """`tls_only` refuses workers without TLS. Raises ValueError for an invalid network."""
         self.scheme = "https" if tls_only else "http"
-        """For workers known by a name or an address alone."""
+        """For workers that are given only by a name or an address."""
         self._tls_only = tls_only
         try:
             self._networks = [ipaddress.ip_network(text.strip()) for text in networks]
@@ -56,7 +56,7 @@ class WorkerNetworks:
             ip = ip.ipv4_mapped
         return any(ip.version == network.version and ip in network for network in self._networks)
 
-    def objection(self, url: str) -> str | None:
+    def reject_reason(self, url: str) -> str | None:
         """Return why a worker's URL must not be used, or None. Does not resolve names."""
         if not is_worker_url(url):
             return "its URL is not http://HOST:PORT or https://HOST:PORT"
@@ -83,38 +83,38 @@ class MemberVerifier:
     def __init__(self, cluster_secret: bytes, networks: WorkerNetworks) -> None:
         self._cluster_secret = cluster_secret
         self._networks = networks
-        self._complaints: set[tuple[str, str, str]] = set()
+        self._warned: set[tuple[str, str, str]] = set()
         self._verified: dict[WorkerId, WorkerMember] = {}
-        """Members, by identity, that passed `_objection`: they are checked at every decision."""
+        """Members, by identity, that passed `_reject_reason`: they are checked at every decision."""
 
     def accepts(self, member: WorkerMember, namespace: str | None) -> bool:
         """Return whether to use the worker; log each reason against it once.
 
         `namespace` is that of the member's model, if it is known.
         """
-        reason = None if self._verified.get(member.worker_id) is member else self._objection(member)
+        reason = None if self._verified.get(member.worker_id) is member else self._reject_reason(member)
         if reason is None and namespace not in (None, member.namespace):
             reason = f"its namespace is {member.namespace}, that of {member.model} is {namespace}"
         if reason is None:
             return True
-        complaint = (member.worker_id, member.epoch, reason)
-        if complaint not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
-            self._complaints.add(complaint)
+        warning = (member.worker_id, member.epoch, reason)
+        if warning not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(warning)
             logger.error("worker %s at %s is refused: %s", member.worker_id, member.url, reason)
         return False
 
-    def _objection(self, member: WorkerMember) -> str | None:
+    def _reject_reason(self, member: WorkerMember) -> str | None:
         """Return why the member's protocol, signature or address is wrong, or None."""
         if shared_protocol(member) is None:
             return f"it speaks protocol {member.protocol}, this gateway {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
         if not hmac.compare_digest(member.secret_check.encode(), signature(self._cluster_secret, member).encode()):
             return "its registration is not signed with this gateway's cluster secret"
-        objection = self._networks.objection(member.url)
-        if objection is None:
+        reject_reason = self._networks.reject_reason(member.url)
+        if reject_reason is None:
             if len(self._verified) > MAX_VERIFIED:
                 self._verified.clear()
             self._verified[member.worker_id] = member
-        return objection
+        return reject_reason
 
 
 async def resolve(host: str, port: int) -> list[AddressInfo]:

@@ -1,4 +1,7 @@
-"""Real coding agents against a tiny model: no request is refused, and their shared prefix is found."""
+"""Real coding agents against a tiny model: what requests share is found, and a prompt that is too long is refused once.
+
+A table has the tokens of each prompt, how many were cached, and how many it shares with an earlier one of the program.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +28,14 @@ from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.clients
+WIDE: Final = 32768
+NARROW: Final = 8192
+TOO_LONG: Final = {
+    "/messages": re.compile(rf"prompt is too long: \d+ tokens > {NARROW} maximum"),
+    "/responses": re.compile(r"Your input exceeds the context window of this model\."),
+    "/chat/completions": re.compile(rf"This model's maximum context length is {NARROW} tokens\. However, "),
+}
+"""Each API's own sentence, by which a program knows that it has to shorten the conversation."""
 BINARIES: Final = INSTALLED / "node_modules" / ".bin"
 CODEX: Final = """model = "tiny"
 model_provider = "headstart"
@@ -55,18 +67,18 @@ AGENTS: Final = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=32768)
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=WIDE)
 
 
 @pytest.fixture(scope="module")
 def wide(tiny: Path) -> Iterator[Serve]:
-    with Serve(*options(tiny, 32768)) as serve:
+    with Serve(*options(tiny, WIDE)) as serve:
         yield serve
 
 
 @pytest.fixture(scope="module")
 def narrow(tiny: Path) -> Iterator[Serve]:
-    with Serve(*options(tiny, 8192)) as serve:
+    with Serve(*options(tiny, NARROW)) as serve:
         yield serve
 
 
@@ -114,15 +126,44 @@ def usage(exchange: Exchange) -> tuple[int, int]:
     return counts.get("prompt_tokens", counts.get("input_tokens", 0)), counts.get("cached_tokens", 0)
 
 
-def table(name: str, recorder: Recorder) -> None:
-    for exchange in recorder.requests:
-        print(f"{name:10} {exchange.path:22} {exchange.status} tokens %6d cached %6d" % usage(exchange))
+def shared_tokens(serve: Serve, earlier: Sequence[Exchange], exchange: Exchange) -> int:
+    """Return how many tokens a prompt shares with that one of `earlier` with which it shares most."""
+
+    def shared_with(one: Exchange) -> int:
+        pair = {"a": one.body, "b": exchange.body}
+        answer = httpx.post(f"{serve.ops_url}/prefixes/compare", json=pair, timeout=HANG_S).raise_for_status()
+        return int(answer.json()["num_shared_tokens"])
+
+    return max(map(shared_with, earlier), default=0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request of a program. The counts are tokens of its prompt."""
+
+    exchange: Exchange
+    tokens: int
+    cached: int
+    shared: int
+
+
+def table(name: str, serve: Serve, exchanges: Sequence[Exchange]) -> list[Row]:
+    """Print and return a row for each request."""
+    rows = [
+        Row(exchange, *usage(exchange), shared_tokens(serve, exchanges[:number], exchange))
+        for number, exchange in enumerate(exchanges)
+    ]
+    for row in rows:
+        line = f"{name:10} {row.exchange.path:22} {row.exchange.status}"
+        print(f"{line} tokens {row.tokens:6} cached {row.cached:6} shared {row.shared:6}")
+    return rows
 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_wide(name: str, wide: Serve, tmp_path: Path) -> None:
     """A question, a resumed conversation, another folder, a tool that is run, and a program that is ended early."""
     agent = AGENTS[name]
+    begun = []
     with recording(wide.url, lead()) as recorder:
         for folder, words, question in (
             ("a", agent.first, "What does this folder hold?"),
@@ -130,6 +171,7 @@ def test_wide(name: str, wide: Serve, tmp_path: Path) -> None:
             ("b", agent.first, "Name three colours."),
             ("b", agent.next, "And a fourth?"),
         ):
+            begun.append(len(recorder.requests))
             code, output = run(tmp_path, recorder, folder, [name, *words, question])
             assert code == 0, output
         recorder.change = lead(agent.tool)
@@ -145,20 +187,28 @@ def test_wide(name: str, wide: Serve, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # a package's command may be a child of what was started
         process.communicate()
         wait_until(lambda: any(each.is_cut for each in recorder.requests[before:]))
-        table(name, recorder)
-        assert {each.status for each in recorder.requests} == {200}
-        resumed = max(recorder.requests[:before], key=lambda each: usage(each)[0])
-        tokens, cached = usage(resumed)
-        assert cached >= 0.9 * tokens, "the longest conversation finds what it has sent before"
+        rows = table(name, wide, recorder.requests)
+        assert {row.exchange.status for row in rows} == {200}
+        for start_, end in zip(begun[1:], [*begun[2:], before], strict=True):
+            counted = [row for row in rows[start_:end] if row.tokens]  # a stream that was left has no usage
+            cached, shared = sum(row.cached for row in counted), sum(row.shared for row in counted)
+            assert cached >= 0.9 * shared > 0, "a later conversation finds what it shares with an earlier one"
 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_narrow(name: str, narrow: Serve, tmp_path: Path) -> None:
-    """A prompt that does not fit is refused in a few requests, and the program ends by itself."""
+    """A prompt that does not fit is refused once, in the sentence of its API, and the program ends by itself."""
     with recording(narrow.url, lead()) as recorder:
         started = time.monotonic()
         code, output = run(tmp_path, recorder, "a", [name, *AGENTS[name].first, "What does this folder hold?"])
-        table(name, recorder)
-        print(name, code, f"{time.monotonic() - started:.1f} s", output[-300:])
+        table(name, narrow, recorder.requests)
         assert all(each.status < 500 for each in recorder.requests)
         assert len(recorder.requests) <= 6, "no loop of retries"
+        refused = [each for each in recorder.requests if each.status == 400]
+        sentences = [TOO_LONG[each.path.removeprefix("/v1")].search(each.answer.decode()) for each in refused]
+        assert all(sentences), [each.answer for each in refused]
+        assert set(Counter(each.raw for each in refused).values()) <= {1}, "no body is refused twice"
+        shows = any(match is not None and match[0] in output for match in sentences)
+        what = "shows it" if shows else "does not show it"
+        print(f"{name}: refused {len(refused)} of {len(recorder.requests)}, {what}; exit code {code}", end=" ")
+        print(f"after {time.monotonic() - started:.1f} s: {output[-300:]}")

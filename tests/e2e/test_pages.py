@@ -35,7 +35,7 @@ COVERED: Final = {
     r"make gpu-(check|bundle)": "tests/benchmarks/test_gpu.py",
     r"headstart serve": "tests/e2e/serving.py",
     r"headstart (gateway|worker)": "tests/e2e/test_main_job.py",
-    r"headstart bench route": "tests/benchmarks/test_route.py",
+    r"headstart bench route": "tests/benchmarks/dev/test_route.py",
     r"headstart bench replay": "tests/e2e/test_replay.py",
     r"headstart bench (cache|index|engine|gateway|speculation)": "tests/benchmarks",
     r"headstart bench dashboard": "tests/browser/test_load.py",

@@ -37,7 +37,6 @@ class FakeEngine:
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/metrics", self.metrics),
                 Route("/reset_prefix_cache", self.reset, methods=["POST"]),
-                Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/fake/loss", self.loss, methods=["POST"]),
                 Route("/fake/loras", self.loras, methods=["POST"]),
                 *([Route("/server_info", self.server_info)] if args.dev_mode else []),
@@ -138,21 +137,7 @@ class FakeEngine:
 
     async def tokens(self, request: Request) -> Response:
         body = await request.json()
-        return await self._answer(request, body, body["token_ids"], body["sampling_params"], is_token_api=True)
-
-    async def completions(self, request: Request) -> Response:
-        body = await request.json()
-        return await self._answer(request, body, body["prompt"], body, is_token_api=False)
-
-    async def _answer(
-        self,
-        request: Request,
-        body: dict[str, Any],
-        token_ids: list[int],
-        params: dict[str, Any],
-        *,
-        is_token_api: bool,
-    ) -> Response:
+        token_ids, params = body["token_ids"], body["sampling_params"]
         if (refused := self.refused(request)) is not None:
             return refused
         model = body.get("model")
@@ -183,11 +168,9 @@ class FakeEngine:
                     else:
                         ids, reason, stop = part
                         choice = {"index": 0, "token_ids": ids, "finish_reason": reason, "stop_reason": stop}
-                        if self.args.no_token_ids:
-                            del choice["token_ids"]
-                        if num_top is not None and is_token_api:
+                        if num_top is not None:
                             choice["logprobs"] = logprobs(ids[0])
-                        chunk = {"choices": [choice | ({} if is_token_api else {"text": ""})]}
+                        chunk = {"choices": [choice]}
                     yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
             yield b"data: [DONE]\n\n"
 
@@ -220,8 +203,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill-tokens-per-s", type=float, default=50_000.0)
     parser.add_argument("--token-s", type=float, default=0.001)
     parser.add_argument("--mean-tokens", type=int, default=64)
-    parser.add_argument("--no-token-api", action="store_true", help="as vLLM before /inference/v1/generate")
-    parser.add_argument("--no-token-ids", action="store_true", help="as vLLM before return_token_ids")
+    parser.add_argument("--no-token-api", action="store_true", help="as vLLM without --enable-scale-out")
     parser.add_argument("--said-events", help="the endpoint that it says it has (default: the true one)")
     parser.add_argument("--chat-template", help="another one than its folder has")
     parser.add_argument("--no-prefix-caching", action="store_true")

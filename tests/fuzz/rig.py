@@ -23,7 +23,7 @@ from cache.hashing import index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember, signed
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex, WriterSettings, schema
 from cache.redis_index.schema import Keys, Signer
-from cache.types import BlockHash, Epoch, GatewayId, WorkerId
+from cache.types import BlockHash, Epoch, GatewayId
 from server.cli.index import shown
 from server.config import GatewayConfig
 from server.metrics import GatewayMetrics
@@ -36,10 +36,11 @@ from server.workers.client import WorkerClient
 from server.workers.fleet import FetchState, Fleet
 from server.workers.networks import WorkerNetworks
 from tests.fuzz.harness import within
+from tests.members import make_member
 from tests.server.conftest import bundle_of
 from tests.waiting import HANG_S
-from worker.publisher import Publisher, PublisherSettings
-from worker.wire import PROTOCOL_VERSION, TokenizerBundle
+from worker.publisher import Publisher, PublisherInbox, PublisherSettings
+from worker.wire import TokenizerBundle
 
 MODEL: Final = "m"
 SECRET: Final = b"the cluster's secret of the fuzzer"
@@ -75,18 +76,8 @@ BUNDLE: Final = tiny_bundle()
 
 def member(name: str, url: str, **changes: Any) -> WorkerMember:
     """Return the unsigned member of a worker that serves MODEL."""
-    fields: dict[str, Any] = {
-        "worker_id": WorkerId(name),
-        "epoch": Epoch(f"e-{os.urandom(6).hex()}"),
-        "url": url,
-        "model": MODEL,
-        "namespace": namespace_of(BUNDLE).fingerprint,
-        "numerics": "cpu",
-        "block_size": 16,
-        "max_model_len": 4096,
-        "protocol": PROTOCOL_VERSION,
-    }
-    return WorkerMember(**{**fields, **changes})
+    fields = {"url": url, "model": MODEL, "namespace": namespace_of(BUNDLE).fingerprint}
+    return make_member(name, f"e-{os.urandom(6).hex()}", **{**fields, **changes})
 
 
 def record_of(own: WorkerMember, prefix: str, secret: bytes) -> bytes:
@@ -113,6 +104,7 @@ class Worker:
         return Publisher(
             self._url,
             self.member,
+            PublisherInbox(),
             settings=PUBLISHER,
             writer_settings=self._writer_settings,
             count=lambda event: self.counts.update([event]),
@@ -132,8 +124,8 @@ class Worker:
         for _ in range(num_removed):
             events.append(Removed(self.held.pop()))
         for tier in self.member.tiers:
-            self.publisher.offer_tier(tier, events)
-        self.publisher.offer(events, WorkerLoad({GatewayId("g"): 0.1}, 1.0, 1000.0, 1, 0, 90, 100))
+            self.publisher.inbox.offer_tier(tier, events)
+        self.publisher.inbox.offer(events, WorkerLoad({GatewayId("g"): 0.1}, 1.0, 1000.0, 1, 0, 90, 100))
 
     def stands(self, store: redis.Redis) -> bool:
         """The sets in Redis are what the worker holds."""

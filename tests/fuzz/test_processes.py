@@ -25,7 +25,7 @@ from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ProvenWorker, listening
 from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
-from worker.publisher import Publisher
+from worker.publisher import Publisher, PublisherInbox
 from worker.wire import TokenizerBundle
 
 NUM_ROUNDS: Final = 150
@@ -50,8 +50,10 @@ async def _besiege(bundle: TokenizerBundle, reply: list[int], folder: Path, num_
         for worker in workers:
             worker.url = await stack.enter_async_context(listening(worker.app()))
             settings = WriterSettings(cluster_secret=SECRET, timeout_s=1.0)
-            publisher = Publisher(f"unix://{write.path}", worker.member(), settings=PUBLISHER, writer_settings=settings)
-            publisher.offer([], WorkerLoad())
+            publisher = Publisher(
+                f"unix://{write.path}", worker.member(), PublisherInbox(), settings=PUBLISHER, writer_settings=settings
+            )
+            publisher.inbox.offer([], WorkerLoad())
             parts.add(f"the publisher of {worker.worker_id}", publisher.run())
         arguments = ("--redis", f"unix://{read.path}", "--cluster-secret-file", str(secret))
         gateway = await stack.enter_async_context(gateway_process(*arguments))

@@ -116,65 +116,65 @@ def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
     raise AssertionError(f"{path}: no sample for {kinds}")
 
 
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    values[last] = value
+
+
+def enable(values: dict[str, Any], part: str, value: Any) -> None:
+    """Put `enabled`, and what a route needs."""
+    put(values, f"{part}.enabled", value)
+    if "ingress" in part:
+        put(values, f"{part}.hosts", ["llm.example"])
+    if "Route" in part:
+        put(values, f"{part}.parentRefs", [{"name": "public"}])
+
+
 def context_of(path: str) -> dict[str, Any]:
-    """The values under which `path` can have an effect."""
+    """Return the values under which `path` can have an effect."""
     values: dict[str, Any] = {}
-
-    def put(where: str, value: Any) -> None:
-        node = values
-        *parents, last = where.split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-
     parent = path.rpartition(".")[0]
     if parent.endswith("autoscaling") and not path.endswith("enabled"):
-        put(f"{parent}.enabled", True)
+        put(values, f"{parent}.enabled", True)
         keda = path.endswith(("prometheusAddress", "requestsInFlightPerReplica"))
-        put(f"{parent}.kind", "keda" if keda else "hpa")
-        put(f"{parent}.prometheusAddress", "http://prometheus:9090")
+        put(values, f"{parent}.kind", "keda" if keda else "hpa")
+        put(values, f"{parent}.prometheusAddress", "http://prometheus:9090")
     elif path.endswith(".enabled") and not parent.endswith("autoscaling"):
-        put(path, default_of(path))
-        if "ingress" in parent:
-            put(f"{parent}.hosts", ["llm.example"])
-        if "Route" in parent:
-            put(f"{parent}.parentRefs", [{"name": "public"}])
+        enable(values, parent, default_of(path))
     elif parent in ("gateway.ingress", "gateway.httpRoute") or parent.startswith("metrics."):
-        put(f"{parent}.enabled", True)
-        if "ingress" in parent:
-            put(f"{parent}.hosts", ["llm.example"])
-        if "Route" in parent:
-            put(f"{parent}.parentRefs", [{"name": "public"}])
+        enable(values, parent, True)
     elif parent == "redis.external":
-        put("redis.mode", "external")
-        put("redis.external.url", "rediss://redis.example:6379")
-        put("redis.external.caSecret", "ca")
+        put(values, "redis.mode", "external")
+        put(values, "redis.external.url", "rediss://redis.example:6379")
+        put(values, "redis.external.caSecret", "ca")
     elif parent == "apiKeys":
-        put("apiKeys.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
-        put("apiKeys.existingSecret", "" if path.endswith("existingSecret") else "some")
+        put(values, "apiKeys.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
+        put(values, "apiKeys.existingSecret", "" if path.endswith("existingSecret") else "some")
     elif parent == "opsKey":
-        put("opsKey.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
+        put(values, "opsKey.enabled", path.endswith("existingSecret") or not path.endswith("enabled"))
     elif parent.startswith("tls."):
-        put(f"{parent}.secret", "some")
-        put(f"{parent}.name", "llm.example")
+        put(values, f"{parent}.secret", "some")
+        put(values, f"{parent}.name", "llm.example")
     elif path == "redis.mode":
-        put("redis.external.url", "")
+        put(values, "redis.external.url", "")
     elif path in ("clusterSecret.key", "worker.huggingFaceToken.key"):
-        put(f"{parent}.existingSecret", "some")
+        put(values, f"{parent}.existingSecret", "some")
     elif path in ("worker.volume.storageClassName", "worker.volume.whenDeleted"):
-        put("worker.volume.size", "1Gi")
+        put(values, "worker.volume.size", "1Gi")
     elif parent == "worker.kvDisk" and path != "worker.kvDisk.size":
-        put("worker.kvDisk.size", "9Gi")
-        put("worker.kvDisk.claim", path != "worker.kvDisk.claim")
+        put(values, "worker.kvDisk.size", "9Gi")
+        put(values, "worker.kvDisk.claim", path != "worker.kvDisk.claim")
     elif path in ("worker.volume.readOnly",):
-        put("worker.volume.existingClaim", "models")
-        put("worker.download", False)
+        put(values, "worker.volume.existingClaim", "models")
+        put(values, "worker.download", False)
     elif path == "worker.gpu.resourceName":
-        put("worker.gpu.count", 1)
+        put(values, "worker.gpu.count", 1)
     elif path.startswith("worker.vllm."):
-        put("worker.engine", "vllm")
+        put(values, "worker.engine", "vllm")
         if path == "worker.vllm.apiKey.key":
-            put(f"{parent}.existingSecret", "some")
+            put(values, f"{parent}.existingSecret", "some")
     return values
 
 

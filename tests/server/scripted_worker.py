@@ -1,4 +1,4 @@
-"""A worker that speaks the real wire protocol over real HTTP and does what a test tells it to.
+"""A worker that speaks the real wire protocol over real HTTP and does what a test asks for.
 
 Its "model" continues a prompt with the ids of `reply`; a test changes `behave` to refuse, die, stall or misspeak.
 """
@@ -21,11 +21,10 @@ from starlette.routing import Route
 
 from cache.hashing import Namespace
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
-from cache.types import Epoch, WorkerId
+from tests.members import make_member
 from tests.waiting import until as until
 from worker.common.proof import PROVE_PATH, new_instance, prove
 from worker.wire import (
-    PROTOCOL_VERSION,
     End,
     Failed,
     Finished,
@@ -81,16 +80,15 @@ class ScriptedWorker:
     def member(self) -> WorkerMember:
         b = self.bundle
         space = Namespace(model=b.model, revision=b.revision, tokenizer=b.fingerprint, block_size=b.block_size)
-        return WorkerMember(
-            worker_id=WorkerId(self.worker_id),
-            epoch=Epoch(f"epoch-{self.worker_id}"),
+        return make_member(
+            self.worker_id,
+            f"epoch-{self.worker_id}",
             url=self.url,
             model=b.model,
             namespace=self.namespace or space.fingerprint,
             numerics=self.numerics,
             block_size=b.block_size,
             max_model_len=b.max_model_len,
-            protocol=PROTOCOL_VERSION,
             embedding_size=self.embedding_size,
             unsupported=self.unsupported,
         )
@@ -203,7 +201,7 @@ class ProvenWorker(ScriptedWorker):
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves the signals of the test process alone, and ends at once when it is stopped."""
+    """Does not handle the signals of the test process, and ends at once when it is stopped."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -160,7 +160,7 @@ async def test_body_in_tiny_chunks_is_refused(worker: ScriptedWorker) -> None:
         assert status == 400 or not data
 
 
-async def test_an_answer_before_the_end_of_a_body_does_not_wait_for_the_rest(
+async def test_an_early_answer_does_not_wait_for_the_rest_of_the_body(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.1)

@@ -1,4 +1,4 @@
-"""Every field that clients or other servers know is honoured, refused by name, or one that cannot change an answer."""
+"""Every field of clients or other servers is honoured, refused by name, or cannot change an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 from tokenizers import Tokenizer
 
-from server.schema.field_table import IGNORED, REFUSED
+from server.schema.field_table import IGNORED, REFUSED_FIELDS
 from server.schema.messages import MessagesRequest
 from tests.server import test_fields
 from tests.server.api.test_embeddings import SIZE, embeds
@@ -152,7 +152,7 @@ HINTS: Final = {
 
 
 def known(path: str) -> dict[str, str]:
-    """Name every field that a client or a server knows on this route, with who knows it."""
+    """Return every field that a client or a server has on this route, with its source."""
     fields = dict.fromkeys(SDK_FIELDS[path], "its SDK")
     for engine, table in ENGINES.items():
         fields |= dict.fromkeys(table.get(NAMES[path], ()), engine)
@@ -171,9 +171,9 @@ def worker(raw_tokenizer: Tokenizer) -> ScriptedWorker:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_known_field_has_an_entry(path: str) -> None:
-    entries = {*KINDS[path].__struct_fields__, *REFUSED[path], *IGNORED}
+    entries = {*KINDS[path].__struct_fields__, *REFUSED_FIELDS[path], *IGNORED}
     assert {field: who for field, who in known(path).items() if field not in entries} == {}
-    assert not set(IGNORED) & {*KINDS[path].__struct_fields__, *REFUSED[path]}
+    assert not set(IGNORED) & {*KINDS[path].__struct_fields__, *REFUSED_FIELDS[path]}
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -1,4 +1,4 @@
-"""docs/api.md and the code say the same of every field, and the code does what it says."""
+"""docs/api.md and the code agree on every field, and the code does what the page promises."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def honoured() -> set[str]:
 def hints(path: str) -> set[str]:
     documented = set(FIELD.findall(section("Accepted as hints"))) - {"default", "strict", *IGNORED}
     assert documented <= {field for kind in KINDS.values() for field in kind.__struct_fields__}
-    if path != "/v1/responses":  # where stream_options is a hint alone
+    if path != "/v1/responses":  # where stream_options is only a hint
         documented -= honoured()
     return documented & set(KINDS[path].__struct_fields__)
 
@@ -92,7 +92,7 @@ def test_the_document_lists_every_field() -> None:
 
 @pytest.fixture(autouse=True)
 def _embeds(worker: ScriptedWorker, request: pytest.FixtureRequest) -> None:
-    """Let the worker of the tests of /v1/embeddings make them."""
+    """Make the worker of the tests of /v1/embeddings answer with embeddings."""
     if "/v1/embeddings" in request.node.name:
         worker.behave, worker.embedding_size = embeds, SIZE
 

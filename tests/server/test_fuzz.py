@@ -63,7 +63,7 @@ COMPLETION: dict[str, Any] = {
 CHAT_FIELDS = [*ChatRequest.__struct_fields__, *requests.CHAT.refused]
 COMPLETION_FIELDS = [*CompletionRequest.__struct_fields__, *requests.COMPLETION.refused]
 Base = tuple[str, dict[str, Any], list[str]]
-"""A route, a good body, and the fields that it knows."""
+"""A route, a valid body, and the fields of the route."""
 BASES: list[Base] = [
     ("/v1/chat/completions", CHAT, CHAT_FIELDS),
     ("/v1/completions", COMPLETION, COMPLETION_FIELDS),

@@ -133,9 +133,10 @@ async def test_several_models_each_with_its_workers_and_its_namespace(
         assert [worker["worker"] for worker in json.loads(explained)["workers"]] == ["other-0"]
 
 
-async def test_a_model_is_not_denied_before_every_listed_worker_has_answered(
+async def test_a_model_is_not_denied_before_all_workers_have_answered(
     bundle: TokenizerBundle, raw_tokenizer: Tokenizer
 ) -> None:
+    """Every listed worker may have the model."""
     first = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
     (port,) = free_ports(1)
     async with (
@@ -218,7 +219,7 @@ async def test_invalid_http_and_endless_heads(worker: ScriptedWorker) -> None:
             async with asyncio.timeout(HANG_S):
                 try:
                     answer = await reader.read()
-                except ConnectionResetError:  # closed while the kernel still held bytes of ours
+                except ConnectionResetError:  # closed while the kernel still held unread bytes
                     answer = b""
             writer.close()
             line, _, rest = answer.partition(b"\r\n")

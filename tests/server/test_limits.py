@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
-from benchmarks.gateway_load.processes import free_ports, until_ready
-from benchmarks.limits import SPARE_BYTES, Case, Site, cases, measure
+from benchmarks.dev.gateway_load.processes import free_ports, until_ready
+from benchmarks.dev.limits import SPARE_BYTES, Case, Site, cases, measure
 from server.api import params
 from server.api.formatting import LazyJson, json_parts
 from server.api.limits import TEXT_ROOM
@@ -82,7 +82,7 @@ async def test_text_that_a_template_drops_counts_before_it_is_rendered(
 
 
 async def test_tokenising_ends_where_the_context_ends(worker: ScriptedWorker) -> None:
-    """The bound lets it pass: only its tokens tell."""
+    """The bound admits the text: only its tokens show that it is too long."""
     async with gateway(worker) as target:
         tokenizer = target.models.get("tiny").tokenizer
         text = "zq " * 4000

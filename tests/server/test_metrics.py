@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
-from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.types import Epoch, GatewayId, WorkerId
+from cache.records import Candidate, WorkerLoad
+from cache.types import GatewayId
 from server.ops.overview import Overview
 from server.workers.fleet import NoIndex
+from tests.members import make_member
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
@@ -93,8 +94,7 @@ async def test_vllms_names_by_model(bundle: TokenizerBundle, raw_tokenizer: Toke
 
 
 def candidate(name: str, load: WorkerLoad) -> Candidate:
-    member = WorkerMember(WorkerId(name), Epoch("e"), f"http://{name}", "m", "n", "cpu", 16, 512, 1)
-    return Candidate(member, load, 0)
+    return Candidate(make_member(name), load, 0)
 
 
 def fleet_metrics(

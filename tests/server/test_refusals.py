@@ -1,4 +1,4 @@
-"""Nothing of a request outlives its answer: reference counts alone free it, whatever the route and the reason."""
+"""Nothing of a request outlives its answer: reference counts free it, whatever the route and the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRODUCT = str(Path(__file__).parents[2] / "server")
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Let collections begin by hand alone, and pass over what was there before: the modules, and earlier tests'."""
+    """Collect only by hand, and skip earlier objects: the modules, and those of earlier tests."""
     gc.collect()
     gc.freeze()
     gc.disable()

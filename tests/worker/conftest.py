@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads, and threads that wait for each other on busy cores take for ever."""
+    """Tiny models gain nothing from threads, and threads that wait for each other on busy cores are very slow."""
     import torch
 
     before = torch.get_num_threads()
@@ -19,7 +19,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_heap() -> Iterator[None]:
-    """For tests that collect garbage often: a pass sees their objects alone, not those of torch, which take 0.3 s."""
+    """For tests that collect garbage often: a pass sees only their objects, not those of torch, which take 0.3 s."""
     gc.collect()
     gc.freeze()
     yield

@@ -20,6 +20,7 @@ from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.common.frames import FrameReader
+from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner
@@ -86,7 +87,7 @@ async def live_worker(
     *,
     bundle: TokenizerBundle = BUNDLE,
     queue_limits: QueueLimits | None = None,
-    make_transfers: Callable[[Allocator], KVTransfers | None] = lambda allocator: None,
+    make_transfers: Callable[[Allocator, Mailbox], KVTransfers | None] = lambda allocator, mailbox: None,
     token: str = "",
     **limits,
 ) -> AsyncIterator[LiveWorker]:
@@ -94,11 +95,22 @@ async def live_worker(
     service = WorkerService(metrics, queue_limits=queue_limits)
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
-    scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids)
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
-    transfers = make_transfers(allocator)
+    mailbox = Mailbox()
+    transfers = make_transfers(allocator, mailbox)
+    fetcher = None if transfers is None else transfers.fetches
+    scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids, fetcher=fetcher)
     engine = EngineCore(
-        scheduler, runner, PrefillRate(1000, 1.0), bundle, member, metrics, max_step_s=60.0, transfers=transfers
+        scheduler,
+        runner,
+        PrefillRate(1000, 1.0),
+        bundle,
+        member,
+        metrics,
+        max_step_s=60.0,
+        transfers=transfers,
+        mailbox=mailbox,
+        sinks=service.sinks(),
     )
     service.start(engine)
     try:

@@ -47,7 +47,7 @@ def test_defaults_are_those_of_the_dataclass() -> None:
     assert parse([]) == WorkerConfig()
 
 
-def test_solo_prefill_tokens_are_the_option_or_the_default_of_the_device() -> None:
+def test_solo_prefill_tokens_default_to_the_device() -> None:
     defaults = (9, (128, 2048))
     assert WorkerConfig().limits(*defaults).max_solo_prefill_tokens == 2048
     assert WorkerConfig(max_solo_prefill_tokens=512).limits(*defaults).max_solo_prefill_tokens == 512
@@ -101,7 +101,7 @@ def test_argparse_errors_exit_with_status_two(argv: str, capsys: pytest.CaptureF
 
 
 def test_deprecated_options_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A deprecated option still works, and one line of the log says what happens once it is gone."""
+    """A deprecated option still works, and the log has one line on its removal."""
     argv = ["--watermark", "0.01", "--aging-s=5", "--aging-s", "6", "--max-queue-s", "3"]
     assert parse(argv).aging_s == 6.0
     warn_deprecated(WorkerConfig, argv, logging.getLogger("worker"))

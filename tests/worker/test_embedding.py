@@ -154,7 +154,7 @@ def test_an_embedding_that_is_not_finite_fails(written: tuple[Any, LoadedModel])
         loaded.decoder._norm = norm  # type: ignore[attr-defined]
 
 
-# --- what a model's files say -------------------------------------------------------------------------------------
+# --- a model's files ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -54,7 +54,7 @@ def run(engine: HandEngine, wires) -> list[dict[int, list[int]]]:
 
 @pytest.fixture(scope="module")
 def alone(model: LoadedModel) -> list[dict[int, list[int]]]:
-    """Each request alone, with a cold cache."""
+    """Each request by itself, with a cold cache."""
     return [run(engine(model), [wire])[0] for wire in REQUESTS]
 
 
@@ -120,9 +120,7 @@ def test_choices_that_yield_to_another_tenant(model: LoadedModel, prefix_cache, 
 @pytest.mark.parametrize(
     "async_scheduling", [False, True]
 )  # with True, shared blocks of forks are copied in steps scheduled ahead
-def test_with_a_window_a_sequence_holds_only_the_window_and_a_chunk(
-    tmp_path: Path, async_scheduling: bool, max_drafts: int
-) -> None:
+def test_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Path, async_scheduling: bool, max_drafts: int) -> None:
     write_family("mistral_window", tmp_path)
     model = load_model(str(tmp_path), LoadOptions())
     window = model.config.attention.longest_window

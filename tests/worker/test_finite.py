@@ -147,10 +147,10 @@ def assert_finite(engine: HandEngine) -> None:
 @pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("chunk", range(3), ids=["first", "middle", "last"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_with_a_fault_is_right_or_fails_and_later_ones_are_right(
+def test_a_request_with_a_fault_is_right_or_fails(
     models: dict[str, LoadedModel], kind: str, chunk: int, is_warm: bool
 ) -> None:
-    """First for one step, so that the chunk is computed again; then for ever."""
+    """First for one step, so that the chunk is computed again; then in every step. Later requests are right."""
     struck = (NUM_CACHED if is_warm else 0) + chunk * CHUNK + 5
     prompts = (PROMPT[: NUM_CACHED + 1], PROMPT, [*PROMPT[:-2], 50, 51])
     right = [ask(make_engine(models[kind])[0], prompt) for prompt in prompts]
@@ -173,7 +173,7 @@ def test_a_request_with_a_fault_is_right_or_fails_and_later_ones_are_right(
             assert [ask(engine, prompt) for prompt in prompts] == right, (place, value)
 
 
-def test_float16_that_overflows_with_finite_weights_fails_alone_wherever_it_stands(folder: Path) -> None:
+def test_float16_that_overflows_fails_alone(folder: Path) -> None:
     """One token's embedding is finite, and the sums that follow are not."""
     model = load_model(str(folder), LoadOptions(dtype="float16"))
     with torch.inference_mode():
@@ -197,9 +197,8 @@ def test_float16_that_overflows_with_finite_weights_fails_alone_wherever_it_stan
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_samples_nothing_is_checked_and_keeps_what_it_has_only_read(
-    models: dict[str, LoadedModel], kind: str
-) -> None:
+def test_a_step_that_samples_nothing_is_checked(models: dict[str, LoadedModel], kind: str) -> None:
+    """It keeps the blocks that it has only read."""
     runner = ModelRunner(models[kind], num_blocks=8, block_size=BLOCK_SIZE, eos_token_ids=())
     tables = [1, 2, 3], [1, 2, 4]
     runner.run(Step([SequenceStep(PROMPT[:8], 0, tables[0], range(4, 12))]))
@@ -244,7 +243,7 @@ def test_a_step_that_raises_halfway_leaves_only_finite_padding(models: dict[str,
     assert [engine.answer(request).tokens for request in requests] == list(right.values())
 
 
-def test_logits_that_are_all_minus_infinity_are_blamed_on_the_model(folder: Path) -> None:
+def test_logits_of_minus_infinity_are_blamed_on_the_model(folder: Path) -> None:
     model = load_model(str(folder), LoadOptions())
     runner = ModelRunner(model, num_blocks=8, block_size=BLOCK_SIZE, eos_token_ids=())
     engine = HandEngine(8, BLOCK_SIZE, runner=runner)
@@ -354,7 +353,7 @@ def _struck(first: int, position: int, num_steps: int) -> Callable[[int, int], b
 @pytest.mark.parametrize("prefix_cache", PREFIX_CACHES)
 @settings(max_examples=6, deadline=None)
 @given(mix=broken_mixes)
-def test_any_faults_leave_answers_right_or_failed_and_later_ones_right(
+def test_any_faults_leave_answers_right_or_failed(
     models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix
 ) -> None:
     check(models, alone, prefix_cache, mix)
@@ -364,7 +363,7 @@ def test_any_faults_leave_answers_right_or_failed_and_later_ones_right(
 @pytest.mark.parametrize("prefix_cache", PREFIX_CACHES)
 @settings(max_examples=1000, deadline=None)
 @given(mix=broken_mixes)
-def test_any_faults_leave_answers_right_or_failed_and_later_ones_right_deep(
+def test_any_faults_leave_answers_right_or_failed_deep(
     models: dict[str, LoadedModel], alone: Any, prefix_cache: PrefixCache, mix: BrokenMix
 ) -> None:
     check(models, alone, prefix_cache, mix)

@@ -59,7 +59,7 @@ def allowed_ids(constraint: GrammarConstraint, vocab_size: int) -> list[int]:
 
 
 def walk(constraint: GrammarConstraint, bundle: TokenizerBundle, seed: int) -> tuple[int, ...]:
-    """Tokens drawn at random among the allowed, ended as soon as the grammar lets it end."""
+    """Tokens drawn at random among the allowed, ended as soon as the grammar can end."""
     drawn: list[int] = []
     chooser = random.Random(seed)
     while not constraint.finished:
@@ -102,7 +102,7 @@ NESTED = {
 async def test_white_space_is_a_space_or_an_indented_line(
     compiler: GrammarCompiler, bundle: TokenizerBundle, grammar: Grammar, depth: int | None, seed: int
 ) -> None:
-    """A model that loves white space writes no more of it than a printer of JSON would."""
+    """A model that prefers white space writes at most as much as a printer of JSON."""
     (constraint,) = (await compiler.constraints(request(grammar))).values()
     tokenizer, rng, drawn = smollm2.tokenizer(), random.Random(seed), list[int]()
     white = {id_ for text, id_ in tokenizer.get_vocab().items() if re.fullmatch("[ĠĊĉč]+", text)}
@@ -118,7 +118,7 @@ async def test_white_space_is_a_space_or_an_indented_line(
     if depth is None:
         assert gaps == []
     else:
-        assert gaps or grammar.kind == "json_object"  # which may write one string for ever
+        assert gaps or grammar.kind == "json_object"  # which may write one endless string
         assert all(re.fullmatch(rf" |\n {{0,{2 * depth}}}", gap) for gap in gaps), gaps
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from worker.config import parse
-from worker.loader import may_exchange
+from worker.loader import can_exchange_blocks
 
 PROGRAM = """
 import sys
@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from worker.config import parse
-from worker.loader import may_exchange
+from worker.loader import can_exchange_blocks
 import psutil
 import torch
-from worker.loader import bound_primitives
+from worker.loader import limit_onednn_cache
 from worker.model.linear import OneDnnLinear
 
 if sys.argv[1] == "bound":
-    bound_primitives()
+    limit_onednn_cache()
 torch.set_num_threads(1)
 linear = OneDnnLinear(torch.zeros(64, 64))
 linear(torch.zeros(1, 64))
@@ -53,10 +53,10 @@ def test_products_of_many_lengths_are_not_kept() -> None:
         (["--host", "0.0.0.0", "--cluster-secret-file", "secret"], True),
     ],
 )
-def test_who_could_be_reached_and_cannot_tell_peers_from_others_exchanges_no_blocks(
+def test_block_exchange_needs_a_secret_or_loopback(
     options: list[str], may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HEADSTART_CLUSTER_SECRET", raising=False)
     (tmp_path / "secret").write_text("of the fleet")
-    assert may_exchange(parse(options)) == may
+    assert can_exchange_blocks(parse(options)) == may

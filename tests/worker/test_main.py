@@ -49,7 +49,7 @@ import sys
 import torch
 import worker.loader
 from worker.main import main
-def build_engine(config, url, worker_id, metrics, report, tls):
+def build_engine(config, url, worker_id, metrics, report, tls, sinks):
     report("loading for ever")
     while True:
         torch.randn(2000).sort()
@@ -201,7 +201,7 @@ def test_an_unusable_configuration_exits_with_status_two(start, option: list[str
     assert "Traceback" not in stderr
 
 
-def test_a_ca_that_cannot_be_read_is_named_before_the_model_loads(start) -> None:
+def test_an_unreadable_ca_is_named_before_the_model_loads(start) -> None:
     code, stderr = start("--worker-ca", "/nowhere/ca.crt").end()
     assert code == 2
     assert "--worker-ca /nowhere/ca.crt" in stderr
@@ -246,7 +246,7 @@ def test_sigterm_inside_native_code_exits_cleanly(start) -> None:
     assert (code, stderr) == (0, "")
 
 
-async def test_sampling_is_a_function_of_seed_and_position_in_any_batch(start, model: Path) -> None:
+async def test_sampling_is_a_function_of_seed_and_position(start, model: Path) -> None:
     import asyncio
 
     process = start("--model", str(model), "--num-blocks", "40", "--max-num-batched-tokens", "64")

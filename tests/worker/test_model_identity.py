@@ -119,8 +119,11 @@ class Worker:
 async def worker(model: Path, *options: str) -> AsyncIterator[Worker]:
     config = parse(["--model", str(model), "--num-blocks", "64", "--dtype", "float32", "--threads", "1", *options])
     metrics = WorkerMetrics()
-    engine = await asyncio.to_thread(build_engine, config, "http://127.0.0.1:1", "w", metrics, lambda text: None)
     service = WorkerService(metrics)
+    sinks = service.sinks()
+    engine = await asyncio.to_thread(
+        build_engine, config, "http://127.0.0.1:1", "w", metrics, lambda text: None, sinks=sinks
+    )
     service.start(engine)
     try:
         token = gateway_token(SECRET.encode())

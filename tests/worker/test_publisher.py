@@ -18,20 +18,19 @@ from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.redis_index.client import Reply
-from cache.types import BlockHash, Epoch, Tier, WorkerId
+from cache.types import BlockHash, Tier
 from tests.block_events import replay
+from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.waiting import HANG_S
-from worker.publisher import Changes, Publisher, PublisherSettings
+from worker.publisher import Changes, Publisher, PublisherInbox, PublisherSettings
 
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
 
 
 def member(epoch: str = "e0", *tiers: Tier, name: str = "w") -> WorkerMember:
-    return WorkerMember(
-        WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1, tiers=tiers
-    )
+    return make_member(name, epoch, url="http://127.0.0.1:1", tiers=tiers)
 
 
 def chain(length: int) -> list[BlockHash]:
@@ -47,7 +46,7 @@ def redis_server() -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def publishing(server: RedisServer, *tiers: Tier) -> AsyncIterator[tuple[Publisher, RedisIndex]]:
-    publisher = Publisher(server.url, member("e0", *tiers), settings=FAST)
+    publisher = Publisher(server.url, member("e0", *tiers), PublisherInbox(), settings=FAST)
     index = RedisIndex(server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(publisher, index):
         yield publisher, index
@@ -82,12 +81,12 @@ async def test_offered_blocks_are_found(redis_server: RedisServer) -> None:
     hashes = chain(20)
     async with publishing(redis_server) as (publisher, index):
         engine = threading.Thread(
-            target=lambda: [publisher.offer([Stored(block)], WorkerLoad(num_running=1)) for block in hashes]
+            target=lambda: [publisher.inbox.offer([Stored(block)], WorkerLoad(num_running=1)) for block in hashes]
         )
         engine.start()
         await matches(index, hashes, 20)
         engine.join()
-        publisher.offer([Removed(block) for block in reversed(hashes[5:])], WorkerLoad(num_running=7))
+        publisher.inbox.offer([Removed(block) for block in reversed(hashes[5:])], WorkerLoad(num_running=7))
         await matches(index, hashes, 5)
         found = await index.lookup(hashes)
         assert found is not None
@@ -98,22 +97,22 @@ async def test_blocks_of_tiers_are_found_behind_those_of_the_pool(redis_server: 
     """Each place has a thread of its own, and another worker has no tiers."""
     hashes = chain(30)
     events = [Stored(block) for block in hashes]
-    other = Publisher(redis_server.url, member("e9", name="w1"), settings=FAST)
+    other = Publisher(redis_server.url, member("e9", name="w1"), PublisherInbox(), settings=FAST)
     async with publishing(redis_server, "host", "disk") as (publisher, index), running(other):
         places: list[Callable[[], object]] = [
-            lambda: [publisher.offer([event], WorkerLoad(num_running=1)) for event in events[:10]],
-            lambda: [publisher.offer_tier("host", [event]) for event in events[5:15]],
-            lambda: [publisher.offer_tier("disk", [event]) for event in events[:25]],
+            lambda: [publisher.inbox.offer([event], WorkerLoad(num_running=1)) for event in events[:10]],
+            lambda: [publisher.inbox.offer_tier("host", [event]) for event in events[5:15]],
+            lambda: [publisher.inbox.offer_tier("disk", [event]) for event in events[:25]],
         ]
         threads = [threading.Thread(target=place) for place in places]
         for thread in threads:
             thread.start()
-        other.offer(events[:20], WorkerLoad())
+        other.inbox.offer(events[:20], WorkerLoad())
         await ends(index, hashes, {"w": (10, 15, 25), "w1": (20,)})
         for thread in threads:
             thread.join()
-        publisher.offer([Removed(block) for block in reversed(hashes[5:10])], WorkerLoad())
-        publisher.offer_tier("host", [Removed(block) for block in reversed(hashes[7:15])])
+        publisher.inbox.offer([Removed(block) for block in reversed(hashes[5:10])], WorkerLoad())
+        publisher.inbox.offer_tier("host", [Removed(block) for block in reversed(hashes[7:15])])
         await ends(index, hashes, {"w": (5, 7, 25), "w1": (20,)})
         (entry, _) = sorted(await index.entries(), key=lambda entry: entry.member.worker_id)
         assert (entry.num_entries, entry.num_tier_entries) == (5, {"host": 2, "disk": 25})
@@ -125,10 +124,10 @@ async def test_a_large_tier_is_published_in_batches(redis_server: RedisServer, m
     monkeypatch.setattr("worker.publisher._MAX_BATCH", 7)
     hashes = chain(40)
     async with publishing(redis_server, "disk") as (publisher, index):
-        publisher.offer([], WorkerLoad())
+        publisher.inbox.offer([], WorkerLoad())
         await ends(index, hashes, {"w": (0, 0)})
-        publisher.offer_tier("disk", [Stored(block) for block in hashes])
-        publisher.offer([Stored(block) for block in hashes[:10]], WorkerLoad())
+        publisher.inbox.offer_tier("disk", [Stored(block) for block in hashes])
+        publisher.inbox.offer([Stored(block) for block in hashes[:10]], WorkerLoad())
         await ends(index, hashes, {"w": (10, 40)})
 
 
@@ -136,11 +135,11 @@ async def test_a_purge_empties_the_tiers(redis_server: RedisServer) -> None:
     hashes = chain(4)
     events = [Stored(block) for block in hashes]
     async with publishing(redis_server, "disk") as (publisher, index):
-        publisher.offer(events[:2], WorkerLoad())
-        publisher.offer_tier("disk", events)
+        publisher.inbox.offer(events[:2], WorkerLoad())
+        publisher.inbox.offer_tier("disk", events)
         await ends(index, hashes, {"w": (2, 4)})
-        publisher.begin_epoch(member("e1", "disk"))
-        publisher.offer_tier("disk", events[:1])
+        publisher.inbox.begin_epoch(member("e1", "disk"))
+        publisher.inbox.offer_tier("disk", events[:1])
         await matches(index, hashes, 0, "e1")
         await ends(index, hashes, {"w": (0, 1)})
         assert redis_server.command("KEYS", "*:e0:*") == b"*0\r\n"
@@ -153,7 +152,7 @@ async def test_a_connection_that_is_killed_in_a_publish_loses_nothing(
     """Some turns of the event loop after the command was given out: before it is sent, or before its reply is read."""
     hashes = chain(30)
     async with publishing(redis_server, "host", "disk") as (publisher, index):
-        publisher.offer([Stored(block) for block in hashes[:20]], WorkerLoad())
+        publisher.inbox.offer([Stored(block) for block in hashes[:20]], WorkerLoad())
         await ends(index, hashes, {"w": (20, 20, 20)})
         client, killed = publisher._writer.client, list[asyncio.Task[None]]()
         real = client.submit
@@ -170,9 +169,9 @@ async def test_a_connection_that_is_killed_in_a_publish_loses_nothing(
             return future
 
         client.submit = submit  # type: ignore[method-assign]
-        publisher.offer_tier("disk", [Stored(block) for block in hashes])
-        publisher.offer_tier("host", [Stored(block) for block in hashes[:20]])
-        publisher.offer([Removed(block) for block in reversed(hashes[10:20])], WorkerLoad())
+        publisher.inbox.offer_tier("disk", [Stored(block) for block in hashes])
+        publisher.inbox.offer_tier("host", [Stored(block) for block in hashes[:20]])
+        publisher.inbox.offer([Removed(block) for block in reversed(hashes[10:20])], WorkerLoad())
         await holds(lambda: bool(killed))
         await killed[0]
         await ends(index, hashes, {"w": (10, 20, 30)})
@@ -181,30 +180,30 @@ async def test_a_connection_that_is_killed_in_a_publish_loses_nothing(
 async def test_a_purge_is_a_new_epoch(redis_server: RedisServer) -> None:
     hashes = chain(4)
     async with publishing(redis_server) as (publisher, index):
-        publisher.offer([Stored(block) for block in hashes], WorkerLoad())
+        publisher.inbox.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 4)
-        publisher.begin_epoch(member("e1"))
-        publisher.offer([Stored(hashes[0])], WorkerLoad())
+        publisher.inbox.begin_epoch(member("e1"))
+        publisher.inbox.offer([Stored(hashes[0])], WorkerLoad())
         await matches(index, hashes, 1, "e1")
 
 
 async def test_flushed_and_killed_servers_are_filled_again(redis_server: RedisServer) -> None:
     hashes = chain(50)
     async with publishing(redis_server) as (publisher, index):
-        publisher.offer([Stored(block) for block in hashes], WorkerLoad())
+        publisher.inbox.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 50)
         redis_server.command("FLUSHALL")
         await matches(index, hashes, 50)
         redis_server.kill()
         await holds(lambda: not publisher.connected)
-        publisher.offer([Removed(block) for block in reversed(hashes[30:])], WorkerLoad())
+        publisher.inbox.offer([Removed(block) for block in reversed(hashes[30:])], WorkerLoad())
         redis_server.start()
         await matches(index, hashes, 30)
 
 
 async def test_a_clean_end_leaves_the_registry(redis_server: RedisServer) -> None:
     async with publishing(redis_server) as (publisher, index):
-        publisher.offer([], WorkerLoad())
+        publisher.inbox.offer([], WorkerLoad())
         await matches(index, [], 0)
         await publisher.close()
         assert redis_server.command("HLEN", "{headstart:0}:members") == b":0\r\n"
@@ -212,7 +211,7 @@ async def test_a_clean_end_leaves_the_registry(redis_server: RedisServer) -> Non
 
 async def test_the_lease_is_renewed_without_events(redis_server: RedisServer) -> None:
     async with publishing(redis_server) as (publisher, index):
-        publisher.offer([], WorkerLoad())
+        publisher.inbox.offer([], WorkerLoad())
         await matches(index, [], 0)
         before = (await index.entries())[0]
         async with asyncio.timeout(HANG_S):
@@ -269,10 +268,10 @@ def test_held_keeps_parents_before_children() -> None:
 async def test_a_failed_round_is_counted_reported_and_repaired(redis_server: RedisServer) -> None:
     hashes, events = chain(5), list[str]()
     settings = PublisherSettings(0.002, 0.05, 0.01, 0.05, rewrite_s=0.0, silent_s=0.05)
-    publisher = Publisher(redis_server.url, member(), settings=settings, count=events.append)
+    publisher = Publisher(redis_server.url, member(), PublisherInbox(), settings=settings, count=events.append)
     index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(publisher, index):
-        publisher.offer([Stored(block) for block in hashes], WorkerLoad())
+        publisher.inbox.offer([Stored(block) for block in hashes], WorkerLoad())
         await matches(index, hashes, 5)
         real = publisher._writer.publish
 
@@ -288,6 +287,6 @@ async def test_a_failed_round_is_counted_reported_and_repaired(redis_server: Red
 
 
 async def test_a_worker_without_redis_reports_a_problem() -> None:
-    publisher = Publisher("redis://127.0.0.1:1", member(), settings=PublisherSettings(silent_s=0.05))
+    publisher = Publisher("redis://127.0.0.1:1", member(), PublisherInbox(), settings=PublisherSettings(silent_s=0.05))
     async with running(publisher):
         await holds(lambda: "no connection" in (publisher.problem or ""))

@@ -120,7 +120,7 @@ class TestGGUFFamilies:
         write_tokenizer(tmp_path / "t.gguf", family, original, _CONTROL)
         rebuilt = tokenizer_from_gguf(GGUFCheckpoint(tmp_path / "t.gguf").metadata)
         for text in texts:
-            if family != "llama-bpe":  # whose whole-word rule may shorten what merges alone would give
+            if family != "llama-bpe":  # whose whole-word rule may shorten the result of merges
                 assert rebuilt.encode(text).ids == original.encode(text).ids, text
             assert rebuilt.encode(text).ids != [], text
             assert rebuilt.decode(rebuilt.encode(text).ids) == text

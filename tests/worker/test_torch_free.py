@@ -31,7 +31,7 @@ def loaded_engine_parts(*modules: str) -> list[str]:
     return run.stdout.split()
 
 
-def test_http_side_and_publisher_import_without_torch_and_without_an_engine() -> None:
+def test_http_side_and_publisher_import_no_torch_and_no_engine() -> None:
     without_config = [name for name in MODULES if name != "worker.config"]
     assert loaded_engine_parts(*without_config) == []
     loaded_engine_parts(*MODULES)

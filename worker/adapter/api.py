@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from worker.wire import ChoiceState, GenerateRequest, TokenLogprobs
+from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, TokenLogprobs
 
 
 class EngineLostError(Exception):
-    """The engine cannot be reached, or its answer broke off. `gone`: nothing listens there."""
+    """The engine cannot be reached, or its answer is incomplete. `gone`: nothing listens there."""
 
     def __init__(self, message: str, *, gone: bool = False) -> None:
         super().__init__(message)
@@ -29,14 +29,14 @@ class EngineRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """The model as the engine lists it."""
+    """The model, as the engine lists it."""
 
     name: str
-    """The name that it is served under."""
+    """Its served name."""
     source: str
     """The folder or Hugging Face id that it was loaded from."""
     max_model_len: int
-    adapters: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
     """Names of the LoRA adapters that it serves, sorted."""
     aliases: tuple[str, ...] = ()
     """Its other names, sorted."""
@@ -47,19 +47,19 @@ class EngineLoad:
     """The engine's own counts, of one data-parallel rank."""
 
     started_s: float
-    """When its process started: another value means another process. 0.0: it does not say."""
+    """When its process started: another value means another process. 0.0: unknown."""
     num_running: int
     num_waiting: int
     num_blocks: int
     block_size: int
     """Tokens in a block of the engine."""
     usage: float
-    """Part of the blocks that running requests hold."""
+    """The fraction of blocks that running requests hold."""
     prefill_tokens: float = 0.0
     prefill_s: float = 0.0
-    """Totals since the start: tokens computed in prefills, and their seconds."""
+    """Totals since the start: tokens computed in prefills, and the seconds spent."""
     reuses_prefixes: bool | None = None
-    """Prefix caching is on; None: the engine does not say."""
+    """Prefix caching is on; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ class EventSource:
 
 
 class Chunk(NamedTuple):
-    """A part of one choice's answer. The last one has a `reason`, or `num_cached_tokens` alone."""
+    """A part of one choice's answer. The last one has a `reason`, or only `num_cached_tokens`."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     reason: str | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int | None = None
-    """Prompt tokens that the engine found cached, in the last part."""
+    """Prompt tokens that the engine found cached; in the last part."""
 
 
 class EngineApi(Protocol):
@@ -87,17 +87,17 @@ class EngineApi(Protocol):
 
     kind: str
     unsupported: tuple[str, ...]
-    """Features of requests that this engine cannot serve (see `worker.wire.required_features`)."""
+    """Features of requests that this engine cannot serve (see `worker.common.features.required_features`)."""
 
     @property
     def connected_s(self) -> float:
         """When the latest connection to it was made, on the monotonic clock."""
 
     async def version(self) -> str:
-        """Return the engine's version, and learn what this version has. Call it first."""
+        """Return the engine's version, and check that the version is supported. Call it first."""
 
     async def number_format(self) -> str:
-        """Return dtype and quantisation, for the numerics class; empty if the engine does not say."""
+        """Return dtype and quantisation, for the numerics class; empty if unknown."""
 
     async def model(self) -> EngineModel:
         """Return the model that the engine serves."""
@@ -114,17 +114,20 @@ class EngineApi(Protocol):
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the ids of a conversation by the engine's own chat template, up to the answer."""
 
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        """Return what the engine fills in where a client sends no sampling parameter; None if it does not say."""
+
     async def ranks(self) -> tuple[int, ...]:
-        """Return the engine's data-parallel ranks, as far as it names them."""
+        """Return the data-parallel ranks that the engine lists."""
 
     async def event_source(self) -> EventSource | None:
-        """Return where the cache events come from, or None if the engine does not say."""
+        """Return where the cache events come from, or None if unknown."""
 
     async def reset(self) -> None:
         """Empty the prefix cache."""
 
     def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
-        """Generate what is left of one choice. Closing the iterator aborts it in the engine."""
+        """Generate the rest of one choice. Closing the iterator aborts it in the engine."""
 
     async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
         """Return the log probabilities of the prompt, None for its first token."""
@@ -134,7 +137,7 @@ class EngineApi(Protocol):
 
 
 def resumed_seed(choice: ChoiceState) -> int:
-    """Return the seed for the rest of a choice: the engine's generator begins again, and must not repeat its draws."""
+    """Return the seed for the rest of a choice. It differs from the first, as the generator starts again."""
     if not choice.output_ids:
         return choice.seed & (1 << 63) - 1
     message = f"{choice.seed} {len(choice.output_ids)}".encode()
@@ -142,7 +145,7 @@ def resumed_seed(choice: ChoiceState) -> int:
 
 
 def stream_error(error: Any) -> Exception:
-    """Return what an error among the events of a stream means: a refusal by its code, else a failed engine."""
+    """Return the exception for an error event of a stream: a refusal for a 4xx code, else a lost engine."""
     fields = error if isinstance(error, dict) else {"message": str(error)}
     code, message = fields.get("code"), str(fields.get("message", error))[:1000]
     if isinstance(code, int) and 400 <= code < 500:

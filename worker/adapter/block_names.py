@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from cache.hashing import hash_chain
@@ -39,71 +40,80 @@ class Node:
         self.is_orphan = is_orphan
         """A block before it is unknown, and with it the root."""
         self.is_ambiguous = False
-        """It came behind different parents: its name does not tell the blocks before it."""
+        """Its name came after different parents, so it does not identify the blocks before it."""
         self.children: set[Node] | None = None
         self.is_held = False
         self.is_visible = False
         self.stored_at = 0
-        """The batch that stored it last."""
+        """The batch that stored it, or a block after it, last."""
         self.root: BlockHash | None = None
         self.hashes: Sequence[BlockHash] = ()
         """The hashes of our blocks that end inside this one."""
         self.last: BlockHash | None = None
         """The hash of our last block up to its end, or the root; None while the root is unknown."""
         self.tail: Sequence[int] = ()
-        """The tokens behind `last`."""
+        """The tokens after `last`."""
 
 
+@dataclass(frozen=True, slots=True)
 class Names:
-    """The hashes of our blocks that end inside the blocks of one event, from the first one that has no name."""
+    """The hashes of our blocks that end inside the blocks of one event, from position `first` up to `end`."""
 
-    def __init__(
-        self, event: BlockStored, first: int, parent: Node | None, is_orphan: bool, block_size: int, unsalted: bool
-    ) -> None:
-        self._root: BlockHash | None = None
-        num_blocks = len(event.block_hashes)
+    root: BlockHash
+    tokens: list[int]
+    """The parent's tail, and the tokens of the named blocks."""
+    hashes: list[BlockHash]
+    """The parent's last hash, and the hashes of `tokens`."""
+    first: int
+    end: int
+    num_tail: int
+    engine_block_size: int
+    block_size: int
+
+    @classmethod
+    def of(
+        cls, event: BlockStored, first: int, parent: Node | None, is_orphan: bool, block_size: int, unsalted: bool
+    ) -> Names:
+        """Name the blocks of an event from position `first`, as far as tokens and root identify them.
+
+        `unsalted`: events carry no salt, so first blocks get `UNSALTED_ROOT`.
+        """
+        num_blocks, size = len(event.block_hashes), event.block_size
         keys = event.extra_keys or (None,) * num_blocks
-        if is_orphan or len(event.token_ids) != event.block_size * num_blocks or len(keys) != num_blocks:
-            return
-        if parent is None:
-            if unsalted:
-                self._root = UNSALTED_ROOT if _is_plain(keys[first], event.lora_name) else None
-            else:
-                self._root = _salt(keys[first], event.lora_name)
-            last: BlockHash | None = self._root
+        if is_orphan or len(event.token_ids) != size * num_blocks or len(keys) != num_blocks:
+            return _NO_NAMES
+        is_plain = _is_plain(keys[first], event.lora_name)
+        if parent is not None:
+            root, last, tail = (parent.root if is_plain else None), parent.last, parent.tail
         else:
-            self._root = parent.root if _is_plain(keys[first], event.lora_name) else None
-            last = parent.last
-        if self._root is None or last is None:
-            return
-        named = next(
-            (at for at in range(first + 1, num_blocks) if not _is_plain(keys[at], event.lora_name)), num_blocks
-        )
-        tail = () if parent is None else parent.tail
-        self._tokens = [*tail, *event.token_ids[first * event.block_size : named * event.block_size]]
-        self._hashes = [last, *hash_chain(last, self._tokens, block_size)]
-        self._first = first
-        self._end = named
-        self._num_tail = len(tail)
-        self._engine_block_size = event.block_size
-        self._block_size = block_size
+            root = (UNSALTED_ROOT if is_plain else None) if unsalted else _salt(keys[first], event.lora_name)
+            last, tail = root, ()
+        if root is None or last is None:
+            return _NO_NAMES
+        end = next((at for at in range(first + 1, num_blocks) if not _is_plain(keys[at], event.lora_name)), num_blocks)
+        tokens = [*tail, *event.token_ids[first * size : end * size]]
+        hashes = [last, *hash_chain(last, tokens, block_size)]
+        return cls(root, tokens, hashes, first, end, len(tail), size, block_size)
 
-    def give(self, node: Node, position: int) -> None:
-        """Name the node of the block at a position of the event, or leave it opaque."""
-        if self._root is None or position >= self._end:
+    def assign(self, node: Node, position: int) -> None:
+        """Give the node at a position of the event its hashes, if the block there has a name."""
+        if position >= self.end:
             return
-        begin = self._num_tail + (position - self._first) * self._engine_block_size
-        end = begin + self._engine_block_size
+        begin = self.num_tail + (position - self.first) * self.engine_block_size
+        end = begin + self.engine_block_size
         # The first block of an event completes what its parent's tail began; that tail is all before `begin`.
-        num_before, num_done = begin // self._block_size, end // self._block_size
-        node.root = self._root
-        node.hashes = self._hashes[num_before + 1 : num_done + 1]
-        node.last = self._hashes[num_done]
-        node.tail = self._tokens[num_done * self._block_size : end] if end % self._block_size else ()
+        num_before, num_done = begin // self.block_size, end // self.block_size
+        node.root = self.root
+        node.hashes = self.hashes[num_before + 1 : num_done + 1]
+        node.last = self.hashes[num_done]
+        node.tail = self.tokens[num_done * self.block_size : end] if end % self.block_size else ()
+
+
+_NO_NAMES: Final = Names(UNSALTED_ROOT, [], [], 0, 0, 0, 1, 1)
 
 
 def _salt(keys: tuple[Any, ...] | None, lora_name: str | None) -> BlockHash | None:
-    """Return the root that stands as salt in a first block's keys, behind the LoRA name if there is one."""
+    """Return the root that a first block's keys carry as salt, after the LoRA name if there is one."""
     names = () if lora_name is None else (lora_name,)
     if not keys or keys[:-1] != names or not isinstance(keys[-1], str) or not _SALT.fullmatch(keys[-1]):
         return None
@@ -111,5 +121,5 @@ def _salt(keys: tuple[Any, ...] | None, lora_name: str | None) -> BlockHash | No
 
 
 def _is_plain(keys: tuple[Any, ...] | None, lora_name: str | None) -> bool:
-    """Say whether the tokens and the LoRA name are all that went into a block's hash, besides its parent."""
+    """Return whether a block's hash covers only its tokens, its parent and the LoRA name."""
     return not keys or (lora_name is not None and keys == (lora_name,))

@@ -1,36 +1,31 @@
-"""Which blocks an engine holds, as events of our own blocks.
+"""Which blocks an engine holds, as events of our blocks.
 
-The engine names its blocks by opaque hashes and says which tokens are in them. Every block gets a node here, which has
-the hashes of our blocks that end inside it. So any engine block size maps onto any of ours.
+The engine names its blocks by hashes of its own and lists the tokens in them. Every engine block gets a node
+(`block_tree.py`), with the hashes of our blocks that end inside it (`block_names.py`). So any engine block size works
+with any of ours. The hashes of the visible nodes with a known root are published (`holders.py`): a prefix-closed set.
 
-A node is held from a store to the next removal, however many copies the engine has: engines differ in what they count,
-and some repeat the store of a block that they reuse. A copy that outlives a removal is proved by the next block behind
-it. So a node is held only if the engine holds it. A node is visible while it is held, and so is every block before it.
-Published are the hashes of the visible nodes whose root is known. So the set is prefix-closed.
-
-After lost events nothing counts as held, but names stay: a block stored behind a parent proves all its ancestors.
-Opaque is a block with no salt of ours, or with an image or prompt embeddings: counted, never published.
-Events come from outside. A node has a parent only if that one's root is known, and keeps it: so no block is its own
-ancestor. A name that comes behind two different parents says nothing about the blocks before it: it stays opaque.
+Blocks without a Headstart salt, or with multimodal input, are counted but not published. After lost events no block
+counts as held, but names stay: a block stored after a parent marks all its ancestors as held.
 Source: vllm/v1/core/block_pool.py.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from cache.events import BlockEvent, Removed, Stored
+from cache.events import BlockEvent, Stored
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from worker.adapter.block_names import Names, Node
+from worker.adapter.block_tree import BlockTree, with_descendants
 from worker.adapter.claims import UNSALTED_ROOT, RequestClaims
-from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
+from worker.adapter.holders import BlockHolders
+from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 MIN_WALKED: Final = 100_000
 WALKS_PER_NODE: Final = 4
-"""Bound of the nodes that one batch may show or hide. Beyond it, presence is forgotten and learnt again."""
+"""Bound of the nodes that one batch may visit. Beyond it, held blocks are forgotten and learnt again."""
 _WHOLE_PREFIX_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attention")
 """Kinds of a KV group in which every block of a prefix is needed, and kept, in order."""
 
@@ -39,7 +34,7 @@ class Applied(NamedTuple):
     """The outcome of a batch."""
 
     events: list[BlockEvent]
-    """Those after the last reset, if there was one."""
+    """Events after the last reset, if there was one."""
     cleared: bool
     """The engine was reset: a new epoch begins before `events`."""
 
@@ -48,63 +43,41 @@ class EngineBlocks:
     """The blocks of one engine, or of one data-parallel rank. Has one owner; not thread-safe."""
 
     def __init__(self, block_size: int, *, max_names: int, matches_requests: bool = False) -> None:
-        """`max_names` bounds the blocks that are remembered without being held; a few times the pool is right.
+        """`max_names` bounds the blocks that are remembered without being held; use a few times the pool.
 
-        `matches_requests`: the engine's events carry no salt (SGLang), so `expect` says whose blocks they are.
+        `matches_requests`: the engine's events carry no salt (SGLang), so `claim` assigns blocks to tenants.
         """
         self.problem: str | None = None
         """Why nothing is published any more, or None."""
         self.engine_block_size = 1
         """The largest seen."""
+        self.num_batches = 0
+        """Batches applied so far: the clock of `remove_missing`."""
+        self.matches_requests = matches_requests
         self._block_size = block_size
-        self._max_names = max_names
-        self._claims = RequestClaims(block_size, max_names) if matches_requests else None
-        self._events: list[BlockEvent] = []
-        self._nodes: dict[EngineHash, Node] = {}
-        self._providers: dict[BlockHash, Node | set[Node]] = {}
-        """The visible nodes that complete each of our blocks, mostly one. In the order of storing: parents first."""
-        self._idle: OrderedDict[Node, None] = OrderedDict()
-        """Neither held nor with children: the first names to forget, oldest first."""
-        self._num_held = 0
-        self._num_opaque = 0
-        self._num_orphans = 0
-        self._has_lost_events = False
-        self._has_copies = False
-        """A held block was stored again."""
-        self._num_batches = 0
-        self._num_walked = 0
-        """Nodes that this batch has shown or hidden."""
-
-    @property
-    def matches_requests(self) -> bool:
-        """`expect` says whose blocks are whose."""
-        return self._claims is not None
-
-    @property
-    def num_batches(self) -> int:
-        """The batches applied so far, by which `contradict` tells old evidence from new."""
-        return self._num_batches
+        self._holders = BlockHolders(RequestClaims(block_size, max_names) if matches_requests else None)
+        self._tree = BlockTree(self._holders, max_names)
 
     @property
     def num_held_blocks(self) -> int:
-        """The engine's blocks that are known to be held, of any kind."""
-        return self._num_held
+        """The engine's blocks that count as held, of any kind."""
+        return self._tree.num_held
 
     @property
     def num_opaque(self) -> int:
-        """Held blocks that are not published, as they have no salt of ours or more than tokens in them."""
-        return self._num_opaque
+        """Held blocks that are not published: they have no salt of ours, or contain more than tokens."""
+        return self._tree.num_opaque
 
     @property
     def num_orphans(self) -> int:
-        """Held blocks that are not published, as a block before them is unknown."""
-        return self._num_orphans
+        """Held blocks that are not published because a block before them is unknown."""
+        return self._tree.num_orphans
 
     def apply(self, events: Iterable[Event]) -> Applied:
-        """Apply a batch. A batch that the engine sent after a gap needs `forget_presence` first."""
+        """Apply a batch. Call `forget_held` first if batches before it were lost."""
         cleared = False
-        self._num_batches += 1
-        self._num_walked = 0
+        self.num_batches += 1
+        self._tree.num_walked = 0
         walked_too_far = False
         for event in events:
             if isinstance(event, AllBlocksCleared):
@@ -114,79 +87,69 @@ class EngineBlocks:
             elif walked_too_far or self.problem is not None or event.medium not in (None, GPU):
                 continue
             elif event.group_idx or not _keeps_whole_prefixes(event):
-                self._give_up(event)
+                self._stop(event)
             elif isinstance(event, BlockStored):
                 self._store(event)
             else:
                 self._remove(event)
-            if self._num_walked > MIN_WALKED + WALKS_PER_NODE * len(self._nodes):
-                # No engine evicts and stores the same chains over and over in a step: the batch counts as lost.
+            if self._tree.num_walked > MIN_WALKED + WALKS_PER_NODE * len(self._tree):
+                # No engine evicts and stores the same chains repeatedly in a step: treat the batch as lost.
                 walked_too_far = True
-                self._forget_presence()
-        self._forget_names()
-        return Applied(self._take_events(), cleared)
+                self._forget_held()
+        self._tree.forget_names()
+        return Applied(self._holders.take_events(), cleared)
 
-    def expect(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockEvent]:
-        """Note that a request with this root computes these tokens; only an engine without salts needs it.
+    def claim(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockEvent]:
+        """Assign these tokens to the tenant of `root`, if the engine's events carry no salt.
 
-        Call it before the engine gets the prompt, and at its end with the output.
+        Call it before the engine gets the prompt, and at the end with the output.
         """
-        if self._claims is not None and self.problem is None:
-            self._events += self._claims.expect(root, token_ids)
-        return self._take_events()
+        if self.problem is None:
+            self._holders.claim(root, token_ids)
+        return self._holders.take_events()
 
-    def forget_presence(self) -> list[BlockEvent]:
-        """Count no block as held, since events were lost. Names stay, so that later events prove what is there."""
-        self._forget_presence()
-        self._forget_names()
-        return self._take_events()
+    def forget_held(self) -> list[BlockEvent]:
+        """Count no block as held, because events were lost. Later events mark blocks as held again, by name."""
+        self._forget_held()
+        self._tree.forget_names()
+        return self._holders.take_events()
 
-    def contradict(
+    def remove_missing(
         self, root: BlockHash, prompt_ids: Sequence[int], num_found: int, promised_at: int
     ) -> list[BlockEvent]:
-        """Withdraw what an engine has not found of a prompt, and all behind it.
+        """Remove the blocks of a prompt that the engine did not find, and all blocks after them.
 
-        `num_found`: the prompt's tokens that it found. `promised_at` is `num_batches` of when it was promised more:
-        what a later batch has stored, or proves, is there.
+        `num_found`: the prompt's tokens that it found. `promised_at`: `num_batches` at the time of the promise. Blocks
+        that a later batch has stored or marked as held stay.
         """
-        key_root = root if self._claims is None else UNSALTED_ROOT
+        key_root = UNSALTED_ROOT if self.matches_requests else root
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
         hashes = hash_chain(key_root, prompt_ids[: end - end % self._block_size], self._block_size)
         if self.problem is not None or not hashes or len(hashes) * self._block_size <= num_found:
             return []
-        for node in self._nodes_of(hashes[-1]):
-            behind = [node]
-            for each in behind:
-                behind += each.children or ()
-            if all(each.stored_at <= promised_at for each in behind):
-                self._hide(node)
-                for each in behind:
-                    self._set_held(each, False)
-        self._forget_names()
-        return self._take_events()
+        for node in self._holders.of(hashes[-1]):
+            missing = with_descendants(node)
+            if all(each.stored_at <= promised_at for each in missing):
+                for each in missing:
+                    self._tree.release(each)
+        self._tree.forget_names()
+        return self._holders.take_events()
 
     def clear(self) -> None:
-        """Forget everything, as the engine was reset or has restarted: a new epoch begins, without events."""
-        self._events = []
-        self._nodes = {}
-        self._providers = {}
-        self._idle = OrderedDict()
-        self._num_held = self._num_opaque = self._num_orphans = 0
-        self._has_lost_events = False
-        self._num_walked = 0
-        if self._claims is not None:
-            self._claims.clear_held()
+        """Forget everything: the engine was reset or has restarted, and a new epoch begins. Emits no events."""
+        self._holders.clear()
+        self._tree.clear()
 
     def visible_events(self) -> list[Stored]:
-        """Return what is published now, parents first, to publish it again in a new epoch."""
-        return [Stored(block_hash) for block_hash in self._published()]
+        """Return all published blocks, parents first, to publish them in a new epoch."""
+        return [Stored(block_hash) for block_hash in self._holders.published]
 
     def num_matched_tokens(self, hashes: Sequence[BlockHash], num_prompt_tokens: int) -> int:
         """Return how many tokens of a prompt the engine should find, given the hashes of its full blocks.
 
         An engine finds whole blocks of its own, and always computes the last token.
         """
-        published = self._published()
+        published = self._holders.published
         num_matched = 0
         for block_hash in hashes:
             if block_hash not in published:
@@ -195,215 +158,55 @@ class EngineBlocks:
         num_tokens = min(num_matched * self._block_size, num_prompt_tokens - 1)
         return max(0, num_tokens - num_tokens % self.engine_block_size)
 
-    def _published(self) -> dict[BlockHash, Any]:
-        return self._providers if self._claims is None else self._claims.published
-
-    def _take_events(self) -> list[BlockEvent]:
-        events, self._events = self._events, []
-        return events
-
     def _store(self, event: BlockStored) -> None:
-        """Count each block as held, and name those that are new."""
+        """Count each block as held, and name the new ones."""
         parent: Node | None = None
         is_orphan = False
         if event.parent_block_hash is not None:
-            parent = self._nodes.get(event.parent_block_hash)
+            parent = self._tree.get(event.parent_block_hash)
             is_orphan = parent is None or parent.is_orphan
             if parent is not None:
-                self._prove(parent)
+                parent.stored_at = self.num_batches
+                self._tree.mark_ancestors_held(parent)
         self.engine_block_size = max(self.engine_block_size, event.block_size)
         names: Names | None = None
         for position, key in enumerate(event.block_hashes):
-            node = self._nodes.get(key)
+            node = self._tree.get(key)
             if node is None:
-                node = self._nodes[key] = Node(key, is_orphan)
+                node = self._tree.add(key, is_orphan)
             elif node.root is not None and (node.parent is not parent or is_orphan):
-                self._make_ambiguous(node)
+                self._tree.make_ambiguous(node)
             if node.root is None and not node.is_ambiguous:
                 if names is None:
-                    names = Names(event, position, parent, is_orphan, self._block_size, self._claims is not None)
-                self._name(node, parent, is_orphan, names, position)
-            node.stored_at = self._num_batches
-            self._has_copies = self._has_copies or node.is_held
-            self._set_held(node, True)
-            if not node.is_visible:
-                self._show(node)
+                    names = Names.of(event, position, parent, is_orphan, self._block_size, self.matches_requests)
+                self._tree.place(node, parent, is_orphan, names, position)
+            node.stored_at = self.num_batches
+            self._tree.hold(node)
             parent = node
             is_orphan = node.is_orphan
-
-    def _name(self, node: Node, parent: Node | None, is_orphan: bool, names: Names, position: int) -> None:
-        """Give a node its place and its hashes, if its root is known. One that had no root may get one here."""
-        was_held = node.is_held
-        if was_held:
-            self._hide(node)
-            self._set_held(node, False)
-        if node.parent is not parent:
-            self._unlink(node)
-            if parent is not None and parent.root is not None:
-                node.parent = parent
-                if parent.children is None:
-                    parent.children = set()
-                parent.children.add(node)
-        node.is_orphan = is_orphan
-        names.give(node, position)
-        self._set_held(node, was_held)
-
-    def _make_ambiguous(self, node: Node) -> None:
-        """Make a node opaque for good, and forget the names of all behind it."""
-        self._hide(node)
-        behind = [node]
-        for each in behind:
-            behind += each.children or ()
-        self._num_walked += len(behind)
-        node.is_ambiguous = True
-        for each in reversed(behind):
-            was_held = each.is_held
-            self._set_held(each, False)
-            self._unlink(each)
-            each.is_orphan = each is not node
-            each.root = each.last = None
-            each.hashes = each.tail = ()
-            self._set_held(each, was_held)
 
     def _remove(self, event: BlockRemoved) -> None:
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(event.block_hashes):
             counts = (0,) * len(event.block_hashes)
         for key, num_left in zip(event.block_hashes, counts, strict=True):
-            node = self._nodes.get(key)
+            node = self._tree.get(key)
             if node is not None and node.is_held and not num_left:
-                self._set_held(node, False)
-                self._hide(node)
+                self._tree.release(node)
 
-    def _set_held(self, node: Node, is_held: bool) -> None:
-        """Count a node as held or not, and keep the totals."""
-        if is_held is node.is_held:
-            return
-        step = 1 if is_held else -1
-        self._num_held += step
-        if node.is_orphan:
-            self._num_orphans += step
-        elif node.root is None:
-            self._num_opaque += step
-        if is_held:
-            self._idle.pop(node, None)
-        elif not node.children:
-            self._idle[node] = None
-        node.is_held = is_held
+    def _forget_held(self) -> None:
+        self._holders.remove_all()
+        self._tree.forget_held()
 
-    def _prove(self, node: Node) -> None:
-        """Count a node and all its ancestors as held: the engine has stored a block behind it."""
-        highest: Node | None = None
-        ancestor: Node | None = node
-        node.stored_at = self._num_batches
-        while ancestor is not None and not ancestor.is_visible:
-            self._set_held(ancestor, True)
-            highest, ancestor = ancestor, ancestor.parent
-            self._num_walked += 1
-        if highest is not None:
-            self._show(highest)
-
-    def _show(self, node: Node) -> None:
-        """Make a held node visible, and the held nodes behind it, unless a block before it is missing."""
-        if node.parent is not None and not node.parent.is_visible:
-            return
-        shown = [node]
-        while shown:
-            node = shown.pop()
-            node.is_visible = True
-            self._num_walked += 1
-            for block_hash in node.hashes:
-                self._provide(block_hash, node)
-            if node.children:
-                self._num_walked += len(node.children)
-                shown += [child for child in node.children if child.is_held]
-
-    def _hide(self, node: Node) -> None:
-        """Make a node invisible, after the nodes behind it."""
-        if not node.is_visible:
-            return
-        hidden = [node]
-        for node in hidden:
-            node.is_visible = False
-            if node.children:
-                self._num_walked += len(node.children)
-                hidden += [child for child in node.children if child.is_visible]
-        self._num_walked += len(hidden)
-        for node in reversed(hidden):
-            for block_hash in reversed(node.hashes):
-                self._withdraw(block_hash, node)
-
-    def _nodes_of(self, block_hash: BlockHash) -> list[Node]:
-        """Return the visible nodes that complete one of our blocks."""
-        found = self._providers.get(block_hash, ())
-        return [found] if isinstance(found, Node) else list(found)
-
-    def _provide(self, block_hash: BlockHash, node: Node) -> None:
-        found = self._providers.get(block_hash)
-        if isinstance(found, set):
-            found.add(node)
-        elif found is not None:
-            self._providers[block_hash] = {found, node}
-        else:
-            self._providers[block_hash] = node
-            if node.root is not UNSALTED_ROOT:
-                self._events.append(Stored(block_hash))
-            elif self._claims is not None:
-                self._events += self._claims.store(block_hash)
-
-    def _withdraw(self, block_hash: BlockHash, node: Node) -> None:
-        found = self._providers[block_hash]
-        if isinstance(found, set) and len(found) > 1:
-            found.remove(node)
-            return
-        del self._providers[block_hash]
-        if node.root is not UNSALTED_ROOT:
-            self._events.append(Removed(block_hash))
-        elif self._claims is not None:
-            self._events += self._claims.remove(block_hash)
-
-    def _forget_presence(self) -> None:
-        self._withdraw_all()
-        for node in self._nodes.values():
-            node.is_held = False
-            node.is_visible = False
-        self._idle = OrderedDict.fromkeys(node for node in self._nodes.values() if not node.children)
-        self._num_held = self._num_opaque = self._num_orphans = 0
-        self._has_lost_events = True
-
-    def _withdraw_all(self) -> None:
-        self._events += [Removed(block_hash) for block_hash in reversed(self._published())]
-        self._providers = {}
-        if self._claims is not None:
-            self._claims.clear_held()
-
-    def _forget_names(self) -> None:
-        """Drop blocks that are not held. Names help after lost events, and where a copy may be left: up to a bound."""
-        max_names = self._max_names if self._has_lost_events or self._has_copies else 0
-        while self._idle and len(self._nodes) - self._num_held > max_names:
-            node, _ = self._idle.popitem(last=False)
-            del self._nodes[node.key]
-            self._unlink(node)
-
-    def _unlink(self, node: Node) -> None:
-        """Take a node from its parent, which may become idle."""
-        parent = node.parent
-        if parent is not None and parent.children is not None:
-            node.parent = None
-            parent.children.discard(node)
-            if not parent.children and not parent.is_held:
-                self._idle[parent] = None
-
-    def _give_up(self, event: BlockStored | BlockRemoved) -> None:
+    def _stop(self, event: BlockStored | BlockRemoved) -> None:
+        """Publish nothing any more: the engine's KV groups keep parts of a prefix."""
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
         self.problem = (
             f"the engine's model keeps KV in groups (group {event.group_idx}, {kind or 'of unknown kind'}): "
             "a prefix counts only if all groups have it, so nothing is published"
         )
-        self._withdraw_all()
-        events = self._events
-        self.clear()
-        self._events = events
+        self._holders.remove_all()
+        self._tree.clear()
 
 
 def _keeps_whole_prefixes(event: BlockStored | BlockRemoved) -> bool:

@@ -1,8 +1,8 @@
-"""Finds whose a block is when the engine's events carry no salt (SGLang).
+"""Assigns blocks to tenants when the engine's events carry no salt (SGLang).
 
-Such an engine gives equal prompts of two tenants equal hashes. So its blocks are hashed from a root of their own. A
-block is published under the root of the one tenant whose recent requests have its tokens. If there are two, it is
-published for none, and neither is anything behind it.
+Such an engine gives equal prompts of two tenants equal hashes. So its blocks are hashed from `UNSALTED_ROOT`. If recent
+requests of exactly one tenant have a block's tokens, it is published under that tenant's root. If two tenants have
+them, neither the block nor any block after it is published.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNSALTED_ROOT: Final = BlockHash(bytes(HASH_BYTES))
 
 
 class _Claim:
-    """One of our blocks, as requests with one root have it."""
+    """One of our blocks, in the requests with one root."""
 
     __slots__ = ("block_hash", "children", "is_ambiguous", "is_published", "parent", "root", "unsalted")
 
@@ -28,7 +28,7 @@ class _Claim:
         self.parent = parent
         self.root = root
         self.block_hash = block_hash
-        """The hash under `root`, as gateways know it."""
+        """The hash under `root`, which gateways look up."""
         self.children: dict[_Claim, None] = {}
         self.is_ambiguous = False
         """Requests with another root have the block too."""
@@ -45,11 +45,11 @@ class RequestClaims:
         self._block_size = block_size
         self._max_claims = max_claims
         self._claims: dict[BlockHash, _Claim] = {}
-        """By unsalted hash, the latest request's last, and there parents first."""
+        """By unsalted hash. The latest request comes last, its parents first."""
         self._held: set[BlockHash] = set()
 
-    def expect(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockEvent]:
-        """Claim the full blocks of these tokens for `root`. Returns what this publishes, or withdraws."""
+    def claim(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockEvent]:
+        """Claim the full blocks of these tokens for `root`. Returns the changes of what is published."""
         events: list[BlockEvent] = []
         parent: _Claim | None = None
         unsalted_hashes = hash_chain(UNSALTED_ROOT, token_ids, self._block_size)
@@ -62,7 +62,7 @@ class RequestClaims:
                     parent.children[claim] = None
             elif claim.root != root:
                 claim.is_ambiguous = True
-                events += self._withdraw(claim)
+                events += self._unpublish(claim)
             self._claims[unsalted] = claim
             if unsalted in self._held:
                 events += self._publish(claim)
@@ -71,19 +71,19 @@ class RequestClaims:
             self._forget_oldest()
         return events
 
-    def store(self, unsalted: BlockHash) -> list[BlockEvent]:
+    def add(self, unsalted: BlockHash) -> list[BlockEvent]:
         """Note that the engine holds the block, and every block before it."""
         self._held.add(unsalted)
         claim = self._claims.get(unsalted)
         return [] if claim is None else self._publish(claim)
 
     def remove(self, unsalted: BlockHash) -> list[BlockEvent]:
-        """Note that the engine holds the block no more, nor any behind it."""
+        """Note that the engine no longer holds the block, nor any block after it."""
         self._held.discard(unsalted)
         claim = self._claims.get(unsalted)
-        return [] if claim is None else self._withdraw(claim)
+        return [] if claim is None else self._unpublish(claim)
 
-    def clear_held(self) -> None:
+    def forget_held(self) -> None:
         """Forget what the engine holds, without events. Claims stay."""
         self._held.clear()
         self.published.clear()
@@ -91,7 +91,7 @@ class RequestClaims:
             claim.is_published = False
 
     def _publish(self, claim: _Claim) -> list[BlockEvent]:
-        """Publish a held block that one root alone claims, if all before it is published."""
+        """Publish a held block that only one root claims, if all blocks before it are published."""
         parent = claim.parent
         if claim.is_published or claim.is_ambiguous or (parent is not None and not parent.is_published):
             return []
@@ -99,16 +99,16 @@ class RequestClaims:
         self.published[claim.block_hash] = None
         return [Stored(claim.block_hash)]
 
-    def _withdraw(self, claim: _Claim) -> list[BlockEvent]:
-        """Withdraw a block and, before it, all that is published behind it."""
+    def _unpublish(self, claim: _Claim) -> list[BlockEvent]:
+        """Remove a block from what is published, after all blocks that follow it."""
         if not claim.is_published:
             return []
-        withdrawn = [claim]
-        for claim in withdrawn:
+        removed = [claim]
+        for claim in removed:
             claim.is_published = False
             del self.published[claim.block_hash]
-            withdrawn += [child for child in claim.children if child.is_published]
-        return [Removed(claim.block_hash) for claim in reversed(withdrawn)]
+            removed += [child for child in claim.children if child.is_published]
+        return [Removed(claim.block_hash) for claim in reversed(removed)]
 
     def _forget_oldest(self) -> None:
         """Keep the claims on held blocks and the latest of the others. A claim goes with its parent."""

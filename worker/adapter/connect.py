@@ -27,9 +27,11 @@ from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
 from worker.config import WorkerConfig
+from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
+from worker.files.generation_config import sampling_defaults
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, TokenizerBundle
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, TokenizerBundle
 
 RETRY_S: Final = 1.0
 NAMES_PER_BLOCK: Final = 4
@@ -37,12 +39,17 @@ NAMES_PER_BLOCK: Final = 4
 
 
 async def connect(
-    config: WorkerConfig, url: str, worker_id: str, metrics: WorkerMetrics, report: Callable[[str], None]
+    config: WorkerConfig,
+    url: str,
+    worker_id: str,
+    metrics: WorkerMetrics,
+    report: Callable[[str], None],
+    sinks: EngineSinks | None = None,
 ) -> AdapterEngine:
     """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
     api = open_api(config)
     try:
-        return await _connect(api, config, url, worker_id, metrics, report)
+        return await _connect(api, config, url, worker_id, metrics, report, sinks)
     except BaseException as error:
         await api.close()
         if isinstance(error, (EngineLostError, EngineRefusedError)):
@@ -68,15 +75,16 @@ async def _connect(
     worker_id: str,
     metrics: WorkerMetrics,
     report: Callable[[str], None],
+    sinks: EngineSinks | None,
 ) -> AdapterEngine:
     while True:
         _, model = await wait_for(api, config, report)
         begun_s = (await api.load()).started_s
-        bundle, folder = await asyncio.to_thread(make_bundle, config, model)
+        bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
         await check_tokenizer(api, bundle)
         reader = FactsReader(api, folder, digests_weights=config.revision is None)
         facts, load = await reader.read()
-        if load.started_s == begun_s and facts.model == replace(model, adapters=()):
+        if load.started_s == begun_s and facts.model == replace(model, loras=()):
             break
         report("the engine has started again meanwhile: it is asked again")
     max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
@@ -96,14 +104,14 @@ async def _connect(
         oldest_protocol=OLDEST_PROTOCOL,
         prefill_order="fifo",
         unsupported=api.unsupported,
-        adapters=model.adapters,
+        adapters=model.loras,
     )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
     member = signed(config.cluster_secret(), member)
     identity = EngineIdentity(reader, facts, load)
     return AdapterEngine(
-        api, blocks, source, bundle, member, metrics, events_exposed=config.events_exposed, identity=identity
+        api, blocks, source, bundle, member, metrics, sinks, events_exposed=config.events_exposed, identity=identity
     )
 
 
@@ -126,10 +134,12 @@ async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str],
         await asyncio.sleep(RETRY_S)
 
 
-def make_bundle(config: WorkerConfig, model: EngineModel) -> tuple[TokenizerBundle, Path]:
+def make_bundle(
+    config: WorkerConfig, model: EngineModel, defaults: SamplingDefaults | None = None
+) -> tuple[TokenizerBundle, Path]:
     """Build the tokenizer bundle from --tokenizer, by default from what the engine was started with.
 
-    Return the folder of its files, too.
+    `defaults`: the engine's own sampling defaults, if it states them. Return the folder of its files, too.
     """
     source = config.tokenizer or model.source or model.name
     folder, revision = tokenizer_folder(source, config.revision)
@@ -139,6 +149,11 @@ def make_bundle(config: WorkerConfig, model: EngineModel) -> tuple[TokenizerBund
         revision=revision,
         block_size=config.block_size,
         max_model_len=min(model.max_model_len, config.max_model_len or model.max_model_len),
+        sampling_defaults=(
+            sampling_defaults(config.generation_config, folder)
+            if defaults is None or config.generation_config != "auto"
+            else defaults
+        ),
     )
     return bundle, folder
 

@@ -72,8 +72,8 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
         step = "model"
         model = await api.model()
         load = await api.load()
-        adapters = f", with the adapters {', '.join(model.adapters)}" if model.adapters else ""
-        yield Check("model", "ok", f"{model.name}, {model.max_model_len:,} tokens of context{adapters}")
+        loras = f", with the adapters {', '.join(model.loras)}" if model.loras else ""
+        yield Check("model", "ok", f"{model.name}, {model.max_model_len:,} tokens of context{loras}")
         yield check_blocks(load.block_size, config.block_size)
         step = "tokenizer"
         ids = [token_id for text in PROBE_TEXTS for token_id in await api.tokenize(text)]
@@ -211,7 +211,7 @@ class _Listener:
             topic,
             exposed=config.events_exposed,
             on_batch=self._on_batch,
-            on_gap=self.blocks.forget_presence,
+            on_gap=self.blocks.forget_held,
             on_restart=self.blocks.clear,
         )
         self._subscriber.open()

@@ -19,7 +19,7 @@ from worker.adapter.http import understood
 from worker.files.errors import CheckpointError
 from worker.files.model_files import folder_statuses
 from worker.files.tokenizer_files import fields_of_folder, fingerprint
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams
+from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams
 
 PROBE_TEXTS: Final = (
     "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
@@ -36,7 +36,6 @@ class EngineFacts:
     """Facts that stay as long as the engine is the same."""
 
     version: str
-    unsupported: tuple[str, ...]
     model: EngineModel
     """Without its LoRA adapters, which come and go."""
     number_format: str
@@ -48,6 +47,8 @@ class EngineFacts:
     """Digest of the engine's own ids of `PROBE_TEXTS`; empty for one without a tokenizer."""
     files: str
     """Digest of the tokenizer's files here, and of the state of the weights where these give the revision."""
+    defaults: SamplingDefaults | None
+    """Sampling parameters that the engine fills in; None if it does not say."""
     answer: str
     """Digest of a short greedy answer with its log probabilities, where the engine does not say its number format."""
 
@@ -88,12 +89,11 @@ class FactsReader:
     async def _read(self, load: EngineLoad, known: EngineFacts | None) -> EngineFacts:
         api = self._api
         version = await api.version()
-        model = replace(await api.model(), adapters=())
+        model = replace(await api.model(), loras=())
         number_format = await api.number_format()
         probes = await self._probe_ids()
         facts = EngineFacts(
             version=version,
-            unsupported=api.unsupported,
             model=model,
             number_format=number_format,
             block_size=load.block_size,
@@ -101,6 +101,7 @@ class FactsReader:
             event_source=await api.event_source(),
             tokens=_digest(probes) if probes else "",
             files=await asyncio.to_thread(self._digest_files),
+            defaults=await api.sampling_defaults(),
             answer="",
         )
         if number_format:
@@ -118,7 +119,6 @@ class FactsReader:
     async def _answer(self, probes: list[list[int]]) -> str:
         """Return the digest of a greedy answer; empty if the engine cannot give one."""
         prompt_ids = (probes[0] if probes else list(range(3, 100)))[:_NUM_PROMPT_TOKENS]
-        logprobs = None if "logprobs" in self._api.unsupported else 0
         request = GenerateRequest(
             request_id="facts",
             gateway_id="",
@@ -126,7 +126,7 @@ class FactsReader:
             root=secrets.token_bytes(HASH_BYTES),
             prompt_ids=prompt_ids,
             choices=(ChoiceState(0, 0, ()),),
-            sampling=SamplingParams(max_tokens=_NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=logprobs),
+            sampling=SamplingParams(max_tokens=_NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0),
         )
         found: list[Any] = []
         chunks = self._api.generate(request, request.choices[0], f"facts-{secrets.token_hex(8)}")

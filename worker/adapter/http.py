@@ -132,11 +132,11 @@ class EngineServer:
         with understood("/v1/models"):
             listed = answer["data"]
             names = [str(model["id"]) for model in listed if not model.get("parent")]
-            adapters = tuple(sorted(str(model["id"]) for model in listed if model.get("parent")))
+            loras = tuple(sorted(str(model["id"]) for model in listed if model.get("parent")))
             if names:
                 base = next(model for model in listed if not model.get("parent"))
                 source, max_model_len = str(base.get("root") or ""), int(base["max_model_len"])
-                return EngineModel(names[0], source, max_model_len, adapters, tuple(sorted(names[1:])))
+                return EngineModel(names[0], source, max_model_len, loras, tuple(sorted(names[1:])))
         raise EngineRefusedError(404, "it lists no model")
 
     async def is_healthy(self) -> bool:

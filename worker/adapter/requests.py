@@ -1,7 +1,7 @@
 """The requests at another engine: one task each, from the first frame to the last.
 
-A request is sent to the engine as its choices: the first one, and after its first token the others, which find its
-prompt cached. Whatever ends a request, it gets one last frame, and its books are closed once.
+A request is sent to the engine as its choices. The first choice goes first; the others follow after its first token and
+find the prompt cached. However a request ends, it gets one last frame, and is removed from the load account once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from cache.types import BlockHash
 from worker.adapter.api import Chunk, EngineApi, EngineLostError, EngineRefusedError
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.load import LoadAccount, Prefill
-from worker.contracts.engine import EngineOutput, RequestKey, StepLog
+from worker.contracts.engine import SUSPECT_NOTICE_S, EngineOutput, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.wire import ChoiceState, End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, Tokens
 
 logger = logging.getLogger(__name__)
 
-SUSPECT_NOTICE_S: Final = 0.02
-"""Time for Started to reach the gateway before a prefill that the engine may not survive."""
 _TOO_LONG: Final = re.compile(
     r"context length|context size|context window|maximum model length|max_model_len|max_new_tokens. must be",
     re.IGNORECASE,
 )
-"""Parts of what vLLM, SGLang, llama.cpp and TGI say of a request that does not fit."""
+"""Parts of the errors of vLLM, SGLang, llama.cpp and TGI for a request that does not fit."""
 
 
 class ActiveRequest:
@@ -61,15 +59,15 @@ class ActiveRequest:
         self.first_token_s: float | None = None
         self.is_started = False
         self.is_over = False
-        """It has got its last frame."""
+        """Its last frame was delivered."""
         self.num_cached: int | None = None
-        """Prompt tokens that the engine has found cached, as it says at the end."""
+        """Prompt tokens that the engine found cached, as it reports at the end."""
         self.task: asyncio.Task[None] | None = None
         self.choices: dict[int, asyncio.Task[None]] = {}
         """The choices at the engine, by index."""
         self.aborted: set[int] = set()
         self.ended: set[int] = set()
-        """Choices that have got their Finished."""
+        """Choices with a delivered Finished."""
 
 
 class EngineRequests:
@@ -79,23 +77,24 @@ class EngineRequests:
         self,
         api: EngineApi,
         blocks: EngineBlocks,
+        account: LoadAccount,
         block_size: int,
         name: str,
         metrics: WorkerMetrics,
         report: Callable[[Sequence[BlockEvent]], None],
         confirm: Callable[[], Awaitable[None]],
+        deliver: Callable[[list[EngineOutput]], object],
     ) -> None:
-        """`name` begins the ids of requests at the engine. `report` takes events of blocks, and reads the load.
+        """`name` begins the ids of requests at the engine. `report` publishes events of blocks with the load.
 
-        `confirm` waits, before the first token of each answer, until the engine is known to be the same.
+        `confirm` waits until the engine is known to be the same. It is called before the first token of each answer.
         """
-        self.account = LoadAccount()
+        self.account = account
         self.active: dict[RequestKey, ActiveRequest] = {}
-        self.deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
         self.output_s = time.monotonic()
-        """When the engine last gave a token, or had nothing to do."""
+        """When the engine last produced a token, or was idle."""
         self.has_prompts = False
-        """A prompt of more than a block of the engine has come."""
+        """A prompt of more than one engine block was sent."""
         self._api = api
         self._blocks = blocks
         self._block_size = block_size
@@ -103,6 +102,7 @@ class EngineRequests:
         self._metrics = metrics
         self._report = report
         self._confirm = confirm
+        self._deliver = deliver
         self._suspects = asyncio.Lock()
 
     def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
@@ -126,6 +126,10 @@ class EngineRequests:
             active.aborted.add(choice)
             if (task := active.choices.get(choice)) is not None:
                 task.cancel()
+
+    def is_silent_since(self, time_s: float) -> bool:
+        """Return whether no request has got a token since a time, on the monotonic clock."""
+        return not self.active or self.output_s < time_s
 
     def fail_all(self, failed: Failed) -> None:
         """End every request with this frame."""
@@ -173,7 +177,7 @@ class EngineRequests:
         except TimeoutError:
             last = Failed("deadline", "it waited too long", retryable=False)
         except asyncio.CancelledError:
-            pass  # it has got its last frame
+            pass  # its last frame was delivered
         except Exception as error:  # one request must not end the others
             logger.exception("request %s failed", active.request.request_id)
             last = Failed("internal", f"{type(error).__name__}: {error}", retryable=True)
@@ -196,7 +200,7 @@ class EngineRequests:
                 await asyncio.sleep(SUSPECT_NOTICE_S)
             self.has_prompts = self.has_prompts or len(request.prompt_ids) > self._blocks.engine_block_size
             prefill = self.account.send(active.key, request.gateway_id, len(request.prompt_ids) - num_cached)
-            self._report(self._blocks.expect(BlockHash(request.root), request.prompt_ids))
+            self._report(self._blocks.claim(BlockHash(request.root), request.prompt_ids))
             try:
                 if request.sampling.prompt_logprobs is not None:
                     positions = await self._api.prompt_logprobs(request)
@@ -205,8 +209,8 @@ class EngineRequests:
                     self._emit(active, PromptLogprobs(positions))
                 self._start_first()
                 await self._run_choices(active, prefill, num_cached, until_first_token)
-                if request.sampling.prompt_logprobs is None:  # such a request looks for no prefix
-                    self._heed(active, num_cached, promised_at)
+                if request.sampling.prompt_logprobs is None:  # such a request matches no prefix
+                    self._remove_missing(active, num_cached, promised_at)
             finally:
                 self.account.drop(prefill)
                 self._start_first()
@@ -217,17 +221,17 @@ class EngineRequests:
             max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
         )
 
-    def _heed(self, active: ActiveRequest, num_promised: int, promised_at: int) -> None:
-        """Withdraw the blocks that the engine should have found, and has not."""
+    def _remove_missing(self, active: ActiveRequest, num_promised: int, promised_at: int) -> None:
+        """Remove the blocks that the engine should have found but did not."""
         num_found, request = active.num_cached, active.request
         if num_found is not None and num_found < num_promised:
             root = BlockHash(request.root)
-            self._report(self._blocks.contradict(root, request.prompt_ids, num_found, promised_at))
+            self._report(self._blocks.remove_missing(root, request.prompt_ids, num_found, promised_at))
 
     async def _run_choices(
         self, active: ActiveRequest, prefill: Prefill, num_cached: int, until_first_token: contextlib.AsyncExitStack
     ) -> None:
-        """Run the first choice up to its first token, then the others, which find its prompt cached."""
+        """Run the first choice up to its first token, then the others."""
         request = active.request
         first_token = asyncio.Event()
 
@@ -252,7 +256,7 @@ class EngineRequests:
                     self._emit_chunk(active, choice.index, chunk)
             finally:
                 if self._blocks.matches_requests:
-                    self._report(self._blocks.expect(BlockHash(request.root), [*request.prompt_ids, *output_ids]))
+                    self._report(self._blocks.claim(BlockHash(request.root), [*request.prompt_ids, *output_ids]))
 
         async with asyncio.TaskGroup() as group:
             for number, choice in enumerate(request.choices):
@@ -264,14 +268,14 @@ class EngineRequests:
     async def _follow_choice(
         self, active: ActiveRequest, choice: ChoiceState, follow: Callable[[ChoiceState], Awaitable[None]]
     ) -> None:
-        """Run one choice; an aborted one ends with `abort`, and the others go on."""
+        """Run one choice. If it is aborted, it ends with `abort`; the others continue."""
         task = asyncio.current_task()
         assert task is not None
         assert active.task is not None
         active.choices[choice.index] = task
         self.account.num_open += 1
         try:
-            if choice.index not in active.aborted:  # it may be, while it waited for the first one's token
+            if choice.index not in active.aborted:  # it may be aborted before it starts
                 await follow(choice)
         except asyncio.CancelledError:
             if choice.index not in active.aborted or active.task.cancelling():
@@ -284,7 +288,7 @@ class EngineRequests:
             self._emit(active, Finished(choice.index, "abort"))
 
     async def _chunks(self, active: ActiveRequest, choice: ChoiceState) -> AsyncIterator[Chunk]:
-        """Yield the chunks of one choice up to its reason. Raises EngineLostError without one."""
+        """Yield the chunks of one choice up to its finish reason. Raises EngineLostError if none arrives."""
         reason, is_confirmed = None, False
         request_id = f"{self._name}-{active.key}-{choice.index}"
         stream = self._api.generate(active.request, choice, request_id)
@@ -296,16 +300,16 @@ class EngineRequests:
                         is_confirmed = True
                     self.output_s = time.monotonic()
                     if chunk.num_cached_tokens is not None and choice is active.request.choices[0]:
-                        # Of a resumed choice, the output so far is a part of the engine's prompt.
+                        # The engine's prompt of a resumed choice includes the output so far.
                         active.num_cached = min(chunk.num_cached_tokens, len(active.request.prompt_ids))
                     if reason is None and (chunk.token_ids or chunk.reason is not None):
                         reason = chunk.reason
                         yield chunk
         except EngineLostError:
-            if reason is None:  # else only the count of cached tokens is missing
+            if reason is None:  # otherwise only the count of cached tokens is missing
                 raise
         if reason is None:
-            raise EngineLostError("the answer has no end")
+            raise EngineLostError("the answer has no finish reason")
 
     def _emit_chunk(self, active: ActiveRequest, index: int, chunk: Chunk) -> None:
         frames: list[Frame] = []
@@ -325,13 +329,13 @@ class EngineRequests:
         self._emit(active, *frames)
 
     def _emit(self, active: ActiveRequest, *frames: Frame) -> None:
-        """Deliver frames of a request, none behind its last one."""
+        """Deliver frames of a request, but none after its last one."""
         if active.is_over:
             return
         active.is_over = any(isinstance(frame, (End, Failed)) for frame in frames)
         outputs = [EngineOutput(active.key, frame) for frame in frames]
         self._metrics.count_outputs(outputs)
-        self.deliver(outputs)
+        self._deliver(outputs)
 
     def _start(self, active: ActiveRequest, num_cached: int) -> None:
         """Deliver Started, once."""
@@ -357,7 +361,7 @@ class EngineRequests:
 
 
 def _failed(error: EngineRefusedError) -> Failed:
-    """Return what an error of the engine means to the gateway."""
+    """Return the frame that reports an engine's error to the gateway."""
     if error.status in (429, 503):
         return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
     if error.status in (400, 413, 422):
@@ -367,7 +371,7 @@ def _failed(error: EngineRefusedError) -> Failed:
 
 
 async def _either(wait: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:
-    """Wait for the first of both. Leaves `task` alone, and ends the wait."""
+    """Wait until `wait` or `task` is done. Cancels the wait, never `task`."""
     waiting = asyncio.ensure_future(wait)
     try:
         await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)

@@ -26,7 +26,7 @@ from worker.adapter.api import (
     stream_error,
 )
 from worker.adapter.http import EngineServer, understood
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
+from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams, TokenLogprobs
 
 UNSUPPORTED: Final = (
     "allowed_token_ids",
@@ -126,6 +126,9 @@ class SglangApi(EngineServer):
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise EngineRefusedError(404, "SGLang's /tokenize takes no messages")
+
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        return None
 
     async def ranks(self) -> tuple[int, ...]:
         info = await self._info()

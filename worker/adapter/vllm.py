@@ -1,11 +1,8 @@
-"""vLLM's HTTP API: tokens in and out.
-
-`/inference/v1/generate` (vLLM with --enable-scale-out) takes and gives token ids alone. Before it there was
-`/v1/completions` with `return_token_ids`, which names log probabilities by text: these are refused there.
-"""
+"""vLLM's HTTP API: tokens in and out by `/inference/v1/generate`, which --enable-scale-out adds."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import ssl
@@ -24,8 +21,9 @@ from worker.adapter.api import (
     stream_error,
 )
 from worker.adapter.http import MAX_ANSWER_BYTES, EngineServer, understood
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
+from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams, TokenLogprobs
 
+TOKEN_API: Final = "/inference/v1/generate"
 UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:grammar", "resume:penalties")
 """Bad words are texts there, and the grammar's dialect is the engine's. A grammar or penalty is lost on resume."""
 MAX_LOGPROBS: Final = 20
@@ -82,19 +80,18 @@ class VllmApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
+    unsupported: tuple[str, ...] = UNSUPPORTED
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`rank`: the data-parallel rank, where the engine has several."""
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
         self._decode = msgspec.json.Decoder(_Event).decode
-        self._has_token_api = True
-        self.unsupported: tuple[str, ...] = UNSUPPORTED
 
     async def version(self) -> str:
-        status, _ = await self.call("GET", "/inference/v1/generate")
-        self._has_token_api = status == 405
-        self.unsupported = UNSUPPORTED if self._has_token_api else (*UNSUPPORTED, "logprobs", "prompt_logprobs")
+        status, _ = await self.call("GET", TOKEN_API)  # 405: it takes POST only
+        if status == 404:
+            raise EngineRefusedError(404, f"no {TOKEN_API}: start vLLM 0.32 or newer with --enable-scale-out")
         answer = await self.json("GET", "/version")
         with understood("/version"):
             return str(answer["version"])
@@ -117,6 +114,23 @@ class VllmApi(EngineServer):
         answer = await self.json("POST", "/tokenize", {"messages": messages, "add_generation_prompt": True})
         with understood("/tokenize"):
             return [int(token_id) for token_id in answer["tokens"]]
+
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        """Ask what a request without parameters becomes. Only a chat has the model's own limit of an answer."""
+        ask = {"prompt": [0], "max_tokens": 1}
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        try:
+            resolved = (await self.json("POST", "/v1/completions/render", ask))[0]["sampling_params"]
+        except (EngineRefusedError, LookupError, TypeError):  # without --enable-scale-out, or of another form
+            return None
+        defaults = {name: resolved.get(name) for name in SamplingDefaults.__struct_fields__ if name != "max_tokens"}
+        with contextlib.suppress(EngineRefusedError, LookupError, TypeError):  # a model may have no chat template
+            answer = await self.json("POST", "/v1/chat/completions/render", chat)
+            longest = answer["sampling_params"]["max_tokens"]
+            if len(answer["token_ids"]) + longest < (await self.model()).max_model_len:
+                defaults["max_tokens"] = longest
+        with understood("/v1/completions/render"):
+            return msgspec.convert(without_neutral(defaults), SamplingDefaults, strict=False)
 
     async def ranks(self) -> tuple[int, ...]:
         sources = await self._event_sources()
@@ -151,12 +165,8 @@ class VllmApi(EngineServer):
             raise EngineRefusedError(409, "its prefix cache is in use; try again")
 
     async def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
-        if self._has_token_api:
-            path, body = "/inference/v1/generate", token_body(request, choice, request_id)
-        else:
-            path, body = "/v1/completions", completion_body(request, choice)
         num_logprobs = request.sampling.logprobs
-        async for data in self.events(path, body):
+        async for data in self.events(TOKEN_API, token_body(request, choice, request_id)):
             event = self._decode(data)
             if event.error is not None:  # a refusal too comes as an event, with status 200
                 raise stream_error(event.error)
@@ -171,7 +181,7 @@ class VllmApi(EngineServer):
         body: dict[str, Any] = {"token_ids": list(request.prompt_ids), "cache_salt": request.root.hex()}
         body |= {"sampling_params": sampling} | ({"model": request.adapter} if request.adapter else {})
         max_bytes = len(request.prompt_ids) * (num_top + 2) * _LOGPROB_BYTES + MAX_ANSWER_BYTES
-        answer = await self.json("POST", "/inference/v1/generate", body, timeout_s=None, max_bytes=max_bytes)
+        answer = await self.json("POST", TOKEN_API, body, timeout_s=None, max_bytes=max_bytes)
         positions: list[TokenLogprobs | None] = []
         for token_id, found in zip(request.prompt_ids, answer["prompt_logprobs"], strict=True):
             if found is None:
@@ -184,8 +194,19 @@ class VllmApi(EngineServer):
         return positions
 
 
+def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
+    """Leave out parameters that have the API's own default, and limits that do not apply."""
+    neutral = SamplingParams(max_tokens=0)
+    everything = {"top_k": -1}  # another way to write 0
+    return {
+        name: value
+        for name, value in resolved.items()
+        if value not in (None, getattr(neutral, name), everything.get(name))
+    }
+
+
 def token_body(request: GenerateRequest, choice: ChoiceState, request_id: str) -> dict[str, Any]:
-    """Return the body of /inference/v1/generate."""
+    """Return the body of a request for tokens."""
     sampling = _sampling(request.sampling, choice) | {"detokenize": False}
     if request.sampling.logit_bias:
         sampling["logit_bias"] = dict(request.sampling.logit_bias)
@@ -202,22 +223,8 @@ def token_body(request: GenerateRequest, choice: ChoiceState, request_id: str) -
     return body | ({"model": request.adapter} if request.adapter else {})
 
 
-def completion_body(request: GenerateRequest, choice: ChoiceState) -> dict[str, Any]:
-    """Return the body of /v1/completions."""
-    body = _sampling(request.sampling, choice) | {
-        "prompt": [*request.prompt_ids, *choice.output_ids],
-        "cache_salt": request.root.hex(),
-        "return_token_ids": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if request.sampling.logit_bias:
-        body["logit_bias"] = {str(token_id): bias for token_id, bias in request.sampling.logit_bias}
-    return body | ({"model": request.adapter} if request.adapter else {})
-
-
 def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
-    """Return the parameters that both APIs share, with the numbers of tokens that are left."""
+    """Return the sampling parameters, with the remaining numbers of tokens."""
     num_done = len(choice.output_ids)
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens - num_done,

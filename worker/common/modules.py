@@ -6,5 +6,5 @@ import sys
 
 
 def module_command(module: str, *options: str) -> list[str]:
-    """Return the command. No file of the current folder runs in place of ours or of a package: -P."""
+    """Return the command. With -P, no file of the current folder shadows a module or package."""
     return [sys.executable, "-P", *options, "-m", module]

@@ -37,7 +37,7 @@ def option(
 ) -> Any:
     """Return a field that is an option too. A number is above 0, or `least` to `most`.
 
-    `deprecated` says what happens once the option is gone. `arguments` are those of `add_argument`, some derived from
+    `deprecated` states what happens once the option is gone. `arguments` are those of `add_argument`, some derived from
     the default.
     """
     if metavar is not None:
@@ -85,7 +85,7 @@ class SharedConfig:
     log_level: str = _watch("info", "least severe line that is logged (default info)", choices=LOG_LEVELS)
     log_format: LogFormat = _watch("text", "json: one object a line (default text)", choices=LOG_FORMATS)  # noqa: RUF009 (a field)
     otlp_endpoint: str | None = _watch(
-        None, "where to send traces, e.g. http://127.0.0.1:4318 (default: as OTEL_* say)", "URL"
+        None, "where to send traces, e.g. http://127.0.0.1:4318 (default: the OTEL_* variables)", "URL"
     )
 
     def __post_init__(self) -> None:

@@ -1,11 +1,11 @@
-"""How members of a fleet with a cluster secret prove themselves, so that no stranger sees what opens a worker.
+"""Proofs of identity between members of a fleet with a cluster secret. No secret crosses the network.
 
     gateway -> worker    POST /prove with a random challenge; the answer is a Proof
     gateway -> worker    on the same connection all else, with the token of the instance that has proven itself
     worker  -> peer      POST /blocks or /adopt, with the token of the peer's epoch, which EPOCH_HEADER names
 
-A proof is for one challenge and one URL, so a stranger can neither make, repeat nor pass on one. An instance is one
-process. The tokens of an instance or an epoch that has ended open nothing. All of it is derived from
+A proof is for one challenge and one URL. Without the secret it cannot be forged, repeated or forwarded. An instance is
+one process. The tokens of an ended instance or epoch open nothing. All of it is derived from
 `worker.wire.gateway_token`, which never leaves a process of this version. Workers still take it, from older gateways.
 """
 
@@ -59,7 +59,7 @@ def instance_token(token: str, instance: str) -> str:
 
 
 def epoch_token(token: str, epoch: str) -> str:
-    """Return what a worker shows to the peer that it knows with this epoch."""
+    """Return the token for a peer in this epoch."""
     return _mac(token, b"epoch", epoch.encode()).hex()
 
 

@@ -13,7 +13,7 @@ _BACKLOG: Final = 2048
 def listen(
     host: str, port: int, *, share: bool = False, probe_idle_s: int = 30, probe_every_s: int = 10
 ) -> socket.socket:
-    """Bind and listen. Raises OSError that says where.
+    """Bind and listen. Raises OSError that names the address.
 
     With `share`, other sockets that share may listen on the same port: the kernel spreads connections over them.
     Accepted connections are probed when idle, so that a peer whose machine is gone is noticed.
@@ -24,7 +24,7 @@ def listen(
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(
-            f"cannot listen on {host}:{port}: {reason}. Choose another port; `headstart doctor` tells which are free"
+            f"cannot listen on {host}:{port}: {reason}. Choose another port; `headstart doctor` lists the free ones"
         ) from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", probe_idle_s), ("TCP_KEEPINTVL", probe_every_s), ("TCP_KEEPCNT", 3)):
@@ -49,8 +49,8 @@ def is_loopback(host: str) -> bool:
 class HostNames:
     """The Host headers that a port answers to: `localhost`, its names, and addresses that it is bound to.
 
-    A page of another site can let its own name lead to this machine (DNS rebinding): its requests carry that name as
-    their Host. An address needs no name service, so a port bound to every address takes any address.
+    The name of another site can be made to resolve to this machine (DNS rebinding): its pages then send that name as
+    Host. An address needs no name service, so a port bound to every address takes any address.
     """
 
     def __init__(self, bound: str, names: Iterable[str]) -> None:
@@ -59,7 +59,7 @@ class HostNames:
         self._names = {"localhost"} | {name.lower().rstrip(".") for name in names}
 
     def __contains__(self, host: str) -> bool:
-        """Tell for a Host header, with or without a port."""
+        """Return whether the port answers to this Host header, with or without a port."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         name = name.lower().rstrip(".")
         if name in self._names:

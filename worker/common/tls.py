@@ -23,7 +23,7 @@ class WatchedFiles:
         self._seen = self._stamp()
 
     async def follow(self) -> None:
-        """Read the files whenever they have changed, for ever."""
+        """Read the files again whenever they change, until cancelled."""
         while True:
             await asyncio.sleep(self.interval_s)
             self.reload_if_changed()

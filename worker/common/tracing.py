@@ -25,7 +25,7 @@ class Tracing:
     """Owner of the exporter."""
 
     def __init__(self, provider: TracerProvider, of_sampled: TracerProvider) -> None:
-        """Take a provider, and another with the same exporter for spans that link to sampled ones alone."""
+        """`of_sampled` has the same exporter, and samples only spans that link to sampled ones."""
         self._provider = provider
         self.tracer = provider.get_tracer("headstart")
         self._of_sampled = of_sampled.get_tracer("headstart")
@@ -105,7 +105,7 @@ def as_parent(span: Span) -> Context:
 
 
 def mark_failed(span: Span, error_type: str | None = None) -> None:
-    """Mark by the error's type alone: its text may quote the request."""
+    """Record only the type of the error: its text may quote the request."""
     from opentelemetry.trace import StatusCode
 
     span.set_status(StatusCode.ERROR)

@@ -1,4 +1,4 @@
-"""Ends a process whose event loop runs no more, so that its supervisor starts it again."""
+"""Ends a process whose event loop is stuck, so that its supervisor restarts it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The engine as `worker.http` and the publisher see it. Imports neither torch nor the scheduler.
 
-Another engine (an adapter next to a vLLM server, say) serves this worker's HTTP API by implementing `Engine`.
+Another engine, such as an adapter next to a vLLM server, serves this worker's HTTP API by implementing `Engine`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MAX_RECORDED_STEPS: Final = 64
 """Steps of each kind that a StepLog records, and batches."""
 
+SUSPECT_NOTICE_S: Final = 0.02
+"""Time for Started to reach the gateway before a step that the process may not survive."""
+
 StepKind = Literal["prefill", "decode", "mixed"]
 
 RequestKey = NewType("RequestKey", int)
@@ -29,7 +32,7 @@ RequestKey = NewType("RequestKey", int)
 
 
 class EngineDeadError(RuntimeError):
-    """The device computes nothing any more, or an invariant of the engine is broken."""
+    """The device has stopped computing, or an invariant of the engine is broken."""
 
 
 class RefusedError(Exception):
@@ -85,7 +88,7 @@ class BatchLog:
     num_steps: int = 0
     num_tokens: int = 0
     is_exported: bool = False
-    """Set by the HTTP side alone."""
+    """Set only by the HTTP side."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +100,7 @@ class StepLog:
     batches: list[BatchLog] = field(default_factory=list)
     """The first of them."""
     is_closed: bool = False
-    """Set by the HTTP side alone: the request's stream has ended."""
+    """Set only by the HTTP side, when the request's stream has ended."""
     prefill: RecordedSteps = field(default_factory=RecordedSteps)
     decode: RecordedSteps = field(default_factory=RecordedSteps)
     begun_s: float | None = None
@@ -122,6 +125,17 @@ class EventPublisher(Protocol):
         """The cache is empty, and the worker is `member` with a new epoch. Earlier events belong to the old one."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSinks:
+    """Where an engine sends what it makes. Any thread may call them; all return at once."""
+
+    deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
+    """Takes outputs. Never called after `on_death`."""
+    on_death: Callable[[BaseException], object] = lambda error: None
+    publisher: EventPublisher | None = None
+    """Takes cache events and load. None: the worker has no index."""
+
+
 class Engine(Protocol):
     """An engine as the HTTP side sees it. All methods return at once and may be called from any thread."""
 
@@ -139,43 +153,38 @@ class Engine(Protocol):
 
     @property
     def index_problem(self) -> str | None:
-        """Why the events tell less than the engine holds, or None."""
+        """Why the index is incomplete for this engine, or None."""
 
     @property
     def exchange(self) -> BlockExchange | None:
-        """Its side of the exchange of blocks with peers; None: its blocks stay with it."""
+        """The exchange of blocks with peers. None: the engine exchanges no blocks."""
 
-    def start(
-        self,
-        deliver: Callable[[list[EngineOutput]], object],
-        on_death: Callable[[BaseException], object],
-        listener: EventPublisher | None = None,
-    ) -> None:
-        """Begin to serve. After `on_death`, `deliver` is never called again; both must return at once."""
+    def start(self) -> None:
+        """Begin to serve."""
 
     async def supervise(self) -> None:
         """Watch the started engine until cancelled. Ends the process, or raises, when it hangs or cannot go on."""
 
     async def close(self) -> None:
-        """End the engine after what it is doing. Open requests get no more frames."""
+        """End the engine after its current step. Open requests get no further frames."""
 
     def refusal(self, request: GenerateRequest) -> Failed | None:
         """Return why the engine can never serve this request, or None."""
 
     async def prepare(self, request: GenerateRequest) -> Any:
-        """Compile the request's grammar and read its long lists, for `submit`. Raises RefusedError."""
+        """Compile the grammar and read the long lists of a request, for `submit`. Raises RefusedError."""
 
     def submit(self, key: RequestKey, request: GenerateRequest, prepared: Any, steps: StepLog | None = None) -> None:
-        """Queue a request that `refusal` has let pass. `key` is new and ascending; `steps` receives its trace.
+        """Queue a request that `refusal` accepts. `key` is new and ascending; `steps` receives its trace.
 
-        A dead engine fails the request at once, so that another worker may take it.
+        A dead engine fails the request at once, so that another worker can take it.
         """
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
-        """End a request, or one choice of it, before the next step. Ignores unknown keys: it may have ended."""
+        """End a request, or one choice of it, before the next step. Ignores unknown keys: it may be over."""
 
     def drain(self) -> None:
-        """Report from here on that no request should come."""
+        """Report as draining."""
 
     def fail_all(self, failed: Failed) -> Future[None]:
         """End every request with this frame."""

@@ -47,7 +47,7 @@ class BlocksWanted(Struct, frozen=True):
 
 
 class OfferedChain(Struct, frozen=True):
-    """A chain of blocks from the first on."""
+    """A chain of blocks, beginning with its first."""
 
     root: _Hash
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
@@ -96,7 +96,7 @@ class BlockExchange(Protocol):
 
 def _check_hashes(joined: bytes) -> None:
     if len(joined) % HASH_BYTES:
-        raise ValueError(f"hashes: {len(joined)} bytes are no whole number of hashes of {HASH_BYTES}")
+        raise ValueError(f"hashes: {len(joined)} bytes are not a whole number of hashes of {HASH_BYTES}")
 
 
 def split_hashes(joined: bytes) -> list[BlockHash]:

@@ -61,7 +61,7 @@ class WorkerMetrics:
             "forward_seconds", "Device time of a step up to its logits, by its content", _SECONDS, ["kind"]
         )
         self.sample_s = histogram(
-            "sample_seconds", "Device time of a step from its logits on, by its content", _SECONDS, ["kind"]
+            "sample_seconds", "Device time of a step after its logits, by its content", _SECONDS, ["kind"]
         )
         self._longest_step_s = 0.0
         gauge("longest_step_seconds", "The longest step since the last scrape").set_function(self._take_longest_step)
@@ -86,9 +86,9 @@ class WorkerMetrics:
             "headstart_worker_kv_stored_blocks", "Blocks in a store below the pool", ["tier"], registry=registry
         )
         self.saved_bytes = counter("kv_saved_bytes", "Bytes of blocks written to a store below the pool", ["tier"])
-        self.loaded_tokens = counter("kv_loaded_tokens", "Tokens whose blocks came into the pool, by place", ["place"])
-        self.loaded_bytes = counter("kv_loaded_bytes", "Bytes of blocks that came into the pool, by place", ["place"])
-        self.loads = counter("kv_loads", "Loads of prefixes, by how they ended: complete, short or late", ["end"])
+        self.fetched_tokens = counter("kv_loaded_tokens", "Tokens whose blocks came into the pool, by place", ["place"])
+        self.fetched_bytes = counter("kv_loaded_bytes", "Bytes of blocks that came into the pool, by place", ["place"])
+        self.fetches = counter("kv_loads", "Fetches of prefixes, by how they ended: complete, short or late", ["end"])
         self.served_bytes = counter("kv_served_bytes", "Bytes of blocks that peers fetched here")
 
         self.tasks = gauge("asyncio_tasks", "Tasks of the event loop")
@@ -143,12 +143,12 @@ class WorkerMetrics:
         self.forward_s.labels(kind).observe(forward_s)
         self.sample_s.labels(kind).observe(sample_s)
 
-    def count_load(self, end: str, num_blocks: dict[str, int], block_size: int, block_bytes: int) -> None:
-        """Count a load that has ended and the blocks that came, by place."""
-        self.loads.labels(end).inc()
+    def count_fetch(self, end: str, num_blocks: dict[str, int], block_size: int, block_bytes: int) -> None:
+        """Count a fetch that has ended and the blocks that came, by place."""
+        self.fetches.labels(end).inc()
         for place, count in num_blocks.items():
-            self.loaded_tokens.labels(place).inc(count * block_size)
-            self.loaded_bytes.labels(place).inc(count * block_bytes)
+            self.fetched_tokens.labels(place).inc(count * block_size)
+            self.fetched_bytes.labels(place).inc(count * block_bytes)
 
     def _take_longest_step(self) -> float:
         longest_s, self._longest_step_s = self._longest_step_s, 0.0

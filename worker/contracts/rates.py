@@ -1,4 +1,4 @@
-"""Rates that a worker measures of itself: tokens prefilled or loaded, and starts of requests while others wait."""
+"""Rates that a worker measures of itself: tokens prefilled or fetched, and starts of requests while others wait."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 _HALF_LIFE_S: Final = 20.0
 """Seconds of prefill after which a measurement weighs half."""
 _IDLE_HALF_LIFE_S: Final = 120.0
-"""Seconds without prefill after which a measurement weighs half: what slowed the device may have ended."""
+"""Seconds without prefill after which a measurement weighs half: its conditions may have changed."""
 _TRANSFER_MEMORY_S: Final = 30.0
 _GUESS_WEIGHT_S: Final = 0.01
-"""The guess weighs as much as a load of this length: a short one, which mostly opens a connection, proves little."""
+"""The guess weighs as much as a fetch of this length: a short one mostly opens a connection."""
 _HALF_LIFE_STARTS: Final = 32
 """Starts after which a measured interval weighs half."""
 
@@ -19,8 +19,8 @@ _HALF_LIFE_STARTS: Final = 32
 class PrefillRate:
     """Tokens per second over the recent steps that mostly prefilled.
 
-    A step has a fixed part, worth `step_tokens`. Without it, a worker whose prompts are mostly cached, so that its
-    prefills are short, would look slow: and it is the one that holds what others would have to compute.
+    A step has a fixed part, worth `step_tokens`. Without it, a worker with mostly cached prompts would look slow,
+    since its prefills are short.
     """
 
     def __init__(self, num_tokens: int = 0, duration_s: float = 0.0, step_tokens: float = 0.0) -> None:
@@ -50,7 +50,7 @@ class PrefillRate:
 class TransferRate:
     """Tokens per second that come from one place. Loads on several threads may add.
 
-    A slow measurement counts for 30 s: a place from which nothing is loaded would never be measured again.
+    A slow measurement counts for 30 s: nothing is fetched from a slow place, so it would never be measured again.
     """
 
     def __init__(self, tokens_per_s: float) -> None:
@@ -61,7 +61,7 @@ class TransferRate:
         self._measured_s = -math.inf
 
     def add(self, num_tokens: int, duration_s: float, now_s: float) -> None:
-        """Add a load that ended at `now_s`. One without tokens was late: only what follows counts against that."""
+        """Add a fetch that ended at `now_s`. One without tokens was late, and replaces what was measured before."""
         fade = 0.5 if num_tokens else 0.0
         self._num_tokens = fade * self._num_tokens + num_tokens
         self._duration_s = fade * self._duration_s + duration_s

@@ -3,8 +3,8 @@
     tokens of a sequence   |<- computed: start ->|<- token_ids of this step ->|<- later ->|
     KV                      read via block_table   written to slots
 
-A step is launched, then collected; what it reads and writes stays unchanged in between. The next step may be launched
-before that, when only the device knows the tokens it begins with.
+A step is launched, then collected; its inputs and outputs stay unchanged in between. The next step may be launched
+before that, while its first tokens exist only on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker.wire import SamplingParams, TokenLogprobs
 
 T_co = TypeVar("T_co", covariant=True)
 Row = NewType("Row", int)
-"""A place in `Step.sequences`. Each draft token has one of its own, so it is no place in the plan."""
+"""An index into `Step.sequences`. Each draft token has its own row, so it is not an index into the plan."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class SamplingRow:
     choice_cache: SamplerCache = field(default_factory=SamplerCache)
     """The same for every row of a choice, whose output_ids only grow."""
     draft_ids: Sequence[int] = ()
-    """Guesses of the tokens behind `output_ids`: this row samples as if they were right."""
+    """Guesses of the tokens after `output_ids`: this row samples as if they were right."""
 
     @property
     def num_output(self) -> int:
@@ -113,7 +113,7 @@ class Step:
         return rows
 
     def reached_rows(self, sampled: Callable[[Row], int]) -> list[Row]:
-        """Return the rows that count: all but those behind a draft token that differs from the one `sampled`."""
+        """Return the valid rows: all but those after a draft token that differs from the `sampled` one."""
         reached: list[Row] = []
         is_reached = True
         for index, sequence in enumerate(self.sequences):
@@ -174,7 +174,7 @@ class NoTokenLeft(SamplingError):
 
 
 class NonFiniteLogits(SamplingError):
-    """The model's output is not a number."""
+    """The model's output is not finite."""
 
 
 class NonFiniteHidden(RuntimeError):
@@ -201,14 +201,14 @@ def raised(error: Exception) -> Launch[NoReturn]:
 
 
 class Runner(Protocol):
-    """Runs steps on one device, for one thread. A step that raises has written nothing that counts."""
+    """Runs steps on one device, for one thread. A step that raises commits nothing."""
 
     @property
     def overlaps(self) -> bool:
         """`launch` returns before the step is done; otherwise it lasts as long as the step."""
 
     def prepare(self, params: SamplingParams, prompt_ids: Sequence[int]) -> object:
-        """Return the value of the request's `SamplerCache`: what takes long to make of its lists. Any thread."""
+        """Return the value of the request's `SamplerCache`, which is slow to make of long lists. Any thread."""
 
     def launch(self, step: Step) -> Launch[StepResult]:
         """Start the step, after all others are collected, or after all but the one that it follows. May raise."""

@@ -6,7 +6,7 @@
 
 The thread owns the scheduler and the KV pool, and waits only for the device. While the device computes, the engine does
 everything that needs no token of that step: outputs, reports, commands, and the launch of the next decodes.
-Aborted requests give back their blocks when the step ends. On a CPU the same happens between steps.
+Aborted requests free their blocks when the step ends. On a CPU all of this happens between steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,9 +25,10 @@ from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
 from worker.contracts.engine import (
+    SUSPECT_NOTICE_S,
     EngineDeadError,
     EngineOutput,
-    EventPublisher,
+    EngineSinks,
     RefusedError,
     RequestKey,
     StepLog,
@@ -51,21 +52,19 @@ from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle, num_l
 
 logger = logging.getLogger(__name__)
 
-SUSPECT_NOTICE_S: Final = 0.02
-"""Time for Started to reach the gateway before a step that the process may not survive."""
 INTEGRITY_INTERVAL_S: Final = 10.0
 POLL_INTERVAL_S: Final = 0.0005
 """How late the end of a prefill step may be noticed while commands are awaited."""
-LOAD_POLL_S: Final = 0.05
-"""How late a load that lags may be noticed while nothing else is to do."""
+FETCH_POLL_S: Final = 0.05
+"""Poll interval for slow fetches while idle."""
 PROBE_AFTER_IDLE_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 5.0
 MAX_IDS_IN_STEP: Final = 4096
-"""Ids of a request's lists that a step may read. More are read on a thread of their own before it is queued."""
+"""Ids of a request's lists that a step may read. Longer lists are read on another thread before queueing."""
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class PreparedParts:
     """The parts of a request that `prepare` has made for `submit`."""
 
     constraints: Mapping[int, Constraint] = field(default_factory=dict)
@@ -87,11 +86,15 @@ class EngineCore:
         max_step_s: float = 120.0,
         transfers: KVTransfers | None = None,
         pooling: Pooling | None = None,
+        mailbox: Mailbox | None = None,
+        sinks: EngineSinks | None = None,
     ) -> None:
         """`async_scheduling`: launch the next decodes before the tokens of a step are known.
 
-        Without `transfers`, blocks stay in the pool. With `pooling`, the engine makes embeddings alone.
+        Without `transfers`, blocks stay in the pool. With `pooling`, the engine only makes embeddings.
+        `mailbox`: the one that `transfers` puts its commands in.
         """
+        sinks = sinks or EngineSinks()
         self.member = member
         self.bundle = bundle
         self.grammars = GrammarCompiler(bundle)
@@ -102,18 +105,17 @@ class EngineCore:
         self._async_scheduling = async_scheduling
         self._pooling = pooling
         self._max_step_s = max_step_s
-        self.mailbox = Mailbox()
-        """Its calls run on the engine thread, and fail with EngineDeadError when that has ended."""
-        self._outputs = OutputBuffer(metrics)
+        self.mailbox = mailbox or Mailbox()
+        """Its calls run on the engine thread. They fail with EngineDeadError once the thread has ended."""
+        self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
-        if transfers is not None:
-            scheduler.load_prefixes(transfers.loads)
-        self._reporter = Reporter(scheduler, rate, metrics, transfers)
+        self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
-        self._on_death: Callable[[BaseException], object] = lambda error: None
+        self._deliver = sinks.deliver
+        self._on_death = sinks.on_death
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._only_loads = False
-        """All work waits for blocks that are being loaded."""
+        self._only_fetches = False
+        """All work waits for blocks that are being fetched."""
         self._stopping = False
         self._dead: BaseException | None = None
         self._checked_s = 0.0
@@ -132,17 +134,9 @@ class EngineCore:
     def exchange(self) -> BlockExchange | None:
         return self._transfers if self._transfers is not None and self._transfers.layout else None
 
-    def start(
-        self,
-        deliver: Callable[[list[EngineOutput]], object],
-        on_death: Callable[[BaseException], object],
-        listener: EventPublisher | None = None,
-    ) -> None:
+    def start(self) -> None:
         if self._transfers is not None:
-            self._transfers.start(listener, self.mailbox)
-        self._outputs.deliver = deliver
-        self._on_death = on_death
-        self._reporter.listener = listener
+            self._transfers.start()
         self._thread.start()
 
     async def supervise(self) -> None:
@@ -154,7 +148,7 @@ class EngineCore:
         await asyncio.to_thread(self.stop)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread after the current step. Open requests get no more frames."""
+        """End the thread after the current step. Open requests get no further frames."""
         self._stopping = True
         self.mailbox.put(lambda: None)
         self._thread.join(timeout_s)
@@ -174,21 +168,21 @@ class EngineCore:
             self.member.embedding_size,
         )
 
-    async def prepare(self, request: GenerateRequest) -> PreparedRequest:
+    async def prepare(self, request: GenerateRequest) -> PreparedParts:
         try:
             constraints = await self.grammars.constraints(request)
         except ConstraintError as error:
             raise RefusedError(failed_by(error)) from error
         if num_listed_ids(request.sampling) <= MAX_IDS_IN_STEP:
-            return PreparedRequest(constraints)
+            return PreparedParts(constraints)
         value = await asyncio.to_thread(self._runner.prepare, request.sampling, request.prompt_ids)
-        return PreparedRequest(constraints, SamplerCache(value))
+        return PreparedParts(constraints, SamplerCache(value))
 
     def submit(
         self,
         key: RequestKey,
         request: GenerateRequest,
-        prepared: PreparedRequest,
+        prepared: PreparedParts,
         steps: StepLog | None = None,
     ) -> None:
         arrival_s = time.monotonic()
@@ -209,16 +203,16 @@ class EngineCore:
                 outputs = self._scheduler.submit(made)
             except Exception as error:  # one request must not end the others
                 extra = about(request.request_id, request.traceparent)
-                logger.exception("request %s cannot be taken", request.request_id, extra=extra)
+                logger.exception("request %s cannot be queued", request.request_id, extra=extra)
                 outputs = [EngineOutput(key, failed_by(error))]
             else:
                 self._reporter.assign(made)
                 if steps is not None:
-                    self._in_flight.step_logs[made] = steps
+                    self._in_flight.log_steps(made, steps)
             self._outputs.put(outputs)
 
         def refuse(error: BaseException) -> None:
-            self._outputs.deliver([EngineOutput(key, Failed("worker_lost", str(error), retryable=True))])
+            self._deliver([EngineOutput(key, Failed("worker_lost", str(error), retryable=True))])
 
         self.mailbox.put(queue, refuse)
 
@@ -248,7 +242,7 @@ class EngineCore:
         def empty_pool() -> Epoch:
             self._scheduler.preempt_all()
             if self._transfers is not None:
-                self._transfers.loads.give_up_all()
+                self._transfers.fetches.give_up_all()
             emptied = self._scheduler.allocator.reset()
             assert emptied, "the pool is held although every sequence was preempted"
             if self._transfers is not None:
@@ -317,14 +311,14 @@ class EngineCore:
         if self._runner.overlaps:
             if self._async_scheduling:
                 self._in_flight.launch_async()
-            while self._in_flight.prefill_runs:  # decodes alone end before a wake-up would pay
+            while self._in_flight.prefill_runs:  # pure decodes end before a wake-up would pay
                 self._run_housekeeping(wait_s=POLL_INTERVAL_S)
         self._in_flight.process_result()
         self.mailbox.run()  # commands that came while the device worked join the next step
         now_s = time.monotonic()
         self._outputs.put(self._scheduler.expire(now_s))
         if self._transfers is not None:
-            self._transfers.loads.poll(now_s)
+            self._transfers.fetches.poll(now_s)
         if self._scheduler.has_work and not self._in_flight:
             self._launch()
             if not self._runner.overlaps:
@@ -334,12 +328,12 @@ class EngineCore:
 
     def _max_wait_s(self) -> float | None:
         """Return how long to wait for a command; None: until one comes."""
-        if self._transfers is None or not self._transfers.loads.num_active or self._in_flight:
+        if self._transfers is None or not self._transfers.fetches.num_active or self._in_flight:
             return 0.0 if self._has_work else None
-        return LOAD_POLL_S if self._only_loads or not self._scheduler.has_work else 0.0
+        return FETCH_POLL_S if self._only_fetches or not self._scheduler.has_work else 0.0
 
     def _run_housekeeping(self, *, wait_s: float | None) -> None:
-        """Do all that needs no token of the step in flight; wait up to `wait_s` for a command."""
+        """Do the work that needs no token of the step in flight; wait up to `wait_s` for a command."""
         self._outputs.flush()
         self._reporter.report_if_due()
         self.mailbox.run(wait_s=wait_s)
@@ -348,12 +342,12 @@ class EngineCore:
         """Schedule a step and launch it."""
         begun_s = time.monotonic()
         plan = self._scheduler.schedule(begun_s)
-        self._only_loads = plan is None and self._transfers is not None and self._transfers.loads.num_active > 0
-        if self._only_loads:
+        self._only_fetches = plan is None and self._transfers is not None and self._transfers.fetches.num_active > 0
+        if self._only_fetches:
             return
         if plan is None:
             raise EngineDeadError("work is left but nothing can be scheduled")
-        started = [(request, Started(request.num_cached_tokens, request.loaded_tokens)) for request in plan.started]
+        started = [(request, Started(request.num_cached_tokens, request.fetched_tokens)) for request in plan.started]
         self._outputs.put([EngineOutput(request.key, frame) for request, frame in started])
         has_suspect = any(request.wire.is_suspect for request in plan.started)
         if has_suspect or not self._runner.overlaps:
@@ -375,7 +369,7 @@ class EngineCore:
 def _return_free_pages() -> None:
     """Return freed pages to the system, in milliseconds; without glibc, do nothing.
 
-    A burst's tensors leave free pages all over the thread's heap, which glibc by itself returns from its end only.
+    A burst leaves free pages all over the thread's heap, and glibc by itself returns only those at its end.
     """
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,9 +1,9 @@
-"""The steps that the device has been given and whose results are still out: at most two, in order.
+"""The steps in flight: launched on the device and not collected yet. At most two, in order.
 
     launch(n)   launch_async() -> n+1   process_result() of n   launch_async() -> n+2   process_result() of n+1   ...
 
-A step that raises has written nothing that counts. Its requests run again one by one, and only those fail that fail
-alone. When all fail, a probe asks the device for one token; without an answer the engine is dead.
+A failed step commits nothing. Each of its requests is run again separately, and those that fail again are failed.
+When all fail, a probe asks the device for one token; without an answer the engine is dead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class InFlightBatches:
     metrics: WorkerMetrics
     outputs: OutputBuffer
     watchdog: StepWatchdog
-    step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
+    _step_logs: dict[Request, StepLog] = field(default_factory=dict, init=False)
     """Logs of the traced requests."""
     _batch_log: BatchLog | None = field(default=None, init=False)
     """The batch of the last step, if that had traced requests."""
@@ -70,6 +70,10 @@ class InFlightBatches:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def log_steps(self, request: Request, log: StepLog) -> None:
+        """Write the steps of a queued request to `log` until it ends."""
+        self._step_logs[request] = log
+
     @property
     def prefill_runs(self) -> bool:
         """The first step in flight prefills and is not done."""
@@ -77,7 +81,7 @@ class InFlightBatches:
         return first is not None and first.plan.num_prefill_tokens > 0 and not first.launch.is_done()
 
     def launch(self, plan: StepPlan, begun_s: float) -> None:
-        """Launch a step, behind the one in flight if there is one; scheduling began at `begun_s`."""
+        """Launch a step after the one in flight, if any; scheduling began at `begun_s`."""
         started_s = time.monotonic() if self._batches else self.watchdog.begin_step()
         launch: Launch[StepResult]
         try:
@@ -89,7 +93,7 @@ class InFlightBatches:
         self.reporter.starts.note(len(plan.started), len(self.scheduler.waiting), begun_s)
 
     def launch_async(self) -> None:
-        """Launch the step behind the only one in flight, if the scheduler can plan it without that one's tokens."""
+        """Launch a second step, if the scheduler can plan it without the tokens of the first."""
         begun_s = time.monotonic()
         if len(self._batches) == 1 and (plan := self.scheduler.schedule_async()) is not None:
             self.launch(plan, begun_s)
@@ -139,7 +143,7 @@ class InFlightBatches:
             metrics.queue_s.observe(request.started_s - request.arrival_s)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.cached_tokens.inc(request.num_cached_tokens)
-            if (log := self.step_logs.get(request)) is not None:
+            if (log := self._step_logs.get(request)) is not None:
                 log.begun_s, log.num_cached_tokens = request.started_s, request.num_cached_tokens
         metrics.batch_size.observe(len(plan.chunks))
         if num_prefill_tokens:
@@ -155,7 +159,7 @@ class InFlightBatches:
 
     def _apply(self, batch: _Batch, result: StepResult) -> None:
         plan, kind, returned_s = batch.plan, _kind(batch.plan), time.monotonic()
-        started_s = max(batch.started_s, self._returned_s)  # it may have queued behind the one before
+        started_s = max(batch.started_s, self._returned_s)  # it may have waited for the step before
         interval_s, self._returned_s = returned_s - self._returned_s, returned_s
         self._log_step(plan, started_s, returned_s)
         self.outputs.put(self.scheduler.update(plan, result.sequences, returned_s))
@@ -171,9 +175,9 @@ class InFlightBatches:
     def _log_step(self, plan: StepPlan, begun_s: float, ended_s: float) -> None:
         """Write a step that has returned, and is not applied yet, to the logs of its traced requests."""
         members = []
-        for request, log in list(self.step_logs.items()):
+        for request, log in list(self._step_logs.items()):
             if request.key not in self.scheduler.requests:
-                del self.step_logs[request]
+                del self._step_logs[request]
                 continue
             chunks = [plan.chunks[sequence] for sequence in request.sequences if sequence in plan.chunks]
             if not chunks:
@@ -187,7 +191,7 @@ class InFlightBatches:
         self._log_batch(plan, members, begun_s, ended_s)
 
     def _log_batch(self, plan: StepPlan, members: list[StepLog], begun_s: float, ended_s: float) -> None:
-        """Add a step to the batch that it continues, or begin one: steps that differ by their tokens are one batch."""
+        """Add a step to the batch that it continues, or begin a batch."""
         if not members:
             self._batch_log = None
             return
@@ -202,16 +206,16 @@ class InFlightBatches:
         batch.num_tokens += plan.num_tokens
 
     def _discard(self) -> None:
-        """Wait for the steps behind one that raised. Their results are void."""
+        """Wait for the steps after a failed one. Their results are void."""
         while self._batches:
             with suppress(Exception):
                 self._batches.popleft().launch.collect()
 
     def _run_one_by_one(self, plan: StepPlan, error: Exception) -> None:
-        """Run each request of a failed step alone, and fail those that raise again. Raises EngineDeadError."""
+        """Run each request of a failed step separately, and fail those that raise again. Raises EngineDeadError."""
         text = "a step of %d sequences raised; its requests are run one by one"
         logger.warning(text, len(plan.chunks), exc_info=_trace(error))
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors for which the device had no room
+        traceback.clear_frames(error.__traceback__)  # they hold tensors, and the device may be out of memory
         failed: dict[Request, Exception] = {}
         any_returned = False
         for part in self.scheduler.retries(plan):
@@ -237,9 +241,9 @@ class InFlightBatches:
             self._deliver(self.scheduler.fail(request, failed_by(blamed)))
 
     def _probe_or_blame(self, requests: Iterable[Request]) -> None:
-        """Probe the device, which one of these may have broken. Raises EngineDeadError.
+        """Check that the device still works. Raises EngineDeadError.
 
-        A single request in prefill is to blame: it fails first, so that no other worker computes it.
+        If one request is in prefill, it is to blame: it fails first, so that no other worker computes it.
         """
         try:
             self.probe()
@@ -263,5 +267,5 @@ def _kind(plan: StepPlan) -> StepKind:
 
 
 def _trace(error: Exception) -> Exception | None:
-    """Return the error for the log, unless a request's own fields are to blame."""
+    """Return the error for the log, unless the request's fields caused it."""
     return error if failed_by(error).code == "internal_error" else None

@@ -11,11 +11,11 @@ from worker.contracts.metrics import WorkerMetrics
 class OutputBuffer:
     """Outputs of the engine thread until it has time to deliver them, those of one step together."""
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
+    def __init__(self, metrics: WorkerMetrics, deliver: Callable[[list[EngineOutput]], object]) -> None:
+        """`deliver` returns at once."""
         self._metrics = metrics
+        self._deliver = deliver
         self._outputs: list[EngineOutput] = []
-        self.deliver: Callable[[list[EngineOutput]], object] = lambda outputs: None
-        """Set when the engine starts. Returns at once."""
 
     def put(self, outputs: list[EngineOutput]) -> None:
         self._outputs += outputs
@@ -25,4 +25,4 @@ class OutputBuffer:
         if self._outputs:
             outputs, self._outputs = self._outputs, []
             self._metrics.count_outputs(outputs)
-            self.deliver(outputs)
+            self._deliver(outputs)

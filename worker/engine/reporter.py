@@ -20,7 +20,7 @@ from worker.contracts.engine import EventPublisher
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, StartInterval
 from worker.kv_transfer.transfers import KVTransfers
-from worker.scheduler.admission import num_growth_blocks
+from worker.scheduler.batch_usage import num_growth_blocks
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, TokenSequence
 from worker.scheduler.scheduler import Scheduler
@@ -32,18 +32,23 @@ class Reporter:
     """Reports cache events and load, on the engine thread. Its counters cover one epoch."""
 
     def __init__(
-        self, scheduler: Scheduler, rate: PrefillRate, metrics: WorkerMetrics, transfers: KVTransfers | None = None
+        self,
+        scheduler: Scheduler,
+        rate: PrefillRate,
+        metrics: WorkerMetrics,
+        transfers: KVTransfers | None = None,
+        publisher: EventPublisher | None = None,
     ) -> None:
         self.rate = rate
         self.starts = StartInterval()
-        self.listener: EventPublisher | None = None
         self.draining = False
-        """Report that no request should come. Any thread may set it."""
+        """Report as draining. Any thread may set it."""
         self.load = WorkerLoad()
         """As last reported. Frozen: any thread may read it."""
         self._scheduler = scheduler
         self._metrics = metrics
         self._transfers = transfers
+        self._publisher = publisher
         self._assigned_s = 0.0
         self._reported_s = 0.0
 
@@ -69,8 +74,8 @@ class Reporter:
     def begin_epoch(self, member: WorkerMember) -> None:
         """Report the reset pool as `member`."""
         self._assigned_s = 0.0
-        if self.listener is not None:
-            self.listener.begin_epoch(member)
+        if self._publisher is not None:
+            self._publisher.begin_epoch(member)
         self.report()
 
     def _report(self, events: Sequence[BlockEvent]) -> None:
@@ -81,8 +86,8 @@ class Reporter:
             sum(len(sequence.choices) * sequence.request.max_total_tokens for sequence in self._scheduler.running)
         )
         self._metrics.queued_tokens.set(sum(sequence.num_pending for sequence in self._scheduler.waiting))
-        if self.listener is not None:
-            self.listener.offer(events, self.load)
+        if self._publisher is not None:
+            self._publisher.offer(events, self.load)
         if self._transfers is not None:
             self._transfers.take(events)
 

@@ -13,7 +13,7 @@ from worker.contracts.mailbox import Mailbox
 logger = logging.getLogger(__name__)
 
 PING_TICKS: Final = 30
-"""Ticks between two questions to the engine thread, which wake it."""
+"""Ticks between two pings of the engine thread, which wake it."""
 
 
 class StepWatchdog:
@@ -30,7 +30,7 @@ class StepWatchdog:
         return now_s
 
     def end_step(self, *, failed: bool = False) -> None:
-        """Note that the step has ended. Unless it failed, it proves that the device computes."""
+        """Note that the step has ended. Unless it failed, the device works."""
         if not failed:
             self._proved_s = time.monotonic()
         self.started_s = None
@@ -46,7 +46,7 @@ class StepWatchdog:
         return 0.0 if started_s is None else time.monotonic() - started_s
 
     async def exit_on_hang(self, max_step_s: float, tick_s: float = 1.0) -> None:
-        """End the process when one step lasts `max_step_s`: its thread cannot be ended, and its clients must know.
+        """End the process when one step lasts `max_step_s`: its thread cannot be ended, and its clients wait.
 
         Counts ticks of the event loop, so a process that was stopped and continued does not look hung.
         """
@@ -62,7 +62,7 @@ class StepWatchdog:
 
 
 async def exit_on_silence(mailbox: Mailbox, watchdog: StepWatchdog, max_s: float, tick_s: float = 1.0) -> None:
-    """End the process when the engine thread is in no step and runs no command for `max_s`, counted in ticks too."""
+    """End the process when the engine thread, outside a step, runs no command for `max_s`. Counts ticks too."""
     while True:
         await asyncio.sleep(PING_TICKS * tick_s)
         ping, num_ticks = mailbox.call(lambda: None), 0

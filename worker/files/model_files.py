@@ -82,7 +82,7 @@ def folder_files(folder: Path) -> ModelFiles:
 
 
 def folder_statuses(folder: Path) -> list[tuple[str, FileStatus]]:
-    """Return what tells a change of these files without reading them. Raise OSError."""
+    """Return the statuses of these files, which show a change without reading them. Raise OSError."""
     return [(path.name, FileStatus.of(path)) for path in sorted(_paths(folder))]
 
 
@@ -168,7 +168,7 @@ def _kept(path: Path, status: FileStatus) -> str | None:
 
 
 def _record(path: Path, status: FileStatus, content: str) -> dict[str, object]:
-    """Return what is written. The check is against damage: the folder is the user's alone."""
+    """Return what is written. The check detects damage: only the user can write to the folder."""
     fields = [str(path.resolve()), status.device, status.inode, status.size, status.mtime_ns, status.ctime_ns, content]
     return {"file": fields, "content": content, "check": hashlib.sha256(repr(fields).encode()).hexdigest()}
 

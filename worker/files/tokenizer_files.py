@@ -12,14 +12,20 @@ from tokenizers import Tokenizer
 
 from worker.files.errors import CheckpointError
 from worker.files.model_files import folder_files
-from worker.wire import TokenizerBundle
+from worker.wire import NO_DEFAULTS, SamplingDefaults, TokenizerBundle
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _TEXTS: Final = ("*.json", "*.jinja")
 
 
 def bundle_of_folder(
-    folder: Path, *, model: str, revision: str, block_size: int, max_model_len: int
+    folder: Path,
+    *,
+    model: str,
+    revision: str,
+    block_size: int,
+    max_model_len: int,
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> TokenizerBundle:
     """Build the bundle of a folder of Hugging Face files. Raise CheckpointError."""
     fields = fields_of_folder(folder)
@@ -34,6 +40,7 @@ def bundle_of_folder(
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         block_size=block_size,
+        sampling_defaults=sampling_defaults,
         **fields,
     )
 

@@ -90,7 +90,7 @@ def make_app(
 
     app = Starlette(
         routes=[
-            Route("/generate", endpoint=GenerateEndpoint(service), methods=["POST"]),
+            Route("/generate", endpoint=GenerateRoute(service), methods=["POST"]),
             Route("/blocks", endpoint=BlocksEndpoint(service), methods=["POST"]),
             Route("/adopt", endpoint=AdoptEndpoint(service).__call__, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
@@ -159,12 +159,12 @@ class ProgramsOnly(_Guard):
     """Middleware that answers 403 to web pages, and to browsers under an unknown Host.
 
     Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` where they can, and
-    `Accept-Language` always; gateways send none of them, and may use any name of a worker. A page whose own name leads
-    to this machine (DNS rebinding) reads with `Accept-Language` alone, but under a foreign Host.
+    `Accept-Language` always; gateways send none of them, and may use any name of a worker. A page whose own name
+    resolves to this machine (DNS rebinding) may send only `Accept-Language`, but its Host is foreign.
     """
 
     def __init__(self, app: ASGIApp, bound: str, advertise_url: str | None) -> None:
-        """Know `localhost`, this machine, `bound` (the value of --host) and the host of `advertise_url`."""
+        """Accept `localhost`, this machine, `bound` (the value of --host) and the host of `advertise_url`."""
         super().__init__(app)
         advertised = urlsplit(advertise_url or "").hostname or "localhost"
         self._hosts = HostNames(bound, (socket.gethostname(), bound, advertised))
@@ -181,7 +181,7 @@ class ProgramsOnly(_Guard):
         return Failed("forbidden", problem, retryable=True)
 
 
-class GenerateEndpoint:
+class GenerateRoute:
     """POST /generate as pure ASGI: a refusal, or 200 and frames until End or Failed. A disconnect aborts."""
 
     def __init__(self, service: WorkerService) -> None:

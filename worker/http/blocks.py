@@ -29,7 +29,7 @@ _NUM_THREADS: Final = 2
 STALL_S: Final = 10.0
 """Time for a peer to take a part of the answer."""
 _ADOPT_S: Final = 10.0
-"""Time for a hand-over: chains that have not begun by then are left out."""
+"""Time for a hand-over. Chains that begin later are left out."""
 _HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 
 

@@ -1,6 +1,6 @@
-"""The worker behind its HTTP API: it loads, serves, drains and ends. Owned by the event loop.
+"""Connects the HTTP API to the engine, from loading to draining. Owned by the event loop.
 
-The engine delivers a whole step's outputs at once, so the event loop wakes once a step, not once a token.
+The engine delivers all outputs of a step together: the event loop wakes once a step, not once a token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import threading
 from collections.abc import Callable
 
 from worker.common.tracing import Tracing
-from worker.contracts.engine import Engine, EngineDeadError, EngineOutput, EventPublisher, RefusedError, RequestKey
+from worker.contracts.engine import (
+    Engine,
+    EngineDeadError,
+    EngineOutput,
+    EngineSinks,
+    EventPublisher,
+    RefusedError,
+    RequestKey,
+)
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.streams import QueueAccounting, QueueLimits, Stream
 from worker.http.tracing import StreamTrace
@@ -26,15 +34,19 @@ class WorkerService:
     """Connects one engine to its streams. Before `start` it refuses everything but liveness."""
 
     def __init__(
-        self, metrics: WorkerMetrics, tracing: Tracing | None = None, queue_limits: QueueLimits | None = None
+        self,
+        metrics: WorkerMetrics,
+        tracing: Tracing | None = None,
+        queue_limits: QueueLimits | None = None,
+        index_problem: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """`index_problem` returns why the shared index lacks blocks of this worker, or None."""
         self.metrics = metrics
         self.queue = QueueAccounting(queue_limits or QueueLimits())
         """The open requests whose prefill has not begun."""
-        self.progress = "starting"
         self.draining = False
-        self.index_problem: Callable[[], str | None] = lambda: None
-        """Returns why the shared index does not know this worker's blocks, or None."""
+        self.index_problem = index_problem
+        self._progress = "starting"
         self._tracing = tracing
         self._engine: Engine | None = None
         self._streams: dict[RequestKey, Stream] = {}
@@ -42,10 +54,10 @@ class WorkerService:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
-    def start(
-        self, engine: Engine, on_death: Callable[[], None] = lambda: None, listener: EventPublisher | None = None
-    ) -> None:
-        """Start the engine and take requests. A dead engine fails every stream; then `on_death` runs."""
+    def sinks(
+        self, on_death: Callable[[], None] = lambda: None, publisher: EventPublisher | None = None
+    ) -> EngineSinks:
+        """Return the sinks for an engine. When it dies, every stream fails; then `on_death` runs."""
         call_soon, loop_thread = asyncio.get_running_loop().call_soon_threadsafe, threading.get_ident()
 
         def die() -> None:
@@ -60,14 +72,22 @@ class WorkerService:
             else:
                 call_soon(self._dispatch, outputs)
 
+        return EngineSinks(deliver, lambda error: call_soon(die), publisher)
+
+    def report(self, progress: str) -> None:
+        """Answer with `progress` while the model loads. Any thread."""
+        self._progress = progress
+
+    def start(self, engine: Engine) -> None:
+        """Start the engine, which has the sinks of this service, and take requests."""
         self._engine = engine
-        engine.start(deliver, lambda error: call_soon(die), listener)
+        engine.start()
 
     @property
     def engine(self) -> Engine:
         """The engine. Raises RefusedError while the model loads."""
         if self._engine is None:
-            raise RefusedError(Failed("not_ready", f"the worker is {self.progress}", retryable=True))
+            raise RefusedError(Failed("not_ready", f"the worker is {self._progress}", retryable=True))
         return self._engine
 
     @property
@@ -80,7 +100,7 @@ class WorkerService:
         try:
             self._check(request)
             prepared = await engine.prepare(request)
-            if request.sampling.grammar is not None:  # others may have come while it compiled, or the engine died
+            if request.sampling.grammar is not None:  # the queue may have filled while it compiled, or the engine died
                 self._check(request)
         except RefusedError as refused:
             self.metrics.refusals.labels(refused.failed.code).inc()
@@ -114,7 +134,7 @@ class WorkerService:
         return len(keys)
 
     def drain(self) -> None:
-        """Refuse new requests and say so in the registry. Open ones go on."""
+        """Refuse new requests and report as draining. Open requests continue."""
         if self.draining:
             return
         self.draining = True
@@ -143,7 +163,7 @@ class WorkerService:
     async def readiness(self) -> str | None:
         """Return why no request should come, or None."""
         if self._engine is None:
-            return self.progress
+            return self._progress
         return "draining" if self.draining else await self._engine.liveness()
 
     def _check(self, request: GenerateRequest) -> None:
@@ -157,12 +177,12 @@ class WorkerService:
         elif self.draining:
             failed = Failed("draining", "the worker is draining", retryable=True)
         elif request.sampling.grammar is not None and request.sampling.grammar.kind not in GRAMMAR_KINDS:
-            message = f"grammar: this version knows no kind {request.sampling.grammar.kind!r:.80}"
+            message = f"grammar: this version has no kind {request.sampling.grammar.kind!r:.80}"
             failed = Failed("unsupported", message, retryable=True)
         else:
             failed = engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):
-            # A resumed request has waited its turn elsewhere, and its client reads already.
+            # A resumed request has waited elsewhere already, and its client is reading.
             failed = self.queue.refusal(request, engine.load.start_interval_s)
         if failed is not None:
             raise RefusedError(failed)

@@ -1,8 +1,8 @@
 """The stream of one request to its gateway, and the limits of the queue in front of the engine.
 
-A queue is worth having only while it drains in time. Each tenant with requests in it has an equal share of its limits:
-a flood fills its own share, and the next tenant finds room. The wait of a new request is estimated as round robin
-(`worker.scheduler.fairness`) would give it, from the time between two starts while others wait:
+A queue helps only while it drains in time. Each tenant with waiting requests has an equal share of the limits, so a
+flood fills only its own share. The wait of a new request is estimated for round robin
+(`worker.scheduler.fairness`):
 
     wait = start interval x min(all that wait, (requests of its tenant that wait + 1) x tenants that wait)
 """

@@ -1,4 +1,4 @@
-"""The spans of one request at a worker, made when its stream ends from the notes of the engine's step log.
+"""The spans of one request at a worker. They are made from the engine's step log when the stream ends.
 
 generate                       parent: the gateway's attempt, by the request's traceparent
   |-- queue
@@ -7,7 +7,7 @@ generate                       parent: the gateway's attempt, by the request's t
 
 batch                          a trace of its own, with links to the `generate` spans of its requests
 
-Consecutive steps of one kind over the same traced requests are one batch, so that a long decode makes one span.
+Consecutive steps of one kind over the same traced requests are one batch: a long decode makes one span.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Blocks on their way between the pool and other places. Everything here may fail: then blocks are computed.
+"""Moves blocks between the pool and other places. When a move fails, the blocks are computed.
 
 pool --saver--> host memory, disk          pool --POST /blocks--> peers
-pool <--loads-- host memory, disk, peers
+pool <--fetches-- host memory, disk, peers
 
-transfers    all of it, as the engine has it     pool_blocks   reads and writes blocks of the pool while steps run
-loads        what comes, and until when          saver         a thread that copies blocks to a store below the pool
+transfers    the engine's view of it all         pool_blocks   reads and writes blocks of the pool while steps run
+fetches      blocks for waiting sequences        saver         a thread that copies blocks to a store below the pool
 peers        a client that fetches blocks of other workers
 """

@@ -1,4 +1,4 @@
-"""The hand-over of a worker that leaves: its most recently used chains go to peers that have room for them."""
+"""The hand-over of a worker that leaves: its most recently used chains go to peers with enough room."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 HANDOVER_S: Final = 10.0
 """Time for a hand-over, after the last open request."""
 _ROOM_SHARE: Final = 0.5
-"""Part of a peer's free blocks, which hold what it used least recently, that a hand-over may take."""
+"""The share of a peer's free blocks that a hand-over may take. They hold its least recently used blocks."""
 
 
 async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry]) -> int:
@@ -49,11 +49,11 @@ def _share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> li
     left = list(room)
     shares: list[list[OfferedChain]] = [[] for _ in room]
     for chain in chains:
-        roomiest = max(range(len(left)), key=left.__getitem__)
-        if left[roomiest] >= len(chain) and len(chain) <= MAX_BLOCKS and len(shares[roomiest]) < MAX_CHAINS:
-            left[roomiest] -= len(chain)
+        largest = max(range(len(left)), key=left.__getitem__)
+        if left[largest] >= len(chain) and len(chain) <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
+            left[largest] -= len(chain)
             hashes = b"".join(link.block_hash for link in chain)
-            shares[roomiest].append(OfferedChain(chain[0].parent, hashes))
+            shares[largest].append(OfferedChain(chain[0].parent, hashes))
     return [tuple(share) for share in shares]
 
 

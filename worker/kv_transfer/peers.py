@@ -2,11 +2,11 @@
 
     BlocksWanted (msgpack) ->        <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
 
-POST /adopt offers the chains of a worker that leaves; the other one fetches them in the same way.
+POST /adopt offers the chains of a worker that leaves. The peer fetches them in the same way.
 
-Hashes are capabilities: they carry the tenant's salt. Only a holder of the fleet's secret may ask, and a peer that
-holds it is trusted for the contents: the MAC of each record proves that. What asks shows a token of the peer's epoch
-(`worker.common.proof`): a stranger at the address of a worker that has gone cannot use it.
+Hashes are capabilities: they carry the tenant's salt. Only a holder of the fleet's secret may ask, and is
+trusted for the contents: the MAC of each record proves that it holds the secret. A request carries a token of the
+peer's epoch (`worker.common.proof`). Another process at the address of a worker that has gone cannot use the token.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from worker.wire import CONTENT_TYPE, pack, unpack
 
 _CONNECT_TIMEOUT_S: Final = 1.0
 _READ_TIMEOUT_S: Final = 5.0
-"""For the head of an answer, and for each record: its thread waits for no peer that drips."""
+"""For the head of an answer, and for each record: so a slow peer cannot block the thread."""
 _MAX_ANSWER_BYTES: Final = 4096
 
 
 class FetchError(Exception):
-    """The peer gives no blocks."""
+    """The peer does not send blocks."""
 
 
 class PeerClient:
@@ -128,7 +128,7 @@ class _Answer(http.client.HTTPResponse):
 
 
 class PeerStream:
-    """A `worker.kv_transfer.loads.BlockReader` over the answer of a peer."""
+    """A `worker.kv_transfer.fetches.BlockReader` over the answer of a peer."""
 
     def __init__(self, url: str, answer: _Answer, record: RecordFormat) -> None:
         self._url = url
@@ -152,7 +152,7 @@ class PeerStream:
         )
 
     def interrupt(self) -> None:
-        """Let a read that waits fail at once. Any thread."""
+        """Make a waiting read fail at once. Any thread."""
         self._answer.timed.interrupt()
 
     def _fill(self, buffer: memoryview) -> bool:

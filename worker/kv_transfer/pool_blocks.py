@@ -41,7 +41,7 @@ class PoolBlocks:
         self.write = copier.write
 
     def read(self, block_hash: BlockHash, payload: memoryview) -> bool:
-        """Copy a findable block into `payload`. False: it is not findable any more."""
+        """Copy a findable block into `payload`. False: it has been evicted."""
         allocator = self._allocator
         for _ in range(_MAX_TRIES):
             num_losses = allocator.num_losses

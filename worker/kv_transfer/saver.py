@@ -1,4 +1,4 @@
-"""A thread that copies blocks from the pool to a store below it, out of every step's way."""
+"""A thread that copies blocks from the pool to a store below it, in the background."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.kv_transfer.pool_blocks import PoolBlocks
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED: Final = 65_536
-"""Blocks that wait to be saved. When the store is slower than the engine, the oldest are not saved."""
+"""Blocks in the queue. When the store is slower than the engine, the oldest are dropped."""
 _NICE: Final = 10
 """The thread yields to the engine's."""
 
@@ -60,7 +60,7 @@ class BlockSaver:
             self._wake.set()
 
     def forget(self) -> None:
-        """Save nothing that was offered before: the cache is purged."""
+        """Drop the queue after a purge."""
         self.queue.clear()
 
     def flush(self, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class BlockSaver:
             self._is_idle.wait(timeout_s)
 
     def stop(self) -> None:
-        """End the thread after the block in its hands."""
+        """End the thread after the current block."""
         self._stopping = True
         self._wake.set()
 
@@ -96,7 +96,7 @@ class BlockSaver:
         return None
 
     def save(self, block_hash: BlockHash, payload: memoryview) -> int:
-        """Save a block, after those before it that the store has dropped. Return the number of blocks saved."""
+        """Save a block, after its missing ancestors. Return the number of blocks saved."""
         version = self._store.version
         missing: list[ChainLink] = []
         while block_hash not in self._store:

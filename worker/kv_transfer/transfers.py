@@ -1,4 +1,4 @@
-"""All that moves the blocks of one engine: savers, loads, and the records that peers ask for."""
+"""The block transfers of one engine: savers, fetches, and the records that peers ask for."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from worker.contracts.exchange import Handover
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, TransferRate
-from worker.kv_transfer.loads import BlockReader, LoadQueue, LoadSource, PrefixLoad
+from worker.kv_transfer.fetches import BlockReader, FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
 from worker.scheduler.request import TokenSequence
 
 _PEER_BYTES_PER_S: Final = 400e6
-"""The rate from a peer, until a load is measured."""
+"""The rate from a peer, until a fetch is measured."""
 _NUM_VICTIMS: Final = 64
 """Blocks next to be evicted that are offered to the stores which take victims."""
 FLUSH_S: Final = 5.0
@@ -49,8 +49,13 @@ class KVTransfers:
         record: RecordFormat,
         peers: PeerClient | None,
         metrics: WorkerMetrics,
+        mailbox: Mailbox,
+        publisher: EventPublisher | None = None,
     ) -> None:
-        """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers."""
+        """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers.
+
+        `mailbox` runs commands on the engine thread; `publisher` receives the events of the stores.
+        """
         allocator.track_chains()
         self.record = record
         self._allocator = allocator
@@ -58,23 +63,20 @@ class KVTransfers:
         self._stores = stores
         self._peers = peers
         self._metrics = metrics
-        self._listener: EventPublisher | None = None
-        self._mailbox: Mailbox | None = None
-        self._adoptions: dict[PrefixLoad, Future[int]] = {}
+        self._mailbox = mailbox
+        self._publisher = publisher
+        self._adoptions: dict[PrefixFetch, Future[int]] = {}
         self._reporting = threading.Lock()
         """Keeps the events of a store in order: several threads report them."""
         block_bytes, block_size = pool.num_bytes, allocator.block_size
         guesses = {store.tier: store.guess_bytes_per_s for store in stores} | {PEER: _PEER_BYTES_PER_S}
         self._rates = {place: TransferRate(guess * block_size / block_bytes) for place, guess in guesses.items()}
         self.savers = {store.tier: BlockSaver(store, allocator, pool, self._saved) for store in stores}
-        self.loads = LoadQueue(allocator, pool, prefill_rate, self._sources, self._loaded)
+        self.fetches = FetchQueue(allocator, pool, prefill_rate, self._sources, self._fetched, self._wake)
 
-    def start(self, listener: EventPublisher | None, mailbox: Mailbox) -> None:
-        """Report what the stores hold from the start. `mailbox` runs commands on the engine thread."""
-        self._listener = listener
-        self._mailbox = mailbox
-        self.loads.wake = lambda: mailbox.put(lambda: None)
-        self.loads.start_threads()
+    def start(self) -> None:
+        """Start the threads, and report what the stores hold from the start."""
+        self.fetches.start_threads()
         for saver in self.savers.values():
             saver.start_thread()
         for store in self._stores:
@@ -89,7 +91,7 @@ class KVTransfers:
                 self.savers[store.tier].offer([event.block_hash for event in events if type(event) is Stored])
 
     def poll(self, now_s: float) -> None:
-        self.loads.poll(now_s)
+        self.fetches.poll(now_s)
 
     def tier_tokens_per_s(self) -> tuple[float, ...]:
         now_s = time.monotonic()
@@ -99,19 +101,19 @@ class KVTransfers:
         return 0.0 if self._peers is None else self._rates[PEER].tokens_per_s(time.monotonic())
 
     def purge(self) -> None:
-        """Delete every block below the pool, which is empty: a block that is saved now is not found there any more."""
-        with self._reporting:  # events of before are reported by now, or never
+        """Delete every block below the pool. The pool is empty, so no saver finds a block to save."""
+        with self._reporting:  # earlier events are reported before this, or never
             for store in self._stores:
                 self.savers[store.tier].forget()
                 store.clear()
 
     def close(self) -> None:
-        """Save what the pool holds, as far as that is quick, and release the stores. Any thread."""
+        """Save the queued blocks within `FLUSH_S`, and release the stores. Any thread."""
         deadline_s = time.monotonic() + FLUSH_S
         for saver in self.savers.values():
             saver.flush(max(0.0, deadline_s - time.monotonic()))
             saver.stop()
-        self.loads.stop()
+        self.fetches.stop()
         for store in self._stores:
             store.close()
 
@@ -139,20 +141,19 @@ class KVTransfers:
     def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
-        fetch = partial(self._peers.fetching, url, epoch)
+        open_peer = partial(self._peers.fetching, url, epoch)
         adopted: Future[int] = Future()
-        adopted.set_running_or_notify_cancel()  # so that whoever stops waiting cannot cancel it
+        adopted.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
 
         def begin() -> None:
             first = len(self._allocator.find_blocks(hashes))
-            source = LoadSource(PEER, first, len(hashes), self._rates[PEER], fetch)
-            load = self.loads.load_chain(root, hashes, source, time.monotonic() + _ADOPT_S)
-            if load is None:
+            source = FetchSource(PEER, first, len(hashes), self._rates[PEER], open_peer)
+            fetch = self.fetches.fetch_chain(root, hashes, source, time.monotonic() + _ADOPT_S)
+            if fetch is None:
                 adopted.set_result(0)
             else:
-                self._adoptions[load] = adopted
+                self._adoptions[fetch] = adopted
 
-        assert self._mailbox is not None, "not started"
         self._mailbox.put(begin, adopted.set_exception)
         return adopted
 
@@ -163,31 +164,34 @@ class KVTransfers:
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""
-        assert self._mailbox is not None, "not started"
         return self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
 
-    def _sources(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[LoadSource]:
+    def _sources(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[FetchSource]:
         """List the places from which the blocks after the first `num_cached` can come."""
         found, at = [], num_cached
         for store in self._stores:
             if count := store.match(hashes[at:]):
-                found.append(LoadSource(store.tier, at, at + count, self._rates[store.tier], partial(_opened, store)))
+                found.append(FetchSource(store.tier, at, at + count, self._rates[store.tier], partial(_opened, store)))
                 at += count
         source = sequence.request.wire.source
         if self._peers is not None and source is not None and at < (stop := min(source.num_blocks, len(hashes))):
-            fetch = partial(self._peers.fetching, source.url, source.epoch)
-            found.append(LoadSource(PEER, at, stop, self._rates[PEER], fetch))
+            open_peer = partial(self._peers.fetching, source.url, source.epoch)
+            found.append(FetchSource(PEER, at, stop, self._rates[PEER], open_peer))
         return found
+
+    def _wake(self) -> None:
+        """Make the engine thread poll soon."""
+        self._mailbox.put(lambda: None)
 
     def _saved(self, store: BlockStore, num_blocks: int) -> None:
         self._metrics.saved_bytes.labels(store.tier).inc(num_blocks * self._pool.num_bytes)
         self._report(store)
 
-    def _loaded(self, load: PrefixLoad) -> None:
-        end = "complete" if load.num_arrived == len(load.links) else "short" if load.finished else "late"
-        self._metrics.count_load(end, load.num_loaded_blocks(), self._allocator.block_size, self._pool.num_bytes)
-        if (adopted := self._adoptions.pop(load, None)) is not None:
-            adopted.set_result(sum(load.num_loaded_blocks().values()))
+    def _fetched(self, fetch: PrefixFetch) -> None:
+        end = "complete" if fetch.num_arrived == len(fetch.links) else "short" if fetch.finished else "late"
+        self._metrics.count_fetch(end, fetch.num_fetched_blocks(), self._allocator.block_size, self._pool.num_bytes)
+        if (adopted := self._adoptions.pop(fetch, None)) is not None:
+            adopted.set_result(sum(fetch.num_fetched_blocks().values()))
         for store in self._stores:  # a damaged record is dropped
             self._report(store)
 
@@ -195,8 +199,8 @@ class KVTransfers:
         with self._reporting:
             events = store.take_events()
             self._metrics.stored_blocks.labels(store.tier).set(len(store))
-            if events and self._listener is not None:
-                self._listener.offer_tier(store.tier, events)
+            if events and self._publisher is not None:
+                self._publisher.offer_tier(store.tier, events)
 
 
 def _opened(store: BlockStore, links: Sequence[ChainLink]) -> AbstractContextManager[BlockReader]:

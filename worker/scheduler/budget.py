@@ -19,7 +19,7 @@ class BatchLimits:
     """Limits on the batch and on the queue, of numbers that the options let in. None: no such limit."""
 
     max_num_seqs: int = 64
-    """Slots: choices that run at the same time."""
+    """Choices that run at the same time."""
     max_num_batched_tokens: int = 2048
     max_solo_prefill_tokens: int | None = None
     """Tokens in a step of a single prefill, with no decode and nothing waiting; None: as in every other step."""
@@ -40,8 +40,8 @@ class BatchLimits:
     """TGI: ... unless this many steps have passed without an admission."""
 
     @property
-    def max_contested_slots(self) -> int:
-        """Slots that one request may hold while another tenant waits: half of them."""
+    def max_contested_choices(self) -> int:
+        """Choices of one request that may run while another tenant waits: half of the most."""
         return max(1, self.max_num_seqs // 2)
 
     @property

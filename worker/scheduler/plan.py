@@ -151,7 +151,7 @@ class StepPlan:
     num_preempted: int = 0
     """Sequences preempted for want of blocks."""
     num_yielded: int = 0
-    """Choices that gave their slots to another tenant."""
+    """Running choices that yielded to another tenant."""
 
     @property
     def num_tokens(self) -> int:

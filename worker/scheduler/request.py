@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
@@ -16,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cache.allocators.base import Allocation
+from cache.allocators.base import Allocation, Allocator
 from cache.hashing import extend_chain
 from cache.types import BlockHash
 from worker.contracts.engine import RequestKey
@@ -102,8 +103,8 @@ class Request:
     sequences: list[TokenSequence] = field(default_factory=list)
     """The unfinished ones, waiting or running."""
     num_cached_tokens: int = 0
-    loaded_tokens: dict[str, int] | None = None
-    """Those of the cached tokens that were loaded for it, by place."""
+    fetched_tokens: dict[str, int] | None = None
+    """Those of the cached tokens that were fetched for it, by place."""
     num_uncached_tokens: int = 0
     """Prompt tokens to compute, estimated at arrival."""
     started_s: float | None = None
@@ -166,14 +167,14 @@ class Request:
         return PromptLogprobs((None, *logprobs))
 
 
-class PrefixLoad(Protocol):
-    """Blocks of a prefix that come into the pool from elsewhere."""
+class FetchProgress(Protocol):
+    """Blocks of a prefix that are fetched into the pool."""
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come."""
+        """Return whether nothing more will come."""
 
-    def num_loaded_blocks(self) -> dict[str, int]:
+    def num_fetched_blocks(self) -> dict[str, int]:
         """Return the blocks that came, by place."""
 
 
@@ -190,12 +191,12 @@ class TokenSequence:
     waiting_for_prefix_of: tuple[TokenSequence, int] | None = None
     """The sequence that computes a prefix of this one, and its `num_computed` at the last look."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    load: PrefixLoad | None = None
-    """The last load that it has waited for."""
+    fetch: FetchProgress | None = None
+    """The last fetch that it has waited for."""
     hidden: np.ndarray | None = None
     """The sum of the hidden states of the computed tokens, or the last one, if its request asks for an embedding."""
-    has_loaded: bool = False
-    """It has had its own load, or needs none, since it last left the batch."""
+    has_fetched: bool = False
+    """It has had its own fetch, or needs none, since it last left the batch."""
     drafter: Drafter | None = None
     """Guesses its next tokens, with --speculate, from its first decode on."""
     order: tuple[float, int, int] = field(init=False)
@@ -231,6 +232,16 @@ class TokenSequence:
         """Return the hashes of the full blocks of `token_ids`. Each block is hashed once."""
         extend_chain(self.block_hashes, self.root, self.token_ids, len(self.token_ids) // block_size, block_size)
         return self.block_hashes
+
+    def reusable_hashes(self, block_size: int) -> list[BlockHash]:
+        """Return the hashes of the blocks that a cached prefix may have: the last token is always computed."""
+        return self.hash_blocks(block_size)[: (len(self.token_ids) - 1) // block_size]
+
+    def count_cached(self, allocator: Allocator) -> int:
+        """Return the tokens of its prefix that are in the pool, and that it may use."""
+        if not self.reuse:
+            return 0
+        return allocator.find(self.token_ids, self.root, hashes=self.hash_blocks(allocator.block_size))
 
     def fork(self) -> list[TokenSequence]:
         """Return one sequence per choice, which share all computed blocks. The first is this one."""
@@ -268,9 +279,9 @@ class TokenSequence:
         assert self.hidden is not None
         return Embedding(pooling.embedding(self.hidden, len(self.token_ids), embed.dimensions))
 
-    def loaded_tokens(self, block_size: int) -> dict[str, int] | None:
-        """Return the tokens that its own load has brought, by place; None without any."""
-        blocks = self.load.num_loaded_blocks() if self.has_loaded and self.load is not None else {}
+    def fetched_tokens(self, block_size: int) -> dict[str, int] | None:
+        """Return the tokens that its own fetch has brought, by place; None without any."""
+        blocks = self.fetch.num_fetched_blocks() if self.has_fetched and self.fetch is not None else {}
         return {place: count * block_size for place, count in blocks.items()} or None
 
     def release(self) -> None:
@@ -282,7 +293,7 @@ class TokenSequence:
         self.allocation = None
         self.num_computed = 0
         self.hidden = None
-        self.has_loaded = False
+        self.has_fetched = False
 
 
 class OrderedSequences:
@@ -294,14 +305,20 @@ class OrderedSequences:
 
     def __init__(self) -> None:
         self._sequences: list[TokenSequence] = []
+        self.tenants: Counter[str] = Counter()
+        """Sequences of each tenant that has any."""
 
     def add(self, sequence: TokenSequence) -> None:
+        self.tenants[sequence.tenant] += 1
         insort(self._sequences, sequence, key=_by_order)
 
     def remove(self, sequence: TokenSequence) -> None:
         position = bisect_left(self._sequences, sequence.order, key=_by_order)
         assert self._sequences[position] is sequence, f"no sequence at {sequence.order}"
         del self._sequences[position]
+        self.tenants[sequence.tenant] -= 1
+        if not self.tenants[sequence.tenant]:
+            del self.tenants[sequence.tenant]
 
     @property
     def last(self) -> TokenSequence:

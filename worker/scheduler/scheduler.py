@@ -16,10 +16,12 @@ from cache.allocators.base import Allocator
 from worker.common.logs import about
 from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import SampledToken, SequenceResult
-from worker.scheduler.admission import BatchAdmission, PrefixLoader
+from worker.scheduler.admission import BatchAdmission
 from worker.scheduler.budget import BatchLimits, PrefillBudget
+from worker.scheduler.choice_sharing import ChoiceSharing
 from worker.scheduler.fairness import FairShare
 from worker.scheduler.plan import PlannedChunk, StepPlan, plan_next_decode
+from worker.scheduler.prefix_wait import PrefixFetcher, PrefixWait
 from worker.scheduler.request import (
     OrderedSequences,
     Request,
@@ -51,14 +53,21 @@ class Scheduler:
         limits: BatchLimits,
         eos_token_ids: Iterable[int],
         speculation: Speculation | None = None,
+        fetcher: PrefixFetcher | None = None,
     ) -> None:
+        """Sequences wait while `fetcher` brings blocks of their prefix. `schedule` may then find nothing to plan."""
         self.allocator = allocator
         self.limits = limits
         self.speculation = speculation
         self.requests: dict[RequestKey, Request] = {}
         self.waiting = OrderedSequences()
         self.running = OrderedSequences()
-        self._admission = BatchAdmission(allocator, limits, self.waiting, self.running)
+        self._fetcher = fetcher
+        self._prefix_wait = PrefixWait(allocator, limits.await_prefixes, fetcher)
+        self._sharing = ChoiceSharing(limits, self.waiting, self.running)
+        self._admission = BatchAdmission(
+            allocator, limits, self.waiting, self.running, self._sharing, self._prefix_wait
+        )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._in_flight: list[StepPlan] = []
         """Steps between `schedule` and `update` or `retries`. The second is async."""
@@ -75,10 +84,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return len(self.waiting) > 0 or len(self.running) > 0
 
-    def load_prefixes(self, loader: PrefixLoader) -> None:
-        """Let waiting sequences load blocks of their prefix. While they do, `schedule` may find nothing to plan."""
-        self._admission.loader = loader
-
     def submit(self, request: Request) -> list[EngineOutput]:
         """Queue a request that `refusal` accepts. Choices that are resumed after their last token end here."""
         outputs = []
@@ -89,7 +94,7 @@ class Scheduler:
             outputs.insert(0, EngineOutput(request.key, Started(0)))
             request.started_s = request.first_token_s = request.arrival_s
         request.sequences = split_into_sequences(request, self.limits.max_num_seqs)
-        request.num_uncached_tokens = self._admission.count_uncached(request, reversed(self.requests.values()))
+        request.num_uncached_tokens = self._prefix_wait.count_uncached(request, reversed(self.requests.values()))
         for sequence in request.sequences:
             self.waiting.add(sequence)
         self.requests[request.key] = request
@@ -167,7 +172,7 @@ class Scheduler:
             if request.started_s is None:
                 request.started_s = now_s
                 request.num_cached_tokens = min(sequence.num_computed, len(request.prompt_ids))
-                request.loaded_tokens = sequence.loaded_tokens(self.allocator.block_size)
+                request.fetched_tokens = sequence.fetched_tokens(self.allocator.block_size)
                 plan.started.append(request)
         return plan
 
@@ -185,8 +190,8 @@ class Scheduler:
             return None
         if (plan := plan_next_decode(running, self._finished_in_flight)) is None:
             return None
-        has_slots = len(plan.chunks) < self.limits.max_num_seqs
-        if len(self.waiting) > 0 and (has_slots or self._admission.must_yield()):
+        has_room = len(plan.chunks) < self.limits.max_num_seqs
+        if len(self.waiting) > 0 and (has_room or self._sharing.must_yield()):
             return None
         for sequence, chunk in plan.chunks.items():
             assert sequence.allocation is not None
@@ -265,9 +270,8 @@ class Scheduler:
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocate blocks for `num_tokens`, and preempt from the end for them. False: that preempted the sequence."""
         assert sequence.allocation is not None
-        loader = self._admission.loader
         while not sequence.allocation.extend(num_tokens):
-            if loader is not None and loader.give_up_latest():
+            if self._fetcher is not None and self._fetcher.give_up_latest():
                 continue
             victim = self.running.last
             self._admission.preempt(victim)

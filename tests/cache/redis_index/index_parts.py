@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
-from cache.types import BlockHash, Epoch, IndexEntry, WorkerId
+from cache.types import BlockHash, IndexEntry
+from tests.members import make_member
 from tests.running import running
 from tests.waiting import HANG_S, until
 
@@ -21,10 +22,7 @@ EAGER = ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S)
 
 
 def member(name: str = "w0", epoch: str | None = None, model: str = "m") -> WorkerMember:
-    epoch = epoch or f"epoch-of-{name}"
-    return WorkerMember(
-        WorkerId(name), Epoch(epoch), "http://127.0.0.1:1", model, "n" * 32, "cpu-float32", 16, 4096, protocol=1
-    )
+    return make_member(name, epoch or f"epoch-of-{name}", url="http://127.0.0.1:1", model=model, namespace="n" * 32)
 
 
 def chain(length: int) -> list[BlockHash]:

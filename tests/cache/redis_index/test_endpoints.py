@@ -16,9 +16,10 @@ import pytest
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.types import BlockHash
 from tests.cache.redis_index.test_faults import GATEWAY_RIGHTS, WORKER_RIGHTS, running
 from tests.e2e.serving import free_ports
+from tests.members import make_member
 from tests.redis_server import REDIS_7, RedisServer, needs_redis_7, needs_redis_tls
 from tests.waiting import HANG_S, until
 
@@ -36,8 +37,7 @@ def folder() -> Iterator[Path]:
 
 
 def member(name: str) -> WorkerMember:
-    epoch = Epoch(f"epoch-{name}")
-    return WorkerMember(WorkerId(name), epoch, "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1)
+    return make_member(name, f"epoch-{name}", url="http://127.0.0.1:1")
 
 
 async def written(writer: IndexWriter, count: int) -> None:

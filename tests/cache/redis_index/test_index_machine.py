@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from benchmarks.simulation.memory_index import MemoryIndex
+from benchmarks.dev.simulation.memory_index import MemoryIndex
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import hash_chain, index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
-from cache.types import BlockHash, Epoch, Tier, WorkerId
+from cache.types import BlockHash, Tier, WorkerId
+from tests.members import make_member
 from tests.redis_server import RedisServer
 from tests.running import running
 from tests.waiting import HANG_S, until
@@ -40,9 +41,7 @@ EPOCHS = count()
 
 
 def new_member(worker_id: WorkerId) -> WorkerMember:
-    epoch = Epoch(f"e{next(EPOCHS)}")
-    tiers = TIERS[worker_id]
-    return WorkerMember(worker_id, epoch, "http://127.0.0.1:1", "m", "n", "cpu", 16, 4096, protocol=1, tiers=tiers)
+    return make_member(worker_id, f"e{next(EPOCHS)}", url="http://127.0.0.1:1", tiers=TIERS[worker_id])
 
 
 class SimulatedWorker:

@@ -15,8 +15,9 @@ from cache.redis_index import schema
 from cache.redis_index.registry import Registry
 from cache.redis_index.schema import Signer
 from cache.types import Epoch, WorkerId
+from tests.members import make_member
 
-MEMBER = WorkerMember(WorkerId("w0"), Epoch("e0"), "http://w0", "m", "n", "cpu", 16, 4096, protocol=1)
+MEMBER = make_member("w0", "e0")
 
 
 def state(version: int, *, written_ms: int = 500) -> bytes:

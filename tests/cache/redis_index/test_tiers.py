@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from benchmarks.index_load import fleet
+from benchmarks.dev.index_load import fleet
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, RedisIndex, SetChange, WriterSettings, schema
 from cache.redis_index.client import RedisClient, RedisDownError, Reply

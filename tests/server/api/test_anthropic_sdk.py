@@ -36,7 +36,7 @@ def client(target: RunningGateway) -> anthropic.AsyncAnthropic:
 
 @beta_async_tool
 async def get_weather(city: str) -> str:
-    """Tell the weather of a city."""
+    """Report the weather of a city."""
     return f"sunny in {city}"
 
 

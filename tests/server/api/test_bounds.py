@@ -128,7 +128,7 @@ async def test_tokens_that_an_answer_has_to_have_are_no_upper_bound(worker: Scri
 
 
 async def refused(target: RunningGateway, path: str, sent: Any, status: int = 400) -> str:
-    """The sentence for a request, which its API has; streams say no more, as they have not begun."""
+    """Return the error of a request in its API; a stream that has not begun gets the same."""
     sentences = set()
     for stream in (False, True) if len(str(sent)) < 1 << 20 else (True,):
         got, headers, raw = await post(target.url, {**sent, "stream": stream}, path)
@@ -167,7 +167,8 @@ TEXTS: Final[dict[str, Callable[[], str]]] = {
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_every_way_to_a_prompt_that_is_too_long_says_the_apis_sentence(worker: ScriptedWorker, path: str) -> None:
+async def test_a_prompt_that_is_too_long_gets_the_sentence_of_the_api(worker: ScriptedWorker, path: str) -> None:
+    """Every way to such a prompt gives the sentence of its API."""
     async with gateway(worker, max_body_bytes=64 << 20) as target:
         for text in TEXTS.values():
             check_sentence(path, await refused(target, path, body(path, text(), HUGE)))
@@ -261,7 +262,7 @@ async def test_a_stream_that_has_begun_says_it_in_its_last_events(worker: Script
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_limit_is_cut_to_the_context_of_the_worker_that_answers(
+async def test_a_limit_is_cut_to_the_context_of_the_answering_worker(
     worker: ScriptedWorker, bundle: TokenizerBundle, path: str
 ) -> None:
     """The model is learnt from the worker with the longer context."""

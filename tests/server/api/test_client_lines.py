@@ -194,7 +194,7 @@ def rendered(messages: list[Message]) -> str:
 
 
 @given(messages=st.lists(MESSAGES, min_size=1, max_size=4), first=LINES, second=LINES, own_part=st.booleans())
-def test_conversations_that_differ_only_in_the_line_are_one_prompt(
+def test_conversations_that_differ_in_the_line_share_a_prompt(
     messages: list[Message], first: str, second: str, own_part: bool
 ) -> None:
     system = msgspec.structs.replace(messages[0], role="system")

@@ -40,7 +40,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 async def answer_of(says: Says, text: str, bundle: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    """The message for a worker's text; asserts that the stream says the same, but for ids."""
+    """Return the message for a worker's text; assert that the stream has the same, except for ids."""
     worker = says(text, **(bundle or {}))
     worker.num_cached_tokens = 16
     async with gateway(worker) as target:

@@ -42,7 +42,7 @@ NAMES: Final = ("read", "write", "search")
 
 @pytest.fixture(scope="module", params=["without tools", "with tools"])
 def model(request: pytest.FixtureRequest, raw_tokenizer: Tokenizer) -> Iterator[ServedModel]:
-    """A model whose template knows no tools, so that they are written into the system message, and one that does."""
+    """A model whose template has no tools, which go into the system message, and one whose template has."""
     changes = {"chat_template": WITH_TOOLS} if request.param == "with tools" else {}
     with ThreadPoolExecutor(1) as executor:
         yield build_model(bundle_of(raw_tokenizer, **changes), executor, GatewayConfig(workers=("http://127.0.0.1:9",)))
@@ -391,7 +391,7 @@ def test_a_conversation_that_goes_on_keeps_its_prefix(model: ServedModel, answer
     assert parting_of(model, first, first).goes_on
 
 
-def test_the_same_place_without_its_volatile_text_would_share_the_rest(model: ServedModel) -> None:
+def test_without_the_volatile_text_the_rest_would_be_shared(model: ServedModel) -> None:
     a, b = (chat(f"Date: 2026-11-{day}.\n{LONG}", user=user) for day, user in ((24, "One"), (25, "Two")))
     parting = parting_of(model, a, b)
     assert parting.field == "messages[0].content"

@@ -1,19 +1,20 @@
-"""Every field of a body that a worker has to know reaches it, alone and as it is, also where it is nought."""
+"""Every sampling field of a body reaches the worker by itself and unchanged, also with the value 0."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from tests.server.conftest import ANSWER
+from tests.server.conftest import ANSWER, bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
-from worker.wire import Grammar, SamplingParams
+from worker.wire import Grammar, SamplingDefaults, SamplingParams
 
 PROMPT = "What is the capital of France?"
 ROUTES: dict[str, dict[str, Any]] = {
@@ -64,6 +65,30 @@ async def test_sampling_fields_reach_the_worker(worker: ScriptedWorker, path: st
             assert await sampling(**{name: value}) == replace(plain, **{name: expected}), name
         for value, grammar in GRAMMARS:
             assert await sampling(structured_outputs=value) == replace(plain, grammar=grammar)
+
+
+DEFAULTS = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, presence_penalty=1.5, max_tokens=7)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_field_that_is_not_sent_has_the_models_default(raw_tokenizer: Tokenizer, path: str) -> None:
+    bundle = bundle_of(raw_tokenizer, sampling_defaults=DEFAULTS)
+    worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+    body = {name: value for name, value in ROUTES[path].items() if name != "max_tokens"}
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, body | {"top_p": None}, path)
+        assert status == 200, raw
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "presence_penalty": 0.0, "max_tokens": 9}
+        assert (await post(target.url, body | neutral, path))[0] == 200
+        async with aiohttp.ClientSession() as session, session.get(f"{target.url}/v1/models") as listed:
+            (card,) = (await listed.json())["data"]
+    resolved, sent = (request.sampling for request in worker.received)
+    completes = path == "/v1/completions"
+    assert resolved == SamplingParams(
+        max_tokens=16 if completes else 7, temperature=0.6, top_k=20, top_p=0.95, presence_penalty=1.5
+    )
+    assert sent == SamplingParams(max_tokens=9)
+    assert card["default_sampling_params"] == DEFAULTS.shown()
 
 
 @pytest.mark.parametrize("path", ROUTES)

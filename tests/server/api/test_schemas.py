@@ -196,7 +196,7 @@ def _strict_place(holder: Any, api: str, *, is_tool: bool) -> Any:
     return {}
 
 
-async def test_a_schema_of_structured_outputs_and_of_completions_is_relaxed_too(says: Says) -> None:
+async def test_schemas_of_outputs_and_completions_are_relaxed_too(says: Says) -> None:
     worker = says("{}")
     async with gateway(worker) as target:
         for schema in (SET, json.dumps(SET)):

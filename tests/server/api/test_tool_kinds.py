@@ -24,7 +24,7 @@ from tests.server.api.test_tools import WEATHER, Says, follows
 from tests.server.gateway_app import gateway
 from tests.server.test_app import MESSAGES, chat, client, post
 from worker.grammar import GrammarCompiler
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar, SamplingParams, TokenizerBundle
 
 CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION: Any = {"type": "function", "name": "get_weather", "strict": False, "parameters": CITY}
@@ -184,7 +184,7 @@ async def test_the_grammars_compile_and_hold(says: Says, form: Any, choice: Any,
         compiler.close()
 
 
-async def test_a_named_custom_tool_without_a_grammar_and_the_allowed_ones(says: Says) -> None:
+async def test_a_named_custom_tool_without_a_grammar_and_allowed_tools(says: Says) -> None:
     worker = says('{"input": "text"}')
     tools = [{"type": "custom", "custom": {"name": "say"}}, WEATHER]
     async with gateway(worker) as target:
@@ -393,7 +393,7 @@ def test_random_mixes_round_trip(tools: list[dict[str, Any]], text: str, cuts: l
 def answered(rules: OutputRules, texts: list[str]) -> dict[str, Any]:
     """Stream a model's text as /v1/responses, and return the item of its call."""
     request = ResponsesRequest(model="m", input="x", stream=True)
-    formatter = ResponsesFormatter("resp_1", request, rules, None)  # type: ignore[arg-type]
+    formatter = ResponsesFormatter("resp_1", request, rules, SamplingParams(max_tokens=1), None)  # type: ignore[arg-type]
     events = b""
     for number, text in enumerate(texts):
         reason = "stop" if number == len(texts) - 1 else None

@@ -56,7 +56,7 @@ def authenticator(tmp_path: Path, text: str, throttle: AuthThrottle | None = Non
         (entry("k", extra="rpm = 5"), "rpm"),
         (entry("k", extra='models = "all"'), "models"),
         (entry("k", tenant="line\\nbreak"), "tenant"),
-        (entry("k") + entry("k", tenant="two"), "twice"),
+        (entry("k") + entry("k", tenant="two"), "duplicate digest"),
         ("keys = 5", "keys"),
         ("not toml", "TOML"),
     ],

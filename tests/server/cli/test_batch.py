@@ -58,9 +58,10 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-async def test_every_line_gets_its_answer_and_a_second_run_only_what_is_left(
+async def test_a_second_run_answers_only_the_lines_that_are_left(
     worker: ScriptedWorker, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Every line gets its answer; a second run asks only for those that are missing."""
     lines = [line(f"r{i}", chat(max_tokens=i + 1)) for i in range(5)]
     completion = line("c", {"model": "tiny", "prompt": "x"}, url="/v1/completions")
     files.ask(*lines, line("bad", {"model": "tiny"}), line("none", chat(model="none")), completion)
@@ -137,7 +138,7 @@ def test_a_bad_line_is_named_before_anything_is_sent(
     files: Files, capsys: pytest.CaptureFixture[str], second: str, what: str
 ) -> None:
     files.requests.write_text(f"{json.dumps(line('a'))}\n\n{second}\n")
-    assert status_of("batch", str(files.requests), str(files.answers), "--url", "http://127.0.0.1:1") == cli.REFUSED
+    assert status_of("batch", str(files.requests), str(files.answers), "--url", "http://127.0.0.1:1") == cli.BAD_USAGE
     error = capsys.readouterr().err
     assert what in error
     assert f"{files.requests}, line 3: " in error
@@ -154,7 +155,7 @@ def test_a_file_of_something_else_is_left_as_it_is(files: Files, capsys: pytest.
         (json.dumps(answer) + "\n", "has an answer to 'b', which"),
     ):
         files.answers.write_text(text)
-        assert status_of("batch", str(files.requests), str(files.answers)) == cli.REFUSED
+        assert status_of("batch", str(files.requests), str(files.answers)) == cli.BAD_USAGE
         assert what in capsys.readouterr().err
         assert files.answers.read_text() == text
     with files.answers.open("wb") as other:
@@ -164,7 +165,7 @@ def test_a_file_of_something_else_is_left_as_it_is(files: Files, capsys: pytest.
 
 
 class Moody:
-    """A server that answers each request as a script says, by its custom text."""
+    """A server that answers each request by a script, found by its custom text."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

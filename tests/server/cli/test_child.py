@@ -116,7 +116,7 @@ async def test_a_child_dies_with_its_parent() -> None:
     transport.close()
 
 
-async def test_the_last_lines_of_a_quiet_child_are_printed_when_it_dies() -> None:
+async def test_the_last_lines_of_a_quiet_child_are_printed_at_the_end() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     program = "import sys; [print(i) for i in range(100)]; print('no room', file=sys.stderr); sys.exit(2)"
     with pytest.raises(CommandError):

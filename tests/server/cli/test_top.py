@@ -103,7 +103,8 @@ def test_everything_is_on_the_screen() -> None:
 
 
 @pytest.mark.parametrize(("columns", "height"), [(80, 24), (40, 10), (200, 60)])
-def test_a_lost_worker_is_on_every_terminal_and_decisions_where_there_is_room(columns: int, height: int) -> None:
+def test_a_lost_worker_is_shown_on_every_terminal(columns: int, height: int) -> None:
+    """Decisions are shown where there is room."""
     seen = view(*(worker(f"w{i}") for i in range(64)), worker("w64", "lost"))
     shown = drawn(seen, columns, height).splitlines()
     assert max(map(len, shown)) <= columns

@@ -183,7 +183,8 @@ async def test_a_silent_stream_finds_out_whether_its_client_is_there(
     assert not rest
 
 
-async def test_http_1_0_keeps_a_connection_when_asked_to_and_the_body_has_a_length() -> None:
+async def test_http_1_0_keeps_a_connection_with_a_body_of_known_length() -> None:
+    """The client has to ask for it."""
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)

@@ -1,4 +1,4 @@
-"""Ports answer only to Host headers that they know, against DNS rebinding."""
+"""Ports answer only to known Host headers, against DNS rebinding."""
 
 from __future__ import annotations
 

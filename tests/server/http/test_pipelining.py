@@ -91,7 +91,7 @@ def test_a_flood_of_pipelined_requests_takes_turns_with_others(
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_answers_that_no_client_reads_hold_up_their_own_connection(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_answers_delay_only_their_own_connection(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         app = Counted(monkeypatch, answer_bytes=MIB)
         async with Port(None, app=app) as port:

@@ -284,7 +284,7 @@ def test_connection_that_waited_longest_makes_room() -> None:
     assert not Connection(limit).admitted, "all are at work"
 
 
-def test_answered_connections_wait_again_and_closed_ones_make_room() -> None:
+def test_answered_connections_are_idle_and_closed_ones_make_room() -> None:
     limit = ConnectionLimit(2)
     first, second = Connection(limit), Connection(limit)
     limit.begin(first)

@@ -119,7 +119,7 @@ async def test_disconnect_ends_the_answer() -> None:
         await answer(CancelOnDisconnect(client), lambda: pytest.fail("it has gone before"))
 
 
-async def test_an_answer_ends_at_its_deadline_or_when_the_process_stops() -> None:
+async def test_an_answer_ends_at_its_deadline_or_with_the_process() -> None:
     with pytest.raises(TimeoutError):
         await answer(CancelOnDisconnect(ClientConnection(), timeout_s=0.01))
     guard = CancelOnDisconnect(ClientConnection())

@@ -170,9 +170,9 @@ async def test_a_new_ca_is_trusted_without_a_restart(authority: Authority, tmp_p
 
 def test_a_worker_without_tls_is_refused_where_it_is_asked_for() -> None:
     networks = WorkerNetworks(tls_only=True)
-    assert networks.objection("https://127.0.0.1:1") is None
-    assert "does not speak TLS" in str(networks.objection("http://127.0.0.1:1"))
-    assert WorkerNetworks().objection("http://127.0.0.1:1") is None
+    assert networks.reject_reason("https://127.0.0.1:1") is None
+    assert "does not speak TLS" in str(networks.reject_reason("http://127.0.0.1:1"))
+    assert WorkerNetworks().reject_reason("http://127.0.0.1:1") is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A bundle that cannot be used costs its worker alone: the models of others are learnt all the same."""
+"""A bundle that cannot be used affects only its worker: the models of others are learnt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With an ops key, each route that changes something, or tells of a tenant, asks for it on every address."""
+"""With an ops key, each route that changes something or shows a tenant's data needs it, on every address."""
 
 from __future__ import annotations
 

@@ -69,9 +69,10 @@ async def test_the_next_turns_of_a_conversation_are_no_partings(gateway: Process
     assert await partings(gateway) == []
 
 
-async def test_each_tenant_has_rows_of_its_own_and_asking_for_them_needs_the_key(
+async def test_each_tenant_has_rows_of_its_own(
     bundle: TokenizerBundle, raw_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
+    """Reading them needs the ops key."""
     tenants = ("ann", "bob")
     entries = [f'[[keys]]\ndigest = "{digest_text(name.encode())}"\ntenant = "{name}"\n' for name in tenants]
     (tmp_path / "keys.toml").write_text("".join(entries))

@@ -14,7 +14,7 @@ def totals(at_s: float, num_decisions: int, cached_tokens: float, *ttft_counts: 
     return {**counted, "cached_tokens": cached_tokens, "output_tokens": 0.0, "in_flight": 1, "ttft_counts": ttft_counts}
 
 
-def test_rates_are_those_of_a_few_seconds_and_hits_those_of_a_minute() -> None:
+def test_rates_cover_seconds_and_hits_a_minute() -> None:
     traffic = Traffic((1.0, INF))
     first = traffic.add(totals(0.0, 0, 0.0, 0.0, 0.0))
     assert (first["decisions_per_s"], first["hit_rate"], first["ttft_p50_s"]) == (None, None, None)

@@ -9,7 +9,7 @@ from tests.server.scripted_worker import Die, Script, ScriptedWorker
 from worker.wire import Frame, GenerateRequest, Started, Tokens
 
 MakeWorker = Callable[..., ScriptedWorker]
-"""Each with an id of its own, and `ANSWER` to tell."""
+"""Each has its own id, and answers `ANSWER`."""
 
 
 def dies_after(worker: ScriptedWorker, num_tokens: int) -> Script:
@@ -28,7 +28,7 @@ def dies_after(worker: ScriptedWorker, num_tokens: int) -> Script:
 
 
 def stalls_after(worker: ScriptedWorker, num_tokens: int, *, hangs: bool = False) -> Script:
-    """Send that many tokens of choice 0 and no more; a worker that `hangs` answers no health check either."""
+    """Send that many tokens of choice 0, then stop. A worker that `hangs` answers no health check either."""
 
     async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
         yield Started(0)

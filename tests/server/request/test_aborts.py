@@ -86,9 +86,8 @@ async def test_a_stop_string_ends_one_choice_and_leaves_the_others(make: MakeWor
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("size", [1024, 160_000, 16 * MIB])
-async def test_a_client_that_leaves_is_an_abort_for_bodies_of_every_size(
-    make: MakeWorker, stream: bool, size: int
-) -> None:
+async def test_a_client_that_leaves_aborts_its_request(make: MakeWorker, stream: bool, size: int) -> None:
+    """For bodies of every size."""
     worker = make()
     worker.behave = stalls_after(worker, 1)
     body = json.dumps(chat(stream=stream)).encode()

@@ -52,7 +52,7 @@ def shown(delta: ChoiceDelta, token_bytes: TokenBytes) -> str:
     return b"".join(token_bytes[entry.token_id] for entry in delta.entries).decode()
 
 
-def test_the_possible_beginning_of_a_stop_string_is_released_at_the_end(token_bytes: TokenBytes) -> None:
+def test_the_start_of_a_stop_string_is_released_at_the_end(token_bytes: TokenBytes) -> None:
     choice = choice_of(token_bytes, stops=("END",))
     assert not take(choice, token_bytes, "aEN")
     assert drained(choice).text == "a"

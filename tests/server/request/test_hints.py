@@ -1,4 +1,4 @@
-"""The headers that the router heeds: sessions of agents, hard affinity and a TTFT budget."""
+"""Routing hints from request headers: sessions of agents, hard affinity and a TTFT budget."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ async def test_usage_has_the_engines_own_count(make: MakeWorker, guess: int, fou
 
 
 async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWorker) -> None:
-    """An engine refuses in the stream, after its adapter has said that the prefill begins. That is no poison."""
+    """An engine refuses in the stream, after its adapter has reported the start of the prefill. It is not poison."""
     for code in ("queue_full", "not_ready"):
         workers = [make() for _ in range(3)]
 
@@ -98,7 +98,8 @@ async def test_a_field_that_no_worker_serves_is_the_clients_error(
             assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
 
 
-async def test_a_stream_that_the_client_reads_stays_in_its_numerics_class(make: MakeWorker) -> None:
+async def test_a_read_stream_stays_in_its_numerics_class(make: MakeWorker) -> None:
+    """The client has output, so the answer cannot start again in another class."""
     own, other = make(pace_s=0.005), make(numerics="vllm-0.32.0")
     own.behave = dies_after(own, 3)
     async with gateway(own, other) as target:
@@ -109,7 +110,7 @@ async def test_a_stream_that_the_client_reads_stays_in_its_numerics_class(make: 
         assert target.router.placements[-1].worker.worker_id == own.worker_id
 
 
-async def test_an_answer_that_is_not_read_yet_begins_again_in_another_class(make: MakeWorker) -> None:
+async def test_an_unread_answer_starts_again_in_another_class(make: MakeWorker) -> None:
     own, other = make(), make(numerics="vllm-0.32.0")
     own.behave = dies_after(own, 3)
     async with gateway(own, other) as target:

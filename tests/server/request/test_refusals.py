@@ -74,9 +74,7 @@ async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
     assert statuses[9:12].count(200) == 1
 
 
-async def test_a_flood_is_answered_without_asking_the_workers_each_time(
-    make: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flood_does_not_reach_full_workers(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     pause_s = 2.0  # long enough for a slow machine to send the whole flood
     monkeypatch.setattr(retry_state, "BACKPRESSURE_S", pause_s)
     workers = make(), make()
@@ -94,7 +92,8 @@ async def test_a_flood_is_answered_without_asking_the_workers_each_time(
         assert (await post(target.url, chat()))[0] == 200
 
 
-async def test_a_request_that_kills_workers_is_stopped_and_remembered_as_poison(make: MakeWorker) -> None:
+async def test_a_request_that_kills_workers_is_poison(make: MakeWorker) -> None:
+    """It is stopped, and refused when it is repeated."""
     workers = [make() for _ in range(5)]
     for worker in workers:
         worker.behave = dies_after(worker, 0)
@@ -126,7 +125,7 @@ async def test_a_worker_that_calls_a_request_poisonous_is_believed(make: MakeWor
         assert (len(blaming.received), len(other.received)) == (1, 0)
 
 
-async def test_a_worker_whose_bundle_is_not_its_namespace_is_not_served(make: MakeWorker) -> None:
+async def test_a_bundle_of_another_namespace_is_refused(make: MakeWorker) -> None:
     liar = make(namespace="0" * 32)
     async with gateway(liar) as target:
         assert target.models.names() == []

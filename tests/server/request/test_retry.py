@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
 from server.errors import ApiError, InternalError, WorkerLostError
 from server.metrics import GatewayMetrics
 from server.request.retry import (
@@ -24,6 +22,7 @@ from server.request.retry import (
 from server.request.retry_state import RetryState
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
+from tests.members import make_member
 from worker.wire import Failed, SamplingParams
 
 SPEC: Any = SimpleNamespace(
@@ -48,7 +47,7 @@ def failure(
 ) -> ApiError | None:
     """Return why the request is not tried again."""
     try:
-        history.failed(member(name), error)
+        history.failed(make_member(name), error)
     except ApiError as failure:
         return failure
     return None
@@ -92,10 +91,6 @@ def test_a_request_that_fits_no_worker_is_too_long() -> None:
     assert "maximum context length is 8 tokens" in error.message
 
 
-def member(name: str = "w") -> WorkerMember:
-    return WorkerMember(WorkerId(name), Epoch("e"), "http://w", "m", "n", "cpu", 16, 4096, protocol=1)
-
-
 def lost(history: AttemptHistory, stage: Stage) -> ApiError | None:
     history.stage = stage
     return failure(history, WorkerLost("gone"))
@@ -105,7 +100,7 @@ def refusal(status: int = 429, retry_after_s: float | None = None) -> WorkerRefu
     return WorkerRefused(status, Failed("queue_full", "full", retryable=True, retry_after_s=retry_after_s))
 
 
-def test_two_workers_that_die_in_its_prefill_make_a_request_poison() -> None:
+def test_two_deaths_in_its_prefill_make_a_request_poison() -> None:
     history = new_history()
     assert lost(history, Stage.SENT) is None
     assert history.num_suspicions == 0, "it never had the request"
@@ -134,7 +129,7 @@ def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     assert [error is None for error in others] == [True] * (MAX_REFUSALS - 3) + [False]
 
 
-def test_a_worker_that_has_just_begun_another_epoch_is_asked_once_more() -> None:
+def test_a_worker_in_a_new_epoch_is_asked_once_more() -> None:
     history = new_history()
     failure(history, refusal(409))
     assert history.excluded == set()
@@ -149,7 +144,8 @@ def test_the_first_stale_connection_is_no_loss() -> None:
         assert history.num_losses == num_losses
 
 
-def test_lost_workers_are_readmitted_unless_the_request_is_a_poison_candidate() -> None:
+def test_lost_workers_are_readmitted() -> None:
+    """Unless the request is a poison candidate."""
     history = new_history()
     assert not history.readmit_lost(), "no worker was lost"
     lost(history, Stage.ANSWERED)

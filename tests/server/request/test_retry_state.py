@@ -1,4 +1,4 @@
-"""What generations share about failed attempts: full workers, the retry budget, poison requests."""
+"""Shared state of failed attempts: full workers, the retry budget, poison requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_only_the_refused_tenant_stays_away_and_only_for_a_while() -> None:
     assert not cache._by_tenant, "nothing is kept of a tenant that may never come again"
 
 
-def test_retries_are_earned_by_requests_and_by_time_and_saved_up_to_a_limit() -> None:
+def test_requests_and_time_earn_retries_up_to_a_limit() -> None:
     now_s = 0.0
     budget = RetryBudget(clock=lambda: now_s)
 

@@ -228,7 +228,7 @@ async def test_a_stranger_sees_no_token_and_no_prompt(
 
 
 async def test_a_proof_of_another_worker_is_of_no_use(proven: tuple[ProvenWorker, ProvenWorker, str]) -> None:
-    """The stranger passes the challenge on to a worker of the fleet, and its proof back."""
+    """The impostor relays the challenge to a worker of the fleet, and its proof back."""
     lost, healthy, file = proven
     seen: list[str] = []
 

@@ -1,6 +1,6 @@
-"""A newer peer sends values that this version does not know: they cost what they are about, never the peer.
+"""A newer peer sends values unknown to this version: only their feature is lost, never the peer.
 
-The places of such values are found in the types of the wire and of the registry, so a new one is tested by itself.
+The types of wire and registry list the places of such values, so new ones are tested automatically.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Place = tuple[str | int, ...]
 UNKNOWN: Final = ("of a newer version", "", "é\n\0" * 50)
 MODULES: Final = (cache.records, schema, wire, proof, peers)
 OPEN_LISTS: Final[dict[type, Place]] = {wire.Failed: (1,), WorkerMember: ("unsupported", 0)}
-"""Texts of which a reader knows some, without a type that lists them."""
+"""Texts of which a reader handles some, without a type that lists them."""
 
 
 class _Example:
@@ -156,9 +156,10 @@ def newer(member: WorkerMember, place: Place, value: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "place"), places(WorkerMember))
 @pytest.mark.parametrize("value", UNKNOWN, ids=["text", "empty", "long"])
-async def test_a_worker_that_answers_with_an_unknown_value_gets_requests(
+async def test_an_unknown_value_in_an_answer_costs_no_worker(
     make: MakeWorker, kind: type, place: Place, value: str
 ) -> None:
+    """The worker still gets requests."""
     worker = make()
 
     async def state(http: Request) -> Response:
@@ -181,9 +182,10 @@ async def test_a_worker_that_answers_with_an_unknown_value_gets_requests(
 @pytest.mark.parametrize(("kind", "place"), places(WorkerMember))
 @pytest.mark.parametrize("value", UNKNOWN, ids=["text", "empty", "long"])
 @pytest.mark.parametrize("secret", [b"", SECRET])
-def test_a_worker_registered_with_an_unknown_value_is_a_candidate(
+def test_an_unknown_value_in_the_registry_costs_no_worker(
     make: MakeWorker, kind: type, place: Place, value: str, secret: bytes
 ) -> None:
+    """The worker is still a candidate."""
     member = replace(make().member(), url="http://w0")
     signer, events = Signer(secret, "headstart", 0), list[str]()
     record = msgspec.json.encode(newer(member, place, value))

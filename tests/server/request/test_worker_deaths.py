@@ -169,7 +169,7 @@ async def test_a_kept_connection_that_broke_is_no_lost_worker(
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-async def test_a_stream_outlives_many_handovers_and_gets_a_lost_worker_back(make: MakeWorker) -> None:
+async def test_a_stream_outlives_many_handovers(make: MakeWorker) -> None:
     """A worker that stops hands over, which is no loss; a lost worker is asked again when there is no other."""
     worker = make()
     tries = count()

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.simulation.memory_index import MemoryIndex
+from benchmarks.dev.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.metrics import GatewayMetrics
@@ -16,7 +16,7 @@ from server.router.router import Router
 from server.router.types import RouteRequest
 from server.workers.connection import WorkerLost
 from server.workers.fleet import Fleet
-from worker.wire import PROTOCOL_VERSION
+from tests.members import make_member
 
 BLOCK = 16
 RATE = 1000.0
@@ -50,18 +50,8 @@ class Index:
 
 
 def member(name: str, epoch: str = "e", **changes: object) -> WorkerMember:
-    fields: dict[str, object] = {
-        "worker_id": WorkerId(name),
-        "epoch": Epoch(epoch),
-        "url": f"http://{name}:8000",
-        "model": "m",
-        "namespace": "n",
-        "numerics": "cpu",
-        "block_size": BLOCK,
-        "max_model_len": 100_000,
-        "protocol": PROTOCOL_VERSION,
-    }
-    return WorkerMember(**{**fields, **changes})  # type: ignore[arg-type]
+    fields = {"url": f"http://{name}:8000", "block_size": BLOCK, "max_model_len": 100_000}
+    return make_member(name, epoch, **{**fields, **changes})
 
 
 def incarnations(*names: str) -> frozenset[WorkerIncarnation]:
@@ -108,7 +98,7 @@ class Fleets:
         return self.states[url]
 
     def run_fifo(self) -> None:
-        """Let every worker run its prefills one by one. Call it before anything else."""
+        """Make every worker run its prefills one by one. Call it before anything else."""
         for each in list(self.index.registered.values()):
             self.index.register(replace(each, prefill_order="fifo"))
 

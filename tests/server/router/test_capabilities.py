@@ -1,4 +1,4 @@
-"""Workers that differ in what they can serve: the router passes over those that cannot, and says why none can."""
+"""Workers with different features: the router skips those that cannot serve a request, and reports why none can."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ async def test_only_workers_with_the_adapter_get_its_requests() -> None:
     fleets = Fleets()
     fleets.index.register(member("a"))
     fleets.index.register(member("b", adapters=("pirate",)))
-    assert {await fleets.worker(chain(3), adapter="pirate") for _ in range(5)} == {"b"}
+    assert {await fleets.worker(chain(3), lora="pirate") for _ in range(5)} == {"b"}
     with pytest.raises(NoWorkerError, match="without this adapter"):
-        await fleets.place(chain(3), adapter="lawyer")
+        await fleets.place(chain(3), lora="lawyer")
 
 
 async def test_each_worker_has_its_own_order_of_prefills() -> None:
@@ -85,7 +85,8 @@ async def test_each_worker_has_its_own_order_of_prefills() -> None:
     assert type(estimates[member("fifo").worker_id]) is FifoLoadEstimate
 
 
-async def test_a_correction_counts_once_in_the_hit_rate_and_the_accuracy() -> None:
+async def test_a_correction_counts_once() -> None:
+    """In the hit rate, and in the accuracy of the index."""
     fleets = Fleets()
     fleets.index.register(member("a"))
     hashes = chain(40)
@@ -120,7 +121,8 @@ async def test_embeddings_and_text_go_to_the_workers_that_make_them() -> None:
     assert {await fleets.worker(chain(9)) for _ in range(5)} == {"a"}
 
 
-async def test_a_field_that_no_text_worker_has_is_named_where_others_embed() -> None:
+async def test_embedding_workers_do_not_hide_a_missing_feature() -> None:
+    """The error names the feature that no text worker has."""
     fleets = fleet_of(a=LIMITED)
     fleets.index.register(member("b", embedding_size=64))
     with pytest.raises(NoWorkerError) as caught:

@@ -39,7 +39,7 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
     assert three.router.index_state()["blind"]
     three.index.away = False
     three.clock.now_s += 1.0
-    await three.fleet.poll()  # a poll alone notices that the index is back
+    await three.fleet.poll()  # a poll by itself notices that the index is back
     assert not three.router.index_state()["blind"]
 
 

@@ -1,4 +1,4 @@
-"""The cheapest way to a prompt's blocks: loaded, fetched, computed, and only from workers that can give."""
+"""The cheapest plan for a prompt's blocks: from tiers, from peers that can give, or computed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def brute_force_s(
         for stop, (tier_end, tier_rate), before in zip(stops, tiers, [(start, 0.0), *tiers], strict=False):
             moved = max(0, min(stop, tier_end) - end)
             if moved and (not tier_rate or end < before[0]):
-                break  # it holds what lies behind the end of the place before
+                break  # its blocks come after the end of the place before
             seconds += moved / tier_rate if moved else 0.0
             end += moved
         else:
@@ -64,7 +64,8 @@ def test_the_plan_is_the_cheapest_of_all(data: st.DataObject) -> None:
     assert plan.fetch_s == pytest.approx(sum(moved_s))
 
 
-def test_a_tier_without_a_rate_gives_nothing_and_blocks_what_lies_behind() -> None:
+def test_a_tier_without_a_rate_gives_nothing() -> None:
+    """Tiers after it cannot be reached across its blocks."""
     assert cheapest_plan(100, 10, 1.0, [(50, 0.0), (80, 100.0)]) is None
     assert cheapest_plan(100, 50, 1.0, [(50, 0.0), (80, 100.0)]) == FetchPlan(80, (0, 30), 0, 0.3), "none needed of it"
     assert cheapest_plan(100, 10, 1.0, [(50, 0.0)], 90, 100.0) == FetchPlan(90, (), 80, 0.8)
@@ -123,7 +124,8 @@ def test_no_other_worker_is_a_peer(peer: WorkerMember, load: WorkerLoad) -> None
     assert fetched(decision, "empty") == 0
 
 
-def test_a_worker_that_fetches_none_or_has_no_layout_gets_no_source() -> None:
+def test_a_worker_that_cannot_fetch_gets_no_source() -> None:
+    """It has no fetch rate, no layout, or computes faster."""
     full = Candidate(mover("full"), report(), 40)
     decision = decided(
         full,
@@ -170,7 +172,8 @@ def test_the_least_loaded_of_equal_peers_gives() -> None:
     assert {scorer.choose_peer([idle, twin], dry_run=True).worker_id for _ in range(50)} == {"idle"}
 
 
-def test_a_placement_promises_what_is_moved_and_books_what_is_computed() -> None:
+def test_a_placement_promises_fetched_tokens() -> None:
+    """The load estimate counts only the computed ones."""
     scorer = Fleets().router.scorer
     full = Candidate(mover("full"), report(draining=True), 40)
     disk = Candidate(
@@ -245,7 +248,8 @@ def test_an_eviction_costs_what_getting_the_block_back_costs(fetch_rate: float, 
     assert cost.kv_wait_s(2.0, 4.0, 2.0, weight) >= 2.0, "blocks that do not fit are waited for"
 
 
-def test_a_copy_costs_a_share_of_computing_it_however_fast_the_link() -> None:
+def test_a_copy_costs_a_share_of_computing_it() -> None:
+    """However fast the link is."""
     cost = CostModel()
     assert cost.fetch_cost_s(FetchPlan(1000, (), 1000, 0.001), RATE) == pytest.approx(0.04 * 1000 / RATE)
     assert cost.fetch_cost_s(FetchPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"

@@ -32,7 +32,7 @@ async def test_a_session_stays_whatever_the_cost() -> None:
     assert set(homes.values()) == set("abcd")
 
 
-async def test_without_its_worker_a_session_goes_to_the_next_and_comes_back(three: Fleets) -> None:
+async def test_a_session_leaves_a_draining_worker_and_returns(three: Fleets) -> None:
     home = await three.worker(chain(10), affinity_key="s", hard_affinity=True)
     three.index.memory.publish(WorkerId(home), load=WorkerLoad(draining=True))
     following = {await three.worker(chain(10), affinity_key="s", hard_affinity=True) for n in range(8)}

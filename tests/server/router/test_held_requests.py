@@ -1,4 +1,4 @@
-"""Requests wait at the gateway while every worker would let them wait longer, and go where the index says then."""
+"""Requests wait at the gateway while their wait at workers would be long, and are then placed by the index."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def held(fleets: Fleets, num: int) -> None:
 
 
 def pass_time(fleets: Fleets, seconds: float, left_s: float = 0.0) -> None:
-    """Let time pass, after which so much prefill is left at each worker."""
+    """Advance the clock, and leave `left_s` of prefill at each worker."""
     fleets.clock.now_s += seconds
     for name in "ab":
         queue(fleets, name, left_s)
@@ -75,7 +75,8 @@ def test_priorities_come_first_and_then_tenants_in_turn(arrivals: list[tuple[str
 
 
 @given(st.floats(0.0, 1000.0), st.floats(0.0, 1000.0))
-def test_a_request_stays_while_its_worker_would_let_it_wait_and_it_came_lately(wait_s: float, at_s: float) -> None:
+def test_a_request_stays_while_its_wait_would_be_long(wait_s: float, at_s: float) -> None:
+    """Long, that is, compared with its wait so far."""
     queue = HeldRequests[str](3.0)
     held = queue.add("x", request(), 50.0, 0.0)
     assert held is not None

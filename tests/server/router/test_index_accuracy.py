@@ -23,7 +23,8 @@ def test_a_blind_index_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len([r for r in caplog.records if "is blind" in r.getMessage()]) == 1
 
 
-def test_few_requests_prove_nothing_and_a_doubtful_index_keeps_its_state() -> None:
+def test_the_state_changes_only_on_clear_evidence() -> None:
+    """Not after few requests, nor between the two limits."""
     blind, seeing = (IndexAccuracy(window=20, min_requests=10, min_tokens=100) for _ in range(2))
     for _ in range(9):
         blind.add(predicted=100, found=0)

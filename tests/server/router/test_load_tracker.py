@@ -106,7 +106,8 @@ def test_without_others_the_report_age_is_zero() -> None:
     assert worker.report_age_s(11.0) == 0.0
 
 
-def test_assigned_work_is_the_increase_of_the_counter_and_own_work_at_once() -> None:
+def test_assigned_work_includes_own_work_at_once() -> None:
+    """Other work is the increase of the worker's counter."""
     worker = fifo()
     worker.observe(WorkerLoad(assigned_prefill_s=100.0), 0.0, ME)
     assert worker.assigned.at(0.0) == 0.0, "work assigned before this gateway looked is not recent"
@@ -117,7 +118,7 @@ def test_assigned_work_is_the_increase_of_the_counter_and_own_work_at_once() -> 
     assert worker.assigned.at(61.5) == pytest.approx(5.0 / math.e)
 
 
-def test_without_reports_own_work_decays_and_is_not_counted_twice_later() -> None:
+def test_own_work_is_not_counted_twice_by_a_late_report() -> None:
     worker = fifo()
     worker.observe(WorkerLoad(assigned_prefill_s=0.0), 0.0, ME)
     worker.add(3.0, 1, now_s=1.0)
@@ -141,7 +142,7 @@ def test_blocks_arrive_until_a_report_includes_them() -> None:
     assert worker.num_arriving_blocks(1.3) == 0, "a request that never began takes no blocks"
 
 
-def test_without_reports_blocks_do_not_arrive_for_ever() -> None:
+def test_without_reports_blocks_stop_arriving() -> None:
     worker = fifo()
     worker.start(worker.add(1.0, 10, 0.0, num_new_blocks=8), 1.0, now_s=0.0)
     assert worker.num_arriving_blocks(0.5) == 8
@@ -209,7 +210,8 @@ def test_elapsed_time_is_subtracted_from_started_prefills(remaining_s: list[floa
     assert delay(once, huge_s, elapsed_s)[0] == pytest.approx(left_s, abs=1e-6)
 
 
-def test_a_shared_queue_counts_displaced_prefills_and_the_work_of_others() -> None:
+def test_a_shared_queue_counts_displaced_prefills() -> None:
+    """And the work of other gateways."""
     worker = shared()
     worker.start(worker.add(8.0, 1, now_s=0.0), 8.0, now_s=0.0)
     assert delay(worker, 2.0, 0.0) == (2.0, 0.5), "it shares each step with the oldest"

@@ -90,7 +90,7 @@ def test_memory_is_bounded() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=25))
-def test_a_parting_is_the_longest_beginning_that_an_earlier_prompt_has(prompts: Sequence[Sequence[int]]) -> None:
+def test_a_parting_is_the_longest_known_beginning(prompts: Sequence[Sequence[int]]) -> None:
     traffic = Traffic()
     seen: list[Sequence[int]] = []
     counted = 0

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cache.records import WorkerLoad, WorkerMember
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.records import WorkerLoad
+from cache.types import BlockHash
 from server.router.cost import CostModel, WorkerView
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.policies import POLICIES, FleetView, Policy, make_policy
 from server.router.types import RouteRequest
+from tests.members import make_member
 
 COST = CostModel()
 
@@ -27,7 +28,7 @@ def view(
     **changes: Any,
 ) -> WorkerView:
     """One idle worker that holds nothing of the prompt, but for what is named."""
-    member = WorkerMember(WorkerId(name), Epoch("e"), "http://x", "m", "n", "cpu", 16, 4096, protocol=1)
+    member = make_member(name)
     load = WorkerLoad(
         num_running=num_running, num_waiting=num_waiting, num_free_blocks=num_free_blocks, num_blocks=num_blocks
     )
@@ -43,7 +44,7 @@ def view(
         "num_displaced": 0.0,
         "kv_usage": 0.0,
         "kv_wait_s": 0.0,
-        "recent_s": 0.0,
+        "assigned_s": 0.0,
         "report_age_s": 0.0,
     }
     return WorkerView(member, load, estimate, **{**fields, **changes})
@@ -54,8 +55,8 @@ def make_request(num_blocks: int = 10, **changes: str) -> RouteRequest:
     return RouteRequest("r", "m", num_blocks * 16 + 1, hashes, affinity_key=changes.get("affinity_key"))
 
 
-def chosen(policy: Policy, request: RouteRequest, *workers: WorkerView, recent_s: float = 0.0) -> set[str]:
-    scores = policy.scores(request, workers, FleetView(COST, recent_s, len(workers), draw=lambda: 0.5))
+def chosen(policy: Policy, request: RouteRequest, *workers: WorkerView, assigned_s: float = 0.0) -> set[str]:
+    scores = policy.scores(request, workers, FleetView(COST, assigned_s, len(workers), draw=lambda: 0.5))
     assert len(scores) == len(workers)
     return {w.member.worker_id for w, score in zip(workers, scores, strict=True) if score == min(scores)}
 
@@ -69,7 +70,7 @@ def test_headstart_weighs_the_prefill_more_the_busier_the_fleet() -> None:
     policy = make_policy("headstart")
     warm, idle = view("warm", queue_s=1.5, prefill_s=0.5), view("idle", prefill_s=1.5)
     assert chosen(policy, make_request(), warm, idle) == {"idle"}
-    assert chosen(policy, make_request(), warm, idle, recent_s=0.8 * 120) == {"warm"}
+    assert chosen(policy, make_request(), warm, idle, assigned_s=0.8 * 120) == {"warm"}
 
 
 def test_the_wait_for_blocks_grows_with_the_fill_of_the_pool() -> None:
@@ -103,7 +104,9 @@ def test_headstart_avoids_a_holder_with_a_full_pool() -> None:
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:
-    assert chosen(make_policy("headstart"), make_request(), view("a", recent_s=9.0), view("b", recent_s=3.0)) == {"b"}
+    assert chosen(make_policy("headstart"), make_request(), view("a", assigned_s=9.0), view("b", assigned_s=3.0)) == {
+        "b"
+    }
 
 
 def test_headstart_draws_where_other_gateways_may_have_sent_work() -> None:
@@ -124,7 +127,7 @@ def test_a_cache_key_is_a_hint_that_any_match_or_queue_outweighs() -> None:
     for request, home in zip(requests, homes, strict=True):
         (name,) = home
         others = [other for other in names if other != name]
-        busy_lately = view(name, recent_s=5.0)
+        busy_lately = view(name, assigned_s=5.0)
         assert chosen(second, request, *map(view, reversed(others)), busy_lately) == home
         assert name not in chosen(first, request, *map(view, others), view(name, queue_s=0.05))
         warm = view("warm", matched_tokens=160, prefill_s=0.01)

@@ -9,26 +9,17 @@ from hypothesis import strategies as st
 
 from cache.hashing import hash_chain, index_entry
 from cache.records import WorkerMember
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.types import BlockHash
 from server.router.prefix_tree import MAX_HOLDERS, PrefixTree, SharedPrefix, tree_rows
 from server.router.types import RouteRequest
+from tests.members import make_member
 
 SIZE = 16
 ROOT = BlockHash(b"r" * 16)
 
 
 def member(name: str, epoch: str = "e", model: str = "m") -> WorkerMember:
-    return WorkerMember(
-        worker_id=WorkerId(name),
-        epoch=Epoch(epoch),
-        url=f"http://{name}",
-        model=model,
-        namespace="n",
-        numerics="cpu-float32",
-        block_size=SIZE,
-        max_model_len=1000,
-        protocol=1,
-    )
+    return make_member(name, epoch, model=model, block_size=SIZE)
 
 
 def chain(*blocks: int) -> list[BlockHash]:

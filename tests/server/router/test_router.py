@@ -91,7 +91,7 @@ async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     assert three.router.scorer.hit_rate(worker_id) is None
 
 
-async def test_a_mostly_cached_prompt_goes_to_its_holder_past_a_long_prefill(three: Fleets) -> None:
+async def test_a_mostly_cached_prompt_passes_a_long_prefill(three: Fleets) -> None:
     """At a FIFO worker it would wait for nine seconds."""
     hashes = chain(40)
     three.index.memory.publish(

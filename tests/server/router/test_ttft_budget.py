@@ -29,7 +29,8 @@ async def test_the_best_worker_within_the_budget_is_chosen(three: Fleets) -> Non
     assert await two.worker(hashes, ttft_budget_s=1.0) == "a"
 
 
-async def test_a_missed_budget_names_the_earliest_prediction_and_places_nothing(three: Fleets) -> None:
+async def test_a_missed_budget_places_nothing(three: Fleets) -> None:
+    """The error names the earliest prediction."""
     with pytest.raises(TtftBudgetError, match=r"predicted after 1\.61 s, and the budget is 0\.5 s"):
         await three.place(chain(100), ttft_budget_s=0.5)
     assert three.router.scorer.num_outstanding() == 0

@@ -142,7 +142,7 @@ def test_a_schema_has_the_same_language_wherever_it_is_placed(schema: dict[str, 
 @pytest.mark.deep
 @given(rooted())
 @settings(max_examples=1500, deadline=None)
-def test_many_schemas_have_the_same_language_wherever_they_are_placed(schema: dict[str, Any]) -> None:
+def test_many_schemas_have_the_same_language_in_every_place(schema: dict[str, Any]) -> None:
     check_same_language(schema, range(4))
 
 

@@ -216,7 +216,7 @@ async def test_tokens_that_a_template_would_put_together_are_text(fields: dict[s
     assert count(ids) == 2, "those of the template"
 
 
-async def test_a_continued_message_shares_its_prefix_with_the_next_turn() -> None:
+async def test_a_continued_message_shares_its_prefix_with_the_next() -> None:
     said = "Write <|im_end|> to end <|im_"
     messages = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": said}]
     ids = await ids_of(request(messages, continue_final_message=True), model())

@@ -183,7 +183,8 @@ CASES = [
     ),
     Case(
         "glm45",
-        '<think>hm</think>\n<tool_call>get_weather\n<arg_key>options</arg_key>\n<arg_value>{"a": [1]}</arg_value>\n</tool_call>',
+        "<think>hm</think>\n<tool_call>get_weather\n<arg_key>options</arg_key>\n"
+        '<arg_value>{"a": [1]}</arg_value>\n</tool_call>',
         [("get_weather", {"options": {"a": [1]}})],
         "",
         "hm",
@@ -200,7 +201,8 @@ CASES = [
     # MiniMax
     Case(
         "minimax_m2",
-        'hm\n</think>\n\nHi\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Köln</parameter>\n'
+        'hm\n</think>\n\nHi\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Köln</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
         [LONG, NOW],
         "Hi",
@@ -209,7 +211,8 @@ CASES = [
     ),
     Case(
         "minimax_m2",
-        '<minimax:tool_call><invoke name="get_weather"><parameter name="tags">["a"]</parameter></invoke></minimax:tool_call>',
+        '<minimax:tool_call><invoke name="get_weather"><parameter name="tags">["a"]</parameter>'
+        "</invoke></minimax:tool_call>",
         [("get_weather", {"tags": ["a"]})],
     ),
     # Granite, Phi-4, Command A, Hunyuan, Nemotron Nano, Apertus, InternLM: JSON between markers
@@ -248,7 +251,8 @@ CASES = [
     Case("nemotron", f"hm</think>\n\n<TOOLCALL>[{objects(*BOTH)}]</TOOLCALL>", [LONG, NOW], "", "hm", "inside"),
     Case(
         "apertus",
-        f'<|inner_prefix|>hm<|inner_suffix|>Hi <|tools_prefix|>[{{"get_weather": {LONG_JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
+        f'<|inner_prefix|>hm<|inner_suffix|>Hi <|tools_prefix|>[{{"get_weather": {LONG_JSON}}}, '
+        '{"now": {}}]<|tools_suffix|>',
         [LONG, NOW],
         "Hi",
         "hm",
@@ -338,7 +342,8 @@ CASES = [
     Case(
         "step3",
         '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
-        '<steptml:parameter name="city">Köln</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
+        '<steptml:parameter name="city">Köln</steptml:parameter></steptml:invoke>'
+        "<｜tool_call_end｜><｜tool_calls_end｜>",
         [CITY],
     ),
 ]
@@ -407,7 +412,7 @@ def test_what_a_family_documents(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_cut_of_what_a_family_documents(number: int) -> None:
-    """A stream is the whole. A text that ends anywhere gives a beginning of each call, and no call that is not there."""
+    """A stream is the whole. A text that ends anywhere gives a beginning of each call, and no other call."""
     case = CASES[number]
     rules, text = rules_of(case), case.text
     whole = message(rules, [text])

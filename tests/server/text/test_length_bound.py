@@ -1,4 +1,4 @@
-"""A text that fits is never refused: no tokenizer gives fewer tokens than its bound says."""
+"""A text that fits is never refused: no tokenizer gives fewer tokens than its bound."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def made(name: str) -> tuple[Tokenizer, LengthBound | None]:
 @pytest.mark.parametrize("name", BOUNDED)
 @settings(max_examples=40, deadline=None)
 @given(text=TEXTS)
-def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, text: str) -> None:
+def test_no_text_has_fewer_tokens_than_its_bound(name: str, text: str) -> None:
     tokenizer, bound = made(name)
     assert bound is not None
     assert run_now(bound.least_tokens(text)) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -158,7 +158,7 @@ def test_long_texts_have_a_large_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_components_that_may_lose_or_fuse_characters_have_no_bound(name: str) -> None:
+def test_steps_that_may_lose_or_fuse_characters_have_no_bound(name: str) -> None:
     tokenizer, bound = made(name)
     assert bound is None, len(tokenizer.encode("\U0001f600z" * 500).ids)
 

@@ -80,6 +80,15 @@ def test_windows_give_the_ids_of_the_whole(name: str, composes: bool, text: str,
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def test_a_word_that_a_combining_mark_ends_is_encoded_whole() -> None:
+    tokenizer, _ = tokenizer_of("smollm2", composes=True)
+    windows = _windows("smollm2", True, 81)
+    assert windows is not None
+    text = "a" * 300 + "q\u0323\u0307  \na"
+    ids = list(chain.from_iterable(windows.ids(text, 0, len(text))))
+    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("text", ["THE quick \x1d" + " " * 300, "\r\n" + " " * 300, "a\x1c" + " " * 300 + "b"])
 def test_long_runs_of_spaces_behind_what_only_python_calls_space(name: str, text: str) -> None:

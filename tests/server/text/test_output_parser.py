@@ -163,7 +163,7 @@ def test_the_format_is_derived_from_the_template() -> None:
     assert format_of("nothing") is None
 
 
-def test_arguments_in_quotes_that_are_cut_off_are_read_as_far_as_they_came() -> None:
+def test_quoted_arguments_that_are_cut_are_read_to_the_cut() -> None:
     parser = OutputParser(HERMES)
     deltas = parser.feed('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1', last=True)
     assert deltas == [("call", "f"), ("arguments", '{"a": 1')]

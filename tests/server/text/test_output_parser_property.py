@@ -43,7 +43,8 @@ MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[AR
 HEADS = [
     f"<function=f>\n<parameter=a>\n{WITNESS}\n</parameter>\n</function>",
     f'<invoke name="f"><parameter name="a">{WITNESS}</parameter></invoke>',
-    f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">[{WITNESS}]</｜DSML｜parameter></｜DSML｜invoke>',
+    f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">[{WITNESS}]</｜DSML｜parameter>'
+    "</｜DSML｜invoke>",
     f"f\n<arg_key>a</arg_key>\n<arg_value>{WITNESS}</arg_value>",
     "functions.f:0<|tool_call_argument_begin|>{}",
     "f<｜tool▁sep｜>{}",
@@ -140,7 +141,7 @@ RULED = st.sampled_from(RULES).flatmap(lambda rules: st.tuples(st.just(rules), t
 
 
 def merged(deltas: Sequence[OutputDelta]) -> list[tuple[str, str]]:
-    """Join neighbours of one kind; each call stands alone."""
+    """Join neighbours of one kind; each call stays separate."""
     found: list[tuple[str, str]] = []
     for kind, text in deltas:
         if found and kind == found[-1][0] != "call":

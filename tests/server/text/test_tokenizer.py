@@ -62,7 +62,7 @@ async def test_bos_is_added_once(bundle: TokenizerBundle, executor: ThreadPoolEx
     assert 0 not in await with_bos.encode("hi")
 
 
-def test_a_tokenizer_that_treats_the_first_segment_specially_is_not_cut(
+def test_a_tokenizer_with_a_special_first_segment_is_not_cut(
     bundle: TokenizerBundle, executor: ThreadPoolExecutor
 ) -> None:
     raw = RawTokenizer.from_buffer(bundle.tokenizer_json)

@@ -51,7 +51,8 @@ async def read_all(connection: HttpConnection) -> bytes:
     return b"".join(parts)
 
 
-async def test_a_connection_is_reused_after_an_answer_that_comes_byte_by_byte(pool: ConnectionPool) -> None:
+async def test_a_connection_is_reused_after_a_slow_answer(pool: ConnectionPool) -> None:
+    """The answer arrives byte by byte."""
     peers = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -31,7 +31,8 @@ def static(name: str = "z", **changes: object) -> Fleets:
     return fleets
 
 
-async def test_the_breaker_opens_for_longer_each_time_until_the_worker_restarts() -> None:
+async def test_the_breaker_opens_for_longer_each_time() -> None:
+    """Until the worker restarts."""
     fleets = static()
     await fleets.fleet.poll()
     worker_id = WorkerId("z")
@@ -66,7 +67,7 @@ async def test_without_a_lease_the_load_is_what_the_worker_answers() -> None:
     assert candidate.load_age_s == 2.0
 
 
-async def test_a_model_may_exist_until_every_listed_worker_has_answered() -> None:
+async def test_a_model_may_exist_until_all_workers_have_answered() -> None:
     fleets = static("z")
     state = fleets.states.pop("http://z:8000")
     assert fleets.fleet.may_have("m")
@@ -122,7 +123,7 @@ async def test_a_worker_that_changes_its_namespace_is_dropped() -> None:
 
 
 class SignedFleet:
-    """A fleet with a cluster secret, of one worker that answers with its epoch e2, and what the registry says of it."""
+    """A fleet with a cluster secret and one worker, which answers with its epoch e2; and its registry entry."""
 
     def __init__(self, workers: tuple[str, ...] = ()) -> None:
         self.clock = Clock()

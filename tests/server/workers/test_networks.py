@@ -30,7 +30,7 @@ REQUEST = GenerateRequest("r", "g", "e", bytes(16), [1], (ChoiceState(0, 1),), S
 @example(host="h", port=":0")
 def test_an_accepted_url_can_be_parsed(host: str, port: str) -> None:
     url = f"http://{host}{port}"
-    if WorkerNetworks().objection(url) is None:
+    if WorkerNetworks().reject_reason(url) is None:
         address = WorkerAddress(url)
         assert address.host
         assert 0 < address.port < 65536
@@ -44,7 +44,7 @@ def test_an_accepted_url_can_be_parsed(host: str, port: str) -> None:
 )  # fmt: skip
 async def test_an_unusable_url_is_refused_and_loses_only_its_worker(url: str) -> None:
     assert not is_worker_url(url)
-    assert WorkerNetworks().objection(url) is not None
+    assert WorkerNetworks().reject_reason(url) is not None
     with pytest.raises(ValueError, match="--workers"):
         check_target(url)
     client = WorkerClient()

@@ -168,7 +168,7 @@ async def test_the_token_of_an_instance_opens_no_other() -> None:
                 assert answer.status in (400, 413)
 
 
-async def test_a_worker_reached_by_another_name_is_asked_where_it_is_registered() -> None:
+async def test_a_worker_under_another_name_is_asked_at_its_own_url() -> None:
     token = gateway_token(b"secret")
     service = WorkerService(WorkerMetrics())
     client = WorkerClient(token)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.worker.adapter.rig import write_tokenizer
-from worker.adapter import engine
+from worker.adapter import watch
 
 
 @pytest.fixture
@@ -22,5 +22,5 @@ def engine_folder() -> Iterator[Path]:
 @pytest.fixture
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is asked for its counts every few milliseconds."""
-    monkeypatch.setattr(engine, "WATCH_S", 0.01)
-    monkeypatch.setattr(engine, "LIST_ADAPTERS_S", 0.0)
+    monkeypatch.setattr(watch, "WATCH_S", 0.01)
+    monkeypatch.setattr(watch, "LIST_LORAS_S", 0.0)

@@ -21,7 +21,7 @@ from tests.waiting import until
 from worker.adapter.api import Chunk, EngineApi, EngineLoad, EngineModel, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
-from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.wire import (
     ChoiceState,
@@ -30,6 +30,7 @@ from worker.wire import (
     Finished,
     Frame,
     GenerateRequest,
+    SamplingDefaults,
     SamplingParams,
     Started,
     TokenizerBundle,
@@ -78,7 +79,9 @@ class Rig:
     def __init__(self, api: EngineApi, source: EventSource | None = None, *, unsalted: bool = False) -> None:
         self.metrics = WorkerMetrics()
         blocks = EngineBlocks(BLOCK, max_names=4096, matches_requests=unsalted)
-        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, self.metrics)
+        self.deaths: list[BaseException] = []
+        self.sinks = EngineSinks(self.deliver, self.deaths.append, self)
+        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, self.metrics, self.sinks)
         self.frames: dict[RequestKey, list[Frame]] = defaultdict(list)
         self.published: set[BlockHash] = set()
         self.epochs: list[WorkerMember] = []
@@ -157,7 +160,7 @@ def finishes(frames: Sequence[Frame]) -> list[Finished]:
 
 @asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
-    rig.engine.start(rig.deliver, lambda error: None, rig)
+    rig.engine.start()
     supervising = asyncio.create_task(rig.engine.supervise())
     try:
         yield rig
@@ -198,7 +201,7 @@ class ScriptedApi:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.counts: EngineLoad | Exception = EngineLoad(1.0, 0, 0, 256, BLOCK, 0.0)
-        self.adapters: tuple[str, ...] = ()
+        self.loras: tuple[str, ...] = ()
         self.reset_error: Exception | None = None
         self.num_resets = 0
         self.healthy = True
@@ -221,7 +224,7 @@ class ScriptedApi:
         return ""
 
     async def model(self) -> EngineModel:
-        return EngineModel("tiny", "tiny", 4096, self.adapters)
+        return EngineModel("tiny", "tiny", 4096, self.loras)
 
     async def load(self) -> EngineLoad:
         self.num_asked += 1
@@ -237,6 +240,9 @@ class ScriptedApi:
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise NotImplementedError
+
+    async def sampling_defaults(self) -> SamplingDefaults | None:
+        return None
 
     async def ranks(self) -> tuple[int, ...]:
         return (0,)

@@ -52,7 +52,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.prompts: list[tuple[list[int], BlockHash | None, str | None]] = []
         self.published: set[BlockHash] = set()
         self.parents: dict[BlockHash, BlockHash] = {}
-        self.is_exact = True
+        self.is_exact = self.is_exact_since_reset = True
         """No batch was lost since the last reset, and no removal was of one copy among others."""
         self.is_honest = True
         """The engine has reported every eviction."""
@@ -96,7 +96,7 @@ class BlocksMachine(RuleBasedStateMachine):
             keys = self.engine.leaves() if in_order else list(self.engine.copies)
             num_left = self.engine.evict(data.draw(st.sampled_from(keys)))
             if num_left and self.engine.removals == "each":
-                self.is_exact = False
+                self.is_exact = self.is_exact_since_reset = False
 
     @rule(data=st.data())
     @precondition(lambda self: self.prompts)
@@ -127,7 +127,7 @@ class BlocksMachine(RuleBasedStateMachine):
             self.publish()
         if num_found < num_promised:
             assert not self.is_honest
-            replay(self.blocks.contradict(root, tokens, num_found, promised_at), self.published)
+            replay(self.blocks.remove_missing(root, tokens, num_found, promised_at), self.published)
         self.check()
         assert self.blocks.num_matched_tokens(chain, len(tokens)) <= self.engine.num_found(tokens, root, lora)
 
@@ -137,7 +137,7 @@ class BlocksMachine(RuleBasedStateMachine):
         applied = self.blocks.apply(self.engine.take_events())
         if applied.cleared:
             self.published = set()
-            self.is_exact = self.is_honest = True
+            self.is_exact, self.is_honest = self.is_exact_since_reset, True
         for event in applied.events:  # each says something new
             assert isinstance(event, Stored | Removed)
             assert (event.block_hash in self.published) is isinstance(event, Removed)
@@ -151,7 +151,7 @@ class BlocksMachine(RuleBasedStateMachine):
         reset = any(isinstance(event, AllBlocksCleared) for event in events)
         kept = [] if reset else events[len(events) - num_events :]
         self.is_exact, self.is_honest = False, True
-        replay(self.blocks.forget_presence(), self.published)
+        replay(self.blocks.forget_held(), self.published)
         assert not self.published
         assert self.blocks.num_held_blocks == 0
         self.engine.events = kept
@@ -159,6 +159,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.engine.reset()
+        self.is_exact_since_reset = True
 
     @rule()
     def restart(self) -> None:
@@ -230,7 +231,7 @@ SALTED = ((ROOT.hex(),),)
 def test_a_block_behind_a_parent_proves_all_its_ancestors() -> None:
     blocks = EngineBlocks(2, max_names=100)
     blocks.apply([stored(*range(50), extra=SALTED + (None,) * 49)])
-    blocks.forget_presence()
+    blocks.forget_held()
     (event,) = blocks.apply([stored(50, parent=24, tokens=(7, 7))]).events[25:]
     held = hash_chain(ROOT, range(50), 2)
     assert replay(blocks.visible_events()) == {*held, event.block_hash}  # type: ignore[union-attr]
@@ -245,7 +246,7 @@ def test_a_chain_of_any_depth_goes_and_comes_back() -> None:
         blocks.apply([stored(key, parent=key - 1 if key else None, tokens=(1,), size=1, extra=None if key else SALTED)])
     assert len(blocks.apply([BlockRemoved((0,))]).events) == depth
     assert len(blocks.apply([stored(0, tokens=(1,), size=1, extra=SALTED)]).events) == depth
-    assert len(blocks.forget_presence()) == depth
+    assert len(blocks.forget_held()) == depth
     assert len(blocks.apply([stored(depth, parent=depth - 1, tokens=(1,), size=1)]).events) == depth + 1
 
 
@@ -331,12 +332,12 @@ def test_an_answer_withdraws_what_it_has_not_found_and_what_was_not_stored_since
     chain = hash_chain(ROOT, range(8), 2)
     blocks.apply([stored(1, 2, 3, 4, extra=(*SALTED, None, None, None))])
     promised_at = blocks.num_batches
-    assert blocks.contradict(OTHER, range(8), 2, promised_at) == []
-    withdrawn = blocks.contradict(ROOT, range(8), 2, promised_at)
+    assert blocks.remove_missing(OTHER, range(8), 2, promised_at) == []
+    withdrawn = blocks.remove_missing(ROOT, range(8), 2, promised_at)
     assert withdrawn == [Removed(block_hash) for block_hash in reversed(chain[1:])]
     assert blocks.num_held_blocks == 1
     blocks.apply([stored(2, 3, 4, parent=1, tokens=range(2, 8))])
-    assert blocks.contradict(ROOT, range(8), 2, promised_at) == [], "stored since, by that very request"
+    assert blocks.remove_missing(ROOT, range(8), 2, promised_at) == [], "stored since, by that very request"
     assert replay(blocks.visible_events()) == set(chain)
 
 
@@ -388,7 +389,7 @@ def test_names_are_bounded() -> None:
     blocks = EngineBlocks(2, max_names=10)
     for key in range(100):
         blocks.apply([stored(key, tokens=(key, key), extra=SALTED)])
-    blocks.forget_presence()
+    blocks.forget_held()
     assert blocks.apply([stored(200, parent=89, tokens=(1, 1))]).events == []  # forgotten: an orphan
     assert len(blocks.apply([stored(201, parent=95, tokens=(1, 1))]).events) == 2
 

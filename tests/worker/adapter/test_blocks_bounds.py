@@ -57,9 +57,9 @@ def run_chaos(seed: int, num_batches: int, *, matches_requests: bool) -> None:
     for number, batch in enumerate(chaotic_batches(seed, num_batches)):
         prompt = [rng.randrange(2) for _ in range(20)]
         if matches_requests and number % 3 == 0:
-            take(blocks.expect(rng.choice((ROOT, OTHER)), prompt))
+            take(blocks.claim(rng.choice((ROOT, OTHER)), prompt))
         if number % 50 == 0:
-            take(blocks.forget_presence())
+            take(blocks.forget_held())
         begun_s = time.thread_time()
         applied = blocks.apply(batch)
         assert time.thread_time() - begun_s < MAX_BATCH_S, batch
@@ -68,7 +68,11 @@ def run_chaos(seed: int, num_batches: int, *, matches_requests: bool) -> None:
         take(applied.events)
         if number % 5 == 0:
             num_matched = blocks.num_matched_tokens(hash_chain(ROOT, prompt, block_size), 20)
-            take(blocks.contradict(ROOT, prompt, rng.randrange(num_matched + 1), blocks.num_batches - rng.randrange(3)))
+            take(
+                blocks.remove_missing(
+                    ROOT, prompt, rng.randrange(num_matched + 1), blocks.num_batches - rng.randrange(3)
+                )
+            )
 
 
 @pytest.mark.parametrize("matches_requests", [False, True])
@@ -110,6 +114,6 @@ def test_a_batch_that_hides_and_shows_a_deep_chain_again_and_again_is_bounded() 
     begun_s = time.thread_time()
     blocks.apply(toggles)
     assert time.thread_time() - begun_s < 20 * once_s
-    blocks.forget_presence()
+    blocks.forget_held()
     blocks.apply([stored(2 * DEPTH, parent=DEPTH - 1, tokens=(9,), size=1)])
     assert len(blocks.visible_events()) >= DEPTH

@@ -20,29 +20,29 @@ def sglang_blocks() -> EngineBlocks:
 
 def test_without_salts_a_block_belongs_to_the_one_request_that_has_its_tokens() -> None:
     blocks = sglang_blocks()
-    assert blocks.expect(ROOT, range(4)) == []
+    assert blocks.claim(ROOT, range(4)) == []
     chain = hash_chain(ROOT, range(6), 2)
     assert blocks.apply([stored(1, 2, 3, tokens=range(6))]).events == [Stored(chain[0]), Stored(chain[1])]
-    assert blocks.expect(ROOT, range(6)) == [Stored(chain[2])]  # the output is known at the end
+    assert blocks.claim(ROOT, range(6)) == [Stored(chain[2])]  # the output is known at the end
     assert blocks.num_matched_tokens(chain, 7) == 6
     assert blocks.apply([BlockRemoved((2,))]).events == [Removed(chain[2]), Removed(chain[1])]
 
 
 def test_without_salts_two_tenants_with_one_block_get_none() -> None:
     blocks = sglang_blocks()
-    blocks.expect(ROOT, [0, 1, 2, 3])
+    blocks.claim(ROOT, [0, 1, 2, 3])
     held = blocks.apply([stored(1, 2), stored(3, parent=1, tokens=(8, 9))]).events
     assert len(held) == 2
-    withdrawn = blocks.expect(OTHER, [0, 1, 8, 9])
+    withdrawn = blocks.claim(OTHER, [0, 1, 8, 9])
     assert withdrawn == [Removed(stored.block_hash) for stored in reversed(held)]  # type: ignore[union-attr]
-    assert blocks.expect(OTHER, [0, 1, 8, 9]) == blocks.visible_events() == []
+    assert blocks.claim(OTHER, [0, 1, 8, 9]) == blocks.visible_events() == []
     assert blocks.apply([stored(4, tokens=(5, 5))]).events == []
-    assert blocks.expect(OTHER, [5, 5]) == [Stored(hash_chain(OTHER, [5, 5], 2)[0])]
+    assert blocks.claim(OTHER, [5, 5]) == [Stored(hash_chain(OTHER, [5, 5], 2)[0])]
 
 
 def test_with_salts_requests_decide_nothing() -> None:
     blocks = EngineBlocks(2, max_names=100)
-    assert blocks.expect(ROOT, range(4)) == []
+    assert blocks.claim(ROOT, range(4)) == []
     assert blocks.apply([stored(1, 2)]).events == []
     assert blocks.num_opaque == 2
 
@@ -72,7 +72,7 @@ def test_without_salts_published_is_held_and_claimed_by_one(
                 assert root is not None
                 for end in range(2, len(tokens) + 1, 2):
                     claims.setdefault(tuple(tokens[:end]), set()).add(root)
-                replay(blocks.expect(root, tokens), published)
+                replay(blocks.claim(root, tokens), published)
             case "serve":
                 engine.serve(tokens[: len(tokens) // 2 * 2], None, None, None)
             case "evict":
@@ -80,7 +80,7 @@ def test_without_salts_published_is_held_and_claimed_by_one(
                     if block.key in engine.copies:
                         engine.evict(block.key)
             case "lose":
-                replay(blocks.forget_presence(), published)
+                replay(blocks.forget_held(), published)
                 is_exact = False
         replay(blocks.apply(engine.take_events()).events, published)
         expected: set[BlockHash] = set()
@@ -98,10 +98,10 @@ def test_without_salts_published_is_held_and_claimed_by_one(
 
 def test_claims_are_bounded_and_those_on_held_blocks_stay() -> None:
     blocks = EngineBlocks(2, max_names=4, matches_requests=True)
-    blocks.expect(ROOT, [1, 1, 2, 2])
+    blocks.claim(ROOT, [1, 1, 2, 2])
     held = blocks.apply([stored(1, 2, tokens=[1, 1, 2, 2])]).events
     for token in range(10, 40):
-        blocks.expect(ROOT, [token, token])
+        blocks.claim(ROOT, [token, token])
     assert blocks.apply([stored(3, tokens=[10, 10])]).events == []  # forgotten
     assert len(blocks.apply([stored(4, tokens=[39, 39])]).events) == 1
-    assert blocks.expect(OTHER, [1, 1]) == [Removed(stored.block_hash) for stored in reversed(held)]  # type: ignore[union-attr]
+    assert blocks.claim(OTHER, [1, 1]) == [Removed(stored.block_hash) for stored in reversed(held)]  # type: ignore[union-attr]

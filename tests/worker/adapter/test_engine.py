@@ -327,11 +327,11 @@ async def test_refusals(api: ScriptedApi, rig: Rig) -> None:
 
 
 async def test_adapters_of_the_engine_are_listed_again(api: ScriptedApi, rig: Rig) -> None:
-    api.adapters = ("pirate",)
+    api.loras = ("pirate",)
     await until(lambda: rig.engine.member.adapters)
     assert rig.epochs[-1].adapters == ("pirate",)
     assert rig.engine.refusal(make_request(adapter="pirate")) is None
-    api.adapters = ()
+    api.loras = ()
     await until(lambda: not rig.engine.member.adapters)
     assert rig.engine.refusal(make_request(adapter="pirate")) is not None
 
@@ -375,14 +375,14 @@ async def test_traffic_round_the_gateway_is_said_loudly(
     api.counts = EngineLoad(1.0, 1, 0, 256, 16, 0.0)  # its own
     asked = api.num_asked
     await until(lambda: api.num_asked > asked + 5)
-    assert "did not come through" not in caplog.text
+    assert "bypass the gateway" not in caplog.text
     with caplog.at_level(logging.WARNING):
         api.counts = EngineLoad(1.0, 2, 3, 256, 16, 0.0)
-        await until(lambda: "4 requests in the engine did not come through this worker" in caplog.text)
+        await until(lambda: "4 requests bypass the gateway" in caplog.text)
     assert (rig.load.num_running, rig.load.num_waiting) == (2, 3)
     asked = api.num_asked
     await until(lambda: api.num_asked > asked + 10)
-    assert caplog.text.count("did not come through") == 1, "once a minute"
+    assert caplog.text.count("bypass the gateway") == 1, "once a minute"
     call.end()
     await until(lambda: rig.is_over(key))
 
@@ -408,7 +408,7 @@ async def test_purge(api: ScriptedApi, rig: Rig) -> None:
 async def test_liveness(api: ScriptedApi, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await rig.engine.liveness() is None
     api.healthy = False
-    assert await rig.engine.liveness() == "the engine says that it is not healthy"
+    assert await rig.engine.liveness() == "the engine reports that it is not healthy"
     api.healthy = True
     key = rig.submit(make_request())
     call = await api.call()

@@ -38,7 +38,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.api = ScriptedApi()
         self.rig = Rig(self.api)
         self.rig.engine._requests.account.rate = PrefillRate(1000, 1.0)
-        self.rig.engine._requests.deliver, self.rig.engine._listener = self.rig.deliver, self.rig
         self.requests: dict[RequestKey, int] = {}
 
     def turn(self, is_settled: bool = True) -> None:

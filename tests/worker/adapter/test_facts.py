@@ -24,10 +24,9 @@ from tests.e2e.serving import free_ports
 from tests.faults.part import ROOT
 from tests.waiting import HANG_S, until, wait_until
 from tests.worker.adapter.rig import BLOCK, Rig, ScriptedApi, fake_engine, make_request, token_ids
-from worker.adapter import engine as engine_module
+from worker.adapter import watch
 from worker.adapter.api import EngineLoad, EngineLostError
 from worker.adapter.connect import connect
-from worker.adapter.engine import AdapterEngine
 from worker.adapter.facts import FactsReader
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineDeadError
@@ -45,7 +44,6 @@ CHANGES = {
     "context": ((), ("--max-model-len", "2048"), "model: .*4096.* -> .*2048"),
     "alias": ((), ("--alias", "tiny-2"), "model: .*tiny-2"),
     "version": ((), ("--version", "0.33.0"), "version: 0.32.0 -> 0.33.0"),
-    "features": ((), ("--no-token-api",), "unsupported: .*logprobs"),
     "blocks": ((), ("--block-size", "16"), "block_size: 32 -> 16"),
 }
 """By name: options before, options after, and what the log says."""
@@ -96,15 +94,16 @@ def engine(engine_folder: Path) -> Iterator[EngineProcess]:
 class ConnectedRig(Rig):
     """A rig over what `connect` makes, with the deaths that it reports."""
 
-    def __init__(self, engine: AdapterEngine) -> None:
+    def __init__(self) -> None:
         super().__init__(ScriptedApi())
-        self.engine = engine
-        self.deaths: list[BaseException] = []
         self.loads: list[WorkerLoad] = []
 
     def offer(self, events: Sequence[BlockEvent], load: WorkerLoad) -> None:
         super().offer(events, load)
         self.loads.append(load)
+
+    async def connect(self, config: WorkerConfig) -> None:
+        self.engine = await connect(config, "http://w", "w", WorkerMetrics(), lambda line: None, self.sinks)
 
     def is_ready(self) -> bool:
         return self.engine.refusal(make_request()) is None and not self.load.draining
@@ -113,8 +112,9 @@ class ConnectedRig(Rig):
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[ConnectedRig]:
     config = WorkerConfig(engine="vllm", engine_url=url, block_size=BLOCK)
-    rig = ConnectedRig(await connect(config, "http://w", "w", WorkerMetrics(), lambda line: None))
-    rig.engine.start(rig.deliver, rig.deaths.append, rig)
+    rig = ConnectedRig()
+    await rig.connect(config)
+    rig.engine.start()
     supervising = asyncio.create_task(rig.engine.supervise())
     try:
         await until(lambda: rig.load.num_blocks)
@@ -170,7 +170,7 @@ async def test_no_token_of_another_engine_comes_before_it_is_known(
     """The watch sleeps: only the request's own connection shows that the engine has started again."""
     before, after, _ = CHANGES[change]
     engine.start(*before)
-    monkeypatch.setattr(engine_module, "WATCH_S", 2 * HANG_S)
+    monkeypatch.setattr(watch, "WATCH_S", 2 * HANG_S)
     async with connected(engine.url) as rig:
         await rig.answer(make_request())
         engine.kill()
@@ -186,10 +186,11 @@ async def test_no_token_of_another_engine_comes_before_it_is_known(
 async def test_another_engine_between_the_facts_and_the_first_counts(engine: EngineProcess, brisk: None) -> None:
     engine.start("--dev-mode")
     config = WorkerConfig(engine="vllm", engine_url=engine.url, block_size=BLOCK)
-    rig = ConnectedRig(await connect(config, "http://w", "w", WorkerMetrics(), lambda line: None))
+    rig = ConnectedRig()
+    await rig.connect(config)
     engine.kill()
     engine.start("--dev-mode", "--quantization", "fp8")
-    rig.engine.start(rig.deliver, rig.deaths.append, rig)
+    rig.engine.start()
     await until(lambda: rig.deaths)
     await rig.engine.close()
 
@@ -267,13 +268,13 @@ async def test_a_frozen_engine_is_slow_first_and_lost_later(
     async with connected(engine.url) as rig:
         epoch, loads = rig.engine.member.epoch, rig.loads
         loads.clear()
-        monkeypatch.setattr(engine_module, "PROBE_S", 0.1)
+        monkeypatch.setattr(watch, "PROBE_S", 0.1)
         engine.signal(signal.SIGSTOP)
         await until(lambda: rig.load.is_slow)
         await until(lambda: rig.load.draining)
         slow = next(load for load in loads if load.is_slow)
         assert not slow.draining, "one slow answer excludes nobody"
-        monkeypatch.setattr(engine_module, "PROBE_S", HANG_S)
+        monkeypatch.setattr(watch, "PROBE_S", HANG_S)
         engine.signal(signal.SIGCONT)
         await until(lambda: rig.is_ready() and not rig.load.is_slow)
         assert isinstance((await rig.answer(make_request()))[-1], End)

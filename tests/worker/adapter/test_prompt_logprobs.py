@@ -12,7 +12,7 @@ from worker.adapter.api import Chunk
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.common.frames import FrameReader
-from worker.contracts.engine import RequestKey
+from worker.contracts.engine import EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.wire import (
     ChoiceState,
@@ -48,9 +48,9 @@ class Api:
 async def test_prompt_logprobs_are_packed() -> None:
     """Send on what the engine says: a frame that cannot be packed would cut the gateway's connection."""
     member = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "vllm", 16, 512, 1)
-    engine: Any = AdapterEngine(Api(), EngineBlocks(16, max_names=8), None, BUNDLE, member, WorkerMetrics())
     outputs: list[Any] = []
-    engine._requests.deliver = outputs.extend
+    blocks, sinks = EngineBlocks(16, max_names=8), EngineSinks(outputs.extend)
+    engine: Any = AdapterEngine(Api(), blocks, None, BUNDLE, member, WorkerMetrics(), sinks)
     try:
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=1)
         request = GenerateRequest("r", "g", "", bytes(16), (1, 7, 8), (ChoiceState(0, 0),), sampling)

@@ -13,7 +13,8 @@ from tests.worker.adapter.rig import make_request
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
 from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.sglang import SglangApi, generate_body
-from worker.wire import Grammar, TokenLogprobs, required_features
+from worker.common.features import required_features
+from worker.wire import Grammar, TokenLogprobs
 
 INFO = {
     "version": "0.5.23",
@@ -67,7 +68,7 @@ def event(ids: list[int], done: int, reason: Any = None, **meta: Any) -> dict[st
 async def test_what_it_says_of_itself(api: SglangApi, server: ScriptedHttp) -> None:
     assert await api.version() == "0.5.23"
     model = await api.model()
-    assert (model.name, model.source, model.max_model_len, model.adapters) == ("m", "org/t", 4096, ("a", "b"))
+    assert (model.name, model.source, model.max_model_len, model.loras) == ("m", "org/t", 4096, ("a", "b"))
     load = await api.load()
     assert (load.num_running, load.num_waiting, load.num_blocks, load.block_size, load.usage) == (4, 2, 1000, 4, 0.5)
     assert await api.tokenize("x") == [1, 2]

@@ -15,10 +15,11 @@ from tests.worker.adapter.rig import make_request
 from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
 from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError, EventSource, resumed_seed
 from worker.adapter.connect import connect
-from worker.adapter.vllm import UNSUPPORTED, VllmApi, completion_body, parse_load, token_body
+from worker.adapter.vllm import UNSUPPORTED, VllmApi, parse_load, token_body
+from worker.common.features import required_features
 from worker.config import WorkerConfig
 from worker.contracts.metrics import WorkerMetrics
-from worker.wire import ChoiceState, Grammar, TokenLogprobs, required_features
+from worker.wire import ChoiceState, Grammar, SamplingDefaults, TokenLogprobs
 
 METRICS = b"""\
 # HELP vllm:num_requests_running Number of requests
@@ -80,7 +81,7 @@ async def test_what_it_says_of_itself(api: VllmApi, server: ScriptedHttp) -> Non
     assert await api.version() == "0.32.0"
     assert "logprobs" not in api.unsupported
     model = await api.model()
-    assert (model.name, model.source, model.max_model_len, model.adapters) == ("m", "/models/m", 4096, ("pirate",))
+    assert (model.name, model.source, model.max_model_len, model.loras) == ("m", "/models/m", 4096, ("pirate",))
     assert await api.tokenize("x") == [1, 2]
     assert await api.is_healthy()
     assert await api.event_source() == EventSource("tcp://127.0.0.1:5558", None, "kv")
@@ -103,14 +104,21 @@ async def test_what_it_says_of_itself(api: VllmApi, server: ScriptedHttp) -> Non
         await api.model()
 
 
-async def test_an_older_version_has_no_token_api(api: VllmApi, server: ScriptedHttp) -> None:
+async def test_an_engine_without_the_token_api_is_refused(api: VllmApi, server: ScriptedHttp) -> None:
     del server.answers["GET /inference/v1/generate"]
-    await api.version()
-    assert {"logprobs", "prompt_logprobs"} <= set(api.unsupported)
-    server.answers["POST /v1/completions"] = sse(event([5]), event([2], "stop"), USAGE)
-    got = await chunks(api)
-    assert [chunk.token_ids for chunk in got] == [(5,), (2,), ()]
-    assert server.bodies[-1]["return_token_ids"]
+    with pytest.raises(EngineRefusedError, match="--enable-scale-out"):
+        await api.version()
+
+
+async def test_its_sampling_defaults(api: VllmApi, server: ScriptedHttp) -> None:
+    assert await api.sampling_defaults() is None  # without --enable-scale-out
+    params = {"temperature": 0.6, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 1}
+    server.answers["POST /v1/completions/render"] = JSONResponse([{"token_ids": [0], "sampling_params": params}])
+    assert await api.sampling_defaults() == SamplingDefaults(temperature=0.6, top_p=0.95)
+    for longest, stated in ((40, 40), ((await api.model()).max_model_len - 2, None)):
+        chat = {"token_ids": [5, 6], "sampling_params": params | {"max_tokens": longest}}
+        server.answers["POST /v1/chat/completions/render"] = JSONResponse(chat)
+        assert await api.sampling_defaults() == SamplingDefaults(temperature=0.6, top_p=0.95, max_tokens=stated)
 
 
 def test_load_of_a_rank() -> None:
@@ -204,8 +212,6 @@ def test_what_is_left_of_a_resumed_choice() -> None:
     body = token_body(request, choice, "rid")
     assert (body["token_ids"], body["model"]) == ([1, 2, 3, 4], "pirate")
     assert (body["sampling_params"]["max_tokens"], body["sampling_params"]["min_tokens"]) == (8, 1)
-    older = completion_body(request, choice)
-    assert (older["prompt"], older["max_tokens"], older["min_tokens"]) == ([1, 2, 3, 4], 8, 1)
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 500), st.integers(0, 500))
@@ -224,7 +230,6 @@ def test_sampling_parameters() -> None:
     request = make_request(**fields, allowed_token_ids=(4, 5), frequency_penalty=0.5)
     sampling = token_body(request, request.choices[0], "")["sampling_params"]
     assert sampling["logit_bias"] == {4: 1.5}
-    assert completion_body(request, request.choices[0])["logit_bias"] == {"4": 1.5}
     expected = {"top_k": 5, "ignore_eos": True, "stop_token_ids": [9], "allowed_token_ids": [4, 5], "detokenize": False}
     assert expected.items() <= sampling.items()
     for kind, text, value in (

@@ -53,7 +53,7 @@ def test_offered_events_replay_to_the_held_blocks(threaded: ThreadedEngine) -> N
         threaded.wait(RequestKey(i))
     threaded.settle()
     assert threaded.allocator.stats().evictions > 0
-    assert replay(threaded.listener.events) == set(threaded.allocator.cached_hashes())
+    assert replay(threaded.publisher.events) == set(threaded.allocator.cached_hashes())
 
 
 def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> None:
@@ -68,7 +68,7 @@ def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> No
     threaded.wait(again)
 
 
-def test_started_is_sent_before_a_suspect_request_reaches_the_device(threaded: ThreadedEngine) -> None:
+def test_started_is_sent_before_a_suspect_reaches_the_device(threaded: ThreadedEngine) -> None:
     num_sent: list[int] = []
     threaded.runner.fails = lambda step: num_sent.append(threaded.frames.qsize())
     threaded.submit(0, generate(range(10), 1, is_suspect=True))
@@ -191,11 +191,11 @@ def test_purge_under_load_begins_an_epoch_and_changes_no_token(threaded: Threade
     epoch = threaded.engine.purge().result(HANG_S)
     assert epoch != "first"
     assert threaded.engine.member.epoch == epoch
-    assert [member.epoch for member in threaded.listener.members] == [epoch]
+    assert [member.epoch for member in threaded.publisher.members] == [epoch]
     for i, key in enumerate(keys):
         assert threaded.wait(key).tokens[0] == answer([i, 2, 3, 4, 5], 100, 60)
     threaded.settle()
-    assert replay(threaded.listener.events) == set(threaded.allocator.cached_hashes())
+    assert replay(threaded.publisher.events) == set(threaded.allocator.cached_hashes())
 
 
 def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> None:
@@ -208,7 +208,7 @@ def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> No
         threaded.wait(RequestKey(key))
     threaded.engine.drain()
     threaded.settle()
-    loads = threaded.listener.loads
+    loads = threaded.publisher.loads
     assert {gateway for load in loads for gateway in load.queued_prefill_s} == {"a", "b"}
     assert loads[-1].queued_prefill_s == {}
     assert loads[-1].draining
@@ -220,8 +220,8 @@ def test_the_load_has_queued_prefill_per_gateway(threaded: ThreadedEngine) -> No
 def test_an_idle_engine_has_reported_no_load(threaded: ThreadedEngine) -> None:
     """It then waits for commands and reports nothing."""
     threaded.wait(threaded.submit(0, generate(range(8), 2)))  # its last step fills no block: that is no news
-    assert any(load.num_running for load in threaded.listener.loads)
-    wait_until(lambda: not threaded.listener.loads[-1].num_running)
+    assert any(load.num_running for load in threaded.publisher.loads)
+    wait_until(lambda: not threaded.publisher.loads[-1].num_running)
 
 
 def test_the_load_has_the_start_interval() -> None:
@@ -232,7 +232,7 @@ def test_the_load_has_the_start_interval() -> None:
         for key in keys:
             engine.wait(key)
         engine.settle()
-        assert engine.listener.loads[-1].start_interval_s > 0.0
+        assert engine.publisher.loads[-1].start_interval_s > 0.0
 
 
 def test_the_load_is_reported_while_a_prefill_runs(overlapping: ThreadedEngine) -> None:
@@ -241,7 +241,7 @@ def test_the_load_is_reported_while_a_prefill_runs(overlapping: ThreadedEngine) 
     assert overlapping.runner.entered.acquire(timeout=HANG_S)
     overlapping.submit(1, generate([2] * 50, 2, gateway_id="b"))
     deadline_s = time.monotonic() + HANG_S
-    while "b" not in overlapping.listener.loads[-1].queued_prefill_s:
+    while "b" not in overlapping.publisher.loads[-1].queued_prefill_s:
         assert time.monotonic() < deadline_s, "the load lacks a request that came during the step"
         overlapping.run_commands()
 

@@ -61,7 +61,7 @@ def test_only_the_request_that_breaks_a_step_fails(threaded: ThreadedEngine) -> 
 
 
 def test_tensors_of_a_failed_step_are_freed_before_the_retry(threaded: ThreadedEngine) -> None:
-    """A device without room for a step has room for its requests one by one, unless the error keeps its tensors."""
+    """A device too small for a step runs its requests one by one. The error must not keep the tensors."""
 
     class Activations:
         pass
@@ -97,9 +97,7 @@ def test_a_broken_device_ends_the_engine(threaded: ThreadedEngine) -> None:
 
 
 @pytest.mark.parametrize("num_newcomers", [1, 2])
-def test_the_only_prefill_of_a_step_that_breaks_the_device_is_poisonous(
-    threaded: ThreadedEngine, num_newcomers: int
-) -> None:
+def test_the_only_prefill_of_a_fatal_step_is_poisonous(threaded: ThreadedEngine, num_newcomers: int) -> None:
     """No other worker then computes it. A request that has had a token is not to blame."""
     broken: list[Step] = []
 
@@ -141,7 +139,7 @@ def test_results_of_a_retry_are_sent_before_the_next_retry(threaded: ThreadedEng
         threaded.submit(i, generate([i, 2, 3], 1))
     threaded.runner.fails = fails
     threaded.runner.gate.set()
-    wait_until(lambda: len(num_sent) == 4)  # the blocker, the two together, and each of them alone
+    wait_until(lambda: len(num_sent) == 4)  # the blocker, the two together, and each of them
     assert num_sent[3] >= num_sent[2] + 3, "its token, its end, and the end of all"
     threaded.wait(blocker)
 

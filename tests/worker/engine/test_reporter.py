@@ -54,7 +54,8 @@ def test_short_prefills_do_not_look_slow() -> None:
     assert rate.tokens_per_s == pytest.approx(500.0, rel=0.01)
 
 
-def test_queued_seconds_shrink_with_every_chunk_and_end_with_the_first_token() -> None:
+def test_queued_seconds_shrink_with_every_chunk() -> None:
+    """They end with the first token."""
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64)
     reporter = Reporter(engine.scheduler, PrefillRate(100, 1.0), WorkerMetrics())
     reporter.assign(engine.submit(generate([1] * 160, 5, gateway_id="a")))

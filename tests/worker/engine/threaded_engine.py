@@ -15,11 +15,11 @@ from cache.types import Epoch, WorkerId
 from tests.waiting import HANG_S
 from tests.worker.scheduler.arithmetic_runner import VOCAB, ArithmeticRunner
 from tests.worker.scheduler.engine import Answer
-from worker.contracts.engine import EngineOutput, RequestKey, StepLog
+from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import SequenceResult, Step
-from worker.engine.engine import EngineCore, PreparedRequest
+from worker.engine.engine import EngineCore, PreparedParts
 from worker.kernels.device import DeviceStream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
@@ -44,7 +44,7 @@ class GatedRunner(ArithmeticRunner):
         return super().compute(step)
 
 
-class RecordingListener:
+class RecordingPublisher:
     def __init__(self) -> None:
         self.events: list[BlockEvent] = []
         self.loads: list[WorkerLoad] = []
@@ -65,7 +65,7 @@ class ThreadedEngine:
     def __init__(self, stream: DeviceStream, *, async_scheduling: bool = True, **limits) -> None:
         self.runner = GatedRunner(NUM_BLOCKS, BLOCK_SIZE, stream)
         self.allocator = make_allocator("hash", NUM_BLOCKS, BLOCK_SIZE)
-        self.listener = RecordingListener()
+        self.publisher = RecordingPublisher()
         self.metrics = WorkerMetrics()
         self.deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.frames: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
@@ -81,13 +81,16 @@ class ThreadedEngine:
             member,
             self.metrics,
             async_scheduling=async_scheduling,
+            sinks=EngineSinks(self._deliver, self.deaths.put, self.publisher),
         )
-        self.engine.start(
-            lambda outputs: [self.frames.put(output) for output in outputs] and None, self.deaths.put, self.listener
-        )
+        self.engine.start()
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self.frames.put(output)
 
     def submit(self, key: int, wire, steps: StepLog | None = None) -> RequestKey:
-        self.engine.submit(RequestKey(key), wire, PreparedRequest(), steps)
+        self.engine.submit(RequestKey(key), wire, PreparedParts(), steps)
         return RequestKey(key)
 
     def next(self) -> EngineOutput:

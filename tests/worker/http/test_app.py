@@ -264,7 +264,7 @@ async def test_a_dead_engine_fails_every_stream_and_is_seen(worker: LiveWorker, 
     assert (await worker.generate(generate(range(4), 2)))[0] == 503
 
 
-async def test_a_grammar_that_is_compiled_while_the_engine_dies_ends_with_an_error(
+async def test_the_engine_dies_while_a_grammar_is_compiled(
     worker: LiveWorker, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream would never end, nor the drain that waits for it."""
@@ -307,9 +307,11 @@ async def test_streams_opened_on_a_dead_engine_do_not_block_the_drain(worker: Li
     assert stream.ended
 
 
-async def test_a_grammar_that_is_compiled_while_the_worker_drains_is_refused(
+async def test_the_worker_drains_while_a_grammar_is_compiled(
     worker: LiveWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The request is refused."""
+
     async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
         worker.service.drain()
         return {}
@@ -351,7 +353,7 @@ async def test_a_worker_outside_the_index_is_ready_and_reports_it(worker: LiveWo
 
 async def test_before_the_model_is_loaded() -> None:
     service = WorkerService(WorkerMetrics())
-    service.progress = "loading layer 3 of 30"
+    service.report("loading layer 3 of 30")
     async with serve(service) as url, aiohttp.ClientSession() as http:
         async with http.get(url + "/health/live") as response:
             assert response.status == 200

@@ -1,4 +1,4 @@
-"""Nothing of a refused request outlives its answer at a worker: reference counts alone free its body."""
+"""Nothing of a refused request outlives its answer at a worker: reference counts free its body."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_failed_without_a_retry_time_is_packed_for_old_peers() -> None:
     assert len(pack_frame(Failed("draining", "m", True))) < len(pack_frame(Failed("draining", "m", True, 0.0)))
 
 
-def test_the_interval_between_starts_is_measured_while_others_wait() -> None:
+def test_the_interval_between_starts_with_a_queue() -> None:
     starts = StartInterval()
     starts.note(3, 0, 0.0)
     starts.note(1, 0, 50.0)

@@ -6,17 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 
+from cache.allocators.base import Allocator
 from cache.allocators.hash import HashAllocator
 from cache.block_record import RecordFormat, layout_fingerprint
 from cache.store import BlockStore, ChainLink
 from cache.types import BlockId
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine
+from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
-from worker.kv_transfer.loads import PrefixLoad
+from worker.contracts.step import Runner
+from worker.kv_transfer.fetches import PrefixFetch
 from worker.kv_transfer.pool_blocks import Copier, PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
+from worker.scheduler.prefix_wait import PrefixFetcher
 
 BLOCK_SIZE = 4
 PAYLOAD_BYTES = 4 * BLOCK_SIZE
@@ -57,7 +61,7 @@ class TokenCopier:
 
 
 class BytesCopier:
-    """A pool of bytes alone, 16 a block."""
+    """A pool of bytes, 16 a block."""
 
     num_bytes = PAYLOAD_BYTES
 
@@ -110,24 +114,26 @@ class MovingEngine(HandEngine):
         copier: Copier | None = None,
         **options,
     ) -> None:
-        super().__init__(block_size=BLOCK_SIZE, **options)
-        assert isinstance(self.allocator, HashAllocator)
-        if copier is None:
-            assert isinstance(self.runner, ArithmeticRunner)
-            copier = TokenCopier(self.runner)
+
+        def make_fetcher(allocator: Allocator, runner: Runner) -> PrefixFetcher:
+            assert isinstance(allocator, HashAllocator)
+            if copier is None:
+                assert isinstance(runner, ArithmeticRunner)
+            self.pool = PoolBlocks(allocator, copier or TokenCopier(runner))
+            client = PeersInProcess(record, peers, random if damages else None)
+            self.transfers = KVTransfers(
+                allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics(), Mailbox()
+            )
+            return self.transfers.fetches
+
+        super().__init__(block_size=BLOCK_SIZE, make_fetcher=make_fetcher, **options)
         self.random = random
-        self.pool = PoolBlocks(self.allocator, copier)
-        client = PeersInProcess(record, peers, random if damages else None)
-        self.transfers = KVTransfers(
-            self.allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics()
-        )
         self.stores = stores
-        self.scheduler.load_prefixes(self.transfers.loads)
-        self._reads: dict[PrefixLoad, Iterator[None]] = {}
+        self._reads: dict[PrefixFetch, Iterator[None]] = {}
 
     def move_blocks(self, num_turns: int) -> None:
         """Give the load threads and the savers some turns, in any order."""
-        loads = self.transfers.loads
+        loads = self.transfers.fetches
         self.transfers.take(self.allocator.take_events())
         for saver in self.transfers.savers.values():
             for _ in range(self.random.randrange(num_turns)):
@@ -141,7 +147,7 @@ class MovingEngine(HandEngine):
                     break
         loads.poll(0.0)
 
-    def _read_block(self, load: PrefixLoad) -> bool:
+    def _read_block(self, load: PrefixFetch) -> bool:
         """Give a load's thread one turn. Return whether it goes on."""
         try:
             next(self._reads[load])
@@ -155,6 +161,6 @@ class MovingEngine(HandEngine):
         """Empty the pool and the stores, as the engine does."""
         self.settle()
         self.scheduler.preempt_all()
-        self.transfers.loads.give_up_all()
+        self.transfers.fetches.give_up_all()
         assert self.allocator.reset()
         self.transfers.purge()

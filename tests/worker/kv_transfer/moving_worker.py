@@ -12,6 +12,7 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD, SECRET, T
 from tests.worker.live_worker import LiveWorker, live_worker
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import ROOT, generate
+from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.peers import PeerClient
@@ -32,10 +33,10 @@ async def moving_worker(*stores: BlockStore) -> AsyncIterator[LiveWorker]:
     """A worker that has computed PROMPT."""
     runner = ArithmeticRunner(NUM_BLOCKS, BLOCK_SIZE)
 
-    def make(allocator: HashAllocator) -> KVTransfers:
+    def make(allocator: HashAllocator, mailbox: Mailbox) -> KVTransfers:
         pool = PoolBlocks(allocator, TokenCopier(runner))
         client = PeerClient(RECORD, TOKEN)
-        return KVTransfers(allocator, pool, PrefillRate(10, 1.0), stores, RECORD, client, WorkerMetrics())
+        return KVTransfers(allocator, pool, PrefillRate(10, 1.0), stores, RECORD, client, WorkerMetrics(), mailbox)
 
     async with live_worker(runner, NUM_BLOCKS, BLOCK_SIZE, make_transfers=make, token=TOKEN) as worker:
         worker.http.headers["authorization"] = f"Bearer {TOKEN}"

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from cache.allocators.hash import HashAllocator
 from cache.hashing import hash_chain
-from cache.records import WorkerLoad, WorkerMember
+from cache.records import WorkerLoad
 from cache.redis_index import RegistryEntry
 from cache.store import ChainLink
-from cache.types import Epoch, WorkerId
+from tests.members import make_member
 from tests.running import listening
 from tests.waiting import until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD
@@ -28,16 +28,12 @@ from worker.kv_transfer.handover import _share_out, hand_over
 from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.transfers import KVTransfers
 
-MEMBER = WorkerMember(
-    WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", BLOCK_SIZE, 512, 1, layout=RECORD.fingerprint
-)
+MEMBER = make_member(epoch="e1", block_size=BLOCK_SIZE, layout=RECORD.fingerprint)
 
 
 def entry(name: str, num_free: int, url: str = "", *, draining: bool = False, lease_left_s: float = 5.0, **fields):
-    member = WorkerMember(
-        WorkerId(name), Epoch("e"), url or f"http://{name}", "m", "ns", "cpu", BLOCK_SIZE, 512, 1,
-        layout=fields.get("layout", RECORD.fingerprint),
-    )  # fmt: skip
+    layout = fields.get("layout", RECORD.fingerprint)
+    member = make_member(name, url=url or f"http://{name}", block_size=BLOCK_SIZE, layout=layout)
     return RegistryEntry(member, WorkerLoad(num_free_blocks=num_free, draining=draining), 0, {}, 0, lease_left_s, 0.0)
 
 
@@ -225,7 +221,7 @@ async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: 
         adopted = asyncio.wrap_future(exchange.adopt(f"http://127.0.0.1:{port}", "e1", ROOT, HASHES))
         await asked.wait()
         adopted.cancel()
-        await until(lambda: exchange.loads.num_active == 0)
+        await until(lambda: exchange.fetches.num_active == 0)
         await peer.settled()
         assert peer.engine.health(60.0) is None
 

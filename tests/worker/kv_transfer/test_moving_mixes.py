@@ -94,9 +94,9 @@ def run_mix(mix) -> int:
                 if step in mix["purges"]:
                     engine.purge()
                 if step in mix["give_ups"]:
-                    engine.transfers.loads.give_up_latest()
+                    engine.transfers.fetches.give_up_latest()
                 if engine.step() is None and engine.scheduler.has_work:
-                    assert engine.transfers.loads.num_active, "work is left but nothing was scheduled"
+                    assert engine.transfers.fetches.num_active, "work is left but nothing was scheduled"
                 engine.move_blocks(mix["num_turns"])
             step += 1
             assert step < 3000, "no end in sight"
@@ -109,10 +109,10 @@ def run_mix(mix) -> int:
                 assert tokens == expected[: len(tokens)]
                 assert got.finished[index].reason == "abort" or tokens == expected
         for engine in engines:
-            engine.transfers.loads.give_up_all()
+            engine.transfers.fetches.give_up_all()
             assert engine.allocator.num_free_blocks == engine.allocator.num_blocks - 1
             engine.allocator.check_integrity()
-        return sum(sum((request.loaded_tokens or {}).values()) for _, _, request, _ in live)
+        return sum(sum((request.fetched_tokens or {}).values()) for _, _, request, _ in live)
 
 
 @settings(max_examples=80, deadline=None)
@@ -130,7 +130,7 @@ def test_any_mix_gives_the_tokens_of_each_alone_at_length(mix) -> None:
 
 @pytest.mark.parametrize("place", ["host", "disk", "peer"])
 def test_blocks_come_from_each_place(place: str) -> None:
-    """The mixes above load from everywhere: a prompt computed at one engine is loaded where its blocks lie."""
+    """The mixes above fetch from every place: a prompt computed at one engine is fetched from there."""
     first = {"engine": 0, "step": 0, "prefix": 24, "prompt": [1], "max_tokens": 1, "n": 1, "num_fetched": 0}
     first |= {"source": "gone", "abort_after": None}
     others = [{**first, "step": 20 + 4 * n, "prefix": 0, "prompt": [n % 2] * 12 + [0] * n} for n in range(8)]

@@ -1,4 +1,4 @@
-"""The client of peers, against a real worker and against peers that lie, drip, hang and break off."""
+"""The client of peers, against a real worker, and against peers that cheat, trickle, hang and end early."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_up_to_the_first_that_it_does_not_have() -> None:
 
 
 async def test_a_block_under_a_false_place_is_a_miss() -> None:
-    """Whoever asks signs nothing: a record tells of a block what its holder knows."""
+    """A request is not signed: the record holds the parent and depth that its sender has."""
     async with moving_worker() as worker:
         for links in ([ChainLink(HASHES[2], HASHES[0], 1)], [ChainLink(HASHES[2], HASHES[1], 5)]):
             assert await fetched(worker.url, links=links) == Fetched([])

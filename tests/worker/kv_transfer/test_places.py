@@ -1,4 +1,4 @@
-"""A real engine gives the same answer wherever the blocks of its prompt lie."""
+"""A real engine gives the same answer wherever the blocks of its prompt are."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from tests.tiny_model import write_tiny_model
 from tests.worker.scheduler.engine import generate
 from worker.config import parse
-from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
-from worker.engine.engine import EngineCore, PreparedRequest
+from worker.engine.engine import EngineCore, PreparedParts
 from worker.loader import build_engine
 from worker.wire import End, Failed, Started, Tokens
 
@@ -40,15 +40,16 @@ class Engine:
 
     def __init__(self, model: Path, options: Sequence[str]) -> None:
         self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        sinks = EngineSinks(lambda outputs: [self._outputs.put(each) for each in outputs])
         config = parse(["--model", str(model), "--num-blocks", str(MAX_BLOCKS), *options])
-        self.core: EngineCore = build_engine(config, "http://w", "w", WorkerMetrics(), lambda text: None)
-        self.core.start(lambda outputs: [self._outputs.put(each) for each in outputs], lambda error: None)
+        self.core: EngineCore = build_engine(config, "http://w", "w", WorkerMetrics(), lambda text: None, sinks=sinks)
+        self.core.start()
         self.core._reporter.rate.add(1, 1e3, time.monotonic())  # computing seems slow: what can be loaded is
 
     def ask(self, prompt_ids: Sequence[int], max_tokens: int = 12) -> Answered:
         wire = generate(prompt_ids, max_tokens, temperature=0.0, logprobs=0, ignore_eos=True)
         answered = Answered()
-        self.core.submit(RequestKey(next(_keys)), wire, PreparedRequest())
+        self.core.submit(RequestKey(next(_keys)), wire, PreparedParts())
         while True:
             match self._outputs.get(timeout=60).frame:
                 case Started(num_cached, loaded):

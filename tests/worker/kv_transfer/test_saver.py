@@ -128,7 +128,7 @@ class PurgedWhileSaving(HostStore):
         self.after_clear()
 
 
-async def test_a_purge_between_two_moves_of_the_saver_leaves_nothing_behind() -> None:
+async def test_a_purge_between_two_moves_of_the_saver() -> None:
     store = PurgedWhileSaving()
     async with moving_worker(store) as worker:
         transfers = worker.engine.exchange
@@ -174,7 +174,7 @@ class EmptiedInTime(deque[BlockHash]):
         super().extend(hashes)
 
 
-def test_a_block_offered_while_the_thread_takes_the_last_wakes_it(threads: list[BlockSaver]) -> None:
+def test_a_block_offered_while_the_last_is_taken_wakes_it(threads: list[BlockSaver]) -> None:
     pool = Pool(host_store(8))
     hashes, _ = pool.compute(range(32))
     pool.saver.queue = EmptiedInTime(hashes[:1])
@@ -206,7 +206,7 @@ def test_a_store_that_raises_costs_one_block(threads: list[BlockSaver], caplog: 
 
 
 class OfferedInTime(threading.Event):
-    """A block is offered just before the thread says that it is idle; set by the thread alone."""
+    """A block is offered just before the thread becomes idle. Only the thread sets it."""
 
     def __init__(self, offer: Callable[[], None]) -> None:
         super().__init__()

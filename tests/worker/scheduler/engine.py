@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cache.allocators import PrefixCache, make_allocator
+from cache.allocators.base import Allocator
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import Launch, Runner, Step, StepResult, raised
@@ -14,6 +15,7 @@ from worker.embedding import Pooling
 from worker.kernels.device import DeviceStream
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
+from worker.scheduler.prefix_wait import PrefixFetcher
 from worker.scheduler.request import Constraint, Request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
@@ -105,6 +107,7 @@ class HandEngine:
         window_size: int | None = None,
         pooling: Pooling | None = None,
         max_drafts: int = 0,
+        make_fetcher: Callable[[Allocator, Runner], PrefixFetcher | None] = lambda allocator, runner: None,
         **limits,
     ) -> None:
         """Draft `max_drafts` tokens wherever a lookup finds any."""
@@ -112,8 +115,9 @@ class HandEngine:
         self.allocator = make_allocator(prefix_cache, num_blocks, block_size, window_size)
         batch_limits = BatchLimits(await_prefixes=prefix_cache != "off", **limits)
         speculation = Speculation(max_drafts) if max_drafts else None
-        self.scheduler = Scheduler(self.allocator, batch_limits, eos, speculation)
         self.runner = runner or ArithmeticRunner(num_blocks, block_size, fails, stream)
+        fetcher = make_fetcher(self.allocator, self.runner)
+        self.scheduler = Scheduler(self.allocator, batch_limits, eos, speculation, fetcher)
         self.answers: dict[RequestKey, Answer] = {}
         self.now_s = 0.0
         self.num_preempted = 0

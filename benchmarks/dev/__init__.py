@@ -1,0 +1,1 @@
+"""The benchmarks of the developers, which the wheel leaves out: they need a checkout."""

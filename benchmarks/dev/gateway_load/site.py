@@ -1,0 +1,80 @@
+"""Where a gateway is measured: one core for it, another for Redis, the stub workers and whoever asks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.dev.gateway_load.processes import (
+    MODEL,
+    adapter_process,
+    free_ports,
+    gateway_process,
+    make_bundle,
+    started,
+    stub_server,
+    until,
+    write_tokenizer,
+)
+from benchmarks.dev.gateway_load.traffic import Traffic
+from server.cli.serve import find_redis_server, redis_command
+from worker.wire import pack
+
+
+class Adapted(NamedTuple):
+    """A gateway in front of an adapter in front of a stub engine: its URL, and the process ids."""
+
+    url: str
+    gateway: int
+    adapter: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    folder: Path
+    gateway_core: int
+    other_core: int
+    redis: str
+    traffic: Traffic
+
+    def stub(self, *, pace_s: float = 0.0, num_workers: int = 1) -> AbstractContextManager[str]:
+        """See `stub_server`."""
+        return stub_server(self.folder, self.other_core, redis=self.redis, pace_s=pace_s, num_workers=num_workers)
+
+    def gateway(self, stub: str) -> AbstractContextManager[tuple[str, str, int]]:
+        """See `gateway_process`."""
+        return gateway_process(stub, self.gateway_core, self.redis)
+
+    @contextmanager
+    def adapted(self, *, pace_s: float = 0.0) -> Iterator[Adapted]:
+        """A stub engine with an adapter, and a gateway of their own in front; the adapter has the gateway's core."""
+        redis = f"{self.redis}?db=1"
+        (port,) = free_ports(1)
+        events = f"tcp://127.0.0.1:{port}"
+        with (
+            stub_server(self.folder, self.other_core, redis=None, pace_s=pace_s, events=events) as engine,
+            adapter_process(engine, self.gateway_core, redis, "--tokenizer", str(self.folder)) as (url, adapter),
+            gateway_process(url, self.gateway_core, redis) as (public, _, gateway),
+        ):
+            yield Adapted(public, gateway, adapter)
+
+
+async def prepare(stack: ExitStack) -> Site:
+    """Starts Redis, which ends with the stack, and keeps this process off the gateway's core."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    cores = sorted(os.sched_getaffinity(0))
+    gateway_core, other_core = cores[0], cores[-1]
+    os.sched_setaffinity(0, {other_core})
+    bundle, tokenizer = make_bundle()
+    (folder / "bundle").write_bytes(pack(bundle))
+    write_tokenizer(bundle, folder)
+    redis = folder / "redis.sock"
+    stack.enter_context(started(redis_command(find_redis_server(), redis), other_core, stdout=subprocess.DEVNULL))
+    await until(redis.exists)
+    return Site(folder, gateway_core, other_core, f"unix://{redis}", Traffic(MODEL, tokenizer))

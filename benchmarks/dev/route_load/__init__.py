@@ -1,0 +1,1 @@
+"""The replays of `headstart bench route`, and their figures."""

@@ -1,0 +1,157 @@
+"""The simulated worker: FIFO, one prefill at a time with decodes next to it, and the real allocator as its KV cache.
+
+    prefill   (10 ms + uncached tokens / rate), 1 % slower per decoding request
+    decode    output tokens x (12 ms + 0.25 ms x batch)
+
+A prompt's blocks are looked up when its prefill begins, findable when it ends, pinned until the decode has ended, and
+evicted tail first. Generated tokens are not cached.
+Source: the model of docs/routing.md, which the reference figures were made with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest
+from cache.allocators.base import Allocation
+from cache.allocators.hash import HashAllocator
+from cache.records import WorkerLoad, WorkerMember
+from cache.types import GatewayId
+from server.router.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    prefill_tokens_per_s: float
+    block_size: int
+    request_s: float = 0.01
+    slowdown_per_decode: float = 0.01
+    decode_step_s: float = 0.012
+    decode_step_per_request_s: float = 0.00025
+    fetch_tokens_per_s: float = 0.0
+    """Blocks of a peer, over an idle link; 0.0: it fetches none."""
+    tier_tokens_per_s: tuple[float, ...] = ()
+    """Blocks of the tier below the pool, if there is one."""
+
+    def prefill_s(self, num_tokens: int, num_decoding: int) -> float:
+        alone_s = self.request_s + num_tokens / self.prefill_tokens_per_s
+        return alone_s * (1.0 + self.slowdown_per_decode * num_decoding)
+
+    def decode_s(self, num_tokens: int, batch: int) -> float:
+        return num_tokens * (self.decode_step_s + self.decode_step_per_request_s * batch)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request on its way through a worker."""
+
+    request: TraceRequest
+    gateway: GatewayId
+    arrival_s: float
+    placement: Placement
+    session: Session
+    turn: int
+    estimate_s: float = 0.0
+    allocation: Allocation | None = None
+    num_cached_tokens: int = 0
+    started_s: float = 0.0
+    prefill_s: float = 0.0
+    left_s: float = 0.0
+    """Part of `prefill_s` that is left, at a worker that shares its time."""
+    loaded_s: float = 0.0
+    """When the blocks that it loads and fetches have arrived."""
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedWorker:
+    """Time is the replay's: it calls `begin`, `finish_prefill` and `finish_decode` when they are due."""
+
+    member: WorkerMember
+    model: EngineModel
+    cache: HashAllocator
+    report_s: float
+    """How often the load is reported."""
+    queue: deque[Job] = field(default_factory=deque)
+    serving: Job | None = None
+    num_decoding: int = 0
+    busy_s: float = 0.0
+    assigned_s: float = 0.0
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    load_s: float = 0.0
+
+    def submit(self, job: Job, now_s: float) -> None:
+        self.report(now_s)
+        job.estimate_s = self.model.prefill_s(job.request.num_prompt_tokens - self.num_reusable_tokens(job), 0)
+        self.assigned_s += job.estimate_s
+        self.queue.append(job)
+
+    def num_reusable_tokens(self, job: Job) -> int:
+        """Return how many tokens it would not compute if it began now."""
+        request = job.request
+        return self.cache.find(request.block_ids, ROOT, hashes=request.chain) * self.model.block_size
+
+    def begin(self, now_s: float) -> Job | None:
+        """Take the next request into service if there is one and it fits; its prefill ends after `prefill_s`."""
+        if self.serving is not None or not self.queue:
+            return None
+        job = self.queue[0]
+        request = job.request
+        allocation = self.cache.allocate(len(request.block_ids), request.block_ids, ROOT, hashes=request.chain)
+        if allocation is None:
+            assert self.num_decoding, "a prompt larger than the pool"
+            return None
+        self.report(now_s)
+        self.queue.popleft()
+        self.serving = job
+        job.allocation = allocation
+        job.num_cached_tokens = allocation.num_cached_tokens * self.model.block_size
+        job.started_s = now_s
+        job.prefill_s = self.model.prefill_s(job.request.num_prompt_tokens - job.num_cached_tokens, self.num_decoding)
+        self.busy_s += job.prefill_s
+        return job
+
+    def finish_prefill(self, now_s: float) -> Job:
+        """The first token is out; the decode ends after `decode_s` of the batch there is now."""
+        self.report(now_s)
+        job = self.serving
+        assert job is not None
+        assert job.allocation is not None
+        self.serving = None
+        self.num_decoding += 1
+        job.allocation.commit(job.request.block_ids, len(job.request.hashes))
+        return job
+
+    def finish_decode(self, job: Job, now_s: float) -> None:
+        self.report(now_s)
+        self.num_decoding -= 1
+        assert job.allocation is not None
+        job.allocation.free()
+
+    def unfinished(self, now_s: float) -> list[tuple[Job, float]]:
+        """The prefills in service, and the seconds of each that are left."""
+        job = self.serving
+        return [] if job is None else [(job, max(0.0, job.prefill_s - (now_s - job.started_s)))]
+
+    def report(self, now_s: float) -> None:
+        """Bring the report up to date: the state has not changed since the last point of its grid of times."""
+        at_s = now_s // self.report_s * self.report_s if self.report_s else now_s
+        if at_s <= self.load_s:
+            return
+        queued: dict[GatewayId, float] = {}
+        for job in self.queue:
+            queued[job.gateway] = queued.get(job.gateway, 0.0) + job.estimate_s
+        for job, left_s in self.unfinished(at_s):
+            queued[job.gateway] = queued.get(job.gateway, 0.0) + left_s
+        self.load_s = at_s
+        self.load = WorkerLoad(
+            queued_prefill_s=queued,
+            assigned_prefill_s=self.assigned_s,
+            prefill_tokens_per_s=self.model.prefill_tokens_per_s,
+            num_running=self.num_decoding + len(self.unfinished(at_s)),
+            num_waiting=len(self.queue),
+            num_free_blocks=self.cache.num_free_blocks,
+            num_blocks=self.cache.num_blocks,
+            tier_tokens_per_s=self.model.tier_tokens_per_s,
+            fetch_tokens_per_s=self.model.fetch_tokens_per_s,
+        )

@@ -1,0 +1,102 @@
+"""The simulated worker that shares its time, with a tier below the pool and blocks fetched from peers.
+
+    link       one per worker, for what it sends and what it fetches: a transfer holds the source's and the target's,
+               and waits until both are free
+    tier       an LRU that gets every block of a prompt with its first token, before the pool evicts any;
+               loads hold a link of their own, one at a time
+    request    allocated, then loading while others run, then a prefill of the rest
+
+What to load and to fetch is planned as workers do: by seconds alone, at the rates that they report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.dev.simulation.engine import Job
+from benchmarks.dev.simulation.shared_engine import SharedWorker
+from benchmarks.dev.simulation.traces import ROOT, TraceRequest
+from cache.allocators.hash import HashAllocator
+from server.router.cost import FetchPlan, cheapest_plan
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A path for one transfer at a time."""
+
+    free_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class MovingWorker(SharedWorker):
+    tier: HashAllocator | None = None
+    peers: Mapping[str, MovingWorker] = field(default_factory=dict)
+    """All workers, by URL."""
+    link: Link = field(default_factory=Link)
+    tier_link: Link = field(default_factory=Link)
+
+    def num_reusable_tokens(self, job: Job) -> int:
+        in_pool = SharedWorker.num_reusable_tokens(self, job)
+        plan = self._plan(job, in_pool)
+        return in_pool if plan is None else plan.end_tokens
+
+    def admit(self, now_s: float) -> list[Job]:
+        admitted = SharedWorker.admit(self, now_s)
+        for job in admitted:
+            plan = self._plan(job, job.num_cached_tokens)
+            if plan is None:
+                continue
+            if sum(plan.tier_tokens):
+                seconds = sum(plan.tier_tokens) / self.model.tier_tokens_per_s[0]
+                job.loaded_s = _transfer(now_s, seconds, self.tier_link)
+            if plan.peer_tokens:
+                source = job.placement.source
+                assert source is not None
+                seconds = plan.peer_tokens / self.model.fetch_tokens_per_s
+                job.loaded_s = _transfer(job.loaded_s, seconds, self.link, self.peers[source.url].link)
+            job.num_cached_tokens = plan.end_tokens
+        return admitted
+
+    def start(self, job: Job, now_s: float) -> None:
+        """Begin the prefill: the blocks that have come are findable."""
+        assert job.allocation is not None
+        job.allocation.commit(job.request.block_ids, job.num_cached_tokens // self.model.block_size)
+        SharedWorker.start(self, job, now_s)
+
+    def finish_prefill(self, now_s: float) -> Job:
+        job = SharedWorker.finish_prefill(self, now_s)
+        if self.tier is not None:
+            request = job.request
+            written = self.tier.allocate(len(request.hashes), request.block_ids, ROOT, hashes=request.chain)
+            assert written is not None, "a prompt larger than the tier"
+            written.commit(request.block_ids, len(request.hashes))
+            written.free()
+        return job
+
+    def num_held_blocks(self, request: TraceRequest) -> int:
+        """Return the longest prefix in the pool or the tier, both of which are prefix-closed."""
+        stores = (self.cache, self.tier)
+        return max(s.find(request.block_ids, ROOT, hashes=request.chain) for s in stores if s is not None)
+
+    def _plan(self, job: Job, num_pool_tokens: int) -> FetchPlan | None:
+        """Plan with what is there now: a source may have evicted what it was named for."""
+        request, model, source = job.request, self.model, job.placement.source
+        most_tokens = request.num_prompt_tokens - 1
+        tiers, peer_end_tokens = [], 0
+        if self.tier is not None:
+            end = self.tier.find(request.block_ids, ROOT, hashes=request.chain) * model.block_size
+            tiers = [(min(end, most_tokens), model.tier_tokens_per_s[0])]
+        if source is not None:
+            num_blocks = min(source.num_blocks, self.peers[source.url].num_held_blocks(request))
+            peer_end_tokens = min(num_blocks * model.block_size, most_tokens)
+        rate, fetch_rate = model.prefill_tokens_per_s, model.fetch_tokens_per_s
+        return cheapest_plan(request.num_prompt_tokens, num_pool_tokens, rate, tiers, peer_end_tokens, fetch_rate)
+
+
+def _transfer(now_s: float, duration_s: float, *links: Link) -> float:
+    """Hold the links as soon as all are free; return when the transfer ends."""
+    end_s = max(now_s, *(link.free_s for link in links)) + duration_s
+    for link in links:
+        link.free_s = end_s
+    return end_s

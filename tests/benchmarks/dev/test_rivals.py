@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.dev.simulation.rivals import RIVALS, Dynamo, LlmD, LlmDTiers, Sglang
+from server.router.cost import FetchPlan
+from tests.server.router.test_policies import chosen, make_request, view
+
+
+def test_sglang_follows_the_tree_until_the_fleet_is_out_of_balance() -> None:
+    policy = Sglang()
+    request = make_request()
+    policy.on_dispatch(request, view("b"))
+    assert chosen(policy, request, view("a"), view("b", num_running=32)) == {"b"}
+    assert chosen(policy, request, view("a"), view("b", num_running=33)) == {"a"}
+    assert chosen(policy, make_request(), view("a"), view("b")) == {"a"}, "no match: the smaller tree"
+
+
+def test_sglang_trees_are_bounded() -> None:
+    policy = Sglang()
+    first = make_request()
+    policy.on_dispatch(first, view("b", num_blocks=10))
+    for _ in range(10):
+        policy.on_dispatch(make_request(), view("b", num_blocks=10))
+    assert chosen(policy, first, view("a"), view("b")) == {"a"}, "forgotten, and a's tree is smaller"
+
+
+def test_llm_d_adds_prefix_memory_and_queue() -> None:
+    policy = LlmD()
+    assert chosen(policy, make_request(), view("a", matched_tokens=80), view("b")) == {"a"}
+    assert chosen(policy, make_request(), view("a", num_free_blocks=500), view("b")) == {"b"}
+    assert chosen(policy, make_request(), view("a", matched_tokens=40, num_waiting=5), view("b")) == {"b"}
+
+
+def test_dynamo_adds_prefill_and_active_blocks() -> None:
+    policy = Dynamo()
+    assert chosen(policy, make_request(), view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"a"}
+    assert chosen(
+        policy, make_request(), view("a", prefill_s=0.5, num_active_blocks=100), view("b", prefill_s=1.0)
+    ) == {"b"}
+
+
+@pytest.mark.parametrize("name", list(RIVALS))
+def test_every_rival_answers_for_one_worker_and_an_empty_prompt(name: str) -> None:
+    policy = RIVALS[name]()
+    request = replace(make_request(), hashes=[], num_prompt_tokens=1)
+    assert chosen(policy, request, view("a")) == {"a"}
+    policy.on_dispatch(request, view("a"))
+
+
+def test_llm_d_counts_blocks_by_the_place_they_are_in() -> None:
+    policy = LlmDTiers()
+    loaded = view("a", matched_tokens=10, plan=FetchPlan(80, tier_tokens=(20, 40), peer_tokens=10))
+    loaded.member = dataclasses.replace(loaded.member, tiers=("host", "disk"))
+    assert policy.prefix(loaded) == pytest.approx(10 + 0.8 * 20 + 0.3 * 40 + 0.3 * 10)
+    assert policy.prefix(view("a", matched_tokens=10)) == 10
+    assert chosen(policy, make_request(), loaded, view("b", matched_tokens=40)) == {"a"}

@@ -1,0 +1,191 @@
+"""An engine's blocks as a tree: which are held, and which are visible.
+
+A node is held from a store to the next removal, however many copies the engine has: engines differ in what they count,
+and some repeat the store of a block that they reuse. If a copy outlives the removal, the next block stored after it
+marks it as held again. A node is visible while it and all blocks before it are held.
+
+Events are untrusted. A node gets a parent only if the parent's root is known, and keeps it, so no block is its own
+ancestor. A name that comes after two different parents does not identify its prefix: its node gets no hashes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from worker.adapter.block_names import Names, Node
+from worker.adapter.holders import BlockHolders
+from worker.adapter.kv_events import EngineHash
+
+
+class BlockTree:
+    """The nodes of one engine, by the engine's names. Owned by `EngineBlocks`."""
+
+    def __init__(self, holders: BlockHolders, max_names: int) -> None:
+        """`holders` receives our blocks of each node that becomes visible or invisible."""
+        self.num_held = 0
+        self.num_opaque = 0
+        """Held nodes without hashes."""
+        self.num_orphans = 0
+        """Held nodes with an unknown block before them."""
+        self.num_walked = 0
+        """Nodes visited since the owner reset this."""
+        self._holders = holders
+        self._max_names = max_names
+        self._nodes: dict[EngineHash, Node] = {}
+        self._idle: OrderedDict[Node, None] = OrderedDict()
+        """Nodes that are not held and have no children, oldest first: the first to be forgotten."""
+        self._has_lost_events = False
+        self._has_copies = False
+        """A held block was stored again."""
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, key: EngineHash) -> Node | None:
+        return self._nodes.get(key)
+
+    def add(self, key: EngineHash, is_orphan: bool) -> Node:
+        node = self._nodes[key] = Node(key, is_orphan)
+        return node
+
+    def place(self, node: Node, parent: Node | None, is_orphan: bool, names: Names, position: int) -> None:
+        """Give a node its parent and its hashes, if its root is known. A node without a root may get one later."""
+        was_held = node.is_held
+        if was_held:
+            self._set_invisible(node)
+            self._set_held(node, False)
+        if node.parent is not parent:
+            self._unlink(node)
+            if parent is not None and parent.root is not None:
+                node.parent = parent
+                if parent.children is None:
+                    parent.children = set()
+                parent.children.add(node)
+        node.is_orphan = is_orphan
+        names.assign(node, position)
+        self._set_held(node, was_held)
+
+    def hold(self, node: Node) -> None:
+        """Count a node as held, because the engine has stored it."""
+        self._has_copies = self._has_copies or node.is_held
+        self._set_held(node, True)
+        if not node.is_visible:
+            self._set_visible(node)
+
+    def release(self, node: Node) -> None:
+        """Count a node as not held."""
+        self._set_held(node, False)
+        self._set_invisible(node)
+
+    def mark_ancestors_held(self, node: Node) -> None:
+        """Count a node and all its ancestors as held, because the engine has stored a block after it."""
+        highest: Node | None = None
+        ancestor: Node | None = node
+        while ancestor is not None and not ancestor.is_visible:
+            self._set_held(ancestor, True)
+            highest, ancestor = ancestor, ancestor.parent
+            self.num_walked += 1
+        if highest is not None:
+            self._set_visible(highest)
+
+    def make_ambiguous(self, node: Node) -> None:
+        """Take the hashes of a node for good, and those of all nodes after it."""
+        self._set_invisible(node)
+        nodes = with_descendants(node)
+        self.num_walked += len(nodes)
+        node.is_ambiguous = True
+        for each in reversed(nodes):
+            was_held = each.is_held
+            self._set_held(each, False)
+            self._unlink(each)
+            each.is_orphan = each is not node
+            each.root = each.last = None
+            each.hashes = each.tail = ()
+            self._set_held(each, was_held)
+
+    def clear(self) -> None:
+        """Forget every node. The holders are the owner's to clear."""
+        self._nodes = {}
+        self._idle = OrderedDict()
+        self.num_held = self.num_opaque = self.num_orphans = self.num_walked = 0
+        self._has_lost_events = False
+
+    def forget_held(self) -> None:
+        """Count no node as held, because events were lost. The holders are the owner's to remove."""
+        for node in self._nodes.values():
+            node.is_held = False
+            node.is_visible = False
+        self._idle = OrderedDict.fromkeys(node for node in self._nodes.values() if not node.children)
+        self.num_held = self.num_opaque = self.num_orphans = 0
+        self._has_lost_events = True
+
+    def forget_names(self) -> None:
+        """Drop nodes that are not held. After lost events, and where copies may be left, keep some."""
+        max_names = self._max_names if self._has_lost_events or self._has_copies else 0
+        while self._idle and len(self._nodes) - self.num_held > max_names:
+            node, _ = self._idle.popitem(last=False)
+            del self._nodes[node.key]
+            self._unlink(node)
+
+    def _set_held(self, node: Node, is_held: bool) -> None:
+        """Count a node as held or not, and keep the totals."""
+        if is_held is node.is_held:
+            return
+        step = 1 if is_held else -1
+        self.num_held += step
+        if node.is_orphan:
+            self.num_orphans += step
+        elif node.root is None:
+            self.num_opaque += step
+        if is_held:
+            self._idle.pop(node, None)
+        elif not node.children:
+            self._idle[node] = None
+        node.is_held = is_held
+
+    def _set_visible(self, node: Node) -> None:
+        """Make a held node visible, and the held nodes after it, unless a block before it is missing."""
+        if node.parent is not None and not node.parent.is_visible:
+            return
+        shown = [node]
+        while shown:
+            node = shown.pop()
+            node.is_visible = True
+            self.num_walked += 1
+            for block_hash in node.hashes:
+                self._holders.add_holder(block_hash, node)
+            if node.children:
+                self.num_walked += len(node.children)
+                shown += [child for child in node.children if child.is_held]
+
+    def _set_invisible(self, node: Node) -> None:
+        """Make a node invisible, after the nodes that follow it."""
+        if not node.is_visible:
+            return
+        hidden = [node]
+        for node in hidden:
+            node.is_visible = False
+            if node.children:
+                self.num_walked += len(node.children)
+                hidden += [child for child in node.children if child.is_visible]
+        self.num_walked += len(hidden)
+        for node in reversed(hidden):
+            for block_hash in reversed(node.hashes):
+                self._holders.remove_holder(block_hash, node)
+
+    def _unlink(self, node: Node) -> None:
+        """Remove a node from its parent, which may become idle."""
+        parent = node.parent
+        if parent is not None and parent.children is not None:
+            node.parent = None
+            parent.children.discard(node)
+            if not parent.children and not parent.is_held:
+                self._idle[parent] = None
+
+
+def with_descendants(node: Node) -> list[Node]:
+    """Return a node and all nodes after it, parents first."""
+    nodes = [node]
+    for each in nodes:
+        nodes += each.children or ()
+    return nodes

@@ -1,0 +1,292 @@
+"""Fetches: blocks of a prefix on their way into the pool, while the sequence that needs them waits and others run.
+
+    engine thread   start: reserve blocks -> | poll: make findable what has arrived | -> end: release the reservation
+    fetch thread                              read a record, check it, fill a reserved block, and so on
+
+A fetched block is a cached block like any other: the sequence finds it when it is admitted. A fetch that fails, lags
+or is given up only costs time. The thread writes into the pool under the fetch's lock, and never after its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Final, Protocol, runtime_checkable
+
+from cache.allocators.hash import HashAllocation, HashAllocator
+from cache.store import ChainLink
+from cache.types import BlockHash
+from worker.contracts.rates import PrefillRate, TransferRate
+from worker.kv_transfer.pool_blocks import PoolBlocks
+from worker.scheduler.request import TokenSequence
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS: Final = 4
+_LAG_FACTOR: Final = 4.0
+_LAG_S: Final = 0.5
+"""A fetch lags behind when it takes 4 times as long as expected and half a second."""
+
+
+class BlockReader(Protocol):
+    """Blocks of a chain, read in its order."""
+
+    def read(self, link: ChainLink, payload: memoryview) -> bool:
+        """Fill `payload` with the block. False: a miss."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A reader that may block."""
+
+    def interrupt(self) -> None:
+        """Make a waiting read fail at once. Any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSource:
+    """A place from which blocks `start` to `stop` of a chain can come."""
+
+    place: str
+    start: int
+    stop: int
+    rate: TransferRate
+    open: Callable[[Sequence[ChainLink]], AbstractContextManager[BlockReader]]
+    """Begin to read these blocks, in the fetch's thread. May raise anything."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefixFetch:
+    """One fetch, of the blocks after those that its allocation found in the pool."""
+
+    links: Sequence[ChainLink]
+    """The whole chain up to the last block to fetch."""
+    sources: Sequence[FetchSource]
+    allocation: HashAllocation
+    started_s: float
+    deadline_s: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_arrived: int = 0
+    """Blocks of the chain that are in the pool. Under `lock`, like `ended`."""
+    ended: bool = False
+    """Nothing may be written after this. Set by the engine thread."""
+    finished: bool = False
+    """The thread has nothing left to read."""
+    waits_at: Interruptible | None = None
+    """The reader of the thread, if it may wait. Under `lock`."""
+
+    def num_fetched_blocks(self) -> dict[str, int]:
+        """Return the blocks that came, by place."""
+        counts = {source.place: min(self.num_arrived, source.stop) - source.start for source in self.sources}
+        return {place: count for place, count in counts.items() if count > 0}
+
+
+class FetchQueue:
+    """The fetches of an engine: a `worker.scheduler.prefix_wait.PrefixFetcher`. Owned by the engine thread."""
+
+    def __init__(
+        self,
+        allocator: HashAllocator,
+        pool: PoolBlocks,
+        prefill_rate: PrefillRate,
+        sources: Callable[[TokenSequence, Sequence[BlockHash], int], list[FetchSource]],
+        ended: Callable[[PrefixFetch], None] = lambda fetch: None,
+        wake: Callable[[], None] = lambda: None,
+        *,
+        num_threads: int = NUM_THREADS,
+    ) -> None:
+        """`sources` lists the places of the blocks after the first n, in the order of the chain.
+
+        `ended` receives every fetch that has ended. `wake`, on any thread, makes the engine thread call `poll` soon.
+        """
+        self._allocator = allocator
+        self._pool = pool
+        self._prefill_rate = prefill_rate
+        self._sources = sources
+        self._ended = ended
+        self._wake = wake
+        self.active: list[PrefixFetch] = []
+        self._fetches: dict[BlockHash, PrefixFetch] = {}
+        """Active fetches by the blocks that they bring."""
+        self._jobs: queue.SimpleQueue[PrefixFetch | None] = queue.SimpleQueue()
+        self._num_threads = num_threads
+
+    def start_threads(self) -> None:
+        for number in range(self._num_threads):
+            threading.Thread(target=self._run, name=f"fetch-{number}", daemon=True).start()
+
+    @property
+    def num_active(self) -> int:
+        return len(self.active)
+
+    def is_fetching(self, sequence: TokenSequence) -> bool:
+        return sequence.fetch is not None and not sequence.fetch.ended
+
+    def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
+        if sequence.has_fetched:
+            return False
+        hashes = self._fetchable_hashes(sequence)
+        if num_cached_blocks >= len(hashes):
+            return False
+        other = self._fetches.get(hashes[num_cached_blocks])
+        if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
+            compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
+            other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
+            sequence.fetch = other
+            return True
+        sources, seconds = self._choose(sequence, hashes, num_cached_blocks)
+        if not sources:
+            sequence.has_fetched = True
+            return False
+        if len(self.active) >= self._num_threads:  # each of them ends soon, by its deadline at the latest
+            return True
+        return self._begin(sequence, hashes, sources, seconds)
+
+    def count_fetchable(self, sequence: TokenSequence, num_cached_blocks: int) -> int:
+        sources, _ = self._choose(sequence, self._fetchable_hashes(sequence), num_cached_blocks)
+        return sources[-1].stop - num_cached_blocks if sources else 0
+
+    def give_up_latest(self) -> bool:
+        if not self.active:
+            return False
+        self._end(self.active[-1])
+        return True
+
+    def give_up_all(self) -> None:
+        while self.give_up_latest():
+            pass
+
+    def fetch_chain(
+        self, root: BlockHash, hashes: Sequence[BlockHash], source: FetchSource, deadline_s: float
+    ) -> PrefixFetch | None:
+        """Fetch a chain for no sequence, from one source. None: it is present, or no thread or space is free."""
+        is_busy = len(self.active) > self._num_threads // 2 or any(each in self._fetches for each in hashes)
+        if is_busy or source.start >= source.stop:
+            return None
+        return self._reserve(root, hashes, [source], deadline_s)
+
+    def poll(self, now_s: float) -> None:
+        """Make findable what has arrived. End the fetches that are complete or late."""
+        for fetch in self.active.copy():
+            if fetch.num_arrived > fetch.allocation.num_filled:
+                fetch.allocation.fill(fetch.num_arrived)
+            late = next((source for source in fetch.sources if fetch.num_arrived < source.stop), None)
+            if fetch.finished or late is None:
+                self._end(fetch)
+            elif now_s >= fetch.deadline_s:
+                self._end(fetch)
+                late.rate.add(0, now_s - fetch.started_s, now_s)
+
+    def stop(self) -> None:
+        self.give_up_all()
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+
+    # --- on the engine thread -----------------------------------------------------------------------------------
+
+    def _fetchable_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
+        size = self._allocator.block_size
+        return sequence.hash_blocks(size)[: (len(sequence.token_ids) - 1) // size]
+
+    def _choose(
+        self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int
+    ) -> tuple[list[FetchSource], float]:
+        """Return the sources to fetch from, and the seconds it takes. Leaves out sources slower than computing."""
+        if not sequence.reuse:
+            return [], 0.0
+        size = self._allocator.block_size
+        best: tuple[float, int, float] = (0.0, 0, 0.0)
+        gain_s, fetch_s = 0.0, 0.0
+        sources = self._sources(sequence, hashes, num_cached)
+        for number, source in enumerate(sources, 1):
+            num_tokens = (source.stop - source.start) * size
+            seconds = source.rate.seconds(num_tokens, time.monotonic())
+            fetch_s += seconds
+            gain_s += self._prefill_rate.seconds(num_tokens) - seconds
+            if gain_s > best[0]:
+                best = (gain_s, number, fetch_s)
+        return sources[: best[1]], best[2]
+
+    def _begin(
+        self, sequence: TokenSequence, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], seconds: float
+    ) -> bool:
+        sequence.has_fetched = True
+        first, stop = sources[0].start, sources[-1].stop
+        compute_s = self._prefill_rate.seconds((stop - first) * self._allocator.block_size)
+        timeout_s = max(_LAG_S, min(compute_s, _LAG_FACTOR * seconds + _LAG_S))
+        sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
+        return sequence.fetch is not None
+
+    def _reserve(
+        self, root: BlockHash, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], deadline_s: float
+    ) -> PrefixFetch | None:
+        allocation = self._allocator.reserve(root, hashes)
+        if allocation is None:
+            return None
+        links = [ChainLink(each, hashes[n - 1] if n else root, n) for n, each in enumerate(hashes)]
+        fetch = PrefixFetch(links, sources, allocation, time.monotonic(), deadline_s, num_arrived=allocation.num_filled)
+        self.active.append(fetch)
+        self._fetches.update(dict.fromkeys(hashes[sources[0].start :], fetch))
+        self._jobs.put(fetch)
+        return fetch
+
+    def _end(self, fetch: PrefixFetch) -> None:
+        with fetch.lock:  # the thread holds it while it fills one block
+            fetch.ended = True
+            if fetch.waits_at is not None:
+                fetch.waits_at.interrupt()
+        if fetch.num_arrived > fetch.allocation.num_filled:
+            fetch.allocation.fill(fetch.num_arrived)
+        fetch.allocation.free()
+        self.active.remove(fetch)
+        for link in fetch.links[fetch.sources[0].start :]:
+            if self._fetches.get(link.block_hash) is fetch:
+                del self._fetches[link.block_hash]
+        self._ended(fetch)
+
+    # --- on a fetch thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        payload: memoryview | None = None
+        while (fetch := self._jobs.get()) is not None:
+            try:
+                payload = payload or self._pool.new_payload()
+                for _ in self.read_blocks(fetch, payload):
+                    pass
+            except Exception as error:
+                if not fetch.ended:
+                    logger.warning("a fetch was cut short: %s", error or type(error).__name__)
+            fetch.finished = True
+            self._wake()
+
+    def read_blocks(self, fetch: PrefixFetch, payload: memoryview) -> Iterator[None]:
+        """Read blocks into the pool, one a turn, up to the first miss or the end of the fetch. May raise anything."""
+        for source in fetch.sources:
+            links = fetch.links[source.start : source.stop]
+            begun_s, num_read = time.monotonic(), 0
+            try:
+                with source.open(links) as reader:
+                    with fetch.lock:
+                        fetch.waits_at = reader if isinstance(reader, Interruptible) else None
+                    for link in links:
+                        if fetch.ended or not reader.read(link, payload) or not self._fill(fetch, link, payload):
+                            return
+                        num_read += 1
+                        yield
+            finally:
+                if num_read:  # a miss does not measure the rate
+                    now_s = time.monotonic()
+                    source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
+
+    def _fill(self, fetch: PrefixFetch, link: ChainLink, payload: memoryview) -> bool:
+        """Write a block into the pool. False: the fetch has ended and owns no blocks."""
+        with fetch.lock:
+            if not fetch.ended:
+                self._pool.write(fetch.allocation.block_table[link.depth], payload)
+                fetch.num_arrived = link.depth + 1
+            return not fetch.ended
