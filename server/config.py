@@ -7,14 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from cache.redis_index import ReaderSettings
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
+from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
 
+NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 
@@ -34,6 +36,20 @@ def model_alias(text: str) -> tuple[str, str]:
     if not (name and equals and model):
         raise argparse.ArgumentTypeError(f"NAME=MODEL is needed, got {text!r}")
     return name, model
+
+
+class ReasoningAction(argparse.Action):
+    """`--reasoning [FORMAT]`, and `--no-reasoning` for its opposite."""
+
+    def __init__(self, option_strings: Sequence[str], **arguments: Any) -> None:
+        super().__init__(["--no-reasoning", *option_strings], nargs="?", const=THINK.name, **arguments)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        if flag == "--no-reasoning" and values != self.const:
+            parser.error("argument --no-reasoning: takes no value")
+        setattr(namespace, self.dest, NO_REASONING if flag == "--no-reasoning" else values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +114,14 @@ class GatewayConfig(SharedConfig):
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
     tool_parser: str | None = _api(
-        None, "format of the models' tool calls (default: by template)", choices=tuple(FORMATS)
+        None, "format of the models' tool calls (default: by template and tokens)", choices=tuple(FORMATS)
     )
-    reasoning: bool | None = _api(
-        None, "split <think> ... </think> from the answer (default: by template)", action=argparse.BooleanOptionalAction
+    reasoning: str | None = _api(
+        None,
+        f"format of the models' reasoning, without a value {THINK.name}; none or --no-reasoning: it is part of the"
+        " answer (default: by template and tokens)",
+        action=ReasoningAction,
+        choices=(NO_REASONING, *THOUGHT_FORMATS),
     )
     strict_tools: bool = _api(
         False, "refuse tools that only a vendor's server can run (default: leave them out where the model is free)"

@@ -3,13 +3,14 @@
 tool_choice   the model sees      its text is read as
 none          no tool             content
 auto          tools, and is free  its family's format
-required      tools, and a list   a list of calls
-one function  its schema          that function's arguments
+required      tools, and a form   its family's form; a list of calls where that is unknown
+one function  the same, once      the same; that function's arguments where the form is unknown
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from server.api import params
@@ -31,7 +32,8 @@ from server.schema.requests import CHAT, ChatRequest
 from server.text.chat_template import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 from server.text.control_tokens import RenderedPrompt
 from server.text.formats import CALL_LIST
-from server.text.output_parser import END_THINK, THINK, ChoiceMessage, OutputRules, ReasoningStart
+from server.text.formats.reasoning import THINK
+from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 
 
 class ChatEndpoint(GenerateEndpoint):
@@ -59,7 +61,7 @@ async def chat_spec(
     prompt_ids = await limits.prompt_tokens(rendered.text, model, client_offsets=rendered.client_offsets)
     max_tokens = limits.token_budget(model, len(prompt_ids))
     rules = output_rules(intent, model, rendered.text)
-    held = await chat_grammar(intent, model)
+    held = await chat_grammar(intent, model, rules)
     spec = GenerationSpec(
         request_id=id_,
         model=model,
@@ -75,7 +77,7 @@ async def chat_spec(
             prompt_logprobs=intent.num_prompt_logprobs,
             grammar=held.grammar,
         ),
-        rules=params.text_rules(fields, intent.stops, model, rules.markers()),
+        rules=params.text_rules(fields, intent.stops, model, rules.markers(), shows_special=rules.shows_special),
         prompt_param=names.messages,
         grammar_param=held.param,
         relaxed=held.relaxed,
@@ -83,7 +85,7 @@ async def chat_spec(
         priority=allowed_priority(identity, fields.priority),
         tenant=identity.tag,
         affinity_key=intent.affinity_key,
-        end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(END_THINK),
+        end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
     )
     return spec, rules
 
@@ -111,21 +113,32 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
 
 
 def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputRules:
-    """Return how to parse the model's text. The rendered `prompt` may already open the reasoning."""
-    known = intent.toolbox.names
-    if intent.named_tool is not None:
+    """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
+    known, own = intent.toolbox.names, model.forced_format
+    if intent.named_tool is not None and (own is None or intent.named_tool.name in intent.toolbox.grammars):
         forced = intent.named_tool.name
         return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.toolbox.grammars)
-    names, parallel = frozenset(tool.name for tool in intent.conversation.tools), intent.parallel_tool_calls
-    if intent.tool_mode == "required":
+    schemas = {tool.name: tool.parameters for tool in intent.conversation.tools}
+    names, parallel = frozenset(schemas), intent.parallel_tool_calls
+    if intent.tool_mode == "required" and own is None:
         return OutputRules(tools=CALL_LIST, tool_names=names, parallel=parallel, client_names=known)
     reasoning: ReasoningStart = "none"
-    if model.thinks and not is_held(intent.response_format, intent.fields.structured_outputs):
-        reasoning = "inside" if prompt.rstrip().endswith(THINK) else "maybe"
+    if model.thoughts is not None and not is_held(intent.response_format, intent.fields.structured_outputs):
+        reasoning = "inside" if model.thoughts.is_begun_by(prompt) else "maybe"
+    tools = model.tool_format
+    rules = OutputRules(reasoning=reasoning, thoughts=model.thoughts or THINK)
     if intent.tool_mode == "none":
-        return OutputRules(reasoning=reasoning)
-    return OutputRules(
-        reasoning=reasoning, tools=model.tool_format, tool_names=names, parallel=parallel, client_names=known
+        return replace(rules, tools=tools if tools is not None and tools.has_channels else None)
+    return replace(
+        rules,
+        tools=tools,
+        tool_names=names if intent.named_tool is None else frozenset({intent.named_tool.name}),
+        schemas=schemas,
+        parallel=parallel and intent.named_tool is None,
+        client_names=known,
+        is_required=intent.tool_mode in ("required", "named"),
+        is_named=intent.named_tool is not None,
+        shows_special=tools is None,
     )
 
 
@@ -187,7 +200,8 @@ class ChatFormatter(ChunkFormatter):
         return events
 
     def _finish_reason(self, choice: ChoiceDelta) -> str | None:
-        has_calls = self._rules.forced is None and self._messages[choice.choice].has_calls
+        is_named = self._rules.is_named or self._rules.forced is not None
+        has_calls = not is_named and self._messages[choice.choice].has_calls
         return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _chunk(

@@ -6,9 +6,8 @@ A tool's schema becomes a definition of a larger schema, and its references poin
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +18,9 @@ from server.schema.decoding import invalid
 from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
 from server.schema.grammar_schema import GrammarSchema, grammar_schema
 from server.schema.intent import ChatIntent
-from server.text.formats.base import CallSchemas
+from server.text.formats.base import ToolFormat
+from server.text.formats.grammar import text_rule
+from server.text.output_parser import OutputRules
 from worker.common.json_schema import pointer
 from worker.common.json_whitespace import whitespace_options
 from worker.wire import Grammar
@@ -76,21 +77,26 @@ async def answer_grammar(
     return HeldGrammar(Grammar(kind, text, compact), param)
 
 
-async def chat_grammar(intent: ChatIntent, model: ServedModel) -> HeldGrammar:
-    """Return the grammar of the output, and the request field that defines it. Raises InvalidRequestError.
+async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRules) -> HeldGrammar:
+    """Return what the whole output of a chat is held to. `rules` read it. Raises InvalidRequestError.
 
     With tools in `auto` and a format, the answer is in the format or consists of the family's calls.
     With tools in `auto` and no format there is no grammar: schemas are not compiled, and strict ones are checked.
     """
     tools = intent.conversation.tools
+    if intent.named_tool is not None and (own := intent.toolbox.grammars.get(intent.named_tool.name)) is not None:
+        return HeldGrammar(own, "tools")
+    if model.forced_format is not None and intent.tool_mode in ("required", "named"):
+        asked = tools if intent.named_tool is None else (intent.named_tool,)
+        placed = await _placed_tools(asked, intent)
+        forms = _Forms(asked, placed.schema, model, intent.parallel_tool_calls and intent.named_tool is None)
+        return HeldGrammar(_forced_calls(model.forced_format, forms, rules), "tools", placed.relaxed)
     if intent.named_tool is not None:
-        if (own := intent.toolbox.grammars.get(intent.named_tool.name)) is not None:
-            return HeldGrammar(own, "tools")
         held = await _tool_schema(intent.named_tool, intent)
         return HeldGrammar(Grammar("json_schema", json.dumps(held.schema)), "tools", held.relaxed)
     if intent.tool_mode == "required":
         placed = await _placed_tools(tools, intent)
-        schema = _calls_schema(intent, "parameters") | {"$defs": placed.schema}
+        schema = _calls_schema(intent) | {"$defs": placed.schema}
         return HeldGrammar(Grammar("json_schema", json.dumps(schema)), "tools", placed.relaxed)
     answer = await answer_grammar(
         intent.response_format, intent.fields.structured_outputs, intent.names.response_format
@@ -101,7 +107,8 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel) -> HeldGrammar:
         await _placed_tools([tool for tool in tools if _is_strict(tool)], intent)
         return answer
     placed = await _placed_tools(tools, intent)
-    grammar = _answer_or_calls(answer.grammar, placed.schema, intent, model)
+    forms = _Forms(tools, placed.schema, model, intent.parallel_tool_calls)
+    grammar = _answer_or_calls(answer.grammar, forms, model)
     return HeldGrammar(grammar, answer.param, answer.relaxed + placed.relaxed)
 
 
@@ -121,22 +128,53 @@ def _is_strict(tool: Tool) -> bool:
     return tool.function is not None and tool.function.strict is True
 
 
-def _answer_or_calls(answer: Grammar, definitions: dict[str, Any], intent: ChatIntent, model: ServedModel) -> Grammar:
-    """Write llguidance's Lark. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
+def _answer_or_calls(answer: Grammar, forms: _Forms, model: ServedModel) -> Grammar:
+    """Take a format, or calls. They are no choice where the form of calls is unknown."""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
-    one, many = partial(_any_call, intent), partial(_calls_schema, intent)
-    schemas = CallSchemas(intent.parallel_tool_calls, partial(_marker, model), one, many)
-    rules = model.tool_format.call_rules(schemas)
-    body = _json_rule(rules.body | {"$defs": definitions})
-    lines = ["%llguidance {}", "start: answer | calls", f"answer: {_json_rule(schema)}"]
-    return Grammar("grammar", "\n".join([*lines, f"calls: {rules.calls}", f"call: {rules.call}", f"body: {body}", ""]))
+    if model.tool_format is None:
+        return answer
+    lines = ["start: answer | calls", f"answer: {_json_rule(schema)}", *model.tool_format.rules(forms)]
+    return _lark(lines)
 
 
-def _marker(model: ServedModel, text: str) -> str:
-    """Name a special token by its id: it has no bytes."""
-    token_id = model.tokenizer.token_id(text)
-    special = token_id is not None and token_id in model.tokenizer.token_bytes.special_ids
-    return f"<[{token_id}]>" if special else json.dumps(text)
+def _forced_calls(tools: ToolFormat, forms: _Forms, rules: OutputRules) -> Grammar:
+    """Take calls in the family's own form, after its reasoning."""
+    lines = tools.rules(forms)
+    if rules.reasoning == "none":
+        return _lark(["start: calls", *lines])
+    thoughts = rules.thoughts
+    after = forms.literal("<|start|>assistant") if tools.has_channels else r"/\s*/"
+    thought = f"thought {after}"
+    if rules.reasoning == "maybe":
+        thought = f"(({' | '.join(map(forms.literal, thoughts.starts))}) {thought})?"
+    first = f"start: {thought} calls"
+    return _lark([first, text_rule("thought", thoughts.ends[0], forms), *lines])
+
+
+def _lark(lines: Sequence[str]) -> Grammar:
+    """Source of the dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
+    return Grammar("grammar", "\n".join(["%llguidance {}", *lines, ""]))
+
+
+class _Forms:
+    """See `GrammarTools`."""
+
+    def __init__(self, tools: Sequence[Tool], definitions: dict[str, Any], model: ServedModel, parallel: bool) -> None:
+        self._definitions = definitions
+        self._tokenizer = model.tokenizer
+        self.parameters: Mapping[str, Mapping[str, Any]] = {tool.name: tool.parameters for tool in tools}
+        self.parallel = parallel
+
+    def literal(self, text: str) -> str:
+        ids = self._tokenizer.added_tokens
+        parts = self._tokenizer.added_pattern.split(text)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        return _json_rule({**schema, "$defs": self._definitions})
+
+    def ref(self, name: str, *path: str) -> dict[str, Any]:
+        return {"$ref": pointer(("$defs", name, *path))}
 
 
 def _json_rule(schema: dict[str, Any]) -> str:
@@ -144,24 +182,21 @@ def _json_rule(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
-def _calls_schema(intent: ChatIntent, key: str) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(intent, key)}
-    if not intent.parallel_tool_calls:
-        schema["maxItems"] = 1
-    return schema
-
-
-def _any_call(intent: ChatIntent, key: str) -> dict[str, Any]:
+def _calls_schema(intent: ChatIntent) -> dict[str, Any]:
+    """Return the schema of a list of calls, in no family's form."""
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, key: {"$ref": pointer(("$defs", tool.name))}},
-            "required": ["name", key],
+            "properties": {"name": {"const": tool.name}, "parameters": {"$ref": pointer(("$defs", tool.name))}},
+            "required": ["name", "parameters"],
             "additionalProperties": False,
         }
         for tool in intent.conversation.tools
     ]
-    return {"anyOf": calls}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not intent.parallel_tool_calls:
+        schema["maxItems"] = 1
+    return schema
 
 
 def _check_size(written: str | bytes, param: str) -> None:

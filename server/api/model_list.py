@@ -20,6 +20,8 @@ from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 
 OWNED_BY: Final = "headstart"
+UNKNOWN: Final = "unknown"
+"""The format of tool calls that come as content."""
 PAGE_SIZE: Final = 20
 MAX_PAGE_SIZE: Final = 1000
 
@@ -52,6 +54,8 @@ def _card(name: str, model: ServedModel) -> dict[str, Any]:
         "root": model.adapter or model.name,
         "parent": model.name if model.adapter else None,
         "max_model_len": model.max_model_len,
+        "tool_parser": UNKNOWN if model.tool_format is None else model.tool_format.name,
+        "reasoning_parser": None if model.thoughts is None else model.thoughts.name,
         "default_sampling_params": model.bundle.sampling_defaults.shown(),
     }
 

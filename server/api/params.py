@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -78,16 +77,24 @@ def _value(request: ModelFields, defaults: SamplingDefaults, name: str) -> Any:
 
 
 def text_rules(
-    request: ModelFields, stops: tuple[str, ...], model: ServedModel, markers: Sequence[str] = ()
+    request: ModelFields,
+    stops: tuple[str, ...],
+    model: ServedModel,
+    markers: tuple[str, ...] = (),
+    *,
+    shows_special: bool = False,
 ) -> TextRules:
-    """Return how tokens become text. `markers`: special tokens that a parser has to see."""
+    """Return how tokens become text. `markers`: texts of special tokens that a parser has to see.
+
+    `shows_special`: all special tokens show, for any client.
+    """
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(
         stops=stops,
         include_stop=bool(request.include_stop_str_in_output),
-        skip_special=request.skip_special_tokens is not False,
+        skip_special=request.skip_special_tokens is not False and not shows_special,
         terminal_ids=terminal if request.ignore_eos else terminal | model.tokenizer.eos_ids,
-        shown_ids=frozenset(id_ for marker in markers if (id_ := model.tokenizer.token_id(marker)) is not None),
+        shown_ids=model.tokenizer.shown_ids(markers),
     )
 
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
 from cache.records import WorkerMember
@@ -150,7 +151,7 @@ class Models:
             return None
         if not self._is_new(member):  # while this ran, another worker has defined it
             return await self.admit(member)
-        self._by_name[member.model] = model
+        self._by_name[member.model] = replace(model, takes_grammars="grammar:grammar" not in member.unsupported)
         self._seen_s[member.model] = time.monotonic()
         log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
         return model
@@ -207,3 +208,7 @@ class Models:
         for member in members:
             sizes.setdefault(member.model, set()).add(member.embedding_size)
         self._embedding_sizes = sizes
+        takers = {member.model for member in members if "grammar:grammar" not in member.unsupported}
+        for name, model in self._by_name.items():
+            if name in sizes and model.takes_grammars != (name in takers):
+                self._by_name[name] = replace(model, takes_grammars=name in takers)

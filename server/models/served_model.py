@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,13 @@ from cache.hashing import Namespace
 from cache.types import BlockHash
 from server.config import GatewayConfig
 from server.text.chat_template import ChatTemplate
-from server.text.formats import FORMATS, format_of
+from server.text.formats import FORMATS, either, format_of
 from server.text.formats.base import ToolFormat
-from server.text.output_parser import THINK
+from server.text.formats.reasoning import CHANNELS, THOUGHT_FORMATS, ThoughtFormat, thoughts_of
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.wire import TokenizerBundle
+
+log = logging.getLogger(__name__)
 
 MAX_ROOTS: Final = 10_000
 
@@ -30,19 +33,28 @@ class ServedModel:
     bundle: TokenizerBundle
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    tool_format: ToolFormat
-    """The way it writes tool calls."""
-    thinks: bool
-    """True if it may think in tags before it answers."""
+    tool_format: ToolFormat | None
+    """The way it writes tool calls; None: an unknown one."""
+    thoughts: ThoughtFormat | None
+    """The way it writes reasoning; None: it has none that is known."""
     created: int
     fingerprint: str
     """The namespace's, as its workers announce it."""
     root: Callable[[bytes], BlockHash]
     """Return a tenant's root of the hash chain by its salt, cached: making it takes a few microseconds."""
     keeps_client_lines: bool = False
-    """Prompts keep the lines that agents write for other servers."""
+    """True: its prompts keep the lines that agents write for other servers."""
+    has_own_calls: bool = False
+    """True: it was trained on its tool format."""
+    takes_grammars: bool = True
+    """False: none of its workers holds an answer to a Lark grammar."""
     adapter: str = ""
     """The LoRA adapter that answers; empty: the model itself."""
+
+    @property
+    def forced_format(self) -> ToolFormat | None:
+        """The format that a grammar holds calls to; None: a JSON list."""
+        return self.tool_format if self.has_own_calls and self.takes_grammars else None
 
     @property
     def max_model_len(self) -> int:
@@ -79,6 +91,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
     if template is not None and not config.control_tokens_in_content:
         template.keep_as_text(tokenizer.control_tokens)
+    tool_format, thoughts, has_own_calls = _formats(bundle, tokenizer, template, config)
     namespace = namespace_of(bundle)
     return ServedModel(
         name=bundle.model,
@@ -86,16 +99,37 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         bundle=bundle,
         tokenizer=tokenizer,
         template=template,
-        tool_format=_tool_format(config.tool_parser, bundle.chat_template or ""),
-        thinks=THINK in (bundle.chat_template or "") if config.reasoning is None else config.reasoning,
+        tool_format=tool_format,
+        thoughts=thoughts,
+        has_own_calls=has_own_calls,
         created=int(time.time()),
         root=_cached_root(namespace),
         keeps_client_lines=config.keep_client_lines,
     )
 
 
-def _tool_format(name: str | None, template: str) -> ToolFormat:
-    return format_of(template) or FORMATS["hermes"] if name is None else FORMATS[name]
+def _formats(
+    bundle: TokenizerBundle, tokenizer: Tokenizer, template: ChatTemplate | None, config: GatewayConfig
+) -> tuple[ToolFormat | None, ThoughtFormat | None, bool]:
+    """Return how a model writes calls and reasoning, and whether it was trained on the calls."""
+    source, takes_tools = bundle.chat_template or "", template is not None and template.takes_tools
+    known = format_of(source, tokenizer.added_tokens if takes_tools else ())
+    if config.tool_parser is not None:
+        known = FORMATS[config.tool_parser]
+    tools = known
+    if not takes_tools:  # the tools are written into a message that asks for Hermes' form
+        tools = FORMATS["hermes"] if known is None else either(known, FORMATS["hermes"])
+    thoughts = thoughts_of(source, tokenizer.added_tokens)
+    if tools is not None and tools.has_channels:
+        thoughts = CHANNELS
+    if config.reasoning is not None:
+        thoughts = THOUGHT_FORMATS.get(config.reasoning)
+    if tools is None:
+        log.warning(
+            "model %s: the format of its tool calls is unknown, so that they come as content; --tool-parser names one",
+            bundle.model,
+        )
+    return tools, thoughts, known is not None
 
 
 def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], BlockHash]:

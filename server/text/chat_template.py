@@ -167,7 +167,8 @@ class ChatTemplate:
         self._marker: Marker | None = None
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
-        self._takes_tools = "tools" in source
+        self.takes_tools = "tools" in source
+        """False: tools and calls are written into messages, see `with_tools`."""
 
     def keep_as_text(self, control_tokens: Collection[str]) -> None:
         """Render control tokens that a request writes as text."""
@@ -206,7 +207,7 @@ class ChatTemplate:
             others = msgspec.json.encode([tools, kwargs]).decode() if tools or kwargs else ""
             mark = yield from self._marker.mark_for([*_texts(conversation), others])
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
-        if not self._takes_tools:
+        if not self.takes_tools:
             messages = with_tools(messages, tools or [])
         continued = conversation.is_continued
         if continued:

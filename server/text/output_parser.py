@@ -17,9 +17,8 @@ from server.schema.tools import ToolKind, ToolName
 from server.text.call_syntax import InputReader
 from server.text.formats import CALL_LIST
 from server.text.formats.base import DeltaKind, Reading, TextReader, ToolFormat
+from server.text.formats.reasoning import THINK, ThoughtFormat
 
-THINK: Final = "<think>"
-END_THINK: Final = "</think>"
 _ID_ALPHABET: Final = string.ascii_letters + string.digits
 _ID_CHARS: Final = 9
 """Mistral's templates insist on nine letters or digits."""
@@ -38,17 +37,26 @@ class OutputRules:
     """How to parse one request's text. With neither reasoning nor tools all of it is content."""
 
     reasoning: ReasoningStart = "none"
-    """`maybe`: the text may begin with <think>. `inside`: the prompt ends with <think>."""
+    """`maybe`: the text may begin with reasoning. `inside`: the prompt has begun it."""
+    thoughts: ThoughtFormat = THINK
     tools: ToolFormat | None = None
     forced: str | None = None
     """The one function that tool_choice names: the text is its arguments."""
     tool_names: frozenset[str] = frozenset()
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON schemas of the tools' arguments, by the model's names."""
     parallel: bool = True
     """False: keep only the first call."""
     client_names: Mapping[str, ToolName] = field(default_factory=dict)
     """The client's names of tools, by the model's. Calls of custom ones have an input."""
     is_raw_input: bool = False
     """The forced tool is a custom one, and the text is its input."""
+    is_required: bool = False
+    """A grammar allows only calls in the family's own form."""
+    is_named: bool = False
+    """`tool_choice` names the function."""
+    shows_special: bool = False
+    """Special tokens are content: the model's format is unknown, and they may be its calls."""
 
     def client_name(self, name: str) -> ToolName:
         return self.client_names.get(name) or ToolName(name)
@@ -60,11 +68,11 @@ class OutputRules:
     @property
     def only_calls(self) -> bool:
         """A grammar allows no content."""
-        return self.forced is not None or self.tools is CALL_LIST
+        return self.forced is not None or self.is_required or self.tools is CALL_LIST
 
     def markers(self) -> tuple[str, ...]:
         """Return the special tokens that the detokenizer must show to this parser."""
-        found: tuple[str, ...] = () if self.reasoning == "none" else (THINK, END_THINK)
+        found: tuple[str, ...] = () if self.reasoning == "none" else self.thoughts.markers
         return found if self.tools is None else found + self.tools.markers
 
 
@@ -72,12 +80,8 @@ class OutputParser(TextReader):
     """Parse one choice's text: reasoning first, then content and calls. White space around calls is not content."""
 
     def __init__(self, rules: OutputRules) -> None:
-        super().__init__(rules.tool_names)
-        self.answer_start = 0
-        """Number of characters known to belong to reasoning."""
+        super().__init__(rules.tool_names, rules.schemas)
         self._rules = rules
-        self._num_chars = 0
-        self._thinking = False
         self._space = ""
         """White space of the content, held until more content follows."""
         self._num_calls = 0
@@ -90,45 +94,71 @@ class OutputParser(TextReader):
         """Return the deltas of more text. Neighbours differ in kind. No text may follow the last."""
         self.text += text
         self.ended = last
-        self._num_chars += len(text)
+        self.num_chars += len(text)
         next(self._reading, None)
-        if self._thinking:
-            self.answer_start = self._num_chars
+        if self.thinking:
+            self.answer_start = self.num_chars
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _answer(self) -> Reading:
         """Read the whole text."""
-        yield from self._reasoning()
+        if self._rules.reasoning != "none" and not (self._rules.tools and self._rules.tools.has_channels):
+            yield from self._reasoning(self._rules.thoughts)
         if self._rules.forced is not None:
             yield from self._forced(self._rules.forced)
         if self._rules.tools is not None:
             yield from self._rules.tools.read(self)
-        yield from self.rest(self.emit_content)
+        yield from self.content_before(())
         if not self._num_calls:
             self.emit("content", self._space)
         self._end_input()
 
-    def _reasoning(self) -> Reading:
-        start = self._rules.reasoning
-        self._thinking = start == "inside" or (start == "maybe" and (yield from self.begins(THINK)))
-        if self._thinking:
-            yield from self.until(END_THINK, partial(self.emit, "reasoning"))
-            self._thinking = False
-            self.answer_start = self._num_chars - len(self.text)
+    def _reasoning(self, thoughts: ThoughtFormat) -> Reading:
+        begun = yield from self.begins(thoughts.starts)
+        self.thinking = bool(begun) or self._rules.reasoning == "inside"
+        if self.thinking:
+            if thoughts.label:
+                yield from self.begins((thoughts.label,))
+            yield from self._thoughts(thoughts)
             yield from self.skip()
+        if thoughts.content:
+            begun = yield from self.begins(thoughts.content[:1])
+            self.dropped = thoughts.content[1:] if begun or thoughts.is_special else ()
+            if begun:
+                yield from self.skip()
+
+    def _thoughts(self, thoughts: ThoughtFormat) -> Reading:
+        """Read reasoning to its end, or to a call: models forget the end before one."""
+        tools, think = self._rules.tools, partial(self.emit, "reasoning")
+        read_calls = None if tools is None else tools.read_calls
+        opens = () if tools is None or read_calls is None else tools.opens
+        while found := (yield from self.before((*thoughts.ends, *opens), think)):
+            if found in thoughts.ends:
+                self.text = self.text[len(found) :]
+                break
+            assert read_calls is not None
+            start, self.thinking = self.num_chars - len(self.text), False
+            if (yield from read_calls(self, think)):
+                self.answer_start = start
+                return
+            self.thinking = True
+        self.end_thoughts()
 
     def _forced(self, name: str) -> Reading:
         while not (self.text or self.ended):
             yield
         self.emit("call", name)
-        yield from self.rest(partial(self.emit, "arguments"))
+        yield from self.until((), partial(self.emit, "arguments"))
 
     def emit_content(self, text: str) -> None:
         text = self._space + text
-        size = len(text) if self._rules.tools is None else len(text.rstrip())
+        size = len(text) if self._rules.tools is None and not self.dropped else len(text.rstrip())
         self._space = text[size:]
         self.emit("content", text[:size])
+
+    def forget_space(self) -> None:
+        self._space = ""
 
     def emit(self, kind: DeltaKind, text: str) -> None:
         if kind == "call":

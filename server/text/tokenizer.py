@@ -23,6 +23,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, Final
 
 import tokenizers
@@ -113,6 +114,11 @@ class Tokenizer:
             for token in added
             if token["content"] and (token["special"] or token["content"] in plain_conversation)
         ]
+        self.added_tokens = {token["content"]: token["id"] for token in added if token["content"].strip()}
+        """The ids of tokens that no text is merged into, by their texts."""
+        self.added_pattern = re.compile(f"({any_of(self.added_tokens).pattern})")
+        self.shown_ids = lru_cache(64)(self._shown_ids)
+        """Return the special tokens that a parser has to see for its markers, from a cache."""
         self.control_tokens = frozenset(token["content"] for token in control)
         """Tokens that the tokenizer calls special or that mark turns: text, when a client writes them."""
         self._prefix, self._suffix = self._affixes()
@@ -170,6 +176,11 @@ class Tokenizer:
             if whole[begin : (end := begin + len(plain))] == plain:
                 return whole[:begin], whole[end:]
         return [], []
+
+    def _shown_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
+        """Find the tokens that are, or are in, one of some texts."""
+        special = ((token, id_) for token, id_ in self.added_tokens.items() if id_ in self.token_bytes.special_ids)
+        return frozenset(id_ for token, id_ in special if any(token in text for text in markers))
 
     def token_id(self, token: str) -> int | None:
         """Return the id of one token by its text; None when the vocabulary lacks it."""

@@ -75,6 +75,7 @@ class ScriptedWorker:
     num_probed: int = 0
     namespace: str = ""
     embedding_size: int = 0
+    unsupported: tuple[str, ...] = ()
 
     def member(self) -> WorkerMember:
         b = self.bundle
@@ -89,6 +90,7 @@ class ScriptedWorker:
             block_size=b.block_size,
             max_model_len=b.max_model_len,
             embedding_size=self.embedding_size,
+            unsupported=self.unsupported,
         )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:

@@ -1,35 +1,59 @@
-"""The ways in which model families write tool calls, one module each.
+"""The ways in which model families write tool calls and reasoning.
 
-A new format is a module with a `ToolFormat`, and its place in `_ALL`.
+A new format is a row of `table` or `reasoning`. One of another kind is a module with a `ToolFormat`, listed here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Final
 
-from server.text.formats.base import CallRules, CallSchemas, Reading, TextReader, ToolFormat
-from server.text.formats.hermes import HERMES
-from server.text.formats.llama3 import LLAMA3
-from server.text.formats.mistral import MISTRAL
+from server.text.formats.base import Asking, Emit, GrammarTools, Reading, TextReader, ToolFormat
+from server.text.formats.harmony import HARMONY
+from server.text.formats.llama import LLAMA3, LLAMA4, PYTHONIC
+from server.text.formats.table import ROWS
 
-_ALL: Final = (MISTRAL, LLAMA3, HERMES)
+_ALL: Final = (HARMONY, PYTHONIC, *(row.format() for row in ROWS), LLAMA4, LLAMA3)
 """The first that a template mentions is taken."""
 FORMATS: Final = {each.name: each for each in sorted(_ALL, key=lambda each: each.name)}
 
 
-def format_of(template: str) -> ToolFormat | None:
-    """Return the format that a chat template mentions, if any."""
-    return next((each for each in _ALL if each.is_used_by(template)), None)
+def format_of(template: str, tokens: Collection[str] = ()) -> ToolFormat | None:
+    """Return the format that a chat template mentions, or else that a vocabulary has tokens for; None: unknown."""
+    if (mentioned := next((each for each in _ALL if each.is_used_by(template)), None)) is not None:
+        return mentioned
+    return next((each for each in _ALL if each.tokens and set(each.tokens) <= set(tokens)), None)
+
+
+def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
+    """Return a model's own format, which reads calls in the form that a prompt asks for too."""
+    if own.read_calls is None or asked.read_calls is None or not {*own.opens}.isdisjoint(asked.opens):
+        return own
+    readers = {opening: each.read_calls for each in (own, asked) for opening in each.opens}
+
+    def read_calls(reader: TextReader, otherwise: Emit) -> Asking:
+        opening = next(opening for opening in readers if reader.text.startswith(opening))
+        read = readers[opening]
+        assert read is not None
+        return (yield from read(reader, otherwise))
+
+    def read(reader: TextReader) -> Reading:
+        while (yield from reader.content_before(tuple(readers))):
+            yield from read_calls(reader, reader.emit_content)
+
+    markers = (*own.markers, *asked.markers)
+    return replace(own, markers=markers, opens=tuple(readers), read=read, read_calls=read_calls)
 
 
 def _read_list(reader: TextReader) -> Reading:
-    while (yield from reader.skip()) == "[" and (yield from reader.call_list(is_held=True)):
-        pass
+    while (yield from reader.skip()) == "[":
+        yield from reader.call_list(is_held=True)
 
 
-def _list_rules(schemas: CallSchemas) -> CallRules:
-    return CallRules("call", "body", schemas.many("parameters"))
+def _no_rules(tools: GrammarTools) -> list[str]:
+    raise NotImplementedError("a JSON schema holds the list")
 
 
-CALL_LIST: Final = ToolFormat("list", (), lambda template: False, _read_list, _list_rules)
-"""A JSON list of calls, which a grammar enforces for tool_choice "required". No template asks for it."""
+CALL_LIST: Final = ToolFormat("list", (), lambda template: False, _read_list, _no_rules)
+"""A JSON list of calls, which a grammar enforces for tool_choice "required" where the model's own form is unknown."""

@@ -6,29 +6,40 @@ A format is a generator that reads like the format itself. It yields whenever it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, Protocol
 
 from server.text.call_syntax import JsonScanner, call_of, cut_name, is_json, match_head, unquoted
 from server.text.detokenizer import ambiguous_len
 
 DeltaKind = Literal["content", "reasoning", "call", "arguments", "input"]
+Emit = Callable[[str], None]
 Reading = Generator[None, None, None]
 """Reads on in the text, and yields for more."""
 Asking = Generator[None, None, bool]
 """Reads on, and answers a question."""
+Finding = Generator[None, None, str]
+"""Reads on, and returns what it found."""
 
 
 class TextReader(ABC):
     """The text of one choice that has arrived and is not read yet."""
 
-    def __init__(self, tool_names: frozenset[str]) -> None:
+    def __init__(self, tool_names: frozenset[str], schemas: Mapping[str, Any]) -> None:
         self.tool_names = tool_names
+        self.schemas = schemas
+        """The JSON schemas of the tools' arguments, by name."""
         self.text = ""
+        self.num_chars = 0
         self.ended = False
-        """The text is complete."""
+        """True: the text is complete."""
+        self.thinking = False
+        self.answer_start = 0
+        """Number of characters known to belong to reasoning."""
+        self.dropped: tuple[str, ...] = ()
+        """Texts that end content, and are none."""
 
     @abstractmethod
     def emit(self, kind: DeltaKind, text: str) -> None:
@@ -38,19 +49,41 @@ class TextReader(ABC):
     def emit_content(self, text: str) -> None:
         """Pass on content. White space at its end is held until more content follows."""
 
-    def call_list(self, *, is_held: bool = False) -> Asking:
-        """Read a list of calls, which begins with its bracket. Return whether it is closed."""
+    @abstractmethod
+    def forget_space(self) -> None:
+        """Forget the white space at the end of the content."""
+
+    def end_thoughts(self) -> None:
+        self.thinking = False
+        self.answer_start = self.num_chars - len(self.text)
+
+    def call_list(self, before: str = "", otherwise: Emit | None = None, *, is_held: bool = False) -> Asking:
+        """Read a list of calls, which begins with its bracket. Return whether it holds one.
+
+        See `call`.
+        """
+        otherwise = otherwise or self.emit_content
+        held, has_call = before + "[", False
         self.text = self.text[1:]
-        while (char := (yield from self.skip(", \t\r\n"))) == "{":
-            yield from self.call(is_held=is_held)
-        if char == "]":
-            self.text = self.text[1:]
-        return char == "]"
+        while True:
+            space = yield from self.space(", \t\r\n" if has_call else None)
+            if self.text[:1] == "{":
+                is_call = yield from self.call(held + space, otherwise, is_held=is_held)
+                held, has_call = "", has_call or is_call
+                if is_call or is_held:
+                    continue
+            elif self.text[:1] == "]":
+                self.text = self.text[1:]
+                held += space + "]" if held else ""
+            if held and not is_held:
+                otherwise(held)
+            return has_call
 
-    def call(self, *, is_held: bool = False) -> Reading:
-        """Read one call object, which begins with its brace. Another object is content.
+    def call(self, before: str = "", otherwise: Emit | None = None, *, is_held: bool = False) -> Asking:
+        """Read one call object, which begins with its brace. Return whether it is a call.
 
-        `is_held`: a grammar holds the text, so that a cut object is never content.
+        Another object goes to `otherwise`, after the text `before` it: content by default. `is_held`: a grammar holds
+        the text, so that a cut object is never content.
         """
         scanner, size = JsonScanner(), 0
         while True:
@@ -62,8 +95,7 @@ class TextReader(ABC):
         parts: list[str] = []
         if not isinstance(head, tuple):
             complete = yield from self.value(parts.append)
-            self._emit_object("".join(parts), complete=complete, is_held=is_held)
-            return
+            return self._emit_object("".join(parts), before, otherwise or self.emit_content, complete, is_held)
         self.emit("call", head[0])
         self.text = self.text[head[1] :]
         if self.text[0] == '"':
@@ -72,18 +104,21 @@ class TextReader(ABC):
         else:
             yield from self.value(partial(self.emit, "arguments"))
         yield from self._tail()
+        return True
 
-    def _emit_object(self, text: str, *, complete: bool, is_held: bool) -> None:
-        """Pass on an object whose head is not that of a call."""
+    def _emit_object(self, text: str, before: str, otherwise: Emit, complete: bool, is_held: bool) -> bool:
+        """Pass on an object whose head is not that of a call. Return whether it is a call all the same."""
         if (call := call_of(text)) is not None:
             self.emit("call", call[0])
             self.emit("arguments", call[1])
-        elif complete or not is_json(text, cut=True):
-            self.emit_content(text)
-        elif (name := self._cut_name(text)) is not None:
+            return True
+        is_cut = not complete and is_json(text, cut=True)
+        if is_cut and (name := self.cut_name(cut_name(text))) is not None:
             self.emit("call", name)
-        elif not is_held:
-            self.emit_content(text)
+            return True
+        if not (is_cut and is_held):
+            otherwise(before + text)
+        return False
 
     def _tail(self) -> Reading:
         """Drop the rest of a call object after its arguments. Other text is left, or content."""
@@ -95,13 +130,12 @@ class TextReader(ABC):
             if not is_json('{"": 0' + "".join(parts), cut=not complete):
                 self.emit_content("".join(parts))
 
-    def _cut_name(self, text: str) -> str | None:
+    def cut_name(self, name: str | None) -> str | None:
         """Return the name of a call that was cut before its arguments: the only tool that it can name, if one can."""
-        name = cut_name(text)
         possible = [known for known in self.tool_names if known.startswith(name or "")]
         return possible[0] if len(possible) == 1 else name
 
-    def value(self, emit: Callable[[str], None], depth: int = 0) -> Asking:
+    def value(self, emit: Emit, depth: int = 0) -> Asking:
         """Pass on a JSON value as it arrives. Return whether it is complete."""
         scanner = JsonScanner(depth)
         while True:
@@ -112,67 +146,87 @@ class TextReader(ABC):
                 return scanner.done
             yield
 
-    def until(self, marker: str, emit: Callable[[str], None]) -> Asking:
-        """Pass on the text before a marker, and drop the marker. Return False when the text ends without one."""
+    def before(self, markers: Sequence[str], emit: Emit) -> Finding:
+        """Pass on the text before the first of some markers. Return the marker, which is left; "" at the end.
+
+        No marker may begin with another one.
+        """
         while True:
-            before, found, after = self.text.partition(marker)
-            size = len(before) if found or self.ended else len(before) - ambiguous_len(before, (marker,))
-            emit(before[:size])
-            self.text = after if found else before[size:]
+            at, found = min(
+                ((at, marker) for marker in markers if (at := self.text.find(marker)) >= 0), default=(-1, "")
+            )
+            size = at if found else len(self.text) - (0 if self.ended else ambiguous_len(self.text, markers))
+            emit(self.text[:size])
+            self.text = self.text[size:]
             if found or self.ended:
-                return bool(found)
+                return found
             yield
 
-    def begins(self, marker: str) -> Asking:
-        """Drop a marker at the text's beginning, with white space before it. Return whether there was one."""
+    def until(self, markers: Sequence[str], emit: Emit) -> Finding:
+        """Pass on the text before the first of some markers, and drop the marker. Return it, or "" at the end."""
+        found = yield from self.before(markers, emit)
+        self.text = self.text[len(found) :]
+        return found
+
+    def starts(self, markers: Sequence[str]) -> Finding:
+        """Return the marker that the text begins with, or "". It is left."""
         while True:
-            text = self.text.lstrip()
-            if text.startswith(marker):
-                self.text = text.removeprefix(marker)
-                return True
-            if self.ended or not marker.startswith(text):
-                return False
+            found = next((marker for marker in markers if self.text.startswith(marker)), "")
+            if found or self.ended or not any(marker.startswith(self.text) for marker in markers):
+                return found
             yield
 
-    def skip(self, chars: str | None = None) -> Generator[None, None, str]:
+    def begins(self, markers: Sequence[str]) -> Finding:
+        """Drop a marker at the text's beginning, with white space before it. Return it, or ""."""
+        space = yield from self.space()
+        found = yield from self.starts(markers)
+        self.text = self.text[len(found) :] if found else space + self.text
+        return found
+
+    def space(self, chars: str | None = None) -> Finding:
+        """Drop white space, or these characters, up to another one or the end. Return what was dropped."""
+        dropped = ""
+        while True:
+            text = self.text.lstrip(chars)
+            dropped += self.text[: len(self.text) - len(text)]
+            self.text = text
+            if text or self.ended:
+                return dropped
+            yield
+
+    def skip(self, chars: str | None = None) -> Finding:
         """Drop white space, or these characters. Return the next one; "" when the text ends."""
-        while True:
-            self.text = self.text.lstrip(chars)
-            if self.text or self.ended:
-                return self.text[:1]
-            yield
+        yield from self.space(chars)
+        return self.text[:1]
 
-    def rest(self, emit: Callable[[str], None]) -> Reading:
-        """Pass on all text to the end."""
-        while True:
-            emit(self.text)
-            self.text = ""
-            if self.ended:
-                return
-            yield
+    def content_before(self, markers: Sequence[str]) -> Finding:
+        """Pass on content before the first of some markers. Return the marker, which is left; "" at the end."""
+        while (found := (yield from self.before((*markers, *self.dropped), self.emit_content))) in self.dropped:
+            self.text = self.text[len(found) :]
+            self.forget_space()
+            yield from self.space()
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class CallSchemas:
-    """The parts of a grammar of calls. `one` and `many` take the key of a call's arguments."""
+class GrammarTools(Protocol):
+    """The parts of a grammar of calls, in Lark."""
 
-    parallel: bool
-    """Several calls are allowed."""
-    marker: Callable[[str], str]
-    """Returns a marker in Lark."""
-    one: Callable[[str], dict[str, Any]]
-    """Returns the JSON schema of a call."""
-    many: Callable[[str], dict[str, Any]]
-    """Returns the JSON schema of a list of calls."""
+    @property
+    def parallel(self) -> bool:
+        """Several calls are allowed."""
 
+    @property
+    def parameters(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the JSON schemas of the arguments, by the tools' names."""
 
-class CallRules(NamedTuple):
-    """Rules of a Lark grammar: `calls` uses `call`, and this uses `body`."""
+    def literal(self, text: str) -> str:
+        """Return an expression for a text. Added tokens are named by their ids: a grammar has no bytes for them."""
 
-    calls: str
-    call: str
-    body: dict[str, Any]
-    """A JSON schema."""
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Return a JSON value of a schema. It may hold what `ref` returns."""
+
+    def ref(self, name: str, *path: str) -> dict[str, Any]:
+        """Return a schema that stands for a place in a tool's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,5 +240,13 @@ class ToolFormat:
     """Returns whether a chat template mentions the format."""
     read: Callable[[TextReader], Reading] = field(repr=False)
     """Reads content and calls; text that is left is content."""
-    call_rules: Callable[[CallSchemas], CallRules] = field(repr=False)
-    """Returns the grammar of calls, for an answer that a grammar holds."""
+    rules: Callable[[GrammarTools], list[str]] = field(repr=False)
+    """Returns the Lark rules of an answer that is only calls; the first is named `calls`."""
+    opens: tuple[str, ...] = ()
+    """Texts that begin calls."""
+    read_calls: Callable[[TextReader, Emit], Asking] | None = field(default=None, repr=False)
+    """Reads calls that begin with one of `opens`. Passes on other text, and returns False, if there is none."""
+    tokens: tuple[str, ...] = ()
+    """Tokens that only vocabularies of this family have."""
+    has_channels: bool = False
+    """It reads reasoning too, and any answer."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from server.schema.tools import ToolName
 from server.text.call_syntax import JsonScanner, call_of
 from server.text.formats import CALL_LIST, FORMATS, format_of
-from server.text.formats.mistral import MAX_NAME_CHARS
+from server.text.formats.calls import MAX_NAME_CHARS
 from server.text.output_parser import OutputDelta, OutputParser, OutputRules
 
 HERMES = OutputRules(tools=FORMATS["hermes"])
@@ -53,7 +53,7 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ("", "", [("f", '{"a": 1}')])),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", "", [("f", '{"a": 1}')])),
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
-    (HERMES, "<tool_call>{broken}</tool_call>", ("", "{broken}", [])),
+    (HERMES, "<tool_call>{broken}</tool_call>", ("", "<tool_call>{broken}</tool_call>", [])),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": [1, 2', ("", "", [("f", '{"a": [1, 2')])),
     (HERMES, "a <tool_", ("", "a <tool_", [])),
     (HERMES, "trailing \n", ("", "trailing \n", [])),
@@ -64,7 +64,7 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
     (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g"', ("", "", [("f", "{}"), ("g", "")])),
     (LLAMA, '{"answer": 42}', ("", '{"answer": 42}', [])),
     (LLAMA, '{"name": "f", "parameters": null}', ("", "", [("f", "null")])),
-    (MISTRAL, "[TOOL_CALLS]" + "x" * 300 + '{"a": 1}', ("", "x" * 300 + '{"a": 1}', [])),
+    (MISTRAL, "[TOOL_CALLS]" + "x" * 300 + '{"a": 1}', ("", "[TOOL_CALLS]" + "x" * 300 + '{"a": 1}', [])),
     (LLAMA, " plain", ("", " plain", [])),
     (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS)] * 2)),
     (MISTRAL, f"ok[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]g{{}}", ("", "ok", [("f", ARGUMENTS), ("g", "{}")])),
@@ -172,7 +172,7 @@ def test_quoted_arguments_that_are_cut_are_read_to_the_cut() -> None:
 def test_a_text_that_is_no_call_name_is_not_held_back() -> None:
     parser = OutputParser(MISTRAL)
     assert parser.feed("[TOOL_CALLS]" + "x" * MAX_NAME_CHARS, last=False) == []
-    assert parser.feed("x", last=False) == [("content", "x" * (MAX_NAME_CHARS + 1))]
+    assert parser.feed("x", last=False) == [("content", "[TOOL_CALLS]" + "x" * (MAX_NAME_CHARS + 1))]
 
 
 def test_a_call_too_deep_to_parse_is_no_call() -> None:

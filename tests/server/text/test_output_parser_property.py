@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (DeepSeek's markers have a wide bar)
 """Whatever a model writes, however it is cut: a streamed answer is the whole one, and no character of it is lost."""
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from server.text.detokenizer import Detokenizer, TextRules, TokenBytes
 from server.text.formats import CALL_LIST, FORMATS
+from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
 from server.text.output_parser import OutputDelta, OutputParser, OutputRules, ReasoningStart
 
 FIRST_WITNESS = 0x4E00
@@ -20,10 +22,17 @@ FIRST_WITNESS = 0x4E00
 WITNESS = "\N{PLACE OF INTEREST SIGN}"
 """Stands for the next of them."""
 TOOLS = frozenset({"f", "fly", "flow"})
+SCHEMAS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": ["array", "null"]}}}}
 REASONING: tuple[ReasoningStart, ...] = ("none", "maybe", "inside")
 RULES = [
     *(
-        OutputRules(reasoning=reasoning, tools=tools, tool_names=TOOLS)
+        OutputRules(
+            reasoning=reasoning,
+            thoughts=THINK if tools is None else THOUGHT_FORMATS.get(tools.name, THINK),
+            tools=tools,
+            tool_names=TOOLS,
+            schemas=SCHEMAS,
+        )
         for reasoning in REASONING
         for tools in (*FORMATS.values(), CALL_LIST, None)
     ),
@@ -31,6 +40,22 @@ RULES = [
 ]
 
 MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
+HEADS = [
+    f"<function=f>\n<parameter=a>\n{WITNESS}\n</parameter>\n</function>",
+    f'<invoke name="f"><parameter name="a">{WITNESS}</parameter></invoke>',
+    f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">[{WITNESS}]</｜DSML｜parameter>'
+    "</｜DSML｜invoke>",
+    f"f\n<arg_key>a</arg_key>\n<arg_value>{WITNESS}</arg_value>",
+    "functions.f:0<|tool_call_argument_begin|>{}",
+    "f<｜tool▁sep｜>{}",
+    'f\n```json\n{"a": 1}\n```',
+    f'call:f{{a:<|"|>{WITNESS}<|"|>,b:[1,{{c:x}}]}}',
+    f"f(a=\"{WITNESS}\", b=[1, 'x'])",
+    f"[f(a={WITNESS}), fly()]",
+    f"<|channel|>analysis<|message|>{WITNESS}<|end|>",
+    '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+    f' tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>{WITNESS}<|close|>argument<|sep|>',
+]
 OBJECTS = [
     '{"name": "f", "arguments": {"a": [1, {"b": "x}"}]}}',
     '{"name": "fly", "parameters": {}}',
@@ -43,6 +68,7 @@ OBJECTS = [
     f"{{{WITNESS}}}",
     "f{}",
     "fly[ARGS]{}",
+    *HEADS,
 ]
 SPACES = [" ", "\n", "\t \n", "  "]
 NOISE = [
@@ -91,8 +117,8 @@ NEARLY = st.builds(
 PIECES = st.lists(st.one_of(CALL, WHOLE, WHOLE, BROKEN, BROKEN_CALL, NEARLY, st.sampled_from(NOISE)), max_size=6)
 
 
-OPENINGS = {"hermes": "<tool_call>", "llama3": "", "mistral": "[TOOL_CALLS]", "list": "["}
-CLOSINGS = {"hermes": "</tool_call>", "llama3": "; ", "mistral": "[TOOL_CALLS]", "list": "]"}
+OPENINGS = {"list": ("[",)}
+CLOSINGS = {"list": ("]",)}
 
 
 @st.composite
@@ -100,9 +126,10 @@ def texts(draw: st.DrawFn, rules: OutputRules) -> str:
     """Make a text that has, every other time, a call of the format itself, closed or nearly."""
     written = "".join(draw(PIECES))
     if rules.tools is not None and draw(st.booleans()):
-        closing = CLOSINGS[rules.tools.name]
+        opening = draw(st.sampled_from(OPENINGS.get(rules.tools.name, rules.tools.opens or ("",))))
+        closing = draw(st.sampled_from(CLOSINGS.get(rules.tools.name, (*rules.tools.markers, "; "))))
         end = closing[: draw(st.integers(0, len(closing)))]
-        call = OPENINGS[rules.tools.name] + draw(st.sampled_from(OBJECTS)) + draw(st.sampled_from(["", "\n"])) + end
+        call = opening + draw(st.sampled_from(OBJECTS)) + draw(st.sampled_from(["", "\n"])) + end
         written = draw(st.sampled_from(["", "", WITNESS])) + call + draw(st.sampled_from(["", " ", "\n"])) + written
     pieces = written.split(WITNESS)
     return "".join(

@@ -1,0 +1,297 @@
+"""Read the arguments of a call that are not written as JSON, and pass them on as JSON.
+
+tags       <parameter=city>Köln</parameter><parameter=days>3</parameter>      the tool's schema gives the types
+python     city="Köln", days=[3])                                            to the parenthesis of the call
+relaxed    {city:<|"|>Köln<|"|>,days:[3]}                                     JSON without quotes of its own
+
+All of them give {"city": "Köln", "days": ...}. What is cut off gives the beginning of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from server.text.formats.base import Asking, Finding, TextReader
+
+MAX_KEY_CHARS: Final = 256
+_ATTRIBUTE: Final = re.compile(r"""\s*(["']?)(.*?)\1(?:\s+(?:string|type)="([a-z]+)")?\s*""", re.DOTALL)
+_PYTHON_KEY: Final = re.compile(r"([^\W\d]\w*)\s*=\s*(?=\S)")
+_PYTHON_STOP: Final = re.compile(r"\\.?|[\"'(){}\[\],]", re.DOTALL)
+_NAMES: Final = {"true": True, "false": False, "null": None}
+_TYPES: Final[dict[str, Callable[[Any], bool]]] = {
+    "null": lambda value: value is None,
+    "integer": lambda value: type(value) is int,
+    "number": lambda value: type(value) in (int, float),
+    "boolean": lambda value: type(value) is bool,
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+}
+_ALIASES: Final = {
+    **{"str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number"},
+    **{"bool": "boolean", "dict": "object", "list": "array", "tuple": "array"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The texts around the key and the value of an argument."""
+
+    key: tuple[str, str]
+    value: tuple[str, str]
+    trims: bool = False
+    """A line break at either end of a value is not part of it."""
+    line: str = ""
+    """The text that a grammar writes after each argument, and before a value with a beginning of its own."""
+    attribute: str = ""
+    """The attribute of a key that gives the type: `type`, or `string` for whether it is one."""
+
+    @property
+    def opening(self) -> str:
+        return self.key[0].rstrip("\"'")
+
+    def closing(self, *, is_text: bool) -> str:
+        """Return what a grammar writes after a key."""
+        values = {"string": ("false", "true"), "type": ("json", "string")}
+        said = f'" {self.attribute}="{values[self.attribute][is_text]}' if self.attribute else ""
+        return said + self.key[1]
+
+    def read(self, reader: TextReader, name: str, ends: Sequence[str]) -> Asking:
+        """Read arguments up to one of `ends`, which is left. Return False if the text ends before."""
+        separator, emit = "{", partial(reader.emit, "arguments")
+        opening, schema = self.opening, reader.schemas.get(name)
+        while True:
+            space = yield from reader.space()
+            if not (yield from reader.starts((opening,))):
+                is_end = bool((yield from reader.starts(ends)))
+                is_cut = not is_end and reader.ended and any(mark.startswith(reader.text) for mark in (opening, *ends))
+                if not is_cut:  # other text is no argument
+                    emit("{}" if separator == "{" else "}")
+                    reader.text = reader.text if is_end else space + reader.text
+                return is_end
+            reader.text = reader.text[len(opening) :]
+            head: list[str] = []
+            closed = yield from reader.until((self.key[1].lstrip("\"'"),), head.append)
+            match = _ATTRIBUTE.fullmatch("".join(head))
+            assert match is not None, "every part of it may be empty"
+            emit(f"{separator}{_quoted(match[2])}" + (": " if closed else ""))
+            separator = ", "
+            if not closed or not (yield from self._value(reader, types_of(schema, match[2], match[3]), ends)):
+                return False
+
+    def _value(self, reader: TextReader, types: frozenset[str], ends: Sequence[str]) -> Asking:
+        if self.value[0]:
+            yield from reader.begins((self.value[0],))
+        breaks = ("\n", "") if self.trims else ("",)
+        if self.trims and (yield from reader.starts(("\n",))):
+            reader.text = reader.text[1:]
+        after = [line + end for line in breaks for end in (self.value[1], self.opening, *ends)]
+        emit, parts = partial(reader.emit, "arguments"), list[str]()
+        if types == {"string"}:
+            emit('"')
+            found = yield from reader.before(after, lambda part: emit(_quoted(part)[1:-1]))
+            emit('"' if found else "")
+        else:
+            found = yield from reader.before(after, parts.append)
+            emit(typed("".join(parts), types) if found else "".join(parts).lstrip())
+        reader.text = reader.text[len(found) :] if found.endswith(self.value[1]) else reader.text
+        return bool(found)
+
+
+def types_of(schema: Any, key: str, given: str | None = None) -> frozenset[str]:
+    """Return the JSON types that an argument may have; a string where nothing is known.
+
+    `given`: the type that the model wrote, or whether it is a string.
+    """
+    if given in ("true", "string"):
+        return frozenset({"string"})
+    if given is not None:
+        return frozenset({_ALIASES.get(given, given)} & _TYPES.keys() or _TYPES.keys())
+    if not isinstance(schema, Mapping):
+        return frozenset({"string"})
+    properties = schema.get("properties")
+    own = properties.get(key) if isinstance(properties, Mapping) else None
+    other = schema.get("additionalProperties") if own is None else own
+    return frozenset(_schema_types(other, schema, 8)) or frozenset({"string"})
+
+
+def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return set()
+    named = schema.get("type")
+    found = {_ALIASES.get(each.lower(), each.lower()) for each in ([named] if isinstance(named, str) else named or ())}
+    if not found:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        for value in values if isinstance(values, list) else ():
+            found |= {next((name for name, fits in _TYPES.items() if fits(value)), "string")}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for option in schema.get(key) or ():
+            found |= _schema_types(option, root, depth - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        target: Any = root
+        for step in filter(None, reference[1:].split("/")):
+            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        found |= _schema_types(target, root, depth - 1)
+    return found
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """Return a text as JSON of one of some types. It is a string only if it is nothing else."""
+    bare = text.strip()
+    value = _parsed(bare)
+    if value is not _NOTHING and any(fits(value) for name, fits in _TYPES.items() if name in types):
+        return json.dumps(value, ensure_ascii=False)
+    if "boolean" in types and bare.lower() in ("true", "false"):
+        return bare.lower()
+    if "null" in types and bare.lower() in ("null", "none"):
+        return "null"
+    if "integer" in types and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if "string" in types or value is _NOTHING:
+        return _quoted(text)
+    return json.dumps(value, ensure_ascii=False)
+
+
+_NOTHING: Final = object()
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of JSON, or of a Python literal. Numbers are finite."""
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        try:
+            value = _literal(ast.parse(text.replace("\n", "\\n") if text[:1] in "\"'" else text, mode="eval").body)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return _NOTHING
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Raises ValueError for what is no literal that JSON has."""
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+            return value if not isinstance(value, float) else _finite(str(value))
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [_literal(key) if key is not None else _refuse("**") for key in keys]
+            return {str(name): _literal(value) for name, value in zip(names, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+    raise ValueError(type(node).__name__)
+
+
+def read_python(reader: TextReader) -> Asking:
+    """Read keyword arguments to the parenthesis that closes the call. Return False if there is none."""
+    separator, emit = "{", partial(reader.emit, "arguments")
+    while True:
+        char = yield from reader.skip(", \t\r\n" if separator == ", " else None)
+        while char != ")" and (key := _PYTHON_KEY.match(reader.text)) is None:
+            if reader.ended or len(reader.text) > MAX_KEY_CHARS or not re.fullmatch(r"\w+\s*=?\s*", reader.text):
+                return False
+            yield
+        if char == ")":
+            reader.text = reader.text[1:]
+            emit("{}" if separator == "{" else "}")
+            return True
+        assert key is not None
+        reader.text = reader.text[key.end() :]
+        emit(f"{separator}{_quoted(key[1])}: ")
+        separator = ", "
+        value = yield from _python_value(reader)
+        is_cut = not reader.text
+        if is_cut and value[:1] in ("'", '"'):
+            emit(_quoted(value[1:])[:-1])
+        else:
+            emit(value if is_cut else typed(value, frozenset(_TYPES.keys())) if _is_bare(value) else _python(value))
+
+
+def _is_bare(value: str) -> bool:
+    return value.strip()[:1] not in ("'", '"')
+
+
+def _python(text: str) -> str:
+    """Return a Python string as JSON; another text as a string."""
+    value = _parsed(text.strip())
+    return _quoted(text) if value is _NOTHING else json.dumps(value, ensure_ascii=False)
+
+
+def _python_value(reader: TextReader) -> Finding:
+    """Return the text before the comma or the bracket that ends a value; both are left."""
+    quote, depth, at = "", 0, 0
+    while True:
+        for stop in _PYTHON_STOP.finditer(reader.text, at):
+            at = stop.end()
+            if stop[0][0] == "\\":
+                if len(stop[0]) == 1 and not reader.ended:
+                    at = stop.start()
+                    break
+            elif quote:
+                quote = "" if stop[0] == quote else quote
+            elif stop[0] in "\"'":
+                quote = stop[0]
+            elif stop[0] in "([{":
+                depth += 1
+            elif depth == 0:  # a comma, or a bracket that is not the value's
+                value, reader.text = reader.text[: stop.start()], reader.text[stop.start() :]
+                return value
+            elif stop[0] != ",":
+                depth -= 1
+        else:
+            at = len(reader.text)
+        if reader.ended:
+            value, reader.text = reader.text, ""
+            return value
+        yield
+
+
+def read_relaxed(reader: TextReader, quote: str) -> Asking:
+    """Read an object whose strings are between `quote`, and whose keys are bare. Return whether it is closed."""
+    depth, previous, emit = 0, "", partial(reader.emit, "arguments")
+    marks = (*"{}[],:", quote)
+    while True:
+        parts: list[str] = []
+        mark = yield from reader.until(marks, parts.append)
+        word = "".join(parts).strip()
+        if word and not mark:
+            emit(word)
+        elif word:
+            emit(_quoted(word) if mark == ":" else typed(word, frozenset(_TYPES)))
+        elif previous == ":" and mark in (",", "}"):
+            emit('""')
+        if not mark:
+            return False
+        if mark == quote:
+            emit('"')
+            if not (yield from reader.until((quote,), lambda part: emit(_quoted(part)[1:-1]))):
+                return False
+            emit('"')
+        else:
+            emit(mark + " " if mark in (",", ":") else mark)
+            depth += (mark in "{[") - (mark in "}]")
+            if depth <= 0:
+                return True
+        previous = mark
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,200 @@
+"""One reader for the calls of all families that write them between markers.
+
+    content  section  call  name  arguments  end  call ...  end of the section  content
+
+A family is a `Syntax`. Markers that no call follows are content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal
+
+from server.text.detokenizer import ambiguous_len
+from server.text.formats.arguments import Tags, read_python, read_relaxed
+from server.text.formats.base import Asking, Emit, Reading, TextReader
+
+MAX_NAME_CHARS: Final = 256
+_NAME: Final = r"[\w.:/-]+"
+_PYTHON_CALL: Final = re.compile(r"([^\W\d][\w.-]*)\(\s*(?=\)|[^\W\d]\w*\s*=)")
+_PYTHON_START: Final = re.compile(r"([^\W\d][\w.-]*)(\(\s*(?:[^\W\d]\w*\s*)?)?")
+Arguments = Literal["object", "json", "tags", "python", "relaxed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a grammar has the model write calls: the texts around all of them, and around each one's name."""
+
+    call: tuple[str, str, str]
+    """Before the name, after it, and after the arguments. Without a name: before and after a call object."""
+    section: tuple[str, str] = ("", "")
+    separator: str = ""
+    is_list: bool = False
+    """A section holds a JSON list of call objects."""
+    keys: tuple[str, ...] = ("name", "arguments")
+    """The keys of a call object. An empty name: the tool's name is the key of its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    """How a family of models writes calls."""
+
+    opens: tuple[str, ...]
+    """Texts that begin calls or a call. A name or a value follows the last."""
+    closes: tuple[str, ...]
+    """Texts that stand after a call."""
+    arguments: Arguments
+    writes: Written
+    stops: tuple[str, ...] = ()
+    """Texts after a name, where calls are no objects. `{` and `<` begin what follows."""
+    name: str = rf"[\"']?({_NAME})[\"']?"
+    """A pattern; its group is the name."""
+    tags: Tags | None = None
+    quote: str = ""
+    """A text around strings."""
+    extra: tuple[str, ...] = ()
+    """Further special tokens within calls."""
+
+    def read(self, reader: TextReader) -> Reading:
+        """Read content and calls to the end."""
+        while (yield from reader.content_before(self.opens)):
+            yield from self.read_calls(reader, reader.emit_content)
+
+    def read_calls(self, reader: TextReader, otherwise: Emit) -> Asking:
+        """Read the calls that begin here, with their markers. Return whether there is one."""
+        held, has_call, is_open = "", False, False
+        while True:
+            space = yield from reader.space()
+            marker = yield from reader.starts((*self.opens, *self.closes))
+            if marker:
+                reader.text = reader.text[len(marker) :]
+                is_open = marker in self.opens
+                held += space + marker if held or is_open else ""
+            elif held or (is_open and reader.text[:1] == "{" and self.arguments == "object"):
+                if not (yield from self._call(reader, held + space, otherwise)):
+                    return has_call
+                held, has_call = "", True
+            else:
+                is_cut = reader.ended and any(marker.startswith(reader.text) for marker in self.closes)
+                reader.text = "" if is_cut else space + reader.text
+                return has_call
+
+    def _call(self, reader: TextReader, held: str, otherwise: Emit) -> Asking:
+        """Read what follows the markers. What is no call goes to `otherwise`. Return whether it is one."""
+        start = reader.text[:1]
+        if start == "{" and self.arguments != "relaxed":
+            return (yield from reader.call(held, otherwise))
+        if start == "[":
+            while not (inner := reader.text[1:].lstrip()) and not reader.ended:
+                yield
+            if self.writes.keys == ("",):
+                return (yield from self._keyed(reader, held, otherwise))
+            if inner[:1] == "{" or self.arguments != "python":
+                return (yield from reader.call_list(held, otherwise))
+        is_call = yield from (read_python_calls(reader) if self.arguments == "python" else self._named(reader))
+        if not is_call:
+            otherwise(held)
+        return is_call
+
+    def _keyed(self, reader: TextReader, held: str, otherwise: Emit) -> Asking:
+        """Read a list of objects, each with a name and its arguments."""
+        parts: list[str] = []
+        yield from reader.value(parts.append)
+        try:
+            calls = [next(iter(each.items())) for each in json.loads("".join(parts)) if len(each) == 1]
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            calls = []
+        if not calls:
+            otherwise(held + "".join(parts))
+        for name, arguments in calls:
+            reader.emit("call", name)
+            reader.emit("arguments", json.dumps(arguments, ensure_ascii=False))
+        return bool(calls)
+
+    def _named(self, reader: TextReader) -> Asking:
+        """Read a name and its arguments. Return False, and leave the text, if there is no call."""
+        head, stop = yield from self._head(reader)
+        name = re.fullmatch(self.name, head.strip())
+        if name is None:
+            return False
+        size = len(head) + (0 if stop in ("{", "<") else len(stop))
+        taken, reader.text = reader.text[:size], reader.text[size:]
+        space = yield from reader.space()
+        if stop and not (yield from self._has_arguments(reader)):
+            reader.text = taken + space + reader.text
+            return False
+        if not stop:
+            if reader.tool_names and not any(known.startswith(name[1]) for known in reader.tool_names):
+                reader.text = taken + space + reader.text
+                return False
+            reader.emit("call", reader.cut_name(name[1]) or "")
+            reader.text = ""
+        else:
+            reader.emit("call", name[1])
+            yield from self._arguments(reader, name[1])
+        return True
+
+    def _head(self, reader: TextReader) -> Generator[None, None, tuple[str, str]]:
+        """Return the text before what follows a name, and that. It is "" where the text ends, or is no name."""
+        while True:
+            text = reader.text
+            at, stop = min(((at, stop) for stop in self.stops if (at := text.find(stop)) >= 0), default=(-1, ""))
+            size = at if stop else len(text) - ambiguous_len(text, self.stops)
+            if not self.stops or size > MAX_NAME_CHARS:
+                return "", ""
+            if stop or reader.ended:
+                return text[:size], stop
+            yield
+
+    def _has_arguments(self, reader: TextReader) -> Asking:
+        """Return whether arguments begin here, or the call ends without any."""
+        if self.tags is None and reader.text[:1] == "{":
+            return True
+        markers = (self.tags.opening, *self.closes) if self.tags is not None else self.closes
+        found = yield from reader.starts(markers)
+        is_cut = reader.ended and (not reader.text or any(marker.startswith(reader.text) for marker in markers))
+        return bool(found) or is_cut
+
+    def _arguments(self, reader: TextReader, name: str) -> Reading:
+        if self.tags is not None:
+            yield from self.tags.read(reader, name, self.closes)
+        elif reader.text[:1] != "{":
+            if (yield from reader.starts(self.closes)):
+                reader.emit("arguments", "{}")
+        elif self.arguments == "relaxed":
+            yield from read_relaxed(reader, self.quote)
+        else:
+            yield from reader.value(partial(reader.emit, "arguments"))
+
+
+def read_python_calls(reader: TextReader, *, is_known: bool = False) -> Asking:
+    """Read calls of functions, in a list or one after the other. Return False, and leave the text, if there is none.
+
+    `is_known`: only calls of the request's tools are calls.
+    """
+    bracket, has_call = "", False
+    if reader.text[:1] == "[":
+        bracket, reader.text = "[", reader.text[1:]
+    while True:
+        space = yield from reader.space(", \t\r\n" if has_call else None)
+        while (head := _PYTHON_CALL.match(reader.text)) is None and not reader.ended:
+            if len(reader.text) > MAX_NAME_CHARS or not _PYTHON_START.fullmatch(reader.text):
+                break
+            yield
+        cut = _PYTHON_START.fullmatch(reader.text) if head is None and reader.text else None
+        name = head[1] if head else reader.cut_name(cut[1]) if cut and not (is_known and cut[2] is None) else None
+        if name is not None and (not is_known or name in reader.tool_names):
+            reader.text = reader.text[head.end() :] if head else ""
+            reader.emit("call", name)
+            has_call = True
+            if head and (yield from read_python(reader)):
+                continue
+        elif bracket and has_call and reader.text[:1] == "]":
+            reader.text = reader.text[1:]
+        elif not has_call:
+            reader.text = bracket + space + reader.text
+        return has_call

@@ -1,0 +1,180 @@
+"""Write the grammar of calls in a family's own form, from the row that its reader has too.
+
+Source of the dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from server.text.formats.arguments import Tags, types_of
+from server.text.formats.base import GrammarTools
+from server.text.formats.calls import Syntax
+
+_OPEN_SCHEMA: Final = ("anyOf", "oneOf", "allOf", "$ref", "additionalProperties", "patternProperties")
+_SCALARS: Final = frozenset({"number", "integer", "boolean", "null"})
+
+
+def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
+    """Return rules; the first is named `calls`."""
+    written, names = syntax.writes, list(tools.parameters)
+    if written.is_list:
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(tools, written.keys)}
+        if not tools.parallel:
+            schema["maxItems"] = 1
+        return [_line("calls", _around(tools, written.call, "body")), _line("body", tools.json(schema))]
+    separator = tools.literal(written.separator)
+    calls = f"call ({separator} call)*" if tools.parallel else "call"
+    lines = [_line("calls", " ".join((tools.literal(written.section[0]), calls, tools.literal(written.section[1]))))]
+    if syntax.arguments == "object":
+        body = tools.json(_any_call(tools, written.keys))
+        return [*lines, _line("call", _around(tools, written.call, "body")), _line("body", body)]
+    lines.append(_line("call", " | ".join(f"call_{number}" for number in range(len(names)))))
+    for number, name in enumerate(names):
+        before, after, end = written.call
+        arguments = f"arguments_{number}"
+        lines.append(_line(f"call_{number}", _around(tools, (before + name + after, "", end), arguments)))
+        if syntax.arguments == "json":
+            lines.append(_line(arguments, tools.json(tools.ref(name))))
+        else:
+            lines += _Arguments(syntax, tools, name, arguments).rules()
+    if syntax.arguments == "relaxed":
+        lines += _relaxed_rules(syntax, tools)
+    return lines
+
+
+def text_rule(name: str, end: str, tools: GrammarTools) -> str:
+    """Return the rule of any text up to a marker, and the marker. A grammar has no bytes for an added token."""
+    literal = tools.literal(end.lstrip())  # the text may end with the line break that a reader drops
+    if literal.startswith("<["):
+        return _line(name, f"/(?s:.*)/ {literal}")
+    return _line(f"{name}[suffix={json.dumps(end)}]", "/(?s:.*)/")
+
+
+class _Arguments:
+    """The rules of one tool's arguments, which come in the order of the schema."""
+
+    def __init__(self, syntax: Syntax, tools: GrammarTools, tool: str, rule: str) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self._tool = tool
+        self._rule = rule
+        schema = tools.parameters[tool]
+        properties = schema.get("properties")
+        self._schema = schema
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._is_open = not self._properties and any(schema.get(key) for key in _OPEN_SCHEMA)
+        required = schema.get("required")
+        self._required = frozenset(required) if isinstance(required, list) else frozenset()
+        self._lines: list[str] = []
+
+    def rules(self) -> list[str]:
+        if self._syntax.tags is not None:
+            return self._tag_rules(self._syntax.tags)
+        names = [f"{self._rule}_{number}" for number in range(len(self._properties))]
+        literal = self._tools.literal
+        for name, key in zip(names, self._properties, strict=True):
+            sign = ":" if self._syntax.arguments == "relaxed" else "="
+            self._lines.append(_line(name, f"{literal(key + sign)} {self._value(name, key)}"))
+        separator = literal("," if self._syntax.arguments == "relaxed" else ", ")
+        body = self._chain(names, separator)
+        if self._syntax.arguments == "relaxed":
+            body = "relaxed_object" if self._is_open else f'"{{" {body} "}}"'
+        return [_line(self._rule, body), *self._lines]
+
+    def _chain(self, names: Sequence[str], separator: str) -> str:
+        """Return the body of arguments with a separator between them, some of which may be left out."""
+        first, more = '""', '""'
+        for name, key in reversed(list(zip(names, self._properties, strict=True))):
+            others = f"{name}_more"
+            self._lines.append(_line(others, more))
+            with_it = f"{name} {others}"
+            is_optional = key not in self._required
+            first = f"{with_it} | {first}" if is_optional else with_it
+            more = f"{separator} {with_it} | {others}" if is_optional else f"{separator} {with_it}"
+        return f"({first})"
+
+    def _value(self, name: str, key: str) -> str:
+        types = types_of(self._schema, key)
+        json_value = self._tools.json(self._tools.ref(self._tool, "properties", key))
+        if self._syntax.arguments == "python" and types == {"boolean"}:
+            return '("True" | "False")'
+        if self._syntax.arguments == "relaxed" and types == {"string"}:
+            quote = self._syntax.quote
+            return f"{self._tools.literal(quote)} {self._text(f'{name}_value', key, quote)}"
+        if self._syntax.arguments == "relaxed" and not types <= _SCALARS:
+            return "relaxed"
+        self._lines.append(_line(f"{name}_value", json_value))
+        return f"{name}_value"
+
+    def _text(self, name: str, key: str, end: str) -> str:
+        """Add the rule of a text that ends with a marker. Return its name."""
+        own = self._properties.get(key)
+        options = own.get("enum", [own["const"]] if "const" in own else None) if isinstance(own, Mapping) else None
+        if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
+            literals = " | ".join(self._tools.literal(option + end) for option in options)
+            self._lines.append(_line(name, literals))
+        else:
+            self._lines.append(text_rule(name, end, self._tools))
+        return name
+
+    def _tag_rules(self, tags: Tags) -> list[str]:
+        around = tags.line if tags.trims else ""
+        between = tags.line + tags.value[0] if tags.value[0] else ""
+        end, parts = around + tags.value[1], []
+        for number, key in enumerate(self._properties):
+            name = f"{self._rule}_{number}"
+            is_text = types_of(self._schema, key) == {"string"}
+            closing = tags.closing(is_text=is_text)
+            before = self._tools.literal(tags.key[0] + key + closing + between + around)
+            if is_text:
+                value = self._text(f"{name}_value", key, end)
+            else:
+                json_value = self._tools.json(self._tools.ref(self._tool, "properties", key))
+                self._lines.append(_line(f"{name}_value", json_value))
+                value = f"{name}_value {self._tools.literal(end)}"
+            self._lines.append(_line(name, f"{before} {value} {self._tools.literal(tags.line)}"))
+            parts.append(name + ("" if key in self._required else "?"))
+        if self._is_open:
+            name = f"{self._rule}_any"
+            closing = self._tools.literal(tags.closing(is_text=True) + between + around)
+            line = f"{self._tools.literal(tags.key[0])} /[A-Za-z_][A-Za-z0-9_]*/ {closing} {name}_value"
+            self._lines.append(_line(name, f"{line} {self._tools.literal(tags.line)}"))
+            self._lines.append(text_rule(f"{name}_value", end, self._tools))
+            parts.append(f"{name}*")
+        return [_line(self._rule, " ".join(parts) or '""'), *self._lines]
+
+
+def _relaxed_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
+    return [
+        _line("relaxed", 'relaxed_text | relaxed_scalar | relaxed_object | "[" (relaxed ("," relaxed)*)? "]"'),
+        _line("relaxed_object", '"{" (relaxed_pair ("," relaxed_pair)*)? "}"'),
+        _line("relaxed_pair", '/[A-Za-z_][A-Za-z0-9_]*/ ":" relaxed'),
+        _line("relaxed_text", f"{tools.literal(syntax.quote)} relaxed_rest"),
+        text_rule("relaxed_rest", syntax.quote, tools),
+        _line("relaxed_scalar", tools.json({"type": sorted(_SCALARS - {"integer"})})),
+    ]
+
+
+def _any_call(tools: GrammarTools, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the schema of a call object. All keys but the last two are ids."""
+    calls = []
+    for name in tools.parameters:
+        properties: dict[str, Any] = {key: {"type": "string", "pattern": "^[0-9]+$"} for key in keys[:-2]}
+        if keys == ("",):
+            properties[name] = tools.ref(name)
+        else:
+            properties |= {keys[-2]: {"const": name}, keys[-1]: tools.ref(name)}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        calls.append({**schema, "additionalProperties": False})
+    return {"anyOf": calls}
+
+
+def _around(tools: GrammarTools, texts: tuple[str, str, str], rule: str) -> str:
+    return " ".join(filter(None, (tools.literal(texts[0] + texts[1]), rule, tools.literal(texts[2]))))
+
+
+def _line(name: str, body: str) -> str:
+    return f"{name}: {body}"

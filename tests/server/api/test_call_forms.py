@@ -1,0 +1,431 @@
+# ruff: noqa: RUF001 (DeepSeek's and StepFun's markers have a wide bar)
+"""Formats over the API: which one a model has, and calls that a grammar holds to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer
+
+from server.config import GatewayConfig, parse
+from server.models.served_model import ServedModel, build_model
+from server.text.formats import FORMATS
+from tests.server.conftest import bundle_of, trained_tokenizer
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.sse_grammar import events
+from tests.server.test_app import chat, post
+from worker.grammar import GrammarCompiler, GrammarConstraint
+from worker.wire import GenerateRequest
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"enum": ["C", "F"]},
+                "tags": {"type": "array", "items": {"type": "string"}},
+                "exact": {"type": "boolean"},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+ARGUMENTS = {"city": "Bonn <3", "days": 3, "unit": "F", "tags": ["a", "b"], "exact": True}
+LESS = {"city": "K", "unit": "C"}
+JSON, LESS_JSON = json.dumps(ARGUMENTS), json.dumps(LESS)
+LINE = "\n"
+
+
+def listed(opening: str, closing: str = "", name: str = "name", arguments: str = "arguments", before: str = "") -> str:
+    calls = ((("get_weather"), JSON), ("get_weather", LESS_JSON), ("now", "{}"))
+    objects = (f'{{{before}"{name}": "{each}", "{arguments}": {text}}}' for each, text in calls)
+    return f"{opening}[{', '.join(objects)}]{closing}"
+
+
+def objects(opening: str, closing: str, between: str, arguments: str = "arguments") -> str:
+    calls = ((("get_weather"), JSON), ("get_weather", LESS_JSON), ("now", "{}"))
+    return between.join(f'{opening}{{"name": "{name}", "{arguments}": {text}}}{closing}' for name, text in calls)
+
+
+def qwen(opening: str, closing: str, line: str = "\n") -> str:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        tags = "".join(f"<parameter={key}>{line}{text}{line}</parameter>{line}" for key, text in texts.items())
+        return f"{opening}{line}<function={name}>{line}{tags}</function>{line}{closing}"
+
+    return line.join((call("get_weather", ARGUMENTS), call("get_weather", LESS), call("now", {})))
+
+
+def invokes(opening: str, closing: str, bar: str = "", typed: bool = False) -> str:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        tags = ""
+        for key, value in arguments.items():
+            is_text = isinstance(value, str)
+            said = f' string="{str(is_text).lower()}"' if typed else ""
+            text = value if is_text else json.dumps(value)
+            tags += f'<{bar}parameter name="{key}"{said}>{text}</{bar}parameter>\n'
+        return f'<{bar}invoke name="{name}">\n{tags}</{bar}invoke>\n'
+
+    return f"{opening}\n{call('get_weather', ARGUMENTS)}{call('get_weather', LESS)}{call('now', {})}{closing}"
+
+
+def glm(line: str) -> str:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        pairs = (f"<arg_key>{k}</arg_key>{line}<arg_value>{v}</arg_value>{line}" for k, v in texts.items())
+        return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
+
+    return line.join((call("get_weather", ARGUMENTS), call("get_weather", LESS), call("now", {})))
+
+
+def named(before: str, after: str, end: str, section: tuple[str, str] = ("", ""), between: str = "") -> str:
+    calls = ((("get_weather"), JSON), ("get_weather", LESS_JSON), ("now", "{}"))
+    return section[0] + between.join(before + name + after + text + end for name, text in calls) + section[1]
+
+
+def gemma(opening: str, closing: str, quote: str) -> str:
+    full = f"city:{quote}Bonn <3{quote},days:3,unit:{quote}F{quote},tags:[{quote}a{quote},{quote}b{quote}],exact:true"
+    bodies = (f"get_weather{{{full}}}", f"get_weather{{city:{quote}K{quote},unit:{quote}C{quote}}}", "now{}")
+    return "".join(f"{opening}call:{body}{closing}" for body in bodies)
+
+
+def python(opening: str, closing: str, between: str = ", ") -> str:
+    full = 'get_weather(city="Bonn <3", days=3, unit="F", tags=["a", "b"], exact=True)'
+    return opening + between.join((full, 'get_weather(city="K", unit="C")', "now()")) + closing
+
+
+STEP = "<｜tool_call_begin｜>function<｜tool_sep｜>"
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+FORMS: dict[str, tuple[str, str]] = {
+    "apertus": (
+        "{{ tools }}<|tools_prefix|>",
+        f'<|tools_prefix|>[{{"get_weather": {JSON}}}, {{"get_weather": {LESS_JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
+    ),
+    "command_a": (
+        "{{ tools }}<|START_ACTION|>[",
+        listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters", '"tool_call_id": "0", '),
+    ),
+    "deepseek_v3": (
+        f"{{{{ tools }}}}{{{{'{BEGIN}{CALL}' + 'function' + '{SEP}' + '\\n```json\\n'}}}}",
+        named(f"{CALL}function{SEP}", "\n```json\n", f"\n```{CALL_END}", (BEGIN, END), "\n"),
+    ),
+    "deepseek_v31": (f"{{{{ tools }}}}{BEGIN}{CALL}", named(CALL, SEP, CALL_END, (BEGIN, END))),
+    "deepseek_v32": (
+        "{{ tools }}<｜DSML｜function_calls>",
+        invokes("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", True),
+    ),
+    "deepseek_v4": (
+        "{{ tools }}<｜DSML｜tool_calls>",
+        invokes("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", True),
+    ),
+    "deepseek_v41": (
+        "{{ tools }}<｜DSML｜ calls>",
+        invokes("<｜DSML｜ calls>", "</｜DSML｜ calls>", "｜DSML｜ ", True),
+    ),
+    "function_gemma": (
+        "{{ tools }}<start_function_call>call:",
+        gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
+    "gemma4": ("{{ tools }}<|tool_call>call:", gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "glm45": ("{{ tools }}<tool_call>{function-name}\n<arg_key>", glm("\n")),
+    "glm47": ("{{ tools }}<tool_call>{function-name}<arg_key>", glm("")),
+    "gpt_oss": (
+        "{{ tools }}<|start|>assistant<|channel|>final<|message|>",
+        f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{JSON}",
+    ),
+    "granite3": ("{{ tools }}respond only with <|tool_call|> followed by a JSON list", listed("<|tool_call|>")),
+    "granite_20b": ("{{ tools }}<function_call>", objects("<function_call>", "</function_call>", "")),
+    "hermes": ("{{ tools }}<tool_call>", objects("<tool_call>\n", "\n</tool_call>", "\n")),
+    "hunyuan": ("{{ tools }}<tool_calls>[", listed("<tool_calls>", "</tool_calls>")),
+    "internlm": (
+        "{{ tools }}<|action_start|><|plugin|>",
+        objects("<|action_start|><|plugin|>", "<|action_end|>", "", "parameters"),
+    ),
+    "kimi_k2": (
+        "{{ tools }}<|tool_calls_section_begin|>",
+        named("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>", KIMI),
+    ),
+    "kimi_k3": (
+        "{{ tools }}{{- '<|open|>' + 'message' }}{{ '<|sep|>' }}",
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"'
+        '<|sep|>Bonn<|close|>argument<|sep|><|open|>argument key="unit" type="string"<|sep|>C<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+    ),
+    "lfm2": ("{{ tools }}<|tool_list_start|>", python("<|tool_call_start|>[", "]<|tool_call_end|>")),
+    "llama3": ("{{ tools }}<|python_tag|>", objects("", "", "; ", "parameters")),
+    "llama4": ("{{ tools }}<|header_start|>", objects("", "", "; ", "parameters")),
+    "longcat": ("{{ tools }}<longcat_tool_call>", objects("<longcat_tool_call>\n", "\n</longcat_tool_call>", "\n")),
+    "mimo": ("{{ tools }}<tool_call><function=", qwen("<tool_call>", "</tool_call>", "")),
+    "minimax_m2": ("{{ tools }}<minimax:tool_call>", invokes("<minimax:tool_call>", "</minimax:tool_call>")),
+    "mistral": ("{{ tools }}[TOOL_CALLS]", listed("[TOOL_CALLS]")),
+    "mistral_v11": ("{{ tools }}[TOOL_CALLS]name[ARGS]", named("[TOOL_CALLS]", "[ARGS]", "")),
+    "nemotron": ("{{ tools }}<TOOLCALL>[", listed("<TOOLCALL>", "</TOOLCALL>")),
+    "olmo3": ("{{ tools }}<function_calls>", python("<function_calls>\n", "\n</function_calls>", "\n")),
+    "phi4": ("{{ tools }}<|tool|>{}<|/tool|>", listed("<|tool_call|>", "<|/tool_call|>")),
+    "phi4_mini": ("{{ tools }}functools[", listed("functools")),
+    "pythonic": ("{{ tools }}[func_name1(params_name1=params_value1...), func_name2(params)]", python("[", "]")),
+    "qwen3_coder": ("{{ tools }}<tool_call>\n<function=example>", qwen("<tool_call>", "</tool_call>")),
+    "seed_oss": ("{{ tools }}<seed:tool_call><function=", qwen("<seed:tool_call>", "</seed:tool_call>")),
+    "step3": (
+        "{{ tools }}<steptml:invoke name=",
+        f'<｜tool_calls_begin｜>{STEP}<steptml:invoke name="get_weather"><steptml:parameter name="city">Bonn'
+        '</steptml:parameter><steptml:parameter name="unit">C</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+        "<｜tool_calls_end｜>",
+    ),
+}
+"""By format: a short template, and calls as a model that was trained on it writes them."""
+EXECUTOR = ThreadPoolExecutor(1)
+CONFIG = GatewayConfig(workers=("http://127.0.0.1:9",))
+ONE_CALL = ("gpt_oss", "kimi_k3", "step3")
+
+
+def tokenizer_with(*special: str) -> Tokenizer:
+    tokenizer = trained_tokenizer()
+    tokenizer.add_special_tokens([text for text in special if text.startswith(("<", "[", "｜"))])
+    return tokenizer
+
+
+def worker_of(name: str, text: str, *, special: bool, **changes: Any) -> ScriptedWorker:
+    """Return a worker whose model's template is that of a family. `special`: so are the tokens of its markers."""
+    markers = [each for each in FORMATS[name].markers if each.endswith((">", "]", "｜")) and "name=" not in each]
+    tokenizer = tokenizer_with(*markers if special else ())
+    fields = {"chat_template": FORMS[name][0], **changes}
+    return ScriptedWorker(bundle_of(tokenizer, **fields), reply=tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def test_every_format_has_a_form_here() -> None:
+    assert FORMS.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["texts", "tokens"])
+@pytest.mark.parametrize("name", FORMS)
+async def test_required_calls_come_in_the_familys_own_form(name: str, special: bool) -> None:
+    """The grammar takes what the family writes, and no bare list. The calls arrive, streamed and not."""
+    text = FORMS[name][1]
+    worker = worker_of(name, text, special=special)
+    body = chat(tools=[WEATHER, NOW], tool_choice="required")
+    async with gateway(worker) as target:
+        status, _, raw = await post(target.url, body)
+        assert status == 200, raw
+        _, _, stream = await post(target.url, {**body, "stream": True})
+        await post(target.url, {**body, "tool_choice": named_choice("now")})
+    (choice,) = json.loads(raw)["choices"]
+    calls = [each["function"] for each in choice["message"]["tool_calls"]]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    if name not in ONE_CALL:
+        expected = [("get_weather", ARGUMENTS), ("get_weather", LESS), ("now", {})]
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == expected
+    streamed = "".join(
+        call["function"].get("arguments", "")
+        for event in events(stream)[:-1]
+        for each in event["choices"]
+        for call in each["delta"].get("tool_calls", ())
+    )
+    assert streamed == "".join(call["arguments"] for call in calls)
+    await check_grammar(worker, worker.received[0], taken=text, refused='[{"name": "now", "parameters": {}}]')
+    await check_grammar(worker, worker.received[2], taken="", refused=text)
+
+
+def named_choice(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+async def check_grammar(worker: ScriptedWorker, request: GenerateRequest, *, taken: str, refused: str) -> None:
+    compiler = GrammarCompiler(worker.bundle)
+    tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
+    try:
+        for text, is_taken in ((taken, True), (refused, False)):
+            constraint = (await compiler.constraints(request))[0]
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            place = follows(constraint, [*ids, *([2] if is_taken and text else [])])
+            assert (place is None) == is_taken, tokenizer.decode(ids[: (place or 0) + 1], skip_special_tokens=False)
+    finally:
+        compiler.close()
+
+
+def follows(constraint: GrammarConstraint, token_ids: list[int]) -> int | None:
+    """Return the place of the first token that a grammar refuses."""
+    for place, token_id in enumerate(token_ids):
+        mask: Any = constraint.allowed()
+        if not (int(mask[token_id // 32]) >> (token_id % 32)) & 1:
+            return place
+        constraint.advance(token_id)
+    return None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_template_tells_the_format(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert model_of(chat_template=FORMS[name][0]).tool_format == FORMATS[name]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tools", "thoughts"),
+    [
+        (("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), "mistral_v11", "mistral"),
+        (("[TOOL_CALLS]",), "mistral", None),
+        ((BEGIN, END, SEP, "<think>", "</think>"), "deepseek_v31", None),
+        (("<|tool_call_start|>", "<|tool_call_end|>"), "lfm2", None),
+        (("<|channel|>", "<|message|>", "<|constrain|>"), "gpt_oss", "gpt_oss"),
+        (("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"), "gemma4", "gemma4"),
+        (("<tool_call>", "</tool_call>"), "unknown", None),
+    ],
+)
+def test_tokens_tell_the_format_where_the_template_does_not(
+    tokens: tuple[str, ...], tools: str, thoughts: str | None
+) -> None:
+    """But for the tokens of Qwen's vocabulary, which models with other formats have too."""
+    bundle = bundle_of(tokenizer_with(*tokens), chat_template="{{ tools }}")
+    model = build_model(bundle, EXECUTOR, CONFIG)
+    assert (model.tool_format.name if model.tool_format else "unknown") == tools
+    assert (model.thoughts and model.thoughts.name) == thoughts
+
+
+@pytest.mark.parametrize(
+    ("template", "thoughts"),
+    [
+        ("{{ messages }}", None),
+        ("<think>", "think"),
+        ("{{ content.split('</think>') }}", "think"),
+        ("<think></think><answer>", "hunyuan"),
+        ("<think></think><response>", "ernie"),
+        ("[THINK]", "mistral"),
+        ("<seed:think>", "seed_oss"),
+        ("<|channel>thought", "gemma4"),
+        ("<|START_THINKING|>", "command_a"),
+        ("Write your thoughts after 'Here is my thought process:'", "granite"),
+        ("{{ '<|open|>' + 'think' }}<|sep|>", "kimi_k3"),
+    ],
+)
+def test_a_template_tells_the_reasoning(template: str, thoughts: str | None) -> None:
+    model = model_of(chat_template=template)
+    assert (model.thoughts and model.thoughts.name) == thoughts
+
+
+UNKNOWN = "{{ tools }}{{ messages[0].content }}<<CALL>>"
+STRANGE = "Hm. <|call_start|>get_weather: Bonn<|call_end|> <tool_call>"
+
+
+async def test_an_unknown_format_passes_unharmed(caplog: pytest.LogCaptureFixture) -> None:
+    """Its special tokens show where there are tools, and only there. The log and /v1/models name it."""
+    tokenizer = tokenizer_with("<|call_start|>", "<|call_end|>", "<tool_call>")
+    ids = tokenizer.encode(STRANGE, add_special_tokens=False).ids
+    worker = ScriptedWorker(bundle_of(tokenizer, chat_template=UNKNOWN), reply=ids)
+    async with gateway(worker) as target:
+        assert [record.getMessage() for record in caplog.records if "--tool-parser" in record.getMessage()]
+        models = await listed_models(target.url)
+        _, _, raw = await post(target.url, chat(tools=[WEATHER]))
+        _, _, stream = await post(target.url, chat(tools=[WEATHER], stream=True))
+        _, _, plain = await post(target.url, chat())
+        await post(target.url, chat(tools=[WEATHER], tool_choice="required"))
+        await post(target.url, chat(tools=[WEATHER], tool_choice=named_choice("get_weather")))
+    [card] = models
+    assert (card["tool_parser"], card["reasoning_parser"]) == ("unknown", None)
+    assert json.loads(raw)["choices"][0]["message"]["content"] == STRANGE
+    deltas = [choice["delta"] for event in events(stream)[:-1] for choice in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == STRANGE
+    assert json.loads(plain)["choices"][0]["message"]["content"] == "Hm. get_weather: Bonn "
+    kinds = [request.sampling.grammar and request.sampling.grammar.kind for request in worker.received]
+    assert kinds == [None, None, None, "json_schema", "json_schema"]
+
+
+async def test_the_options_name_formats() -> None:
+    text = "[THINK]hm[/THINK]<tool_call>now</tool_call>"
+    worker = ScriptedWorker(bundle_of(trained_tokenizer(), chat_template=UNKNOWN), reply=ids_of(text))
+    async with gateway(worker, tool_parser="glm47", reasoning="mistral") as target:
+        models = await listed_models(target.url)
+        _, _, raw = await post(target.url, chat(tools=[NOW]))
+    [card] = models
+    assert (card["tool_parser"], card["reasoning_parser"]) == ("glm47", "mistral")
+    message = json.loads(raw)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["tool_calls"][0]["function"]["name"]) == ("hm", "now")
+
+
+@pytest.mark.parametrize(
+    ("line", "reasoning"),
+    [([], None), (["--reasoning"], "think"), (["--reasoning", "mistral"], "mistral"), (["--no-reasoning"], "none")],
+)
+def test_the_option_of_reasoning(line: list[str], reasoning: str | None) -> None:
+    assert parse(["--workers", "http://127.0.0.1:9", *line]).reasoning == reasoning
+
+
+@pytest.mark.parametrize("line", [["--reasoning", "other"], ["--no-reasoning", "mistral"], ["--tool-parser", "other"]])
+def test_an_unknown_format_is_refused_by_name(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--workers", "http://127.0.0.1:9", *line])
+    assert line[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["maybe", "inside"])
+@pytest.mark.parametrize("special", [False, True], ids=["texts", "tokens"])
+async def test_required_calls_may_follow_thoughts(begun: bool, special: bool) -> None:
+    """A prompt that has begun the reasoning asks for its end first."""
+    tokenizer = tokenizer_with(*(("<think>", "</think>") if special else ()))
+    template = "{{ tools }}{# <tool_call> <think> #}" + ("{{ '<think>' }}" if begun else "")
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"{'' if begun else '<think>'}a <tool_call> or not?</think>\n\n{call}"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    worker = ScriptedWorker(bundle_of(tokenizer, chat_template=template), reply=ids)
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(tools=[NOW], tool_choice=named_choice("now")))
+    (choice,) = json.loads(raw)["choices"]
+    assert choice["finish_reason"] == "stop", "as OpenAI's for a named function"
+    assert choice["message"]["reasoning_content"] == "a <tool_call> or not?"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    await check_grammar(worker, worker.received[0], taken=text, refused="Now then.</think>Well")
+    if not begun:
+        await check_grammar(worker, worker.received[0], taken=call, refused="Well")
+
+
+async def test_workers_without_lark_get_a_list_of_calls() -> None:
+    """As other engines' adapters: a JSON schema is what they all take."""
+    reply = ids_of('[{"name": "now", "parameters": {}}]')
+    bundle = bundle_of(trained_tokenizer(), chat_template=FORMS["hermes"][0])
+    worker = ScriptedWorker(bundle, reply=reply, unsupported=("grammar:grammar",))
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(tools=[NOW], tool_choice="required"))
+    assert json.loads(raw)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+    grammar = worker.received[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+
+
+async def test_a_template_without_tools_is_read_in_both_forms() -> None:
+    """Its prompt asks for Hermes' form, and the model may write its own."""
+    template = f"{{{{ messages[0].content }}}}{{# {BEGIN} #}}"
+    for text in ('<tool_call>{"name": "now", "arguments": {}}</tool_call>', FORMS["deepseek_v31"][1]):
+        worker = ScriptedWorker(bundle_of(trained_tokenizer(), chat_template=template), reply=ids_of(text))
+        async with gateway(worker) as target:
+            _, _, raw = await post(target.url, chat(tools=[WEATHER, NOW]))
+        message = json.loads(raw)["choices"][0]["message"]
+        assert message["tool_calls"][-1]["function"]["name"] == "now"
+        assert message["content"] is None
+
+
+async def listed_models(url: str) -> list[dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
+        cards: list[dict[str, Any]] = (await response.json())["data"]
+        return cards
+
+
+def model_of(**changes: Any) -> ServedModel:
+    return build_model(bundle_of(trained_tokenizer(), **changes), EXECUTOR, CONFIG)
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = trained_tokenizer().encode(text, add_special_tokens=False).ids
+    return ids

@@ -1,0 +1,449 @@
+# ruff: noqa: RUF001 (DeepSeek's and StepFun's markers have a wide bar)
+"""Outputs that model cards, chat templates and engines document: read right, whole and at every cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from server.text.formats import CALL_LIST, FORMATS
+from server.text.formats.reasoning import THOUGHT_FORMATS
+from server.text.output_parser import OutputParser, OutputRules, ReasoningStart
+
+SCHEMAS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "options": {"type": "object"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "ratio": {"$ref": "#/$defs/ratio"},
+        },
+        "$defs": {"ratio": {"type": "number"}},
+    },
+    "now": {"type": "object", "properties": {}},
+}
+CITY = ("get_weather", {"city": "Köln"})
+LONG = ("get_weather", {"city": "Köln", "days": 3})
+NOW: tuple[str, dict[str, Any]] = ("now", {})
+CITY_JSON = '{"city": "Köln"}'
+LONG_JSON = '{"city": "Köln", "days": 3}'
+NESTED = {"city": 'K"ö}<ln\n', "days": -3, "options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a", "🎉"]}
+NESTED_JSON = json.dumps(NESTED, ensure_ascii=False)
+
+
+class Case(NamedTuple):
+    tools: str
+    text: str
+    calls: Sequence[tuple[str, Any]] = ()
+    content: str = ""
+    thoughts: str = ""
+    reasoning: ReasoningStart = "none"
+    style: str = "think"
+
+
+def qwen(body: str, opening: str = "<tool_call>", closing: str = "</tool_call>") -> str:
+    return f"{opening}\n{body}\n{closing}"
+
+
+def dsml(section: str, space: str = "") -> str:
+    bar = f"｜DSML｜{space}"
+    return (
+        f'<{bar}{section}>\n<{bar}invoke name="get_weather">\n<{bar}parameter name="city" string="true">Köln'
+        f'</{bar}parameter>\n<{bar}parameter name="days" string="false">3</{bar}parameter>\n</{bar}invoke>\n'
+        f'<{bar}invoke name="now">\n</{bar}invoke>\n</{bar}{section}>'
+    )
+
+
+WEATHER_XML = "<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n</function>"
+ALL_XML = (
+    "<function=get_weather>\n<parameter=city>\na\n<b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    '<parameter=exact>\nTrue\n</parameter>\n<parameter=options>\n{"a": [1, true]}\n</parameter>\n'
+    "<parameter=tags>\n['x', 'y']\n</parameter>\n<parameter=unit>\nnull\n</parameter>\n"
+    "<parameter=ratio>\n0.5\n</parameter>\n<parameter=other>\n7\n</parameter>\n</function>"
+)
+ALL = {
+    **{"city": "a\n<b>", "days": 3, "exact": True, "options": {"a": [1, True]}, "tags": ["x", "y"]},
+    **{"unit": None, "ratio": 0.5, "other": "7"},
+}
+R1, V31 = (
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>",),
+    ("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>",),
+)
+KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+HARMONY_CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>hm, <think><|end|><|start|>assistant"
+
+
+def deepseek(form: str, *calls: tuple[str, str], between: str = "") -> str:
+    return f"<｜tool▁calls▁begin｜>{between.join(form.format(*call) for call in calls)}<｜tool▁calls▁end｜>"
+
+
+def objects(*calls: tuple[str, str], keys: tuple[str, str] = ("name", "arguments")) -> str:
+    return ", ".join(f'{{"{keys[0]}": "{name}", "{keys[1]}": {text}}}' for name, text in calls)
+
+
+BOTH = (("get_weather", LONG_JSON), ("now", "{}"))
+CASES = [
+    # Qwen3, Hermes, Granite 4, Ernie 4.5, EXAONE
+    Case("hermes", f"{qwen(objects(BOTH[0]))}\n{qwen(objects(BOTH[1]))}", [LONG, NOW]),
+    Case("hermes", f"Well.\n\n{qwen(objects(('get_weather', NESTED_JSON)))}", [("get_weather", NESTED)], "Well."),
+    Case("hermes", f"<think>\nhm\n</think>\n\n{qwen(objects(BOTH[0]))}", [LONG], "", "\nhm\n", "maybe"),
+    Case("hermes", f"hm\n{qwen(objects(BOTH[0]))}", [LONG], "", "hm\n", "inside"),
+    Case("hermes", "a <tool_call> b</think>yes", (), "yes", "a <tool_call> b", "inside"),
+    Case("hermes", "hm</think>\n<response>\nyes</response>\n", (), "yes", "hm", "inside", "ernie"),
+    # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
+    Case("qwen3_coder", qwen(WEATHER_XML), [CITY]),
+    Case(
+        "qwen3_coder",
+        f"Ok.\n\n{qwen(ALL_XML)}\n{qwen('<function=now>' + chr(10) + '</function>')}",
+        [("get_weather", ALL), NOW],
+        "Ok.",
+    ),
+    Case("qwen3_coder", f"{WEATHER_XML}\n</tool_call>", [CITY]),
+    Case(
+        "qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n</function>\n</tool_call>", [CITY]
+    ),
+    Case(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n<parameter=days>\n3\n</parameter>\n</function>",
+        [LONG],
+    ),
+    Case("qwen3_coder", f"hm\n</think>\n\n{qwen(WEATHER_XML)}", [CITY], "", "hm\n", "inside"),
+    Case("qwen3_coder", qwen(objects(BOTH[0])), [LONG]),
+    Case("mimo", "<tool_call><function=get_weather><parameter=city>Köln</parameter></function></tool_call>", [CITY]),
+    Case(
+        "seed_oss",
+        f"<seed:think>hm</seed:think>{qwen(WEATHER_XML, '<seed:tool_call>', '</seed:tool_call>')}",
+        [CITY],
+        "",
+        "hm",
+        "maybe",
+        "seed_oss",
+    ),
+    # DeepSeek
+    Case("deepseek_v3", "Hi\n\n" + deepseek(R1[0], *BOTH, between="\n"), [LONG, NOW], "Hi"),
+    Case("deepseek_v3", "<think>\nhm\n</think>\n" + deepseek(R1[0], BOTH[0]), [LONG], "", "\nhm\n", "maybe"),
+    Case("deepseek_v3", deepseek(R1[0], ("get_weather", NESTED_JSON)), [("get_weather", NESTED)]),
+    Case("deepseek_v31", "Hi" + deepseek(V31[0], *BOTH), [LONG, NOW], "Hi"),
+    Case(
+        "deepseek_v31",
+        "hm</think>" + deepseek(V31[0], ("get_weather", NESTED_JSON)),
+        [("get_weather", NESTED)],
+        "",
+        "hm",
+        "inside",
+    ),
+    Case("deepseek_v32", "Hi\n\n" + dsml("function_calls"), [LONG, NOW], "Hi"),
+    Case("deepseek_v4", "hm</think>Hi\n\n" + dsml("tool_calls"), [LONG, NOW], "Hi", "hm", "inside"),
+    Case("deepseek_v41", dsml("calls", " "), [LONG, NOW]),
+    # Kimi
+    Case(
+        "kimi_k2",
+        "Hi" + KIMI_SECTION.format(KIMI.format("get_weather", 0, LONG_JSON) + KIMI.format("now", 1, "{}")),
+        [LONG, NOW],
+        "Hi",
+    ),
+    Case(
+        "kimi_k2",
+        "<think>hm</think>" + KIMI_SECTION.format(KIMI.format("get_weather", 0, NESTED_JSON)),
+        [("get_weather", NESTED)],
+        "",
+        "hm",
+        "maybe",
+    ),
+    Case("kimi_k2", "hm" + KIMI_SECTION.format(KIMI.format("now", 12, "")), [NOW], "", "hm", "inside"),
+    Case(
+        "kimi_k3",
+        "hm<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Köln'
+        '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+        "<|close|>message<|sep|>",
+        [LONG, NOW],
+        "Hi",
+        "hm",
+        "inside",
+        "kimi_k3",
+    ),
+    # GLM
+    Case(
+        "glm45",
+        "\nHi\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        [LONG, NOW],
+        "\nHi",
+    ),
+    Case(
+        "glm45",
+        "<think>hm</think>\n<tool_call>get_weather\n<arg_key>options</arg_key>\n"
+        '<arg_value>{"a": [1]}</arg_value>\n</tool_call>',
+        [("get_weather", {"options": {"a": [1]}})],
+        "",
+        "hm",
+        "maybe",
+    ),
+    Case(
+        "glm47",
+        "hm</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call><tool_call>now</tool_call>",
+        [CITY, NOW],
+        "",
+        "hm",
+        "inside",
+    ),
+    # MiniMax
+    Case(
+        "minimax_m2",
+        'hm\n</think>\n\nHi\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Köln</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        [LONG, NOW],
+        "Hi",
+        "hm\n",
+        "inside",
+    ),
+    Case(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="get_weather"><parameter name="tags">["a"]</parameter>'
+        "</invoke></minimax:tool_call>",
+        [("get_weather", {"tags": ["a"]})],
+    ),
+    # Granite, Phi-4, Command A, Hunyuan, Nemotron Nano, Apertus, InternLM: JSON between markers
+    Case("granite3", f"<|tool_call|>[{objects(*BOTH)}]", [LONG, NOW]),
+    Case("granite3", f"<tool_call>[{objects(BOTH[0])}]", [LONG]),
+    Case(
+        "granite3", "Here is my thought process: hm. Here is my response: yes", (), "yes", " hm. ", "maybe", "granite"
+    ),
+    Case("granite_20b", f"<function_call> {objects(BOTH[0])}", [LONG]),
+    Case("phi4_mini", f"functools[{objects(*BOTH)}]", [LONG, NOW]),
+    Case("phi4_mini", "use functools.reduce", (), "use functools.reduce"),
+    Case("phi4", f"<|tool_call|>[{objects(*BOTH)}]<|/tool_call|>", [LONG, NOW]),
+    Case("phi4", f"<|tool_call|>{objects(BOTH[0])}<|/tool_call|>", [LONG]),
+    Case(
+        "command_a",
+        "<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n    "
+        '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Köln"}},\n    '
+        '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        [CITY, NOW],
+        "",
+        "hm",
+        "maybe",
+        "command_a",
+    ),
+    Case("command_a", "<|START_RESPONSE|>Hi<|END_RESPONSE|>", (), "Hi", "", "maybe", "command_a"),
+    Case(
+        "hunyuan",
+        f"<think>\nhm\n</think>\n<answer>\nHi\n<tool_calls>[{objects(*BOTH)}]</tool_calls>\n</answer>",
+        [LONG, NOW],
+        "Hi",
+        "\nhm\n",
+        "maybe",
+        "hunyuan",
+    ),
+    Case("hunyuan", f"<tool_calls>\n{objects(BOTH[0])}\n{objects(BOTH[1])}\n</tool_calls>", [LONG, NOW]),
+    Case("nemotron", f"hm</think>\n\n<TOOLCALL>[{objects(*BOTH)}]</TOOLCALL>", [LONG, NOW], "", "hm", "inside"),
+    Case(
+        "apertus",
+        f'<|inner_prefix|>hm<|inner_suffix|>Hi <|tools_prefix|>[{{"get_weather": {LONG_JSON}}}, '
+        '{"now": {}}]<|tools_suffix|>',
+        [LONG, NOW],
+        "Hi",
+        "hm",
+        "maybe",
+        "apertus",
+    ),
+    Case(
+        "internlm", f"<|action_start|><|plugin|>\n{objects(BOTH[0], keys=('name', 'parameters'))}<|action_end|>", [LONG]
+    ),
+    Case("longcat", f"<longcat_tool_call>\n{objects(BOTH[0])}\n</longcat_tool_call>", [LONG]),
+    # Gemma
+    Case(
+        "gemma4",
+        '<|channel>thought\nhm<channel|><|tool_call>call:get_weather{city:<|"|>Köln<|"|>,days:3}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        [LONG, NOW],
+        "",
+        "hm",
+        "maybe",
+        "gemma4",
+    ),
+    Case(
+        "gemma4",
+        'Hi<|tool_call>call:get_weather{options:{a:[1,{b:null}],<|"|>c<|"|>:<|"|>x,y<|"|>},tags:[<|"|>a<|"|>],exact:true}<tool_call|>',
+        [("get_weather", {"options": {"a": [1, {"b": None}], "c": "x,y"}, "tags": ["a"], "exact": True})],
+        "Hi",
+    ),
+    Case("gemma4", "hm<channel|>Hi", (), "Hi", "hm", "inside", "gemma4"),
+    Case(
+        "function_gemma", "<start_function_call>call:get_weather{city:<escape>Köln<escape>}<end_function_call>", [CITY]
+    ),
+    # gpt-oss
+    Case(
+        "gpt_oss",
+        HARMONY_THOUGHT + HARMONY_CALL.format("get_weather", LONG_JSON),
+        [LONG],
+        "",
+        "hm, <think>",
+        "maybe",
+        "gpt_oss",
+    ),
+    Case(
+        "gpt_oss",
+        HARMONY_THOUGHT + "<|channel|>final<|message|>Hi <b><|return|>",
+        (),
+        "Hi <b>",
+        "hm, <think>",
+        "maybe",
+        "gpt_oss",
+    ),
+    Case(
+        "gpt_oss",
+        "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" + HARMONY_CALL.format("now", "{}"),
+        [NOW],
+        "Let me see.",
+    ),
+    Case("gpt_oss", ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Köln"}', [CITY]),
+    Case("gpt_oss", "plain", (), "plain"),
+    # Functions: Llama 4, LFM2, OLMo 3, Gemma 3
+    Case("pythonic", '[get_weather(city="Köln", days=3), now()]', [LONG, NOW]),
+    Case(
+        "pythonic",
+        "[get_weather(city='it\\'s \"x\"', tags=['a', \"b\"], options={'a': None, 'b': [True, -1.5]})]",
+        [("get_weather", {"city": 'it\'s "x"', "tags": ["a", "b"], "options": {"a": None, "b": [True, -1.5]}})],
+    ),
+    Case("pythonic", "[1] says [other(x=1)]", (), "[1] says [other(x=1)]"),
+    Case("pythonic", "[other(x=1)]", (), "[other(x=1)]"),
+    Case("llama4", '<|python_start|>[get_weather(city="Köln")]<|python_end|>', [CITY]),
+    Case("llama4", '<|python_start|>{"name": "get_weather", "parameters": {"city": "Köln"}}<|python_end|>', [CITY]),
+    Case(
+        "llama4",
+        '{"name": "get_weather", "parameters": {"city": "Köln"}}; {"name": "now", "parameters": {}}',
+        [CITY, NOW],
+    ),
+    Case(
+        "lfm2",
+        '<|tool_call_start|>[get_weather(city="Köln", days=3), now()]<|tool_call_end|>Checking.',
+        [LONG, NOW],
+        "Checking.",
+    ),
+    Case("lfm2", f"<|tool_call_start|>[{objects(BOTH[0])}]<|tool_call_end|>", [LONG]),
+    Case("olmo3", 'Hi <function_calls>\nget_weather(city="Köln")\nnow()\n</function_calls>', [CITY, NOW], "Hi"),
+    # Mistral
+    Case("mistral", f"[THINK]hm[/THINK]Hi[TOOL_CALLS][{objects(*BOTH)}]", [LONG, NOW], "Hi", "hm", "maybe", "mistral"),
+    Case("mistral_v11", f"[TOOL_CALLS]get_weather[ARGS]{LONG_JSON}[TOOL_CALLS]now[ARGS]{{}}", [LONG, NOW]),
+    Case("mistral_v11", f"[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]{CITY_JSON}", [CITY]),
+    Case(
+        "step3",
+        '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+        '<steptml:parameter name="city">Köln</steptml:parameter></steptml:invoke>'
+        "<｜tool_call_end｜><｜tool_calls_end｜>",
+        [CITY],
+    ),
+]
+MALFORMED = [
+    ("hermes", "<tool_call>\nnot JSON\n</tool_call>"),
+    ("hermes", '<tool_call>{"answer": 42}</tool_call> so'),
+    ("qwen3_coder", "<tool_call>\nno call\n</tool_call>"),
+    ("qwen3_coder", "use <function=get_weather and that"),
+    ("seed_oss", "<seed:tool_call>x</seed:tool_call>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>get weather<｜tool▁sep｜>{}"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>nothing"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="a b">'),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+    ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>none<|tool_call_end|>"),
+    ("glm45", "<tool_call>now what</tool_call>"),
+    ("minimax_m2", "<minimax:tool_call>\nwhat\n</minimax:tool_call>"),
+    ("granite3", "<|tool_call|>[1, 2]"),
+    ("phi4_mini", "functools[reduce]"),
+    ("gemma4", "<|tool_call>what<tool_call|>"),
+    ("lfm2", "<|tool_call_start|>[what]<|tool_call_end|>"),
+    ("olmo3", "<function_calls>\nnothing to call\n</function_calls>"),
+    ("command_a", "<|START_ACTION|>none<|END_ACTION|>"),
+    ("apertus", "<|tools_prefix|>[1]<|tools_suffix|>"),
+    ("mistral", "[TOOL_CALLS] none"),
+    ("pythonic", "[get_weather(Köln)]"),
+    ("llama3", '{"name": "other", "parameters": {}}'),
+]
+
+
+def message(rules: OutputRules, parts: Sequence[str]) -> tuple[list[tuple[str, str]], int]:
+    """Return the deltas of a text, of which neighbours of one kind are one, and where its answer begins."""
+    parser, found = OutputParser(rules), list[tuple[str, str]]()
+    for number, part in enumerate(parts, 1):
+        for kind, text in parser.feed(part, last=number == len(parts)):
+            if found and kind == found[-1][0] != "call":
+                text = found.pop()[1] + text
+            found.append((kind, text))
+    return found, parser.answer_start
+
+
+def rules_of(case: Case) -> OutputRules:
+    return OutputRules(
+        reasoning=case.reasoning,
+        thoughts=THOUGHT_FORMATS[case.style],
+        tools=FORMATS[case.tools],
+        tool_names=frozenset(SCHEMAS),
+        schemas=SCHEMAS,
+    )
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_what_a_family_documents(number: int) -> None:
+    case = CASES[number]
+    deltas, _ = message(rules_of(case), [case.text])
+    texts = {kind: "".join(text for each, text in deltas if each == kind) for kind in ("content", "reasoning")}
+    assert (texts["content"], texts["reasoning"]) == (case.content, case.thoughts)
+    calls: list[tuple[str, str]] = []
+    for kind, text in deltas:
+        if kind == "call":
+            calls.append((text, ""))
+        elif kind == "arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    assert [(name, json.loads(text)) for name, text in calls] == list(case.calls)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_every_cut_of_what_a_family_documents(number: int) -> None:
+    """A stream is the whole. A text that ends anywhere gives a beginning of each call, and no other call."""
+    case = CASES[number]
+    rules, text = rules_of(case), case.text
+    whole = message(rules, [text])
+    full = [json.dumps(arguments, ensure_ascii=False) for _, arguments in case.calls]
+    for at in range(len(text) + 1):
+        assert message(rules, [text[:at], text[at:]]) == whole, text[:at]
+        cut = message(rules, [text[:at]])
+        assert message(rules, list(text[:at]) or [""]) == cut, text[:at]
+        assert message(rules, [text[:at], ""]) == cut, text[:at]
+        assert len([kind for kind, _ in cut[0] if kind == "call"]) <= len(full)
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED)
+def test_malformed_calls_lose_no_character(name: str, text: str) -> None:
+    rules = OutputRules(tools=FORMATS[name], tool_names=frozenset(SCHEMAS), schemas=SCHEMAS)
+    for parts in ([text], list(text), [text, ""]):
+        assert message(rules, parts)[0] == [("content", text)]
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """A string by a schema need not wait for its end."""
+    parser = OutputParser(rules_of(CASES[6]))
+    opening = "<tool_call>\n<function=get_weather>\n<parameter=city>\nKö"
+    assert parser.feed(opening, last=False) == [("call", "get_weather"), ("arguments", '{"city": "Kö')]
+    assert parser.feed('l"n\n', last=False) == [("arguments", 'l\\"n')]
+    assert parser.feed("</par", last=False) == []
+    assert parser.feed("ameter>\n</function>", last=False) == [("arguments", '"}')]
+
+
+def test_no_marker_begins_with_another() -> None:
+    """The reader takes the first marker that it finds."""
+    for each in (*FORMATS.values(), CALL_LIST):
+        for one in each.opens:
+            assert not [other for other in each.opens if other != one and other.startswith(one)], each.name
