@@ -7,9 +7,9 @@
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
 503 `unsupported` (another engine may), 400 `invalid_request` (no worker can serve it), `context_length_exceeded` or
-`invalid_grammar`. A gateway treats every other answer as not from a worker. Closing the connection aborts the request.
-A stream that ends without End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's
-`output_ids`. With a cluster secret, a worker proves itself before any of it (`worker.common.proof`).
+`invalid_grammar`. Every other answer is not a worker's. Closing the connection aborts the request. A stream that ends
+without End or Failed is a dead worker. `max_tokens` and `min_tokens` count a resumed choice's `output_ids`. With a
+cluster secret, a worker proves itself first (`worker.common.proof`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cache.records import WorkerMember
 from cache.types import HASH_BYTES, Tier
 
 PROTOCOL_VERSION: Final = 1
-"""The newest protocol that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
+"""The newest that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
 OLDEST_PROTOCOL: Final = 1
 """The oldest that this side speaks: gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
@@ -268,7 +268,6 @@ class Embedding(_Frame, frozen=True, tag=6):
 
 Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed | Embedding
 FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed, Embedding)
-"""By their tags."""
 
 
 class SamplingDefaults(Struct, frozen=True, omit_defaults=True):
@@ -286,8 +285,7 @@ class SamplingDefaults(Struct, frozen=True, omit_defaults=True):
 
     def shown(self) -> dict[str, float]:
         """Return the fields that are set."""
-        fields = msgspec.structs.asdict(self)
-        return {name: value for name, value in fields.items() if value is not None}
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
 NO_DEFAULTS: Final = SamplingDefaults()

@@ -7,11 +7,11 @@ schema                keys and signed records, untrusted when read
 """
 
 from cache.redis_index.client import RedisDownError, diagnose
-from cache.redis_index.connection import ClientSettings, check_url
+from cache.redis_index.connection import ClientSettings, WriterSettings, check_url
 from cache.redis_index.lookup import ReaderSettings, RedisIndex
 from cache.redis_index.registry import RegistryEntry
 from cache.redis_index.schema import check_key_part
-from cache.redis_index.writer import IndexWriter, SetChange, WriterSettings
+from cache.redis_index.writer import IndexWriter, SetChange
 
 __all__ = [
     "ClientSettings",

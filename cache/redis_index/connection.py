@@ -37,6 +37,17 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class WriterSettings(IndexSettings):
+    lease_s: float = 6.0
+    set_ttl_s: float = 120.0
+    timeout_s: float = 2.0
+    chunk: int = 1000
+    """Entries per SADD, which Redis executes in one piece while lookups wait."""
+    chunks_in_flight: int = 8
+    dead_after_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
 class ClientSettings:
     username: str | None = None
     """Replaces the user of the URL, as `password` does, so that secrets can come from files."""

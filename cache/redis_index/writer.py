@@ -15,7 +15,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from redis.exceptions import ResponseError
@@ -23,7 +22,7 @@ from redis.exceptions import ResponseError
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
-from cache.redis_index.connection import ClientSettings, IndexSettings
+from cache.redis_index.connection import ClientSettings, WriterSettings
 from cache.redis_index.hashes import HashLimit, is_too_large, read_hashes, registry_hashes, size_commands
 from cache.redis_index.registry import Registry, RegistryEntry
 from cache.redis_index.schema import RegistryError, ReplyError, Signer, verifies_state
@@ -38,17 +37,6 @@ MAX_FOREIGN_BYTES: Final = 64 << 10
 """Longer names and values are no worker's, whatever its version: they are removed."""
 _MAX_OLD_SETS: Final = 100
 """Sets to be unlinked at the next switch; those beyond end by their TTL."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriterSettings(IndexSettings):
-    lease_s: float = 6.0
-    set_ttl_s: float = 120.0
-    timeout_s: float = 2.0
-    chunk: int = 1000
-    """Entries per SADD, which Redis executes in one piece while lookups wait."""
-    chunks_in_flight: int = 8
-    dead_after_s: float = 3600.0
 
 
 class SetChange(NamedTuple):
