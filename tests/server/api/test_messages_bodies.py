@@ -16,9 +16,10 @@ from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import post
-from tests.server.test_fields import FIELD, section
+from tests.server.test_fields import DOCUMENT, FIELD
 from worker.wire import TokenizerBundle
 
+MESSAGES_PAGE = DOCUMENT.with_suffix("") / "messages.md"
 CACHED: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 INPUT: Any = {"city": "Köln", "days": [1, 2.0, 10**30], "now": None}
 USE: Any = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": INPUT, **CACHED}
@@ -241,7 +242,7 @@ async def test_refused_fields_are_named_unless_empty(says: Says) -> None:
 
 def test_the_document_lists_every_field() -> None:
     fields = {*MessagesRequest.__struct_fields__} - {*ModelFields.__struct_fields__}
-    documented = set(FIELD.findall(section("The Messages API")))
+    documented = set(FIELD.findall(MESSAGES_PAGE.read_text(encoding="utf-8")))
     assert fields | {"temperature", "metadata", "service_tier"} <= documented
 
 
