@@ -163,14 +163,15 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
     tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
     for text in PROBE_TEXTS:
         try:
-            theirs = await api.tokenize(text)
+            engine_ids = await api.tokenize(text)
         except EngineRefusedError as error:
             if error.status == 404:  # started without a tokenizer: nothing to compare
                 return
             raise ValueError(f"--engine-url: {error}") from error
-        ours = tokenizer.encode(text, add_special_tokens=False).ids
-        if theirs != ours:
-            first = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), "the end")
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if engine_ids != ids:
+            pairs = enumerate(zip(engine_ids, ids, strict=False))
+            first = next((at for at, (engine_id, own_id) in pairs if engine_id != own_id), "the end")
             raise ValueError(
                 f"--tokenizer: the engine's token ids differ from those of this tokenizer from position {first} of a"
                 f" probe text on; name the folder or Hugging Face id of the engine's own tokenizer"

@@ -119,15 +119,7 @@ class FactsReader:
     async def _answer(self, probes: list[list[int]]) -> str:
         """Return the digest of a greedy answer; empty if the engine cannot give one."""
         prompt_ids = (probes[0] if probes else list(range(3, 100)))[:_NUM_PROMPT_TOKENS]
-        request = GenerateRequest(
-            request_id="facts",
-            gateway_id="",
-            epoch="",
-            root=secrets.token_bytes(HASH_BYTES),
-            prompt_ids=prompt_ids,
-            choices=(ChoiceState(0, 0, ()),),
-            sampling=SamplingParams(max_tokens=_NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0),
-        )
+        request = probe(prompt_ids, secrets.token_bytes(HASH_BYTES), _NUM_ANSWER_TOKENS, logprobs=0)
         found: list[Any] = []
         chunks = self._api.generate(request, request.choices[0], f"facts-{secrets.token_hex(8)}")
         try:
@@ -164,6 +156,19 @@ class EngineIdentity:
         Raises EngineLostError, EngineRefusedError.
         """
         return await self.reader.read(self.facts, self.counts.started_s, is_suspect=is_suspect)
+
+
+def probe(prompt_ids: list[int], root: bytes, num_tokens: int, logprobs: int | None = None) -> GenerateRequest:
+    """Return a request for a greedy answer of exactly `num_tokens`."""
+    return GenerateRequest(
+        request_id="probe",
+        gateway_id="",
+        epoch="",
+        root=root,
+        prompt_ids=prompt_ids,
+        choices=(ChoiceState(index=0, seed=0),),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs),
+    )
 
 
 def _digest(value: object) -> str:
