@@ -86,8 +86,6 @@ class EventSubscriber:
             if each:
                 check_endpoint(each, exposed=exposed)
         self.num_batches = 0
-        self.last_batch_s: float | None = None
-        """When the last batch came, on the monotonic clock."""
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint or None
         self._topic = topic.encode()
@@ -246,7 +244,7 @@ class EventSubscriber:
             self._gap()
         self._next = number + 1
         self._last_payload = payload
-        self._heard_s = self.last_batch_s = time.monotonic()
+        self._heard_s = time.monotonic()
         try:
             batch = decode_batch(payload)
         except EventError:

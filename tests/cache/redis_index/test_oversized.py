@@ -137,7 +137,7 @@ async def stands(server: RedisServer, place: str, num_bytes: int, most_bytes: in
                     await writer.rewrite([entry[:8] for entry in hashes], WorkerLoad())
                 else:
                     await writer.publish([], [], WorkerLoad(), 10)
-                await writer.remove_oversized()
+                await writer.upkeep.remove_oversized()
             with redis.Redis(unix_socket_path=str(server.socket)) as store:
                 names = [store.hlen(key) == 2 for key in (KEYS.members, KEYS.states)]
                 sizes = [store.hstrlen(key, f"w{n}") < 9000 for key in (KEYS.members, KEYS.states) for n in range(2)]

@@ -265,10 +265,10 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
         assert await alive.rewrite([], WorkerLoad())
         await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
         await asyncio.sleep(0.05)
-        assert await patient.prune() == 0, "seconds are no milliseconds"
+        assert await patient.upkeep.prune() == 0, "seconds are no milliseconds"
 
         async def pruned() -> bool:
-            return await alive.prune() == 1
+            return await alive.upkeep.prune() == 1
 
         await until(pruned)
         await until(lambda: {m.worker_id for m in index.members()} == {"alive"})
