@@ -1,9 +1,9 @@
-"""The worker's side of the shared index: its own sets of blocks and its own registry entry, nothing else.
+"""The worker's side of the shared index: it writes only its own sets of blocks and its own registry entry.
 
-The pool has a set, and so has each tier below it. Every publish is one MULTI that also reads back. After any doubt
-about a set, the worker writes a new version of all, switches its state to it, and unlinks the old one. Doubts are an
-error, a lost connection, a wrong count, and a Redis that has gone back in time. A late command of an old connection
-writes to a key that no reader knows any more.
+The pool and each tier below it have a set. Every publish is one MULTI that also reads back. A set is in doubt after an
+error, a lost connection, a wrong set size, or a restored backup. Then the worker writes a new version of all sets,
+switches its state to it, and unlinks the old sets. A late command of an old connection writes to a key that no reader
+uses.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from cache.types import IndexEntry
 logger = logging.getLogger(__name__)
 
 _MIN_JUMP_MS: Final = 250.0
-"""Jumps of Redis' clock below this are ignored: a late reply looks like one."""
+"""Smaller jumps of Redis' clock are ignored: a late reply looks like one."""
 _MAX_OLD_SETS: Final = 100
-"""Sets to be unlinked at the next switch; those beyond end by their TTL."""
+"""Sets to be unlinked at the next switch; further sets end by their TTL."""
 
 
 class SetChange(NamedTuple):
@@ -41,7 +41,7 @@ class SetChange(NamedTuple):
     removed: Sequence[IndexEntry]
     """Children first."""
     num_entries: int
-    """Held afterwards."""
+    """The size of the set afterwards."""
 
 
 class IndexWriter:
@@ -83,7 +83,7 @@ class IndexWriter:
         self._old_sets: deque[bytes] = deque(maxlen=_MAX_OLD_SETS)
         self._last_state: bytes | None = None
         self._offset_ms: float | None = None
-        """Redis' clock less ours."""
+        """Redis' clock minus the local clock."""
         self._rewrite_failed = False
         self.in_doubt = True
         """The sets must be rewritten before anything else is published."""
@@ -93,7 +93,7 @@ class IndexWriter:
         await self.client.run()
 
     def begin_epoch(self, member: WorkerMember) -> None:
-        """Use `member` from now on. The next rewrite unlinks the old epoch's sets."""
+        """Replace the member. The next rewrite unlinks the old epoch's sets."""
         if member.worker_id != self.member.worker_id:
             raise ValueError(f"worker_id {member.worker_id!r}: this writer is {self.member.worker_id!r}")
         self._describe(member)
@@ -107,10 +107,10 @@ class IndexWriter:
         num_entries: int,
         tiers: Sequence[SetChange] = (),
     ) -> bool:
-        """Publish changes in one MULTI, and put back an entry that others have overwritten.
+        """Publish changes in one MULTI, and restore an entry that others have overwritten.
 
         `stored`, `removed` and `num_entries` are the pool's `SetChange`; `tiers` has one for each of the member's
-        tiers. False: there is doubt, and `rewrite` must follow.
+        tiers. False: the sets are in doubt, and `rewrite` must follow.
         """
         assert not self.in_doubt
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
@@ -125,7 +125,7 @@ class IndexWriter:
         commands.append(("HSET", self._keys.states, worker_id, state))
         commands += [("SCARD", key) for key in self._set_keys]
         commands.append(("TIME",))
-        self.in_doubt = True  # until the reply has settled it
+        self.in_doubt = True  # until the reply has arrived
         replies = await self._transactions.run(commands)
         if replies is None:
             return False
@@ -142,20 +142,20 @@ class IndexWriter:
         return self._settle(replies[-1])
 
     def _has_gone_back(self, found: Reply) -> bool:
-        """Return whether `found` is an earlier state of this epoch: then Redis was restored, and the set with it."""
+        """Return whether `found` is an earlier state of this epoch, so that Redis was restored from a backup."""
         if found == self._last_state:
             return False
         try:
             state = schema.decode_state(found)
         except RegistryError:
             return False
-        is_genuine = not self._signer.enabled or verifies_state(self._signer.state_mac(self.member.worker_id), found)
-        return state.epoch == self.member.epoch and is_genuine
+        is_verified = not self._signer.enabled or verifies_state(self._signer.state_mac(self.member.worker_id), found)
+        return state.epoch == self.member.epoch and is_verified
 
     async def rewrite(
         self, held: Sequence[IndexEntry], load: WorkerLoad, tiers: Sequence[Sequence[IndexEntry]] = ()
     ) -> bool:
-        """Write a new version of everything held, parents first, and switch to it. False: try again later.
+        """Write a new version of all sets, parents first, and switch to it. False: try again later.
 
         `held` is the pool's; `tiers` has what each of the member's tiers holds.
         """
@@ -163,7 +163,7 @@ class IndexWriter:
         if replies is None or not self._take_clock(replies[0]):
             return False
         self._old_sets.extend(self._set_keys)
-        # After a failure, choose an unpredictable one: someone may have put a foreign key in our way.
+        # After a failure, choose an unpredictable one: another process may own this key.
         self._set_version += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
@@ -197,7 +197,7 @@ class IndexWriter:
         return self._settle(replies[-1])
 
     async def retire(self) -> None:
-        """Leave the registry, unless another process has taken the entry over. Ignore errors: leases end."""
+        """Leave the registry, unless another process has replaced the entry. Ignores errors: the lease ends anyway."""
         worker_id = self.member.worker_id
         replies = await self._transactions.ask(("HGET", self._keys.members, worker_id))
         if replies is None or replies[0] != self._record or not self._set_keys:
@@ -218,9 +218,9 @@ class IndexWriter:
         return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
 
     async def _fill(self, key: bytes, held: Sequence[IndexEntry], ttl_ms: int) -> bool:
-        """SADD in chunks, a few at a time, so that lookups get their turn in between.
+        """SADD in chunks, a few at a time, so that lookups run in between.
 
-        Each chunk sets the TTL in its own MULTI: no set is ever without one, wherever the worker dies.
+        Each chunk sets the TTL in its own MULTI: no set is ever without one, even if the worker dies.
         """
         chunks, size = self._chunked("SADD", key, held), self._settings.chunks_in_flight
         for start in range(0, len(chunks), size):
@@ -235,7 +235,7 @@ class IndexWriter:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def _take_clock(self, now: Reply) -> bool:
-        """Note Redis' clock. False: the reply is not one of TIME."""
+        """Read Redis' clock from a reply of TIME. False: it is none."""
         try:
             self._offset_ms = schema.decode_time_ms(now) - time.monotonic() * 1000
         except ReplyError as error:
