@@ -73,9 +73,9 @@ def find_kernels(device: torch.device) -> Check:
     if products_for(torch.float32, device) is not None:
         return Check("kernels", "ok", "compiled for this processor")
     reason = problem() or ""
-    fix = "nothing on a processor without AVX2; else repair what that says"
+    fix = "nothing on a processor without AVX2; otherwise repair the cause"
     if reason.startswith(NO_COMPILER):
-        fix = "install g++ (apt-get install g++); a C compiler alone is not enough"
+        fix = "install g++ (apt-get install g++); a C compiler is not enough"
     return Check("kernels", "warn", f"the model runs in torch, slower: {reason}", fix)
 
 
@@ -161,7 +161,7 @@ def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
         "kv disk",
         problem or found,
         (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
-        (room < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no more blocks"),
+        (room < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
     )
 
 

@@ -126,9 +126,9 @@ def find_machine(torch: Any, device: str) -> tuple[list[Check], dict[str, Any]]:
         facts = {"free_bytes": torch.cuda.mem_get_info(index)[0], "gpu": torch.cuda.get_device_name(index)}
         return [find_gpu(torch, index), find_compiler()], {"mode": "cuda", **facts}
     if device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists()):
-        fix = "install its driver, and a torch that is built for CUDA 13; or say --device cpu"
+        fix = "install its driver, and a torch that is built for CUDA 13; or give --device cpu"
         return [Check("gpu", "fail", "torch cannot use a GPU", fix)], {}
-    found = "none: Triton's interpreter and a tiny model, which says nothing about a GPU"
+    found = "none: Triton's interpreter and a tiny model, which cannot test a GPU"
     return [Check("gpu", "warn", found)], {"mode": "interpreter"}
 
 

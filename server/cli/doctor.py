@@ -63,18 +63,18 @@ FIX_INSTALL: Final = (
 )
 _NO_REDIS: Final = (
     "start it there, or correct --redis (rediss:// for TLS) and --redis-username, --redis-password-file; "
-    "without it gateways route by their own memory alone"
+    "without it gateways route only by their own memory"
 )
 ENGINE_OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "--engine-url": {"metavar": "URL", "help": "check the engine there, in place of own workers"},
+    "--engine-url": {"metavar": "URL", "help": "check the engine there, instead of own workers"},
     "--engine": {"choices": ("vllm", "sglang"), "default": "vllm", "help": "what it is (default vllm)"},
     "--engine-key-file": {"metavar": "FILE", "help": "its API key (default: none)"},
     "--engine-ca": {"metavar": "FILE", "help": "the authority of its certificate (default: the system's)"},
     "--engine-rank": {"metavar": "N", "help": "its data-parallel rank, where it has several"},
     "--events": {"metavar": "ENDPOINT", "help": "its cache events, as the worker has them (default auto)"},
-    "--events-replay": {"metavar": "ENDPOINT", "help": "where it repeats lost events (default: as it says)"},
+    "--events-replay": {"metavar": "ENDPOINT", "help": "where it repeats lost events (default: as advertised)"},
     "--events-topic": {"help": "the topic of its events, where --events names an endpoint"},
-    "--events-exposed": {"action": "store_true", "help": "let the events cross the network"},
+    "--events-exposed": {"action": "store_true", "help": "allow the events to cross the network"},
     "--tokenizer": {"help": "a folder or Hugging Face id (default: what the engine has loaded)"},
     "--block-size": {"metavar": "N", "help": "tokens in a block of the fleet's index (default 16)"},
 }
@@ -104,7 +104,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     if args.gateway_only:
         return
     if importlib.util.find_spec("torch") is None:
-        fix = "pip install 'headstart[worker]', or say --gateway-only"
+        fix = "pip install 'headstart[worker]', or give --gateway-only"
         yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", fix)
         return
     options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
@@ -116,7 +116,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
 
 
 def clear_cache() -> str:
-    """Delete compiled kernels and prepared weights. Return a line that says how much."""
+    """Delete compiled kernels and prepared weights. Return a line with their size."""
     folder = cache_folder()
     files = [] if folder is None else [file for kind in ("cpu-*", "weights-*") for file in folder.glob(kind)]
     num_bytes = sum(file.stat().st_size for file in files)
@@ -362,7 +362,7 @@ async def _run(args: argparse.Namespace) -> int:
         if not args.json:
             console.print(text(check), soft_wrap=True)
     status, line = verdict(done)
-    rows = [asdict(check) | {"mend": check.fix} for check in done]  # "mend" until the next version
+    rows = [asdict(check) | {"mend": check.fix} for check in done]  # the old key, for one version
     print(json.dumps({"ok": status == 0, "checks": rows}) if args.json else f"\n{line}")
     return status
 

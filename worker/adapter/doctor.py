@@ -38,7 +38,7 @@ MAX_PROBES: Final = 3
 POLL_S: Final = 0.02
 MAX_NAMES: Final = 1 << 16
 NOWHERE: Final = "tcp://127.0.0.1:0"
-"""A free port that no engine knows: only the replay delivers events there."""
+"""A free port that no engine uses: only the replay delivers events there."""
 CONVERSATION: Final = (
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "Paris."},
@@ -107,7 +107,7 @@ def _advice(error: Exception, step: str) -> str:
         return "start vLLM 0.32 or newer with --enable-scale-out, or correct --engine and --engine-url"
     if isinstance(error, EngineLostError) and error.gone:
         return "start the engine, or correct --engine-url"
-    return "the engine's log says more; correct --engine (vllm or sglang) and --engine-url"
+    return "see the engine's log, or correct --engine (vllm or sglang) and --engine-url"
 
 
 def check_blocks(engine_size: int, size: int) -> Check:
@@ -140,7 +140,7 @@ async def check_cache(api: EngineApi, load: EngineLoad, first: Probe) -> Check:
     if load.reuses_prefixes is False or again.num_cached == 0:
         return Check("caching", "fail", "prefix caching is off: the same prompt is computed again", fix)
     if again.num_cached is None:
-        found = "the engine does not say how many tokens it found cached, so caching and salt are not checked"
+        found = "the engine does not report cached tokens, so caching and salt are not checked"
         return Check("caching", "warn", found, "start it with --enable-prompt-tokens-details: it corrects usage, too")
     return Check("caching", "ok", f"the same prompt again: {again.num_cached} of {len(first.prompt_ids)} tokens cached")
 
@@ -203,13 +203,13 @@ async def check_events(
     advertised = await api.event_source()
     if config.events == "none":
         fix = "leave out --events none" if advertised else f"start the engine with {EVENTS_OPTION}"
-        yield Check("events", "warn", "--events none: no prefix is known, so requests go by load alone", fix)
+        yield Check("events", "warn", "--events none: no prefix is known, so requests are routed only by load", fix)
         return
     source = advertised
     if config.events != "auto":
         source = EventSource(config.events, config.events_replay, config.events_topic)
     if source is None:
-        found = "the engine does not say that it publishes cache events: no prefix would be known"
+        found = "the engine advertises no cache events: no prefix would be known"
         yield Check("events", "fail", found, f"start it with {EVENTS_OPTION}; or name its endpoint with --events")
         return
     try:
@@ -236,14 +236,14 @@ async def check_live(
         if await listener.finds(await send()):
             break
     else:
-        found = f"no event has come from {source.endpoint} for {MAX_PROBES} prompts"
+        found = f"no event has arrived from {source.endpoint} for {MAX_PROBES} prompts"
         return Check("events", "fail", found, _advice_for_silence(source, advertised))
     if listener.blocks.problem is not None:
-        fix = "such a model is served without a prefix index: --events none says so"
+        fix = "such a model is served without a prefix index: give --events none"
         return Check("events", "fail", listener.blocks.problem, fix)
     if listener.blocks.num_opaque and not listener.blocks.visible_events():
         fix = "the engine must put cache_salt into extra_keys of its events, as vLLM 0.32 does"
-        return Check("events", "fail", "events come, but without the salt of their request", fix)
+        return Check("events", "fail", "events arrive, but without the salt of their request", fix)
     return Check("events", "ok", f"they come from {source.endpoint}")
 
 

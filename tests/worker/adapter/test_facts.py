@@ -247,7 +247,7 @@ class RestartingApi(ScriptedApi):
 
 async def test_facts_are_those_of_one_process(engine_folder: Path) -> None:
     reader = FactsReader(RestartingApi(), engine_folder, digests_weights=True)
-    with pytest.raises(EngineLostError, match="started again while"):
+    with pytest.raises(EngineLostError, match="restarted while"):
         await reader.read()
 
 
