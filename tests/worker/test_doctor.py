@@ -27,7 +27,7 @@ def test_every_check_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "kv disk"
 
 
-def test_a_missing_compiler_is_named_and_its_installation_is_enough(tmp_path: Path) -> None:
+def test_installing_the_compiler_is_enough(tmp_path: Path) -> None:
     """With the compiler on the PATH the check is green; it was not before."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -50,7 +50,7 @@ def test_a_missing_compiler_is_named_and_its_installation_is_enough(tmp_path: Pa
     assert found() == ("ok", "")
 
 
-def test_the_default_model_is_sized_and_its_memory_counted_for_every_worker() -> None:
+def test_memory_of_the_default_model_for_every_worker() -> None:
     finding, model = doctor.find_model("")
     assert finding.status == "ok"
     assert model is not None

@@ -123,7 +123,7 @@ class Scene:
         return found is not None and [item.matched_blocks for item in found] == [10]
 
     async def costs_little(self) -> bool:
-        """Return whether an open breaker lets most of 51 lookups skip Redis."""
+        """Return whether an open breaker makes most of 51 lookups skip Redis."""
         self.events.clear()
         for _ in range(51):
             await self.index.lookup(self.hashes)

@@ -143,7 +143,7 @@ async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer
         async def one_by_one(*commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
             replies: list[Reply] = []
             part: list[Sequence[Argument]] = []
-            for command in commands:  # a MULTI is sent whole: EXEC alone makes it count
+            for command in commands:  # a MULTI is sent whole, and counts with its EXEC
                 part.append(command)
                 if part[0] != ("MULTI",) or command == ("EXEC",):
                     replies += await real(*part, timeout_s=timeout_s)

@@ -29,7 +29,7 @@ OTHER_TEMPLATE = CHATML.replace("<|im_end|>", "<|im_end|> ")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as far as an engine needs it here: its tokenizer and template."""
+    """The parts of a model that the fake engine needs: its tokenizer and template."""
     path = tmp_path_factory.mktemp("model")
     smollm2.tokenizer().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "<|im_end|>"}))
@@ -132,7 +132,7 @@ async def test_events_that_never_come_are_missed(folder: Path) -> None:
     )
 
 
-async def test_a_port_that_a_worker_has_leaves_the_replay_to_be_checked(folder: Path) -> None:
+async def test_the_replay_is_checked_even_if_the_port_is_taken(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as worker:
         events = f"tcp://127.0.0.1:{worker.getsockname()[1]}"
         async with engine(folder, "--events", events, *EVENTS[2:]) as url:

@@ -46,7 +46,7 @@ CHANGES = {
     "version": ((), ("--version", "0.33.0"), "version: 0.32.0 -> 0.33.0"),
     "blocks": ((), ("--block-size", "16"), "block_size: 32 -> 16"),
 }
-"""By name: options before, options after, and what the log says."""
+"""By name: options before, options after, and a part of the log line."""
 OFTEN = {"model", "dtype", "quantisation", "tokenizer"}
 
 
