@@ -1,11 +1,11 @@
-"""The record of a block, as it lies on disk and travels between workers: a header and the block's KV.
+"""The record of a block, on disk and between workers: a header and the block's KV.
 
     magic | version | fingerprint | block hash | parent | depth | payload bytes | check | digest | payload
     4     | u32     | 16          | 16         | 16     | u32   | u32           | 8     | 16     | ...
 
-Integers are little-endian. The check is BLAKE2b over all before it, so a header alone can be believed. The digest is
-HMAC-SHA-256, cut, over all before it and the payload. With a cluster secret both are MACs: whoever can write to the
-disk or the network cannot make a worker take KV of their own.
+Integers are little-endian. The check is BLAKE2b over everything before it, so a header can be verified by itself. The
+digest is truncated HMAC-SHA-256 over everything before it and the payload. With a cluster secret both are MACs: an
+attacker with write access to the disk or the network cannot inject KV.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECK_BYTES: Final = 8
 _DIGEST_BYTES: Final = 16
 HEADER_BYTES: Final = _FIELDS.size + _CHECK_BYTES + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES: Final = 1 << 30
-"""One system call moves a whole record; Linux moves 2 GiB at most."""
+"""A record is read by one system call, and Linux reads 2 GiB at most."""
 _CHECK_PERSON: Final = b"headstart-header"
 _LAYOUT_PERSON: Final = b"headstart-layout"
 _FORMAT_PERSON: Final = b"headstart-format"
@@ -44,7 +44,7 @@ def layout_fingerprint(
     head_dim: int,
     block_size: int,
 ) -> bytes:
-    """Return 16 bytes that are equal only where the bytes of a block mean the same KV.
+    """Return 16 bytes that are equal only if the bytes of a block mean the same KV.
 
     `namespace` is `Namespace.fingerprint`, `files` the digest of the model's files. The byte order is this machine's.
     """
@@ -63,22 +63,24 @@ class RecordFormat:
     """Makes and verifies the headers of one layout. Any thread may use it; payloads are hashed without the GIL."""
 
     def __init__(self, layout: bytes, payload_bytes: int, cluster_secret: bytes = b"") -> None:
-        """`layout`: see `layout_fingerprint`. Without a secret the digest shows damage alone. Raises ValueError."""
+        """`layout`: see `layout_fingerprint`. Without a secret the digest only detects damage. Raises ValueError."""
         if not 1 <= payload_bytes <= MAX_PAYLOAD_BYTES:
             raise ValueError(f"a block has 1 to {MAX_PAYLOAD_BYTES:,} bytes of KV, got {payload_bytes:,}")
         self.payload_bytes = payload_bytes
         self.record_bytes = HEADER_BYTES + payload_bytes
         key = hmac.digest(cluster_secret, b"headstart block record\0", "sha256") if cluster_secret else b""
         self._check = blake2b(digest_size=_CHECK_BYTES, key=key, person=_CHECK_PERSON)
-        self._digest = hmac.new(key, digestmod="sha256")  # processors have instructions for it: twice BLAKE2b's speed
-        # Keyed too: records under another secret are recognised without reading their payloads.
+        self._digest = hmac.new(
+            key, digestmod="sha256"
+        )  # twice as fast as BLAKE2b: processors have instructions for it
+        # Keyed, too: records under another secret are refused without reading their payloads.
         fields = {b"version": bytes([FORMAT_VERSION]), b"layout": layout, b"payload": str(payload_bytes).encode()}
         fingerprint = blake2b(encode_fields(fields), digest_size=HASH_BYTES, key=key, person=_FORMAT_PERSON)
         self._fingerprint = fingerprint.digest()
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits, equal only where workers can use each other's records."""
+        """32 hex digits, equal only if workers can use each other's records."""
         return self._fingerprint.hex()
 
     def header(self, link: ChainLink, payload: memoryview) -> bytes:
@@ -87,14 +89,14 @@ class RecordFormat:
         return start + self._digest_of(start, payload)
 
     def verifies(self, header: bytes | bytearray, link: ChainLink, payload: memoryview) -> bool:
-        """Return whether header and payload are those of this very block, undamaged."""
+        """Return whether header and payload are undamaged and of this block."""
         start = self._start(link)
         if len(header) != HEADER_BYTES or header[: len(start)] != start or payload.nbytes != self.payload_bytes:
             return False
         return hmac.compare_digest(header[len(start) :], self._digest_of(start, payload))
 
     def find_link(self, header: bytes) -> ChainLink | None:
-        """Return the block that a header is of, or None: it is damaged, or of another format. The payload may be."""
+        """Return the block of a header, or None if the header is damaged or of another format. Ignores the payload."""
         if len(header) != HEADER_BYTES:
             return None
         *_, block_hash, parent, depth, _ = _FIELDS.unpack_from(header)

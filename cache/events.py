@@ -1,4 +1,4 @@
-"""Block events. Replayed in order since a pool's last reset, they give exactly the set of hashes that it holds.
+"""Block events. Replayed since a pool's last reset, they yield exactly the set of hashes that it holds.
 
 Stored comes with the first copy of a hash and Removed with the last: a set has no copies. Within one batch parents are
 stored before children and removed after them. So the set is prefix-closed after every batch.

@@ -1,7 +1,7 @@
-"""The block hash: one function for gateway and worker, so that both give the same block the same name.
+"""The block hash: one function for gateway and worker, so both give a block the same name.
 
-H is BLAKE2b cut to 16 bytes, personalised for its uses, so that a root can never equal a link. The salt is a secret of
-the server side; every link hashes its parent first, so it keys the whole chain. A weak hash would be faster and
+H is BLAKE2b truncated to 16 bytes, personalised for each use, so a root never equals a link. The salt is a secret of
+the server side. Every link hashes its parent first, so the salt keys the whole chain. A weak hash would be faster, but
 collidable (CVE-2025-25183).
 Source: docs/architecture/blocks.md, "The block hash". The golden vectors in tests/cache/test_hashing.py fix the format.
 """
@@ -27,7 +27,7 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that must agree before two caches may share block hashes.
+    """All properties that must agree before two caches may share block hashes.
 
     root = H(format version, model, revision, tokenizer fingerprint, block size, adapter, tenant salt)
     h_i  = H(h_{i-1} || token ids of block i as u32 little-endian)            full blocks only
@@ -44,7 +44,7 @@ class Namespace:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits, which a worker announces and a gateway compares with its own."""
+        """32 hex digits that a worker announces and a gateway compares with its own."""
         return blake2b(encode_fields(self._fields()), digest_size=HASH_BYTES, person=_FINGERPRINT_PERSON).hexdigest()
 
     def root(self, *, salt: bytes, adapter: str = "") -> BlockHash:
@@ -65,7 +65,7 @@ class Namespace:
 
 
 def encode_fields(fields: dict[bytes, bytes]) -> bytes:
-    """Encode tags and values, each behind its length: no two field sets share an encoding."""
+    """Encode tags and values, each after its length: no two field sets share an encoding."""
     return b"".join(len(part).to_bytes(4, "little") + part for field in fields.items() for part in field)
 
 
@@ -95,12 +95,12 @@ def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> 
 def extend_chain(
     chain: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, block_size: int
 ) -> None:
-    """Append to `chain`, which begins at `root`, the hashes that it lacks of the first `num_blocks` blocks."""
+    """Append the missing hashes of the first `num_blocks` blocks to `chain`, which begins at `root`."""
     if len(chain) < num_blocks:
         parent = chain[-1] if chain else root
         chain += hash_chain(parent, token_ids[len(chain) * block_size : num_blocks * block_size], block_size)
 
 
 def index_entry(block_hash: BlockHash) -> IndexEntry:
-    """Return the truncated hash, by which the shared index knows a block."""
+    """Return the truncated hash, which names a block in the shared index."""
     return IndexEntry(block_hash[:INDEX_ENTRY_BYTES])

@@ -3,7 +3,7 @@
 The index is a hint. A stale or poisoned one costs speed, never a token: a worker trusts only its own pool.
 
 A field with a list of values is an `Annotated[str, Literal[...]]`, here and in `worker.wire`: a newer peer may send
-another value. It costs what the field is about, never the peer. A plain Literal would refuse the whole message.
+another value. An unknown value disables that feature, never the peer. A plain Literal would refuse the whole message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's load, rewritten after a step, at most every 50 ms.
 
-    A struct, because a gateway decodes one per worker at every decision: ten times as fast as a frozen dataclass.
+    A struct decodes ten times as fast as a frozen dataclass. A gateway decodes one per worker at every decision.
     """
 
     queued_prefill_s: dict[GatewayId, _Seconds] = msgspec.field(default_factory=dict)
@@ -37,17 +37,17 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: Count = 0
     num_waiting: Count = 0
     num_free_blocks: Count = 0
-    """Without those that the prefills in progress will still take, chunk by chunk."""
+    """Without the blocks that the prefills in progress will still take."""
     num_blocks: Count = 0
     draining: bool = False
     start_interval_s: _Seconds = 0.0
     """Mean time between two requests that leave the queue while others wait; 0.0 while none has waited."""
     tier_tokens_per_s: tuple[_Seconds, ...] = ()
-    """Measured rate at which blocks of each of `WorkerMember.tiers` come into the pool; 0.0: do not count on it."""
+    """Measured rate of fetches into the pool from each of `WorkerMember.tiers`; 0.0: unknown."""
     fetch_tokens_per_s: _Seconds = 0.0
-    """Measured rate at which blocks of another worker come into the pool; 0.0: it fetches none."""
+    """Measured rate of fetches into the pool from another worker; 0.0: it fetches none."""
     is_slow: bool = False
-    """Its engine was slow to answer a moment ago: prefer others."""
+    """Its engine was slow to answer recently: prefer others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class WorkerMember:
     url: str
     model: str
     namespace: str
-    """`Namespace.fingerprint`: a gateway refuses a worker with another one than its model's."""
+    """`Namespace.fingerprint`: a gateway refuses a worker with another fingerprint."""
     numerics: str
     """Device, dtype, weights form and kernel: a stream may be resumed only within one numerics class."""
     block_size: int
@@ -70,22 +70,22 @@ class WorkerMember:
     epoch_started_ms: Count = 0
     """When the epoch began, by the worker's clock: orders the epochs of one worker. 0: unknown."""
     oldest_protocol: int = 0
-    """The oldest wire protocol that the worker still speaks; 0: `protocol` alone."""
+    """The oldest wire protocol that the worker still speaks; 0: only `protocol`."""
     prefill_order: Annotated[str, Literal["shared", "fifo"]] = "shared"
-    """How prefills share a step: half goes to the oldest and half to the shortest; or first come, first served.
+    """How prefills share a step: half for the oldest and half for the shortest, or first come, first served.
 
-    Another order counts as the first.
+    An unknown order counts as "shared".
     """
     unsupported: tuple[str, ...] = ()
     """Features of requests that it cannot serve (`worker.common.features`); none at the built-in engine."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it serves, by name."""
     layout: str = ""
-    """`RecordFormat.fingerprint`: blocks move only between workers that have the same. Empty: it moves none."""
+    """`RecordFormat.fingerprint`: blocks move only between workers with equal ones. Empty: it moves none."""
     tiers: tuple[TierName, ...] = ()
-    """Its stores below the pool, the fastest first. One of an unknown name keeps its place and holds nothing."""
+    """Its stores below the pool, the fastest first. A store with an unknown name counts as empty."""
     embedding_size: Count = 0
-    """Numbers in an embedding: it makes embeddings alone. 0: it generates text alone."""
+    """Numbers in an embedding, for a worker that only makes embeddings. 0: it only generates text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class WorkerState:
 
 
 def signature(cluster_secret: bytes, member: WorkerMember) -> str:
-    """Return `WorkerMember.secret_check`: a worker without the cluster secret cannot join, nor move another one.
+    """Return `WorkerMember.secret_check`: without the cluster secret, no worker can join or impersonate another.
 
-    It proves the identity of a worker that answers over HTTP. Entries in Redis, which others could copy, are also
-    signed as a whole (see `cache.redis_index.schema`).
+    It proves the identity of a worker that answers over HTTP. Entries in Redis could be copied, so they are also signed
+    as a whole (see `cache.redis_index.schema`).
     """
     if not cluster_secret:
         return ""
@@ -127,7 +127,7 @@ def in_new_epoch(member: WorkerMember, epoch: Epoch, now_ms: int) -> WorkerMembe
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """One live worker, as one lookup saw it."""
+    """One live worker in the result of a lookup."""
 
     member: WorkerMember
     load: WorkerLoad
@@ -135,14 +135,14 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Length of the prompt's prefix in the worker's pool, in blocks."""
     load_age_s: float = 0.0
     tier_blocks: tuple[int, ...] = ()
-    """For each of `member.tiers`, the length of the prefix that it and all places before it hold together."""
+    """For each of `member.tiers`, the length of the prefix in the pool and all tiers up to it."""
 
 
 class PrefixIndex(Protocol):
-    """Reader's side of the shared index."""
+    """The reader's side of the shared index."""
 
     async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
         """Return every live worker (of `model`, if given) with its match, in one round trip.
 
-        None past the deadline or after any error.
+        None after the deadline or any error.
         """

@@ -66,7 +66,7 @@ class BlockStore(Protocol):
         """Release the store. Blocks on disk remain."""
 
     def cached_hashes(self) -> Iterator[BlockHash]:
-        """Return every hash held, parents before children."""
+        """Return every hash held, parents before children; for tests."""
 
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order. The blocks found at the start are Stored."""

@@ -1,4 +1,4 @@
-"""The identifiers of the cache, kept apart by type: an id is never a hash, a hash never its truncation."""
+"""The identifiers of the cache as distinct types: an id is never a hash, a hash never its truncation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IndexEntry = NewType("IndexEntry", bytes)
 
 WorkerId = NewType("WorkerId", str)
 Epoch = NewType("Epoch", str)
-"""One incarnation of a worker's cache: from a start or a clearing to the next. Blocks of another epoch do not exist."""
+"""One incarnation of a worker's cache, from a start or a clearing to the next. Its blocks end with it."""
 
 WorkerIncarnation = tuple[WorkerId, Epoch]
 """A worker in one of its epochs."""
@@ -25,7 +25,7 @@ GatewayId = NewType("GatewayId", str)
 Tier = Literal["host", "disk"]
 """A store of blocks below the pool: pinned host memory, or files."""
 TierName = Annotated[str, Tier]
-"""A tier as its worker names it, which may be of a newer version. See `cache.records` for such values."""
+"""A tier as its worker names it; a newer worker may use another name (see `cache.records`)."""
 TIERS: Final = frozenset(get_args(Tier))
 
 NULL_BLOCK: Final = BlockId(0)

@@ -1,6 +1,6 @@
-"""`python -m worker.doctor`: can a worker run here? One JSON object a line: name, status (ok, warn, fail), found, mend.
+"""`python -m worker.doctor`: checks whether a worker can run here, and prints one JSON object for each check.
 
-Reads a checkpoint's head, never its weights, and fetches nothing.
+It reads the head of a checkpoint but no weights, and fetches nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from cache.stores.folder import parent_problem
-from worker.common.checks import Check, judge, print_check
+from worker.common.checks import Check, judge, judge_gpu, print_check
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
 from worker.files.errors import ModelError, UnsupportedModel
@@ -55,36 +55,32 @@ def findings(options: argparse.Namespace) -> Iterator[Check]:
 def find_device(device: torch.device) -> Check:
     """Check the device that a worker would take."""
     if device.type != "cuda":
+        fix = "run `make install`: where it sees the card, it takes torch's build for CUDA"
         if Path("/dev/nvidiactl").exists():
-            mend = "run `make install`: where it sees the card, it takes torch's build for CUDA"
-            return Check("gpu", "warn", "a GPU is there, but this torch cannot use it", mend)
+            return Check("gpu", "warn", "a GPU is there, but this torch cannot use it", fix)
         return Check("gpu", "ok", "none: workers run on the CPU")
     num_gpus = torch.cuda.device_count()
     if (device.index or 0) >= num_gpus:
-        mend = "install its driver, name another device, or take --device cpu"
-        return Check("gpu", "fail", f"--device {device}: torch sees {num_gpus} GPUs", mend)
+        fix = "install its driver, name another device, or take --device cpu"
+        return Check("gpu", "fail", f"--device {device}: torch sees {num_gpus} GPUs", fix)
     if importlib.util.find_spec("xformers") is None:
         return Check("gpu", "fail", "xformers is not installed", "pip install 'headstart[cuda]'")
-    free, total = torch.cuda.mem_get_info(device)
-    found = f"{torch.cuda.get_device_name(device)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    if free < total / 2:
-        return Check("gpu", "warn", found, "another process holds most of it: `nvidia-smi` names it")
-    return Check("gpu", "ok", found)
+    return judge_gpu(torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device))
 
 
 def find_kernels(device: torch.device) -> Check:
-    """Check the compiled kernels, by compiling them where that was not done before."""
+    """Check the compiled kernels, and compile them if necessary."""
     if products_for(torch.float32, device) is not None:
         return Check("kernels", "ok", "compiled for this processor")
     reason = problem() or ""
-    mend = "nothing on a processor without AVX2; else mend what that says"
+    fix = "nothing on a processor without AVX2; otherwise repair the cause"
     if reason.startswith(NO_COMPILER):
-        mend = "install g++ (apt-get install g++); a C compiler alone is not enough"
-    return Check("kernels", "warn", f"the model runs in torch, slower: {reason}", mend)
+        fix = "install g++ (apt-get install g++); a C compiler is not enough"
+    return Check("kernels", "warn", f"the model runs in torch, slower: {reason}", fix)
 
 
 def find_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | None]:
-    """Read the checkpoint's head. A Hugging Face id is looked up among what was fetched."""
+    """Read the checkpoint's head. A Hugging Face id is looked up in the cache only."""
     if is_hub_id(source) and not Path(source).expanduser().exists():
         from huggingface_hub import try_to_load_from_cache
 
@@ -106,14 +102,14 @@ def find_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | Non
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Count parameters without norms and biases, which hardly matter."""
+    """Count parameters, without norms and biases."""
     hidden, shape = config.hidden_size, config.attention
     layer = hidden * (2 * shape.query_size + 2 * shape.kv_size + 3 * config.intermediate_size)
     return shape.num_layers * layer + config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
 
 
 def weight_bytes(checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Estimate what weights take in the form that a worker gives them by default."""
+    """Estimate the size of the weights in the default form of a worker."""
     if not isinstance(checkpoint, GGUFCheckpoint) or products_for(dtype, device) is None:
         return num_parameters(config) * dtype.itemsize
     bits = {kind: PANEL_BITS[num_bits] for kind, num_bits in NUM_BITS.items()}
@@ -124,28 +120,30 @@ def weight_bytes(checkpoint: Checkpoint, config: ModelConfig, device: torch.devi
 def find_memory(
     checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: str | None, num_workers: int
 ) -> Check:
-    """Check that weights fit, and a pool for one request of the whole context."""
+    """Check that the weights fit, with a pool for one request of the whole context."""
     asked = DTYPES[choose_dtype(dtype, device.type)]
     weights = weight_bytes(checkpoint, config, device, asked)
     per_block = block_bytes(config.attention, BLOCK_SIZE, asked)
     context = -(-config.max_model_len // BLOCK_SIZE) * per_block
     num_sharing = num_workers
-    if device == torch.device("cuda"):  # serve deals workers out to all GPUs
+    if device == torch.device("cuda"):  # serve spreads the workers over all GPUs
         num_sharing = -(-num_workers // max(1, torch.cuda.device_count()))
     free = free_memory_bytes(device)
     found = (
         f"{free / 2**30:.1f} GiB free on {device} for {num_sharing} worker(s); each needs {weights / 2**30:.1f} for "
         f"weights and {context / 2**30:.1f} for one request of the whole context"
     )
-    if num_sharing * (weights + MIN_POOL_BLOCKS * per_block) > free:
-        return Check("memory", "fail", found, "take fewer --num-workers, --dtype bfloat16, or a smaller model")
-    if num_sharing * (weights + context) > free:
-        return Check("memory", "warn", found, "the context is cut to the pool: fewer workers, or bfloat16")
-    return Check("memory", "ok", found)
+    least, whole = (num_sharing * (weights + size) for size in (MIN_POOL_BLOCKS * per_block, context))
+    return judge(
+        "memory",
+        found,
+        (least > free, "fail", "take fewer --num-workers, --dtype bfloat16, or a smaller model"),
+        (whole > free, "warn", "the context is cut to the pool: fewer workers, or bfloat16"),
+    )
 
 
 def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
-    """Check that blocks may lie in a folder, and that those of every worker fit. Makes nothing."""
+    """Check that a folder can store the blocks of every worker. Creates nothing."""
     try:
         place = folder if folder.exists() else folder.parent
         problem = parent_problem(folder) if place is folder else None
@@ -163,7 +161,7 @@ def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
         "kv disk",
         problem or found,
         (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
-        (room < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no more blocks"),
+        (room < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
     )
 
 

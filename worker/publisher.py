@@ -199,7 +199,7 @@ class Publisher:
 
     async def workers(self) -> list[RegistryEntry]:
         """Return the workers in the registry; empty when it cannot be read."""
-        return await self._writer.workers()
+        return await self._writer.upkeep.workers()
 
     async def close(self) -> None:
         """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""
@@ -216,9 +216,9 @@ class Publisher:
                 return False
             if time.monotonic() - self._pruned_s >= self._settings.prune_s:
                 self._pruned_s = time.monotonic()
-                await self._writer.prune()
+                await self._writer.upkeep.prune()
             if time.monotonic() >= self._tidy_s:
-                num_fields = await self._writer.remove_oversized()
+                num_fields = await self._writer.upkeep.remove_oversized()
                 self._tidy_s = time.monotonic() + max(self._settings.tidy_s, TIDY_PER_FIELD_S * num_fields)
         except Exception as error:
             self._count("failed")

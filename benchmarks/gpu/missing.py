@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu.missing`: what this host lacks for a GPU, and how to mend it.
+"""`python -m benchmarks.gpu.missing`: checks what this host lacks for a GPU.
 
 Prints a line for each check and, last, one JSON object: {"ok", "mode": "cuda" or "interpreter", "free_bytes", ...}.
-Imports torch and nothing else that Python does not bring.
+Apart from torch, it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from worker.common.checks import Check, judge, judge_gpu
 
 REQUIREMENTS: Final = Path(__file__).parents[2] / "requirements"
 PYTHONS: Final = ((3, 11), (3, 12))
@@ -33,20 +33,8 @@ NEEDED: Final = {
     "gateway.txt": ("msgspec", "msgpack", "redis", "tokenizers", "jinja2", "huggingface-hub", "prometheus-client"),
     "dev.txt": ("pytest", "pytest-asyncio", "hypothesis"),
 }
-"""The packages that the parts import, by the file that pins them. A bundle brings these and their dependencies."""
+"""The packages that the parts import, by the file that pins them. A bundle has these and their dependencies."""
 FROM_BUNDLE: Final = "run it from a bundle (`make gpu-bundle`, where there is a network), or pip install"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    name: str
-    status: str
-    """ok, warn or fail"""
-    found: str
-    mend: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.status:4}  {self.name:10}  {self.found}" + (f"\n{'':18}-> {self.mend}" if self.mend else "")
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -54,15 +42,15 @@ def version_of(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def find_python() -> Finding:
+def find_python() -> Check:
+    found = f"Python {platform.python_version()}, {sys.executable}"
+    fix = "name Python 3.11 or 3.12: make gpu-check PYTHON=python3.12"
     is_tested = sys.version_info[:2] in PYTHONS
-    mend = "" if is_tested else "name Python 3.11 or 3.12: make gpu-check PYTHON=python3.12"
-    status = "ok" if is_tested else "fail" if sys.version_info < PYTHONS[0] else "warn"
-    return Finding("python", status, f"Python {platform.python_version()}, {sys.executable}", mend)
+    return judge("python", found, (sys.version_info < PYTHONS[0], "fail", fix), (not is_tested, "warn", fix))
 
 
-def find_packages() -> Iterator[Finding]:
-    """Check that each needed package is there; another version than the pinned one is only said."""
+def find_packages() -> Check:
+    """Check that each needed package is installed. Versions other than the pinned ones are listed."""
     missing, other = [], []
     for name, packages in NEEDED.items():
         pins = dict(line.split("==") for line in (REQUIREMENTS / name).read_text().splitlines() if "==" in line)
@@ -74,99 +62,95 @@ def find_packages() -> Iterator[Finding]:
             else:
                 other += [f"{package} {found} (tested: {pins[package]})"] if found != pins[package] else []
     if missing:
-        yield Finding("packages", "fail", f"{len(missing)} are missing", f"{FROM_BUNDLE} {' '.join(missing)}")
-    else:
-        yield Finding("packages", "ok", ", ".join(other) or "all that is needed, in the pinned versions")
+        return Check("packages", "fail", f"{len(missing)} are missing", f"{FROM_BUNDLE} {' '.join(missing)}")
+    return Check("packages", "ok", ", ".join(other) or "all that is needed, in the pinned versions")
 
 
-def find_torch(torch: Any) -> Finding:
+def find_torch(torch: Any) -> Check:
     found = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}"
     oldest, newest = (".".join(map(str, version)) for version in TORCH)
-    if not TORCH[0] <= version_of(torch.__version__) <= TORCH[1]:
-        return Finding("torch", "fail", found, f"install torch {oldest} to {newest}")
-    if torch.version.cuda is not None and torch.version.cuda.split(".")[0] != CUDA:
-        return Finding("torch", "warn", found, f"only builds for CUDA {CUDA} are meant to work")
-    return Finding("torch", "ok", found)
-
-
-def find_triton() -> Finding:
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding("triton", "fail", "not installed", "install torch's own, which its CUDA build brings along")
-    is_known = TRITON[0] <= version_of(version) <= TRITON[1]
-    return Finding(
-        "triton", "ok" if is_known else "warn", f"triton {version}", "" if is_known else "tested: 3.6 to 3.8"
+    is_other_cuda = torch.version.cuda is not None and torch.version.cuda.split(".")[0] != CUDA
+    return judge(
+        "torch",
+        found,
+        (not TORCH[0] <= version_of(torch.__version__) <= TORCH[1], "fail", f"install torch {oldest} to {newest}"),
+        (is_other_cuda, "warn", f"only builds for CUDA {CUDA} are meant to work"),
     )
 
 
-def find_compiler() -> Finding:
+def find_triton() -> Check:
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("triton", "fail", "not installed", "install torch's own, which its CUDA build brings along")
+    is_known = TRITON[0] <= version_of(version) <= TRITON[1]
+    return judge("triton", f"triton {version}", (not is_known, "warn", "tested: 3.6 to 3.8"))
+
+
+def find_compiler() -> Check:
     """Check what Triton compiles its launchers with: a C compiler, and Python's headers."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return Finding("compiler", "fail", "no gcc, no clang", "install gcc, or name a C compiler by CC")
+        return Check("compiler", "fail", "no gcc, no clang", "install gcc, or name a C compiler by CC")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
-        return Finding("compiler", "fail", f"{compiler}, but no {header}", "install python3-dev of this Python")
-    return Finding("compiler", "ok", f"{compiler}, {header}")
+        return Check("compiler", "fail", f"{compiler}, but no {header}", "install python3-dev of this Python")
+    return Check("compiler", "ok", f"{compiler}, {header}")
 
 
-def find_gpu(torch: Any, index: int) -> Finding:
-    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    free, total = torch.cuda.mem_get_info(index)
-    found = f"{name}, {capability[0]}.{capability[1]}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    if capability < MIN_CAPABILITY:
-        return Finding("gpu", "fail", found, "take one of compute capability 8.0 or newer")
-    if free < total / 2:
-        return Finding("gpu", "warn", found, "another process holds most of it: `nvidia-smi` names it")
-    return Finding("gpu", "ok", found)
+def find_gpu(torch: Any, index: int) -> Check:
+    major, minor = torch.cuda.get_device_capability(index)
+    is_old = (major, minor) < MIN_CAPABILITY
+    return judge_gpu(
+        f"{torch.cuda.get_device_name(index)}, {major}.{minor}",
+        *torch.cuda.mem_get_info(index),
+        (is_old, "fail", "take one of compute capability 8.0 or newer"),
+    )
 
 
-def find_flash() -> Finding:
-    """Check that xformers takes the flash attention of this torch: it compares signatures when it is imported."""
+def find_flash() -> Check:
+    """Check that xformers accepts the flash attention of this torch. It compares signatures at import."""
     try:
         flash = importlib.import_module("xformers.ops.fmha.flash")
-    except Exception as error:  # it raises what it likes
-        return Finding("xformers", "fail", f"{type(error).__name__}: {error}", "install another torch of 2.11 to 2.14")
+    except Exception as error:  # its import may raise anything
+        return Check("xformers", "fail", f"{type(error).__name__}: {error}", "install another torch of 2.11 to 2.14")
     if flash.FLASH_VERSION == "0.0.0":
-        return Finding("xformers", "fail", "no flash attention in this torch", "install torch's own build for CUDA 13")
-    return Finding("xformers", "ok", f"flash attention {flash.FLASH_VERSION} of torch")
+        return Check("xformers", "fail", "no flash attention in this torch", "install torch's own build for CUDA 13")
+    return Check("xformers", "ok", f"flash attention {flash.FLASH_VERSION} of torch")
+
+
+def find_machine(torch: Any, device: str) -> tuple[list[Check], dict[str, Any]]:
+    """Return the checks of the GPU, and what it is for the parts that follow."""
+    if torch.cuda.is_available() and device != "cpu":
+        index = int(device.partition(":")[2] or 0)
+        facts = {"free_bytes": torch.cuda.mem_get_info(index)[0], "gpu": torch.cuda.get_device_name(index)}
+        return [find_gpu(torch, index), find_compiler()], {"mode": "cuda", **facts}
+    if device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists()):
+        fix = "install its driver, and a torch that is built for CUDA 13; or give --device cpu"
+        return [Check("gpu", "fail", "torch cannot use a GPU", fix)], {}
+    found = "none: Triton's interpreter and a tiny model, which cannot test a GPU"
+    return [Check("gpu", "warn", found)], {"mode": "interpreter"}
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.gpu.missing")
     parser.add_argument("--device", default="auto")
     device = parser.parse_args(argv).device
-    findings, said = [find_python(), *find_packages()], {"mode": "none", "free_bytes": 0}
-
-    def add(finding: Finding) -> None:
-        findings.append(finding)
-
+    packages = find_packages()
+    checks, facts = [find_python(), packages], {"mode": "none", "free_bytes": 0}
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
-        add(Finding("torch", "fail", str(error), "install torch 2.11 to 2.14 for CUDA 13"))
+        checks.append(Check("torch", "fail", str(error), "install torch 2.11 to 2.14 for CUDA 13"))
     else:
-        add(find_torch(torch))
-        add(find_triton())
-        if torch.cuda.is_available() and device != "cpu":
-            index = int(device.partition(":")[2] or 0)
-            said |= {"mode": "cuda", "free_bytes": torch.cuda.mem_get_info(index)[0]}
-            said |= {"gpu": torch.cuda.get_device_name(index)}
-            findings += [find_gpu(torch, index), find_compiler()]
-            if findings[1].status == "ok":
-                add(find_flash())
-        elif device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists()):
-            mend = "install its driver, and a torch that is built for CUDA 13; or say --device cpu"
-            add(Finding("gpu", "fail", "torch cannot use a GPU", mend))
-        else:
-            said["mode"] = "interpreter"
-            add(Finding("gpu", "warn", "none: Triton's interpreter and a tiny model, which says nothing about a GPU"))
-        said["torch"] = torch.__version__
-    for finding in findings:
-        print(finding)
-    is_ok = all(finding.status != "fail" for finding in findings)
-    print(json.dumps({"ok": is_ok, "python": platform.python_version(), **said}))
+        of_machine, found = find_machine(torch, device)
+        checks += [find_torch(torch), find_triton(), *of_machine]
+        if found.get("mode") == "cuda" and packages.status == "ok":
+            checks.append(find_flash())
+        facts |= found | {"torch": torch.__version__}
+    print(*checks, sep="\n")
+    is_ok = all(check.status != "fail" for check in checks)
+    print(json.dumps({"ok": is_ok, "python": platform.python_version(), **facts}))
     return 0 if is_ok else 1
 
 

@@ -14,7 +14,7 @@ PREFIX_CACHES: Final[tuple[PrefixCache, ...]] = get_args(PrefixCache)
 
 
 def make_allocator(kind: PrefixCache, num_blocks: int, block_size: int, window_size: int | None = None) -> Allocator:
-    """Return an allocator of `num_blocks` blocks, the null block included. Raises ValueError, which names the option.
+    """Return an allocator of `num_blocks` blocks, the null block included. Raises ValueError that names the option.
 
     `window_size` is for a model with a sliding window, and for `off` only: the window and the longest chunk together.
     """

@@ -62,7 +62,7 @@ class Allocator(ABC):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._refs = [0] * num_blocks
-        """In how many block tables each block stands, where positive."""
+        """The number of block tables that contain each block, if positive."""
         self._live: set[Allocation] = set()
         self._owed_copies: list[BlockCopy] = []
         self._events: list[Iterable[BlockEvent]] = []
@@ -90,7 +90,7 @@ class Allocator(ABC):
     ) -> Allocation | None:
         """Return room for `num_tokens` (>= 1) tokens of a sequence that begins with `token_ids`, or None.
 
-        `root` (see `cache.hashing`) keeps tenants, models and adapters apart. At least one token of `token_ids` is
+        `root` (see `cache.hashing`) separates tenants, models and LoRA adapters. At least one token of `token_ids` is
         always left to compute. `reuse=False` reads nothing from the cache (prompt logprobs) but still writes.
         `hashes` is `hash_chain(root, token_ids, block_size)` if the caller has it: a waiting request is hashed once.
         The allocation holds more than `num_tokens` when more is found cached.
@@ -116,7 +116,7 @@ class Allocator(ABC):
         return copies
 
     def cached_hashes(self) -> Iterator[BlockHash]:
-        """Return every findable hash, parents before children."""
+        """Return every findable hash, parents before children; for tests."""
         return iter(())
 
     def reset(self) -> bool:
@@ -141,7 +141,7 @@ class Allocator(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Assert every invariant of the pool. Linear in its size: for tests and for idle time."""
+        """Assert every invariant of the pool, in linear time; for tests and idle time."""
 
     # --- for subclasses and allocations -----------------------------------------------------------------------------
 
@@ -178,10 +178,10 @@ class Allocator(ABC):
             self._events.append(map(kind, hashes))
 
     def _occurrences(self) -> list[int]:
-        """Return in how many tables each block stands: at most once in each, and the null block in none."""
+        """Count the tables that contain each block: at most once in each, and the null block in none."""
         occurrences = [0] * self.num_blocks
         for table in (allocation.block_table for allocation in self._live):
-            assert len(set(table)) == len(table), f"a block stands twice in one table: {table}"
+            assert len(set(table)) == len(table), f"a block is twice in one table: {table}"
             for block_id in table:
                 occurrences[block_id] += 1
         assert occurrences[NULL_BLOCK] == 0, "the null block was handed out"
@@ -190,6 +190,8 @@ class Allocator(ABC):
 
 class Allocation:
     """One sequence's hold on the pool. Its owner frees it exactly once; a second `free` asserts.
+
+    A friend of its allocator: it reads and changes the allocator's private fields, and no other class does.
 
         sequence tokens   |<------ num_cached_tokens ------>|<- computed by this sequence ->|<- room ->|
         block_table       [  7  ][ 12 ][  3  ][  9  ][  4  ][ 15 ][ 16 ][  2  ]

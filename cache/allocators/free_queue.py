@@ -12,7 +12,7 @@ from cache.types import NULL_BLOCK, BlockId
 
 
 class FreeQueue:
-    """Blocks 1 .. num_blocks - 1, at first in the order of their ids. The caller knows which blocks are in it.
+    """Blocks 1 .. num_blocks - 1, at first in the order of their ids. The caller tracks which blocks are in it.
 
     A doubly linked list threaded through two flat lists. Every operation takes a run of blocks, at O(1) for each.
 
@@ -41,7 +41,7 @@ class FreeQueue:
             block_id = self._next[block_id]
 
     def pop_first(self, count: int) -> list[BlockId]:
-        """Take the next `count` victims; there must be as many."""
+        """Take the next `count` victims; the queue must have that many."""
         assert 0 <= count <= self._size, f"{count} of {self._size} free blocks"
         next_ = self._next
         taken = []
@@ -55,10 +55,10 @@ class FreeQueue:
         return taken
 
     def remove(self, block_ids: Sequence[BlockId]) -> None:
-        """Take these blocks, wherever they are.
+        """Take these blocks from any place in the queue.
 
-        A chain is released tail first, so the queue often holds it backwards in one run: a, b, c as .. c b a ..
-        Relink only the two ends of each run.
+        A chain is released tail first, so the queue often has it backwards in one run: a, b, c as .. c b a ..
+        Only the two ends of each run are relinked.
         """
         next_, previous = self._next, self._previous
         ids = iter(block_ids)

@@ -1,8 +1,8 @@
 """Hash-chained blocks, the default allocator: prefixes are found by the hash of their last block.
 
 Full blocks only, prompt and output alike. Nothing is deduplicated, because a table never changes a block: two sequences
-that compute the same prefix at the same time keep two copies. A full hit leaves the last block to compute, since at
-least one token must be. So a prompt of exactly k blocks finds k - 1.
+that compute the same prefix at the same time keep two copies. At least one token must be computed, so a full hit leaves
+the last block: a prompt of exactly k blocks finds k - 1.
 Source: vLLM v1, KVCacheManager and BlockPool.
 """
 
@@ -21,9 +21,9 @@ from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 
 class HashAllocator(Allocator):
-    """An `Allocator` with lazy eviction. Every operation is O(1) for each block it concerns.
+    """An `Allocator` with lazy eviction. Every operation is O(1) per block.
 
-        refs[b] > 0     the number of block tables that b stands in
+        refs[b] > 0     the number of block tables that contain b
         refs[b] <= 0    b is free, since time -refs[b]
         hashes[b]       None, or the hash under which b is findable: `cached[hash] == b`, or b is in `copies[hash]`
 
@@ -46,11 +46,13 @@ class HashAllocator(Allocator):
         self._clock = 1
         self._links: dict[BlockHash, ChainLink] | None = None
         self.num_losses = 0
-        """Grows between the time when blocks stop being findable and their reuse. A thread that reads blocks which
-        `block_of` returned after this number has read what their hashes name if it is unchanged afterwards."""
+        """Grows after blocks stop being findable and before they are reused.
+
+        A thread reads this number, then `block_of`, then the block. If the number is unchanged, it read the right KV.
+        """
 
     def track_chains(self) -> None:
-        """Keep the place in its chain of every findable block, for `link`. Call it while nothing is cached."""
+        """Record the place of every findable block in its chain, for `link`. Call it while nothing is cached."""
         assert not self._cached, "blocks are cached already"
         self._links = {}
 
@@ -85,15 +87,15 @@ class HashAllocator(Allocator):
                 chain.append(link)
                 link = links[link.parent] if link.depth else None
             new = {link.block_hash for link in chain} - seen
-            if len(seen) + len(new) <= max_blocks:  # one that is too long leaves the room to others
+            if len(seen) + len(new) <= max_blocks:  # a chain that is too long leaves the space to others
                 seen |= new
                 chains.append(chain[::-1])
         return chains
 
     def reserve(self, root: BlockHash, hashes: Sequence[BlockHash]) -> HashAllocation | None:
-        """Hold the blocks of a chain: those that are findable, and free ones to be filled for the rest; None: no room.
+        """Hold the findable blocks of a chain, and free blocks for the rest. None: they do not fit.
 
-        For blocks that come from elsewhere: `HashAllocation.fill` makes them findable.
+        The free blocks are for KV from elsewhere: `HashAllocation.fill` makes them findable.
         """
         found = self.find_blocks(hashes)
         block_ids = self.hold(found, len(hashes) - len(found))
@@ -138,12 +140,12 @@ class HashAllocator(Allocator):
         return None if block_ids is None else HashAllocation(self, root, list(chain), block_ids, len(found))
 
     def _reusable(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        """Return the hashes of the blocks that leave a token to compute."""
+        """Return the hashes of the full blocks, but leave at least one token to compute."""
         assert len(hashes) == len(token_ids) // self.block_size, f"{len(hashes)} hashes of {len(token_ids)} tokens"
         return hashes[:-1] if len(hashes) * self.block_size == len(token_ids) else hashes
 
     def find_blocks(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """Return the blocks of the longest prefix of `hashes` that the pool has."""
+        """Return the blocks of the longest cached prefix of `hashes`."""
         cached = self._cached
         if not hashes or hashes[0] not in cached:
             return []
@@ -203,7 +205,7 @@ class HashAllocator(Allocator):
         self._note(Stored, stored)
 
     def note_links(self, root: BlockHash, hashes: Sequence[BlockHash], first: int, stop: int) -> None:
-        """Keep the places of blocks `first` to `stop` of a chain."""
+        """Record the places of blocks `first` to `stop` of a chain."""
         if (links := self._links) is not None:
             for depth in range(first, stop):
                 block_hash = hashes[depth]
@@ -211,7 +213,7 @@ class HashAllocator(Allocator):
                     links[block_hash] = ChainLink(block_hash, hashes[depth - 1] if depth else root, depth)
 
     def _evict(self, count: int) -> list[BlockId]:
-        """Take the next victims. Record Removed for each hash that no block has any more."""
+        """Take the next victims. Record Removed for each hash without a block."""
         taken = self._free.pop_first(count)
         refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
         removed = []
@@ -230,7 +232,7 @@ class HashAllocator(Allocator):
         if self._links is not None:
             for block_hash in removed:
                 del self._links[block_hash]
-        self.num_losses += 1  # last: whoever found a block before this sees the change after reading it
+        self.num_losses += 1  # last: a thread that found a block before sees the change after its read
         self._note(Removed, removed)
         return taken
 
@@ -289,7 +291,7 @@ class HashAllocation(Allocation):
 
     @property
     def num_filled(self) -> int:
-        """Blocks of the chain that are findable, from the first on."""
+        """The number of leading blocks of the chain that are findable."""
         return self._num_stored
 
     def fill(self, num_filled: int) -> None:

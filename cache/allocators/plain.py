@@ -13,7 +13,7 @@ from cache.types import BlockHash, BlockId
 
 
 class FreeListAllocator(Allocator):
-    """Blocks are free, or held by as many tables as their ref count says. The last one released is taken first."""
+    """Blocks are free, or held by as many tables as their ref count. The last one released is taken first."""
 
     __slots__ = ("_free",)
 
@@ -44,7 +44,7 @@ class FreeListAllocator(Allocator):
                 self._free.append(block_id)
 
     def _check_places(self, elsewhere: Sequence[BlockId]) -> None:
-        """Assert that every block is free, or held by as many tables as it counts, or `elsewhere`."""
+        """Assert that every block is free, or held by as many tables as its ref count, or `elsewhere`."""
         occurrences = self._occurrences()
         for block_id in elsewhere:
             occurrences[block_id] = 0
@@ -57,13 +57,13 @@ class FreeListAllocator(Allocator):
 class PlainAllocator(FreeListAllocator):
     """An `Allocator` that finds nothing and has no events.
 
-    With a window, a sequence holds the blocks of one window however long it grows, and its tokens go round in them:
+    With a window, a sequence holds the blocks of one window at most. Its tokens are written round in them:
 
         window_size 6, block_size 2      block_table  [ 7 ][ 8 ][ 9 ]
         token  0  1  2  3  4  5  6  7    slot  14 15 16 17 18 19 14 15
 
-    `window_size` must cover the model's window and the longest chunk of a step. A smaller one would let a step
-    overwrite tokens that its first ones attend to.
+    `window_size` must cover the model's window and the longest chunk of a step. With a smaller window, a step would
+    overwrite tokens that its first tokens attend to.
     """
 
     __slots__ = ("_window_blocks",)

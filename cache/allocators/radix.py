@@ -1,7 +1,7 @@
 """Prefixes in a radix trie: by tokens with blocks of one token, by whole blocks otherwise.
 
-Source: TGI v3, RadixAllocator. Ours differs: blocks are findable after their commit, not after the sequence ends, and
-an allocation that cannot fit evicts nothing.
+Source: TGI v3, RadixAllocator. Here, blocks are findable after their commit, not after the sequence
+ends. An allocation that cannot fit evicts nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RadixAllocator(FreeListAllocator):
         return RadixAllocation(self, root, list(chain or ()), [*found, *taken], len(found), node)
 
     def _match(self, token_ids: Sequence[int], root: BlockHash) -> Match:
-        """Match all but the last token, which is left to compute."""
+        """Match all tokens but the last, which must be computed."""
         num_blocks = max(0, len(token_ids) - 1) // self.block_size
         return self.trie.match(self.trie.root(root), block_keys(token_ids, 0, num_blocks, self.block_size))
 
@@ -95,7 +95,7 @@ class RadixAllocator(FreeListAllocator):
         super()._release([block_id for block_id in block_ids if self._refs[block_id]])
 
     def _store(self, block_ids: Sequence[BlockId], hashes: list[BlockHash]) -> None:
-        """Note that the trie owns blocks that one table held."""
+        """Pass blocks of one table to the trie."""
         for block_id in block_ids:
             assert self._refs[block_id] == 1, f"block {block_id} stands in {self._refs[block_id]} tables, not in one"
             self._refs[block_id] = 0
@@ -112,8 +112,8 @@ class RadixAllocator(FreeListAllocator):
 class RadixAllocation(Allocation):
     """One sequence's blocks. It holds `node`, whose path is the first part of its table.
 
-    A commit may replace written blocks by others of equal content, which a step in flight may still read. They stay
-    as they are until a later step writes them.
+    A commit may replace written blocks by others of equal content. A step in flight may still read the old blocks:
+    they stay unchanged until a later step writes them.
     """
 
     __slots__ = ("_hashes", "_num_inserted", "_root", "node")

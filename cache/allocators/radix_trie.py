@@ -29,7 +29,7 @@ class RadixNode:
     """Holds on this node and on everything below."""
     last_accessed: int = 0
     is_queued: bool = False
-    """Has an entry in the heap of leaves, perhaps an outdated one."""
+    """It has an entry in the heap of leaves, which may be outdated."""
 
     def path(self) -> Iterator[RadixNode]:
         """Yield this node and all above it, up to the root."""
@@ -48,7 +48,7 @@ class Match:
     """Matching keys of `last`."""
     block_ids: list[BlockId]
     num_evictable: int
-    """Those of the blocks that nothing holds."""
+    """The blocks without a holder."""
 
 
 class RadixTrie:
@@ -108,12 +108,14 @@ class RadixTrie:
         assert above is None, "not a node below the one held"
 
     def release(self, node: RadixNode) -> None:
-        """Give up a hold."""
+        """Release a hold."""
         last_accessed = 0
         for above in node.path():
             assert above.num_holders > 0, f"node {above.id} is released but not held"
             above.num_holders -= 1
-            above.last_accessed = last_accessed = max(above.last_accessed, last_accessed)  # a growing leaf ticks alone
+            above.last_accessed = last_accessed = max(
+                above.last_accessed, last_accessed
+            )  # a growing leaf ticks by itself
             if not above.num_holders:
                 self.num_evictable += len(above.block_ids)
                 self._queue_if_leaf(above)
@@ -121,9 +123,9 @@ class RadixTrie:
     def insert(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
     ) -> tuple[list[BlockId], RadixNode]:
-        """Add blocks below `node`. Return the blocks of the known keys, which keep them, and the last node.
+        """Add blocks below `node`. Return the blocks that the known keys keep, and the last node.
 
-        A leaf with one holder, who is the caller, grows.
+        A leaf grows if the caller is its only holder.
         """
         assert len(keys) == len(block_ids), f"{len(keys)} keys for {len(block_ids)} blocks"
         if node.parent is not None and not node.children and node.num_holders == 1:
@@ -149,9 +151,9 @@ class RadixTrie:
         return match.block_ids, child
 
     def evict(self, num_blocks: int) -> tuple[list[BlockId], list[BlockHash]]:
-        """Drop `num_blocks` blocks, or all that can be; cut a leaf that has more, from its tail.
+        """Drop `num_blocks` blocks, or all evictable ones; cut a leaf that has more at its tail.
 
-        Return the blocks, each leaf's in their order, and their hashes, every child before its parent.
+        Return the blocks, in order within each leaf, and their hashes, every child before its parent.
         """
         block_ids: list[BlockId] = []
         hashes: list[BlockHash] = []
@@ -221,7 +223,7 @@ class RadixTrie:
             above.last_accessed = self.time
 
     def _cut(self, match: Match) -> RadixNode:
-        """Return a node that ends where the match ends. If it is new, a hold on the one cut is a hold on both parts."""
+        """Return a node that ends where the match ends. A hold on a node that is cut becomes a hold on both parts."""
         node, length, parent = match.last, match.num_in_last, match.last.parent
         if length == len(node.keys):
             return node

@@ -1,8 +1,9 @@
 """The prefix index in Redis: the only package that talks to it.
 
 lookup.RedisIndex     gateway: one round trip per decision      registry     the workers of one shard as last read
-writer.IndexWriter    worker: its own sets and entry            script       the read-only script of a lookup
+writer.IndexWriter    worker: its own sets and entry            upkeep       dead members and foreign values
 client.RedisClient    one pipelined connection, one owner task  connection   unix, TLS, Sentinel, Cluster
+transactions          a worker's commands                       script       the read-only script of a lookup
 schema                keys and signed records, untrusted when read
 """
 

@@ -1,8 +1,8 @@
 """A multiplexed Redis client: one pipelined connection, owned by one task.
 
-Callers submit packed commands and get a future. A caller that gives up cancels its future only: its command has been
-sent whole, and the reply is read in its turn and dropped. So no reply ever reaches another caller. (A cancelled command
-on a shared redis-py connection leaves its reply to the next user: CVE-2023-28858.)
+Callers submit packed commands and get a future. A caller that gives up cancels only its future: the command has been
+sent, and its reply is read in order and dropped. So no reply ever reaches another caller. (A cancelled command on a
+shared redis-py connection leaves its reply to the next user: CVE-2023-28858.)
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 Argument = bytes | str | int | float
 Reply = Any
-"""bytes, int, None, a list of replies, or the ResponseError that Redis answered."""
+"""bytes, int, None, a list of replies, or a ResponseError from Redis."""
 
 _NUM_PINGS: Final = 20
 
 
 class RedisDownError(Exception):
-    """No connection, a connection that broke before the reply came, or too many commands that wait."""
+    """There is no connection, it was lost before the reply, or too many commands wait."""
 
 
 class ProtocolError(RedisDownError):
@@ -55,7 +55,7 @@ class _Call:
 
 
 class RedisClient:
-    """Runs in the event loop of its `run()`, which reconnects for ever; call `submit` from that loop only.
+    """Runs in the event loop of its `run()`, which reconnects forever; call `submit` from that loop only.
 
     submit -> outbox -> _write -> socket ... socket -> _read -> head of `pending` -> the caller's future
     """
@@ -68,7 +68,7 @@ class RedisClient:
         count: Callable[[str], None] = lambda event: None,
         on_change: Callable[[bool], None] = lambda up: None,
     ) -> None:
-        """`count` counts "invalid" for a connection dropped because of replies no Redis gives. Raises ValueError."""
+        """`count` counts "invalid" for a connection dropped because of impossible replies. Raises ValueError."""
         self._endpoint = Endpoint(url, settings)
         self.label = self._endpoint.label
         self._settings = settings
@@ -89,7 +89,7 @@ class RedisClient:
     def submit(
         self, packed: Sequence[bytes], num_replies: int, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> asyncio.Future[list[Reply]]:
-        """Send a packed pipeline. The future gives one reply per command; it fails with RedisDownError."""
+        """Send a packed pipeline. The future returns one reply per command; it fails with RedisDownError."""
         if self._connection is None:
             raise RedisDownError(f"no connection to {self.label}")
         if len(self._pending) >= self._settings.max_pending:
@@ -103,7 +103,7 @@ class RedisClient:
     async def call(
         self, *commands: Sequence[Argument], timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> list[Reply]:
-        """Submit and wait. Raises RedisDownError, also when the reply is late, or one is longer than the limit."""
+        """Submit and wait. Raises RedisDownError, also for a late reply or one above the limit."""
         future = self.submit([pack(commands)], len(commands), max_reply_bytes)
         try:
             async with asyncio.timeout(timeout_s):
@@ -117,7 +117,7 @@ class RedisClient:
             self._reconnect_reason.set_result(reason)
 
     async def run(self) -> None:
-        """Keep a connection open until cancelled, whatever Redis answers."""
+        """Keep a connection open until cancelled."""
         backoff_s = self._settings.first_backoff_s
         while True:
             self._in_step = False
@@ -191,10 +191,10 @@ class RedisClient:
                     call.future.set_result(call.replies)
 
     async def _watch(self) -> None:
-        """Notice a server that has stopped answering, so that pending stays bounded, and replies out of step.
+        """Detect a server that has stopped answering, which bounds `pending`, and replies that are out of step.
 
-        One reply too many or too few gives every later caller the reply to another command. A PING that must come back
-        with its own text finds that out.
+        One reply too many or too few gives every later caller the reply to another command. A PING with a text of its
+        own detects that.
         """
         stall_s = self._settings.stall_s
         ping: tuple[bytes, asyncio.Future[list[Reply]]] | None = None
@@ -210,7 +210,7 @@ class RedisClient:
                 if answer != ping[0] and not isinstance(answer, NoPermissionError):
                     raise ProtocolError(f"a reply to another command: {brief(answer)}")
                 ping = None
-                self._in_step = True  # only this shows it: behind a proxy, an accepted connection means little
+                self._in_step = True  # the proof: a proxy accepts connections without a server
                 if self._reported_down:
                     logger.info("connected to Redis at %s again", self.label)
                     self._reported_down = False
@@ -223,10 +223,10 @@ class RedisClient:
             future = self._pending.popleft().future
             if not future.done():
                 future.set_exception(RedisDownError(reason))
-                future.exception()  # read here: a caller that has left must not cause a "never retrieved" warning
+                future.exception()  # read here, to avoid a "never retrieved" warning after the caller has left
         if connection is not None:
             self._on_change(False)
-            with contextlib.suppress(Exception):  # of a socket that has failed already
+            with contextlib.suppress(Exception):  # the socket may have failed already
                 await connection.disconnect(nowait=True)
         if not self._reported_down and reason != "closed":
             logger.warning("no Redis at %s: %s", self.label, reason)
@@ -234,7 +234,7 @@ class RedisClient:
 
 
 def pack(commands: Iterable[Sequence[Argument]]) -> bytes:
-    """Return commands as RESP, to be submitted once or many times."""
+    """Return commands as RESP, for one or more submissions."""
     parts = []
     for command in commands:
         parts.append(b"*%d\r\n" % len(command))
@@ -245,9 +245,9 @@ def pack(commands: Iterable[Sequence[Argument]]) -> bytes:
 
 
 async def diagnose(url: str, settings: ClientSettings) -> tuple[float, dict[str, str]]:
-    """Return the median time of a PING and the fields of INFO, which has none for a user without that right.
+    """Return the median time of a PING, and the fields of INFO; these are empty if an ACL forbids INFO.
 
-    All within the connect timeout, on a connection of its own. Raises RedisDownError, and ValueError for a bad URL.
+    Uses a connection of its own, within the connect timeout. Raises RedisDownError, and ValueError for a bad URL.
     """
     endpoint = Endpoint(url, settings)
     connection: AbstractConnection | None = None
@@ -261,7 +261,7 @@ async def diagnose(url: str, settings: ClientSettings) -> tuple[float, dict[str,
                 await connection.read_response(disable_decoding=True, timeout=math.inf)
                 pings_s.append(time.perf_counter() - started_s)
             info: dict[str, str] = {}
-            with contextlib.suppress(ResponseError):  # an ACL user that may not ask
+            with contextlib.suppress(ResponseError):  # an ACL forbids it
                 await connection.send_command("INFO")
                 text = bytes(await connection.read_response(disable_decoding=True, timeout=math.inf))
                 info = dict(line.split(":", 1) for line in text.decode(errors="replace").splitlines() if ":" in line)

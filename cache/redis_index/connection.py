@@ -16,7 +16,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.exceptions import ConnectionError, InvalidResponse
 
 MAX_REPLY_BYTES: Final = 8 << 20
-"""The limit for a reply, unless its call names another: other users of Redis must not fill any reader's memory."""
+"""The default limit for a reply: other users of Redis must not fill a reader's memory."""
 _REST_BYTES: Final = 1 << 20
 _SHORT_BYTES: Final = 2048
 _MILLIONS: Final = re.compile(rb"[*~%>|][0-9]{7}")
@@ -33,7 +33,7 @@ class IndexSettings:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     cluster_secret: bytes = field(default=b"", repr=False)
-    """Signs every entry, and only entries signed with it count. Empty: nothing is signed, and all that decode count."""
+    """Signs every entry; entries without its signature are ignored. Empty: nothing is signed or checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class WriterSettings(IndexSettings):
     set_ttl_s: float = 120.0
     timeout_s: float = 2.0
     chunk: int = 1000
-    """Entries per SADD, which Redis executes in one piece while lookups wait."""
+    """Entries per SADD; lookups wait while Redis executes it."""
     chunks_in_flight: int = 8
     dead_after_s: float = 3600.0
 
@@ -50,7 +50,7 @@ class WriterSettings(IndexSettings):
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
     username: str | None = None
-    """Replaces the user of the URL, as `password` does, so that secrets can come from files."""
+    """Replaces the user in the URL, like `password`, so that secrets can come from files."""
     password: str | None = field(default=None, repr=False)
     connect_timeout_s: float = 2.0
     stall_s: float = 2.0
@@ -63,15 +63,15 @@ class ClientSettings:
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
     """Redis-py's parser with a limit on the size of a reply, which takes twice its size in memory.
 
-    The parser below reserves memory for as many elements as a list announces, and takes seconds to free millions.
-    So look for such headers, in short reads and at the start of long ones. A search of every read would slow a lookup
-    among 64 workers by 3 %.
+    The base class allocates as many elements as a list announces, and takes seconds to free millions. So this class
+    searches short reads, and the start of long reads, for such headers. Searching every read would slow a lookup among
+    64 workers by 3 %.
     """
 
     __slots__ = ("_limit", "_num_read", "_num_rests")
 
     def __init__(self, limit: Callable[[], int] = lambda: MAX_REPLY_BYTES, *, socket_read_size: int) -> None:
-        """`limit` returns the most bytes of the reply that is read."""
+        """`limit` returns the maximum size of the current reply in bytes."""
         super().__init__(socket_read_size=socket_read_size)
         self._limit = limit
 
@@ -81,7 +81,7 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
 
     async def read_from_socket(self) -> bool:
         """Raises ConnectionError at the end of the stream, InvalidResponse past the limit."""
-        if self._num_read // _REST_BYTES > self._num_rests:  # the stream may have more at once: others need their turn
+        if self._num_read // _REST_BYTES > self._num_rests:  # the stream may have more data: yield to other tasks
             self._num_rests += 1
             await asyncio.sleep(0)
         stream: StreamReader | None = self._stream
@@ -99,13 +99,13 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
         return True
 
     def on_disconnect(self) -> None:
-        """Free what has come of a reply: the connection is in a cycle with its transport, and may stay for long."""
+        """Free a partial reply: the connection is in a cycle with its transport, and may live long."""
         super().on_disconnect()
         self._reader = self._stream = None  # type: ignore[misc]
 
 
 def _announces_millions(data: bytes) -> bool:
-    """Return whether a header in `data`, which begins with a reply, is that of such a list. Skip values."""
+    """Return whether `data`, which begins with a reply, has the header of such a list. Skips values."""
     at = 0
     while (end := data.find(b"\r\n", at)) >= 0:
         kind, number = data[at : at + 1], data[at + 1 : end]
@@ -118,7 +118,7 @@ def _announces_millions(data: bytes) -> bool:
 
 
 class Endpoint:
-    """Opens connections to the current server of a URL: Sentinel's primary, or the cluster node that owns our slot.
+    """Opens connections to the current server of a URL: Sentinel's primary, or the cluster node of the slot.
 
     redis://[user:password@]host[:port][/db]      rediss://... over TLS (ssl_ca_certs=... and so on)
     unix:///path/to/socket[?db=0]
@@ -151,7 +151,7 @@ class Endpoint:
         self._options |= {name: value for name, value in credentials.items() if value}
 
     def _one_host(self, url: str, scheme: str, kind: str) -> str:
-        """Take the hosts and the service from `url`, and return it in the form that redis-py knows, with one host."""
+        """Extract the hosts and the service from `url`, and return redis-py's form of it, with one host."""
         parts = urlsplit(url)
         credentials, at, hosts = parts.netloc.rpartition("@")
         self._nodes = [_host_and_port(host, _DEFAULT_PORTS[kind]) for host in hosts.split(",") if host]
@@ -195,17 +195,17 @@ class Endpoint:
         return str(host), int(port)
 
     def redirect(self, host: str, port: int) -> None:
-        """Open the next connection to the cluster node that owns our slot."""
+        """Open the next connection to the cluster node that owns the slot."""
         self._moved = (host, port)
 
     def failed(self) -> None:
-        """Forget the redirection and try the next host: a connection broke or could not be opened."""
+        """Forget the redirection and try the next host, after a connection has failed."""
         self._moved = None
         self._num_failures += 1
 
 
 def check_url(name: str, url: str) -> None:
-    """Raises ValueError, which begins with `name`, for a URL of no known form."""
+    """Raises a ValueError that begins with `name` for a URL of unknown form."""
     try:
         Endpoint(url, ClientSettings())
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Reading a registry hash whole only where it is small: whoever writes to Redis may put a field of 512 MB there.
+"""Reads a registry hash whole only if it is small: any client of Redis may store a field of 512 MB there.
 
-Sizes are asked first. A hash with more bytes than its fields may have is read by the names that are known, and only
-where their values are short. So the others' entries stay usable while a foreign field stands.
+Its size is read first. Of a hash that is too large, only known names with short values are read. So the workers'
+entries stay usable.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from cache.redis_index.client import Argument, RedisClient, Reply
 from cache.redis_index.schema import MAX_MEMBER_BYTES, MAX_STATE_BYTES, Keys, ReplyError, brief, decode_hash
 
 MAX_HASH_BYTES: Final = 32 << 20
-"""A registry of 20,000 workers, and some more."""
+"""Enough for a registry of 20,000 workers."""
 _SPARE_BYTES: Final = 64 << 10
 _OVERHEAD_BYTES: Final = 512
-"""The bytes of a field besides its value: its name, and Redis' own structures."""
+"""The bytes of a field without its value: its name, and Redis' own structures."""
 
 _Command = Sequence[Argument]
 
 
 @dataclass(frozen=True, slots=True)
 class HashLimit:
-    """A hash, and the most bytes that a value in it may have."""
+    """A hash, and the maximum size of a value in it."""
 
     key: bytes
     max_value_bytes: int
@@ -46,7 +46,7 @@ class HashReading:
     is_whole: bool = True
     """False: only known names were read."""
     error: ResponseError | None = None
-    """Redis' refusal: the key has another type, until a worker has put it right."""
+    """Redis' refusal: the key has another type, until a worker replaces it."""
 
 
 def size_commands(limit: HashLimit) -> list[_Command]:
@@ -55,7 +55,7 @@ def size_commands(limit: HashLimit) -> list[_Command]:
 
 
 def is_too_large(limit: HashLimit, num_fields: Reply, num_bytes: Reply) -> bool:
-    """Return whether a hash holds more than its fields may. A user without the right to ask gets False."""
+    """Return whether a hash is larger than its fields may be. False if an ACL forbids the commands."""
     if type(num_fields) is not int or type(num_bytes) is not int:
         return False
     return num_bytes > min(MAX_HASH_BYTES, _SPARE_BYTES + num_fields * (limit.max_value_bytes + _OVERHEAD_BYTES))
@@ -64,7 +64,7 @@ def is_too_large(limit: HashLimit, num_fields: Reply, num_bytes: Reply) -> bool:
 async def read_hashes(
     client: RedisClient, limits: Sequence[HashLimit], names: Sequence[bytes], timeout_s: float
 ) -> tuple[list[HashReading], Reply]:
-    """Read hashes, and the reply of TIME at the end. `names` are those to read of a hash that is too large.
+    """Read hashes, and the reply of TIME at the end. Of a hash that is too large, read only `names`.
 
     Raises RedisDownError and ReplyError.
     """

@@ -29,7 +29,7 @@ from cache.types import HASH_BYTES, TIERS, BlockHash
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_PER_SHARD: Final = 4000
-"""Lua's unpack takes at most some 8,000 values."""
+"""Lua's unpack takes some 8,000 values at most."""
 MAX_BLOCKS: Final = 1 << 17
 _MAX_QUERIES: Final = 64
 _MAX_TRIES: Final = 4
@@ -42,14 +42,14 @@ _TIMEOUT_S: Final = 2.0
 class ReaderSettings(IndexSettings):
     deadline_s: float = 0.025
     poll_s: float = 1.0
-    """How often an idle reader looks at the registry; the same probe closes an open breaker."""
+    """Interval of an idle reader's checks of the registry; the same probe closes an open breaker."""
     breaker_failures: int = 3
-    """After so many failures in a row lookups answer None at once, until a probe has succeeded."""
+    """Failures in a row until lookups return None at once. A successful probe ends that."""
     breaker_probe_s: float = 0.25
     refresh_interval_s: float = 0.05
-    """The registry is read again at most this often, and for a tenth of the time,"""
+    """Minimum interval between two reads of the registry, which take a tenth of the time at most."""
     max_refresh_age_s: float = 5.0
-    """and at least this often, whatever its version: a reply may have been wrong."""
+    """Maximum interval between two reads, whatever its version: a reply may have been wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class RedisIndex:
         return self.seen_entries()
 
     def seen_entries(self) -> list[RegistryEntry]:
-        """Return the registry as lookups last saw it, at most `poll_s` ago while Redis answers."""
+        """Return the registry as lookups last read it, at most `poll_s` ago while Redis answers."""
         return [entry for shard in self._shards for entry in shard.registry.entries()]
 
     def health(self) -> list[ShardHealth]:
@@ -124,12 +124,12 @@ class _Query:
     head: bytes
     tail: bytes
     links: tuple[int, ...]
-    """For each set of a tier, the place among the matches of the one that it continues."""
+    """For each set of a tier, the index of the match that it continues."""
     places: tuple[tuple[int, ...], ...]
-    """For each worker, the places of its tiers' matches."""
+    """For each worker, the indices of its tiers' matches."""
 
     def split(self, matches: list[int], num_blocks: int) -> tuple[list[int], Sequence[tuple[int, ...]]]:
-        """Return each worker's match in its pool, and those in its tiers. Raises ReplyError, and what others raise."""
+        """Return each worker's match in its pool, and those in its tiers. A bad reply may raise anything."""
         num_pools, num_tiers = len(self.workers), len(self.links)
         if len(matches) != num_pools + num_tiers or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
             raise ReplyError(f"{brief(matches)} for {num_pools} workers, {num_tiers} tiers and {num_blocks} blocks")
@@ -141,7 +141,7 @@ class _Query:
 
 
 class Shard:
-    """One connection, the registry behind it, and its circuit breaker."""
+    """One connection, its registry, and its circuit breaker."""
 
     def __init__(self, url: str, number: int, settings: ReaderSettings, count: Callable[[str], None]) -> None:
         self._settings = settings
@@ -172,7 +172,7 @@ class Shard:
         except (TimeoutError, RedisDownError) as error:
             logger.debug("lookup failed: %r", error)
             self._count("timeout" if isinstance(error, TimeoutError) else "down")
-        except Exception:  # a defect here must cost prefix hits, never a request
+        except Exception:  # an error here must cost prefix hits, never a request
             logger.exception("lookup failed")
             self._count("invalid")
         else:
@@ -182,7 +182,7 @@ class Shard:
         return None
 
     async def lookup(self, blob: bytes, model: str | None) -> list[Candidate]:
-        """Look up the joined hashes of a prompt. Raises RedisDownError alone; the caller sets the deadline."""
+        """Look up the joined hashes of a prompt. Raises only RedisDownError; the caller sets the deadline."""
         if self._version is None and self.client.up:
             await asyncio.shield(self._start_refresh())
         if self._version is None:
@@ -196,9 +196,9 @@ class Shard:
         raise RedisDownError(f"lookup: {brief(reply)}")
 
     async def _prepare_server(self, error: ResponseError) -> None:
-        """Load the script where it is missing, and do without EVALSHA_RO on an old server. Else raise RedisDownError.
+        """Load the missing script, or use EVALSHA on an old server. Raises RedisDownError for another error.
 
-        Many lookups may wait for replies when the first of them learns it.
+        Other lookups may be waiting for the same reply.
         """
         if isinstance(error, NoScriptError):
             (loaded,) = await self.client.submit([pack([("SCRIPT", "LOAD", LOOKUP)])], 1)
@@ -220,7 +220,7 @@ class Shard:
 
     def _make_query(self, workers: list[KnownWorker]) -> _Query:
         if len(workers) > MAX_WORKERS_PER_SHARD:
-            self.registry.complain(b"shards", f"{len(workers)} workers in one shard: configure more shards")
+            self.registry.warn_once(b"shards", f"{len(workers)} workers in one shard: configure more shards")
             del workers[MAX_WORKERS_PER_SHARD:]
         sets = [self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.set_version) for w in workers]
         places = [[at] for at in range(len(workers))]
@@ -236,13 +236,13 @@ class Shard:
                     own.append(len(sets))
                     sets.append(self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.set_version, tier))
         keys = [self._keys.states, self._keys.version, *sets]
-        # A name costs more than a state of no use here. But foreign values may be of any size and number.
+        # Names cost more than unneeded states. But foreign values may be of any size and number.
         by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)
         guard = [SHORT_STATES] if self.registry.has_foreign_states else []
         ids = [*guard, *(w.member.worker_id for w in workers)] if by_name else [ALL_STATES]
         packed_links = b"".join(link.to_bytes(2, "big") for link in links)
         command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", packed_links, *ids]
-        head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the place of the hashes: no key has a zero byte
+        head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the place for the hashes: no key has a zero byte
         return _Query(tuple(workers), head, tail, tuple(links), tuple(tuple(own[1:]) for own in places))
 
     def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:
@@ -252,7 +252,7 @@ class Shard:
             matched, tier_matched = query.split(matches, num_blocks)
             if isinstance(states, ResponseError):  # their key has another type, or an ACL forbids HVALS
                 if self._hvals_refused:
-                    self.registry.complain(b"states", f"the states cannot be read: {states}")
+                    self.registry.warn_once(b"states", f"the states cannot be read: {states}")
                 self._hvals_refused = True  # read them by name until the next connection
                 self._queries.clear()
                 states = []
@@ -267,7 +267,7 @@ class Shard:
         return candidates
 
     def _malformed(self, what: str, error: Exception) -> RedisDownError:
-        """Continue on another connection, which counts a reply that does not fit its command."""
+        """Reconnect, and count a reply that does not match its command."""
         logger.debug("malformed reply", exc_info=error)
         self.client.reconnect(f"malformed reply: {what}: {type(error).__name__}: {error!s:.200}")
         return RedisDownError("malformed reply")
@@ -290,7 +290,7 @@ class Shard:
     async def refresh(self) -> None:
         """Read the registry. Raises RedisDownError.
 
-        Its version is the one that a lookup saw before: a change in between means one more refresh.
+        The version is from an earlier lookup: a change since then causes one more refresh.
         """
         version = self._seen_version
         names = [worker.member.worker_id.encode() for worker in self.registry.workers(None)]
@@ -311,11 +311,11 @@ class Shard:
         self._version = version
 
     def _pairs(self, reading: HashReading, kind: bytes) -> list[tuple[bytes, bytes]]:
-        """Return what was read, and complain of what was not."""
+        """Return what was read, and warn about the rest."""
         if reading.error is not None:
-            self.registry.complain(b"type", f"the registry cannot be read: {reading.error}")
+            self.registry.warn_once(b"type", f"the registry cannot be read: {reading.error}")
         if not reading.is_whole:
-            self.registry.complain(kind, "the registry holds values that are far too long: known workers are read")
+            self.registry.warn_once(kind, "the registry holds values that are far too long: known workers are read")
         return reading.pairs
 
     # --- breaker and probe ------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Shard:
         self._num_failures = 0
 
     async def probe(self) -> None:
-        """Look at the registry every `poll_s`; while the breaker is open, find out when to close it."""
+        """Check the registry every `poll_s`, and close an open breaker when Redis answers."""
         while True:
             interval_s = self._settings.breaker_probe_s if self.breaker_open else self._settings.poll_s
             with suppress(TimeoutError):

@@ -1,8 +1,8 @@
-"""The workers of one shard as Redis last showed them: their members and their states.
+"""The workers of one shard as last read from Redis: their members and their states.
 
 Nothing read from Redis is trusted. A value that does not decode is ignored, counted, and logged once. With a cluster
-secret the same holds for an unsigned value, an old batch number, and an old epoch. Such a value changes nothing: its
-worker stays as it was known until its lease ends.
+secret, so are unsigned values, old batch numbers and old epochs. The worker of an ignored value stays as it was until
+its lease ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cache.types import TIERS, TierName, WorkerId
 
 logger = logging.getLogger(__name__)
 
-_MAX_COMPLAINTS: Final = 200
+_MAX_WARNINGS: Final = 200
 _MAX_UNSIGNED: Final = 256
-"""Unsigned members that are kept: workers of versions without signatures have none."""
+"""Maximum number of unsigned members kept, for workers of versions without signatures."""
 _NO_STATE: Final = State(0, "", 0, 0, 0, 0, 0, WorkerLoad())
 
 
@@ -33,12 +33,12 @@ class KnownWorker:
 
     member: WorkerMember
     record: bytes
-    """The member as it stood in Redis."""
+    """The member, as stored in Redis."""
     mac: blake2s
     """The begun MAC of its states."""
     state: State = _NO_STATE
     raw: bytes = b""
-    """The state as it stood in Redis."""
+    """The state, as stored in Redis."""
 
     def entry(self, now_ms: int) -> RegistryEntry:
         state = self.state
@@ -72,20 +72,20 @@ class Registry:
     """Belongs to one shard of the index."""
 
     def __init__(self, count: Callable[[str], None], signer: Signer) -> None:
-        """`count` counts "invalid" for each value that is ignored, "stale" for each genuine one out of date."""
+        """`count` counts "invalid" for each ignored value, "stale" for each valid one out of date."""
         self._count = count
         self._signer = signer
         self._is_signed = signer.enabled
         self._workers: dict[WorkerId, KnownWorker] = {}
-        self._unproven: list[WorkerMember] = []
-        """Unsigned members, or members of a past epoch: addresses to ask, no more."""
+        self._unverified: list[WorkerMember] = []
+        """Unsigned members, or members of a past epoch; used only as addresses to poll."""
         self._by_epoch: dict[str, KnownWorker] = {}
         self._by_raw: dict[bytes, KnownWorker] = {}
-        self._complained: set[bytes] = set()
+        self._warned: set[bytes] = set()
         self.now_ms = 0
         """Redis' clock at its last reply."""
         self.has_foreign_states = False
-        """The hash of states holds others' values, of any size and number: read states by name."""
+        """The hash of states has foreign values, of any size and number: read states by name."""
         self.has_changed = True
         """Queries are out of date: workers, set versions or foreign states have changed. The reader resets it."""
 
@@ -97,8 +97,8 @@ class Registry:
         return [worker for worker in self._workers.values() if model is None or worker.member.model == model]
 
     def members(self) -> list[WorkerMember]:
-        """Return genuine members first, then some unproven ones."""
-        return [worker.member for worker in self._workers.values()] + self._unproven
+        """Return verified members first, then some unverified ones."""
+        return [worker.member for worker in self._workers.values()] + self._unverified
 
     def entries(self) -> list[RegistryEntry]:
         """Return every worker with a state, lapsed ones included."""
@@ -111,11 +111,11 @@ class Registry:
         *,
         has_whole_states: bool = True,
     ) -> None:
-        """Take the pairs of both hashes; without `has_whole_states`, the second holds more than was read."""
+        """Take the pairs of both hashes; without `has_whole_states`, the second was read in part."""
         known = {worker.member.worker_id.encode(): worker for worker in self._workers.values()}
-        self._unproven = []
+        self._unverified = []
         if len(members) > schema.MAX_MEMBERS:
-            self.complain(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
+            self.warn_once(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
             members = [(field, record) for field, record in members if field in known]
         found = [self._member(field, record, known.get(field)) for field, record in sorted(members)]
         workers = [worker for worker in found if worker is not None]
@@ -134,7 +134,7 @@ class Registry:
         states: Iterable[Reply],
         now_ms: int,
     ) -> list[Candidate]:
-        """Return the live ones of `workers`. `states` come in any order, perhaps with those of others.
+        """Return the live ones of `workers`. `states` come in any order, and may include those of others.
 
         Without a secret, a worker lives if its state was found and holds a lease. With one, the last signed lease also
         counts where the state is missing or overwritten.
@@ -151,7 +151,7 @@ class Registry:
                     self.has_foreign_states = self.has_changed = True
             if worker is not None and not remembers:
                 found.add(worker)
-        if switched:  # their matches are those of old sets
+        if switched:  # their matches are of old sets
             self.has_changed = True
             matched = [0 if worker in switched else n for worker, n in zip(workers, matched, strict=True)]
             tier_matched = [
@@ -170,38 +170,38 @@ class Registry:
             if (state := worker.state).deadline_ms > now_ms and (remembers or worker in found)
         ]
 
-    def complain(self, key: bytes, text: str) -> None:
+    def warn_once(self, key: bytes, text: str) -> None:
         """Count an invalid value, and log it once per `key`."""
         self._count("invalid")
-        if key not in self._complained and len(self._complained) < _MAX_COMPLAINTS:
-            self._complained.add(key)
+        if key not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(key)
             logger.warning("ignored in Redis: %s", text)
 
     def _member(self, field: bytes, record: bytes, known: KnownWorker | None) -> KnownWorker | None:
-        """Return the worker of `field`: the `known` one, unless the record proves another."""
+        """Return the worker of `field`: the `known` one, unless the record is a valid other one."""
         if known is not None and known.record == record:
             return known
         remembered = known if self._is_signed and known is not None and known.state.deadline_ms > self.now_ms else None
         if not record:  # it was too long to be read
             return remembered
         is_short = len(record) <= schema.MAX_MEMBER_BYTES
-        is_genuine = not self._is_signed or (is_short and self._signer.verifies_member(field, record))
-        if not is_genuine:
-            self.complain(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
-            if len(self._unproven) >= _MAX_UNSIGNED:
+        is_verified = not self._is_signed or (is_short and self._signer.verifies_member(field, record))
+        if not is_verified:
+            self.warn_once(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
+            if len(self._unverified) >= _MAX_UNSIGNED:
                 return remembered
         try:
             member = schema.decode_member(field, record)
         except RegistryError as error:
-            self.complain(field, f"member {field!r:.80}: {error}")
+            self.warn_once(field, f"member {field!r:.80}: {error}")
             return remembered
-        if not is_genuine:
-            self._unproven.append(member)
+        if not is_verified:
+            self._unverified.append(member)
             return remembered
         last = member if remembered is None else remembered.member
         if member.epoch != last.epoch and member.epoch_started_ms < last.epoch_started_ms:
             self._count("stale")
-            self._unproven.append(member)  # perhaps a worker after its clock went back: it answers with its epoch
+            self._unverified.append(member)  # perhaps a worker whose clock went back: a poll returns its epoch
             return remembered
         if known is not None and known.member == member:
             known.record = record
@@ -213,14 +213,14 @@ class Registry:
         try:
             state = schema.decode_state(raw)
         except RegistryError as error:
-            self.complain(b"state", f"a state: {error}")
+            self.warn_once(b"state", f"a state: {error}")
             return None
         worker = self._by_epoch.get(state.epoch)
         if worker is None:
             return None
         if self._is_signed:
             if not verifies_state(worker.mac, raw):
-                self.complain(b"signature", f"a state of {worker.member.worker_id} without its signature")
+                self.warn_once(b"signature", f"a state of {worker.member.worker_id} without its signature")
                 return None
             if state.batch < worker.state.batch:
                 self._count("stale")

@@ -1,4 +1,4 @@
-"""The keys and signed records in Redis, and how to read them back: everything found there is untrusted input.
+"""The keys and signed records in Redis, and their decoders: everything read from there is untrusted input.
 
 `Keys` has the layout. Members are JSON and constant during an epoch; states are msgpack arrays, rewritten at every
 publish.
@@ -22,7 +22,7 @@ MAX_STATE_BYTES: Final = 16 * 1024
 MAX_MEMBER_BYTES: Final = 8 * 1024
 MAX_MEMBERS: Final = 20_000
 MAX_TIERS: Final = 8
-"""Those behind are ignored."""
+"""Further tiers are ignored."""
 _STATE_FORMAT: Final = 1
 _KEY_PART: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _MAC_BYTES: Final = 16
@@ -35,11 +35,11 @@ _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class RegistryError(ValueError):
-    """A value of the registry that no worker of ours has written."""
+    """A value of the registry that no worker has written."""
 
 
 class ReplyError(ValueError):
-    """A reply of another shape than its command's: the connection may be out of step."""
+    """A reply that does not match its command: the connection may be out of step."""
 
 
 class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -54,7 +54,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_entries: Count
     load: WorkerLoad
     num_tier_entries: tuple[Count, ...] | bytes = ()
-    """For each of the member's tiers. Bytes: a worker of a version without tiers has its signature here."""
+    """For each of the member's tiers. Bytes: the signature of a worker whose version has no tiers."""
 
 
 _decode_state: Final = msgspec.msgpack.Decoder(State).decode
@@ -87,13 +87,13 @@ class Keys:
 
 
 class Signer:
-    """Sign and verify the entries of one shard, so that Redis can lose or garble an entry but never make one.
+    """Signs and verifies the entries of one shard: Redis can lose or garble an entry, but never make one.
 
     A signature covers the key prefix, the shard, the worker id and every byte of the entry before it. These contain the
     epoch and, in a state, the batch number. So a reader refuses a value copied to another worker, shard or fleet.
     Both records end with their signature. Readers without a secret ignore it; records may gain fields before it.
 
-    Without a secret, sign nothing. The MAC is keyed BLAKE2s: the fastest here for the hundred bytes of a state.
+    Without a secret, nothing is signed. The MAC is keyed BLAKE2s, the fastest for the hundred bytes of a state.
     """
 
     __slots__ = ("_bases", "enabled")
@@ -107,7 +107,7 @@ class Signer:
         }
 
     def state_mac(self, worker_id: str) -> blake2s:
-        """Return the MAC of `worker_id`'s states, begun. Readers keep it: they verify one state per publish."""
+        """Return the initial MAC of `worker_id`'s states. Readers keep it, as they verify one state per publish."""
         return self._begin(b"state", worker_id.encode())
 
     def sign_member(self, worker_id: str, record: bytes) -> bytes:
@@ -122,7 +122,7 @@ class Signer:
         return compare_digest(tail, self._member_tail(worker_id, body))
 
     def sign_state(self, worker_id: str, record: bytes) -> bytes:
-        """Append the signature to a msgpack array of fewer than 15 elements, as one element more."""
+        """Append the signature to a msgpack array of fewer than 15 elements, as another element."""
         if not self.enabled:
             return record
         body = b"%c%b%b" % (record[0] + 1, record[1:], _STATE_MARK)
@@ -149,7 +149,7 @@ def _digest(mac: blake2s, body: bytes) -> bytes:
 
 
 def check_key_part(name: str, value: str) -> str:
-    """Return `value`, which is part of a key, or raise ValueError: it must not disturb the key's hash tag."""
+    """Return `value` for use in a key. Raises ValueError if it could change the key's hash tag."""
     if not _KEY_PART.fullmatch(value):
         raise ValueError(f"{name} {value!r}: use 1 to 128 letters, digits, '.', '_' or '-'")
     return value
@@ -171,7 +171,7 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
     except Exception as error:  # anything that a decoder raises at such bytes
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error
     if member.worker_id.encode() != worker_id:
-        raise RegistryError(f"member calls itself {member.worker_id!r}")
+        raise RegistryError(f"member has the worker_id {member.worker_id!r}")
     if len(member.tiers) > MAX_TIERS:
         member = replace(member, tiers=member.tiers[:MAX_TIERS])
     if any(member.tiers.count(tier) > 1 for tier in TIERS):
@@ -223,7 +223,7 @@ def decode_time_ms(reply: Any) -> int:
 
 
 def brief(reply: Any) -> str:
-    """Describe a reply in a few words, however large or deep it is."""
+    """Describe a reply in a few words, whatever its size or depth."""
     match reply:
         case bytes():
             return f"{len(reply)} bytes: {reply[:60]!r}"

@@ -136,6 +136,6 @@ return {version, pcall('TIME'), matched, states}
 LOOKUP_SHA: Final = sha1(LOOKUP.encode()).hexdigest()
 
 ALL_STATES: Final = "*"
-"""In place of worker ids; no id is this."""
+"""Stands for all worker ids; no id is equal to it."""
 SHORT_STATES: Final = "?"
-"""Before worker ids: foreign values may be of any size."""
+"""Precedes worker ids, if foreign values of any size may be stored."""

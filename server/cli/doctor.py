@@ -1,7 +1,7 @@
 """`headstart doctor`: checks this machine for a gateway, workers or both, in the order in which the parts start.
 
-`python -m worker.doctor` checks model, memory, device and kernel in its own process: it loads torch. With --engine-url,
-`python -m worker.adapter.doctor` checks another engine in its place; its chat template is compared here.
+`python -m worker.doctor` checks model, memory, device and kernel in a process of its own, because it loads torch. With
+--engine-url, `python -m worker.adapter.doctor` checks another engine instead; its chat template is compared here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,33 +57,35 @@ WORKER_MODULE: Final = "worker.doctor"
 ENGINE_MODULE: Final = "worker.adapter.doctor"
 GPU_MODULE: Final = "benchmarks.gpu"
 WORKER_TIMEOUT_S: Final = 120.0
-MEND_INSTALL: Final = (
-    "run `make install`: it looks at every package and mends it; TORCH_INDEX=URL names an index of torch's CPU builds. "
+FIX_INSTALL: Final = (
+    "run `make install`: it checks every package and repairs it; TORCH_INDEX=URL names an index of torch's CPU builds. "
     "Without a checkout: pip install --force-reinstall torch"
 )
 _NO_REDIS: Final = (
     "start it there, or correct --redis (rediss:// for TLS) and --redis-username, --redis-password-file; "
-    "without it gateways route by their own memory alone"
+    "without it gateways route only by their own memory"
 )
-ENGINE_OPTIONS: Final = (
-    "engine_url",
-    "engine",
-    "engine_key_file",
-    "engine_ca",
-    "engine_rank",
-    "events",
-    "events_replay",
-    "events_topic",
-    "tokenizer",
-    "block_size",
-)
+ENGINE_OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "--engine-url": {"metavar": "URL", "help": "check the engine there, instead of own workers"},
+    "--engine": {"choices": ("vllm", "sglang"), "default": "vllm", "help": "what it is (default vllm)"},
+    "--engine-key-file": {"metavar": "FILE", "help": "its API key (default: none)"},
+    "--engine-ca": {"metavar": "FILE", "help": "the authority of its certificate (default: the system's)"},
+    "--engine-rank": {"metavar": "N", "help": "its data-parallel rank, where it has several"},
+    "--events": {"metavar": "ENDPOINT", "help": "its cache events, as the worker has them (default auto)"},
+    "--events-replay": {"metavar": "ENDPOINT", "help": "where it repeats lost events (default: as advertised)"},
+    "--events-topic": {"help": "the topic of its events, where --events names an endpoint"},
+    "--events-exposed": {"action": "store_true", "help": "allow the events to cross the network"},
+    "--tokenizer": {"help": "a folder or Hugging Face id (default: what the engine has loaded)"},
+    "--block-size": {"metavar": "N", "help": "tokens in a block of the fleet's index (default 16)"},
+}
 _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def text(check: Check) -> Text:
-    """Return a check as a line, and one more for the advice."""
-    line = Text.assemble((f"{check.status:4}", _STYLES[check.status]), f"  {check.name:10}  {check.found}")
-    return line.append(f"\n{'':16}  -> {check.mend}") if check.mend else line
+    """Return a check as coloured text."""
+    line = Text(str(check))
+    line.stylize(_STYLES[check.status], 0, len(check.status))
+    return line
 
 
 async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
@@ -101,8 +104,8 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     if args.gateway_only:
         return
     if importlib.util.find_spec("torch") is None:
-        mend = "pip install 'headstart[worker]', or say --gateway-only"
-        yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", mend)
+        fix = "pip install 'headstart[worker]', or give --gateway-only"
+        yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", fix)
         return
     options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
     found, problem = checks_of(WORKER_MODULE, [*options, *given(args, "dtype", "kv_disk", "kv_disk_size")])
@@ -113,7 +116,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
 
 
 def clear_cache() -> str:
-    """Delete what starts have kept for the next ones, and say how much that was."""
+    """Delete compiled kernels and prepared weights. Return a line with their size."""
     folder = cache_folder()
     files = [] if folder is None else [file for kind in ("cpu-*", "weights-*") for file in folder.glob(kind)]
     num_bytes = sum(file.stat().st_size for file in files)
@@ -124,8 +127,8 @@ def clear_cache() -> str:
 
 def python() -> Check:
     found = f"{platform.python_implementation()} {platform.python_version()} in {sys.prefix}"
-    mend = "Python 3.11 to 3.13 are tested: with another, run `make test` first"
-    return judge("python", found, (sys.version_info[:2] not in TESTED_PYTHONS, "warn", mend))
+    fix = "Python 3.11 to 3.13 are tested: with another, run `make test` first"
+    return judge("python", found, (sys.version_info[:2] not in TESTED_PYTHONS, "warn", fix))
 
 
 def packages() -> Check:
@@ -140,7 +143,7 @@ def packages() -> Check:
 
 
 def requirement_problem(text: str) -> str | None:
-    """Return what is wrong with a requirement, which may belong to an extra, or None."""
+    """Return what is wrong with a requirement, or None. Requirements of extras are ignored."""
     requirement = Requirement(text)
     if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
         return None
@@ -158,11 +161,13 @@ def open_files() -> Check:
     if soft == resource.RLIM_INFINITY:
         return Check("files", "ok", "any number of open files allowed")
     limit = hard if hard != resource.RLIM_INFINITY else 65536
-    mend = f"run `ulimit -n {limit}` before, or raise LimitNOFILE of the service"
-    if limit < MIN_OPEN_FILES:
-        mend = f"raise the hard limit to {MIN_OPEN_FILES}: in /etc/security/limits.conf, or LimitNOFILE of the service"
-    found = f"{soft} open files allowed: enough for about {soft // 2} streams at a time"
-    return judge("files", found, (soft < MIN_OPEN_FILES, "warn", mend))
+    hard_fix = f"raise the hard limit to {MIN_OPEN_FILES}: in /etc/security/limits.conf, or LimitNOFILE of the service"
+    return judge(
+        "files",
+        f"{soft} open files allowed: enough for about {soft // 2} streams at a time",
+        (soft < MIN_OPEN_FILES > limit, "warn", hard_fix),
+        (soft < MIN_OPEN_FILES, "warn", f"run `ulimit -n {limit}` before, or raise LimitNOFILE of the service"),
+    )
 
 
 def disks() -> Iterator[Check]:
@@ -213,9 +218,9 @@ async def redis_at(url: str, username: str | None, password: str | None) -> Chec
 
 def _version_problems(text: str) -> Iterator[tuple[bool, Status, str]]:
     version = tuple(int(part) for part in text.split(".") if part.isdecimal())
-    mend = "install Redis 7 or newer, which has read-only scripts and finer ACLs"
-    yield bool(version) and version < OLDEST_REDIS, "fail", mend
-    yield bool(version) and version < GOOD_REDIS, "warn", mend
+    fix = "install Redis 7 or newer, which has read-only scripts and finer ACLs"
+    yield bool(version) and version < OLDEST_REDIS, "fail", fix
+    yield bool(version) and version < GOOD_REDIS, "warn", fix
 
 
 async def port(name: str, host: str, number: int, option: str) -> Check:
@@ -229,15 +234,15 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
         problem = f"{where}: {error.strerror or error}"
     num_workers = await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number)
     if num_workers is None:
-        mend = f"choose another with {option}; `ss -ltnp 'sport = :{number}'` names the program that has this one"
-        return Check(name, "fail", problem, mend)
-    mend = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
+        fix = f"choose another with {option}; `ss -ltnp 'sport = :{number}'` names the program that has this one"
+        return Check(name, "fail", problem, fix)
+    fix = "start workers on its Redis: `headstart worker --redis URL`; /dashboard of its ops port shows them"
     found = f"a Headstart gateway serves at {where}, with {num_workers} worker{'' if num_workers == 1 else 's'}"
-    return judge(name, found, (num_workers == 0, "warn", mend))
+    return judge(name, found, (num_workers == 0, "warn", fix))
 
 
 async def _num_workers_of_gateway(host: str, number: int) -> int | None:
-    """Return None where no gateway answers, neither with TLS nor without."""
+    """Return the number of workers, or None if no gateway answers, with TLS or without."""
     netloc = f"{f'[{host}]' if ':' in host else host}:{number}"
     for scheme in ("http", "https"):
         try:
@@ -253,23 +258,25 @@ async def _num_workers_of_gateway(host: str, number: int) -> int | None:
 
 
 def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | None]:
-    """Return what a process of the worker's side prints, one object a line, and a check if it broke."""
+    """Return the lines that a module of the worker prints, one object each, and a check if it failed."""
     command = [*module_command(module), *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        mend = f"run `python -m {module}` to see where it hangs; a GPU that does not answer is the usual reason"
-        return [], Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", mend)
+        fix = f"run `python -m {module}` to see where it hangs; a GPU that does not answer is the usual reason"
+        return [], Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", fix)
     if not done.returncode:
         return done.stdout.splitlines(), None
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    mend = "correct the options" if done.returncode == BAD_USAGE else MEND_INSTALL
-    return done.stdout.splitlines(), Check("worker", "fail", lines[-1], mend)
+    fix = "correct the options" if done.returncode == BAD_USAGE else FIX_INSTALL
+    return done.stdout.splitlines(), Check("worker", "fail", lines[-1], fix)
 
 
 async def engine_checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     """Yield the checks of `worker.adapter.doctor`, and that of the chat template."""
-    options = given(args, *ENGINE_OPTIONS) + (["--events-exposed"] if args.events_exposed else [])
+    flag = "--events-exposed"
+    names = [option[2:].replace("-", "_") for option in ENGINE_OPTIONS if option != flag]
+    options = given(args, *names) + ([flag] if args.events_exposed else [])
     lines, problem = await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
     for line in lines:
         fields = msgspec.json.decode(line)
@@ -278,35 +285,36 @@ async def engine_checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield problem
 
 
-async def template(said: dict[str, Any]) -> Check:
-    """Compare the engine's ids of a conversation with those that a gateway would send."""
-    if said["ids"] is None:
+async def template(line: dict[str, Any]) -> Check:
+    """Compare the engine's ids of a conversation with the ids that a gateway would send."""
+    engine_ids = line["ids"]
+    if engine_ids is None:
         return Check("template", "ok", "not compared: the engine renders no conversation")
-    mend = (
+    fix = (
         "gateways render with the template of the tokenizer's files: put the engine's there, or name a folder that "
         "has it with --tokenizer"
     )
-    bundle = unpack(base64.b64decode(said["bundle"]), TokenizerBundle)
+    bundle = unpack(base64.b64decode(line["bundle"]), TokenizerBundle)
     if bundle.chat_template is None:
-        return Check("template", "fail", "the tokenizer's files have no chat template, and the engine has one", mend)
-    messages = [Message(**message) for message in said["messages"]]
+        return Check("template", "fail", "the tokenizer's files have no chat template, and the engine has one", fix)
+    messages = [Message(**message) for message in line["messages"]]
     with ThreadPoolExecutor(1) as executor:
         try:
             rendering = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
             prompt = rendering.render(Conversation(messages=messages))
             ids = await Tokenizer(bundle, executor).encode(prompt.text)
         except (TemplateError, TokenizerError, InvalidRequestError) as error:
-            return Check("template", "fail", str(error), mend)
+            return Check("template", "fail", str(error), fix)
     found = f"the engine and the gateway give the same {len(ids)} ids of a conversation"
-    if ids != said["ids"]:
-        found = f"of a conversation the engine makes {len(said['ids'])} ids, and the gateway {len(ids)} others"
-    return judge("template", found, (ids != said["ids"], "fail", mend))
+    if ids != engine_ids:
+        found = f"of a conversation the engine makes {len(engine_ids)} ids, and the gateway {len(ids)} others"
+    return judge("template", found, (ids != engine_ids, "fail", fix))
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="headstart doctor",
-        description="Checks what a gateway and workers need on this machine, one line each, and says how to mend it. "
+        description="Checks what a gateway and workers need on this machine, one line each, with the remedy. "
         "Exit code 1 when something would not work.",
     )
     p.add_argument("--redis", metavar="URL", help="check this Redis (default: the binary that `serve` would start)")
@@ -332,18 +340,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--gpu", action="store_true", help="test, measure and profile a GPU, in at most 8 minutes")
     p.add_argument("--report", default="gpu-report", metavar="DIR", help="with --gpu: its report (default gpu-report)")
-    engine = p.add_argument_group("another engine").add_argument
-    engine("--engine-url", metavar="URL", help="check the engine there, in place of own workers")
-    engine("--engine", choices=("vllm", "sglang"), default="vllm", help="what it is (default vllm)")
-    engine("--engine-key-file", metavar="FILE", help="its API key (default: none)")
-    engine("--engine-ca", metavar="FILE", help="the authority of its certificate (default: the system's)")
-    engine("--engine-rank", metavar="N", help="its data-parallel rank, where it has several")
-    engine("--events", metavar="ENDPOINT", help="its cache events, as the worker has them (default auto)")
-    engine("--events-replay", metavar="ENDPOINT", help="where it repeats lost events (default: as it says)")
-    engine("--events-topic", help="the topic of its events, where --events names an endpoint")
-    engine("--events-exposed", action="store_true", help="let the events cross the network")
-    engine("--tokenizer", help="a folder or Hugging Face id (default: what the engine has loaded)")
-    engine("--block-size", metavar="N", help="tokens in a block of the fleet's index (default 16)")
+    engine = p.add_argument_group("another engine")
+    for option, settings in ENGINE_OPTIONS.items():
+        engine.add_argument(option, **settings)
     return p
 
 
@@ -351,7 +350,7 @@ def verdict(checks: Sequence[Check]) -> tuple[int, str]:
     """Return the exit status and the last line."""
     statuses = [check.status for check in checks]
     if failed := statuses.count("fail"):
-        return 1, f"{failed} of {len(statuses)} checks failed: see what stands behind ->"
+        return 1, f"{failed} of {len(statuses)} checks failed: see the advice after ->"
     warned = statuses.count("warn")
     return 0, f"It will work; {warned} of {len(statuses)} checks could be better." if warned else "All is well."
 
@@ -363,7 +362,8 @@ async def _run(args: argparse.Namespace) -> int:
         if not args.json:
             console.print(text(check), soft_wrap=True)
     status, line = verdict(done)
-    print(json.dumps({"ok": status == 0, "checks": msgspec.to_builtins(done)}) if args.json else f"\n{line}")
+    rows = [asdict(check) | {"mend": check.fix} for check in done]  # the old key, for one version
+    print(json.dumps({"ok": status == 0, "checks": rows}) if args.json else f"\n{line}")
     return status
 
 

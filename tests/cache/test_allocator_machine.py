@@ -1,8 +1,8 @@
 """Every allocator against a simulated KV memory: random sequences, forks, failing steps, evictions and resets.
 
-A slot of the memory holds the inputs of a real KV entry: the tenant and all tokens up to its own. So a block that is
-found under a wrong prefix, written while shared, or taken while held shows as a wrong entry. The vocabulary has two
-tokens, so that prefixes collide, and the pool is small, so that nearly everything gets evicted.
+A slot of the memory holds the inputs of a real KV entry: the tenant and all tokens up to its own. A block that is found
+under a wrong prefix, written while shared, or taken while held is a wrong entry. The vocabulary has two
+tokens, so prefixes collide. The pool is small, so nearly everything is evicted.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_a_chain_of_copies_keeps_its_order(kind: PrefixCache) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hash", "radix"])
-def test_forks_commit_what_they_share_once_and_what_they_write_each(kind: PrefixCache) -> None:
+def test_forks_commit_shared_blocks_once_and_own_blocks_each(kind: PrefixCache) -> None:
     allocator = make_allocator(kind, 20, 4)
     first = prefill(allocator, 6)
     second = first.fork()

@@ -32,7 +32,7 @@ class Rank:
         self.pending_clear = False
 
     def publish(self, events: list[dict[str, Any]]) -> None:
-        if self.pending_clear:  # vLLM tells of a reset with the next step
+        if self.pending_clear:  # vLLM reports a reset with the next step
             events = [{"type": "AllBlocksCleared"}, *events]
             self.pending_clear = False
         if self.events is not None:
@@ -43,7 +43,7 @@ class Rank:
             self.events.close()
 
     def reset(self) -> None:
-        """Empty the cache. As with vLLM, its reader hears of it with the next step."""
+        """Empty the cache. As with vLLM, the next step reports it."""
         self.pool.reset()
         self.pending_clear = True
 

@@ -148,7 +148,7 @@ class FakeEngine:
             error = {"error": {"message": "This model's maximum context length is exceeded", "code": 400}}
             if not body.get("stream"):
                 return JSONResponse(error, 400)
-            # vLLM 0.32 has begun its answer by then.
+            # vLLM 0.32 has already begun its answer.
             return PlainTextResponse(f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n")
         rank = self.ranks[int(request.headers.get("x-data-parallel-rank", "0"))]
         salt = "" if self.args.ignore_salt else body.get("cache_salt") or ""

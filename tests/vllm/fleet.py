@@ -103,11 +103,11 @@ class Adapter(Part):
         return bool(get(f"{self.url}/health/ready"))
 
     def held(self) -> int:
-        """Return how many blocks of its engine it knows to be held."""
+        """Return how many blocks of its engine count as held."""
         return int(json.loads(get(f"{self.url}/debug/state"))["blocks"]["held"])
 
     def published(self) -> int:
-        """Return how many of its own blocks the index knows."""
+        """Return how many of its blocks are in the index."""
         return int(metrics(self.url)["headstart_worker_index_entries"])
 
     def epoch(self) -> str:
@@ -129,7 +129,7 @@ class Adapter(Part):
 class VllmFleet:
     """A context manager; ready when entered, gone when left. Engine and adapter of one number go together.
 
-    The first adapter takes its events from where the engine says; those of the second come through `proxy`.
+    The first adapter uses the engine's advertised endpoint; the events of the second pass through `proxy`.
     """
 
     def __init__(self, folder: Path, num_engines: int = 2) -> None:
@@ -188,7 +188,7 @@ class VllmFleet:
         return Stopwatch(lambda: [*(pid for part in parts for pid in family(part)), *self.redis.pids])
 
     def wait_ready(self) -> None:
-        """Wait until every adapter serves, and the gateway knows all of them."""
+        """Wait until every adapter serves and is ready at the gateway."""
 
         def ready() -> bool:
             return all(a.is_ready() for a in self.adapters) and self.gateway.num_ready() == len(self.adapters)
@@ -208,7 +208,7 @@ class VllmFleet:
         return self._client.post(path, json={"model": MODEL} | body, headers=self.headers(tenant))
 
     def complete(self, body: dict[str, Any], *, tenant: str = "red") -> httpx.Response:
-        """Ask for chat if there are messages, else for a completion. It is greedy unless the body says otherwise."""
+        """Ask for a chat if there are messages, else for a completion, greedy unless the body sets a temperature."""
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         answer = self.post(path, {"temperature": 0, "max_tokens": 8} | body, tenant=tenant)
         assert answer.status_code == 200, (answer.status_code, answer.text, self.gateway.tail())
@@ -219,7 +219,7 @@ class VllmFleet:
         return self._explained(body, adapter, tenant, "matched_tokens")
 
     def indexed(self, body: dict[str, Any], adapter: Adapter, *, tenant: str = "red") -> int:
-        """Return how many of them the index knows, without those of requests that end just now."""
+        """Return how many of them are in the index, without those of requests that are ending."""
         return self._explained(body, adapter, tenant, "index_tokens")
 
     def _explained(self, body: dict[str, Any], adapter: Adapter, tenant: str, field: str) -> int:
@@ -245,13 +245,13 @@ def hits(engine: Engine) -> int:
 
 
 def running(engine: Engine) -> int:
-    """Return how many requests the engine says that it has."""
+    """Return how many requests the engine reports."""
     samples = engine.metrics()
     return int(sum(samples[f"vllm:num_requests_{state}{{0,{MODEL}}}"] for state in ("running", "waiting")))
 
 
 def promised(answer: httpx.Response) -> int:
-    """Return what the headers of a stream promise, which are sent before the engine tells what it has found."""
+    """Return the promise in the headers of a stream, which precede the engine's own count."""
     return int(answer.headers["x-headstart-cached-tokens"])
 
 

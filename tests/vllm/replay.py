@@ -36,7 +36,7 @@ class Held(NamedTuple):
     num_blocks: int
     """Different ones, of the engine's size."""
     num_own_blocks: int
-    """Different ones of a size of ours, of those whose prefix is held too."""
+    """Distinct blocks of the index's size whose prefix is held, too."""
 
 
 def held(replay_endpoint: str, own_block_size: int) -> Held:

@@ -1,4 +1,4 @@
-"""Clients get from a real vLLM behind the gateway what they would get from our own worker."""
+"""Clients get the same answers from a real vLLM behind the gateway as from a Headstart worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIE: Final = 1e-3
 
 
 def texts(fleet: VllmFleet, body: dict[str, Any]) -> list[str]:
-    """Return the text of every choice; assert that the stream says the same, and the finish reasons."""
+    """Return the text of every choice; assert that the stream has the same, and the finish reasons."""
     whole = fleet.complete(body).json()
     choices = sorted(whole["choices"], key=lambda choice: int(choice["index"]))
     is_chat = "messages" in body

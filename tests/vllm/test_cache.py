@@ -39,7 +39,7 @@ def remembered(fleet: VllmFleet, body: dict[str, Any]) -> Adapter:
 
 
 def is_whole(adapter: Adapter) -> bool:
-    """Say whether the adapter knows exactly what its engine holds, and publishes all of it."""
+    """Return whether the adapter publishes exactly the blocks that its engine holds."""
     truth = held(adapter.engine.options.replay, OWN_BLOCK_SIZE)
     return (adapter.held(), adapter.published()) == truth
 
@@ -92,7 +92,7 @@ def test_reset_through_the_adapter(fleet: VllmFleet) -> None:
 
 
 def test_reset_behind_the_adapter(fleet: VllmFleet) -> None:
-    """An idle engine says nothing of a reset; with its next step nothing is promised that is gone."""
+    """An idle engine does not report a reset. After its next step, no removed block is promised."""
     body = question()
     adapter = remembered(fleet, body)
     epoch = adapter.epoch()

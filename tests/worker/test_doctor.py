@@ -27,7 +27,7 @@ def test_every_check_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "kv disk"
 
 
-def test_a_missing_compiler_is_named_and_its_installation_is_enough(tmp_path: Path) -> None:
+def test_installing_the_compiler_is_enough(tmp_path: Path) -> None:
     """With the compiler on the PATH the check is green; it was not before."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -42,15 +42,15 @@ def test_a_missing_compiler_is_named_and_its_installation_is_enough(tmp_path: Pa
             module_command("worker.doctor"), env=variables, capture_output=True, text=True, check=True
         )
         (check,) = [line for line in map(json.loads, done.stdout.splitlines()) if line["name"] == "kernels"]
-        return check["status"], check["mend"]
+        return check["status"], check["fix"]
 
-    status, mend = found()
-    assert (status, "install g++" in mend) == ("warn", True)
+    status, fix = found()
+    assert (status, "install g++" in fix) == ("warn", True)
     (tmp_path / "bin" / "g++").symlink_to(compiler)
     assert found() == ("ok", "")
 
 
-def test_the_default_model_is_sized_and_its_memory_counted_for_every_worker() -> None:
+def test_memory_of_the_default_model_for_every_worker() -> None:
     finding, model = doctor.find_model("")
     assert finding.status == "ok"
     assert model is not None
@@ -69,12 +69,12 @@ def test_packed_weights_are_counted_as_they_lie_in_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "status", "mend"),
+    ("source", "status", "fix"),
     [("nowhere.gguf", "fail", "--model"), ("nobody/has-this-model", "warn", "hf download nobody/has-this-model")],
 )
-def test_a_model_that_is_not_here(source: str, status: str, mend: str) -> None:
+def test_a_model_that_is_not_here(source: str, status: str, fix: str) -> None:
     finding, config = doctor.find_model(source)
-    assert (finding.status, mend in finding.mend, config) == (status, True, None)
+    assert (finding.status, fix in finding.fix, config) == (status, True, None)
 
 
 def test_a_folder_for_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

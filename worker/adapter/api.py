@@ -115,7 +115,7 @@ class EngineApi(Protocol):
         """Return the ids of a conversation by the engine's own chat template, up to the answer."""
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
-        """Return what the engine fills in where a client sends no sampling parameter; None if it does not say."""
+        """Return the engine's defaults of missing sampling parameters; None if unknown."""
 
     async def ranks(self) -> tuple[int, ...]:
         """Return the data-parallel ranks that the engine lists."""

@@ -38,7 +38,7 @@ class Node:
         self.parent: Node | None = None
         """The block before it, whose root is known."""
         self.is_orphan = is_orphan
-        """A block before it is unknown, and with it the root."""
+        """A block before it is unknown, and so is the root."""
         self.is_ambiguous = False
         """Its name came after different parents, so it does not identify the blocks before it."""
         self.children: set[Node] | None = None
@@ -74,7 +74,7 @@ class Names:
     def of(
         cls, event: BlockStored, first: int, parent: Node | None, is_orphan: bool, block_size: int, unsalted: bool
     ) -> Names:
-        """Name the blocks of an event from position `first`, as far as tokens and root identify them.
+        """Name the blocks of an event from position `first` that tokens and root identify.
 
         `unsalted`: events carry no salt, so first blocks get `UNSALTED_ROOT`.
         """
@@ -96,12 +96,12 @@ class Names:
         return cls(root, tokens, hashes, first, end, len(tail), size, block_size)
 
     def assign(self, node: Node, position: int) -> None:
-        """Give the node at a position of the event its hashes, if the block there has a name."""
+        """Give the node at a position of the event its hashes, if it is in the named range."""
         if position >= self.end:
             return
         begin = self.num_tail + (position - self.first) * self.engine_block_size
         end = begin + self.engine_block_size
-        # The first block of an event completes what its parent's tail began; that tail is all before `begin`.
+        # The first block completes a block that its parent's tail began; the tail is everything before `begin`.
         num_before, num_done = begin // self.block_size, end // self.block_size
         node.root = self.root
         node.hashes = self.hashes[num_before + 1 : num_done + 1]

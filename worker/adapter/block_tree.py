@@ -4,7 +4,7 @@ A node is held from a store to the next removal, however many copies the engine 
 and some repeat the store of a block that they reuse. If a copy outlives the removal, the next block stored after it
 marks it as held again. A node is visible while it and all blocks before it are held.
 
-Events are untrusted. A node gets a parent only if the parent's root is known, and keeps it, so no block is its own
+Events are untrusted. A node gets a parent only if the parent's root is known, and keeps it. So no block is its own
 ancestor. A name that comes after two different parents does not identify its prefix: its node gets no hashes.
 """
 
@@ -89,7 +89,7 @@ class BlockTree:
             self._set_visible(highest)
 
     def make_ambiguous(self, node: Node) -> None:
-        """Take the hashes of a node for good, and those of all nodes after it."""
+        """Take the hashes of a node, permanently, and those of all nodes after it."""
         self._set_invisible(node)
         nodes = with_descendants(node)
         self.num_walked += len(nodes)

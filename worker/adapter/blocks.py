@@ -2,7 +2,8 @@
 
 The engine names its blocks by hashes of its own and lists the tokens in them. Every engine block gets a node
 (`block_tree.py`), with the hashes of our blocks that end inside it (`block_names.py`). So any engine block size works
-with any of ours. The hashes of the visible nodes with a known root are published (`holders.py`): a prefix-closed set.
+with any block size of the index. The hashes of visible nodes with a known root are published (`holders.py`). They are
+a prefix-closed set.
 
 Blocks without a Headstart salt, or with multimodal input, are counted but not published. After lost events no block
 counts as held, but names stay: a block stored after a parent marks all its ancestors as held.
@@ -65,7 +66,7 @@ class EngineBlocks:
 
     @property
     def num_opaque(self) -> int:
-        """Held blocks that are not published: they have no salt of ours, or contain more than tokens."""
+        """Held blocks that are not published: they have no Headstart salt, or contain more than tokens."""
         return self._tree.num_opaque
 
     @property

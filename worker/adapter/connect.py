@@ -1,7 +1,7 @@
 """Connect to a running engine and build the worker's engine over it.
 
-A fleet promises one tokenizer. So the adapter turns some texts into token ids, and asks the engine to do the same.
-It refuses to start when they differ.
+A fleet promises one tokenizer. So the adapter and the engine tokenize some texts; if the ids differ, the adapter
+refuses to start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, Tok
 
 RETRY_S: Final = 1.0
 NAMES_PER_BLOCK: Final = 4
-"""Names of blocks that are kept after a gap, per block of the engine's pool."""
+"""Names of blocks that are remembered after a gap, per block of the engine's pool."""
 
 
 async def connect(
@@ -86,7 +86,7 @@ async def _connect(
         facts, load = await reader.read()
         if load.started_s == begun_s and facts.model == replace(model, loras=()):
             break
-        report("the engine has started again meanwhile: it is asked again")
+        report("the engine has restarted: its facts are read again")
     max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
     blocks = EngineBlocks(config.block_size, max_names=max_names, matches_requests=api.kind == "sglang")
     source = await event_source(api, config)
@@ -116,7 +116,7 @@ async def _connect(
 
 
 async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> tuple[str, EngineModel]:
-    """Return version and model as soon as the engine answers. It may load for minutes."""
+    """Return version and model when the engine answers, which may take minutes."""
     reported = ""
     while True:
         try:
@@ -137,9 +137,9 @@ async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str],
 def make_bundle(
     config: WorkerConfig, model: EngineModel, defaults: SamplingDefaults | None = None
 ) -> tuple[TokenizerBundle, Path]:
-    """Build the tokenizer bundle from --tokenizer, by default from what the engine was started with.
+    """Build the tokenizer bundle from --tokenizer, by default from the engine's own source.
 
-    `defaults`: the engine's own sampling defaults, if it states them. Return the folder of its files, too.
+    `defaults`: the engine's own sampling defaults, if known. Also return the folder of its files.
     """
     source = config.tokenizer or model.source or model.name
     folder, revision = tokenizer_folder(source, config.revision)
@@ -159,18 +159,19 @@ def make_bundle(
 
 
 async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
-    """Raise ValueError if the engine turns a text into other ids than the bundle's tokenizer."""
+    """Raise ValueError if the engine's ids of a text differ from those of the bundle's tokenizer."""
     tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
     for text in PROBE_TEXTS:
         try:
-            theirs = await api.tokenize(text)
+            engine_ids = await api.tokenize(text)
         except EngineRefusedError as error:
             if error.status == 404:  # started without a tokenizer: nothing to compare
                 return
             raise ValueError(f"--engine-url: {error}") from error
-        ours = tokenizer.encode(text, add_special_tokens=False).ids
-        if theirs != ours:
-            first = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), "the end")
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if engine_ids != ids:
+            pairs = enumerate(zip(engine_ids, ids, strict=False))
+            first = next((at for at, (engine_id, own_id) in pairs if engine_id != own_id), "the end")
             raise ValueError(
                 f"--tokenizer: the engine's token ids differ from those of this tokenizer from position {first} of a"
                 f" probe text on; name the folder or Hugging Face id of the engine's own tokenizer"
@@ -178,7 +179,7 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
 
 
 async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | None:
-    """Return where the engine's cache events come from, or None for an engine without. Raises ValueError."""
+    """Return where the cache events come from, or None for an engine without events. Raises ValueError."""
     if config.events == "none":
         return None
     if config.events != "auto":
@@ -186,7 +187,7 @@ async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | No
     source = await api.event_source()
     if source is None:
         raise ValueError(
-            "--events auto: the engine does not say that it publishes cache events; start it with --kv-events-config"
+            "--events auto: the engine advertises no cache events; start it with --kv-events-config"
             " and name its endpoint here, or give --events none to serve without a prefix index"
         )
     return source

@@ -1,7 +1,7 @@
-"""`python -m worker.adapter.doctor`: can this engine be a worker? It takes a worker's options, and prints checks.
+"""`python -m worker.adapter.doctor`: checks whether an engine can be a worker. It takes a worker's options.
 
-One JSON object a line (`worker.common.checks.Check`). Two short prompts go to the engine, and a few more while no event
-comes. The last line is for `headstart doctor`, which has the gateway's templates:
+It prints one JSON object for each check (`worker.common.checks.Check`). It sends the engine two short prompts, and more
+until an event arrives. The last line is for `headstart doctor`, which has the gateway's templates:
 {"event": "template", "bundle": ..., "messages": ..., "ids": ...}
 """
 
@@ -12,7 +12,6 @@ import base64
 import json
 import math
 import random
-import re
 import secrets
 import sys
 import time
@@ -23,25 +22,23 @@ from cache.types import HASH_BYTES, BlockHash
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.connect import check_tokenizer, make_bundle, open_api
-from worker.adapter.facts import PROBE_TEXTS
+from worker.adapter.facts import PROBE_TEXTS, probe
 from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
 from worker.common.checks import Check, judge, print_check
 from worker.config import WorkerConfig, parse
-from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenizerBundle, pack
+from worker.wire import TokenizerBundle, pack
 
-OLDEST_VLLM: Final = (0, 10, 2)
-"""The first with `return_token_ids`."""
 PROBE_BLOCKS: Final = 4
 MIN_PROBE_TOKENS: Final = 64
 PROBE_TIMEOUT_S: Final = 60.0
 LISTEN_S: Final = 2.0
-"""Time for a probe's event to come. A publisher looks for a port that was closed a few times a second."""
+"""Time to wait for a probe's event. A publisher retries a closed port a few times a second."""
 MAX_PROBES: Final = 3
 POLL_S: Final = 0.02
 MAX_NAMES: Final = 1 << 16
 NOWHERE: Final = "tcp://127.0.0.1:0"
-"""A free port, which no engine knows: what is heard there comes from the replay alone."""
+"""A free port that no engine uses: only the replay delivers events there."""
 CONVERSATION: Final = (
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "Paris."},
@@ -51,24 +48,22 @@ EVENTS_OPTION: Final = (
     "--kv-events-config '" + '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:5557",'
     '"replay_endpoint":"tcp://127.0.0.1:5558"}' + "', with ports of its own for each engine"
 )
-_NUMBER: Final = re.compile(r"\d+")
 
 
 class Probe(NamedTuple):
-    """A prompt that no one has sent before, and what came back."""
+    """A prompt that is new to the engine, and the answer."""
 
     prompt_ids: list[int]
     root: BlockHash
-    token_ids: tuple[int, ...] = ()
     num_cached: int | None = None
 
 
 async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
-    """Yield the checks in the order in which an adapter starts, and end at one without which the rest says nothing."""
+    """Yield the checks in the order in which an adapter starts, and stop where the rest would mean nothing."""
     api = open_api(config)
     step = "engine"
     try:
-        yield (engine := await check_version(api))
+        yield Check("engine", "ok", f"{api.kind} {await api.version()}")
         step = "model"
         model = await api.model()
         load = await api.load()
@@ -85,8 +80,6 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
             yield Check("tokenizer", "ok", f"the engine and {config.tokenizer or model.source} give the same ids")
         except ValueError as error:
             yield Check("tokenizer", "fail", str(error), "give the engine's own tokenizer: --tokenizer FOLDER-OR-ID")
-        if engine.status == "fail":
-            return
         step = "tokens"
         num_tokens = min(max(PROBE_BLOCKS * load.block_size + 1, MIN_PROBE_TOKENS), model.max_model_len - 2)
 
@@ -94,112 +87,78 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
             return await _send(api, random.choices(ids, k=num_tokens))
 
         first = await send()
-        if not first.token_ids:
-            mend = f"install vLLM {_dotted(OLDEST_VLLM)} or newer: older ones ignore return_token_ids"
-            yield Check("tokens", "fail", "the engine's answer has no token ids", mend)
-            return
         yield (caching := await check_cache(api, load, first))
         yield await check_salt(api, first)
-        if caching.status != "fail":  # else no block is ever stored
+        if caching.status != "fail":  # without caching no block is ever stored
             async for check in check_events(api, config, send):
                 yield check
         if bundle is not None:
             await print_template(api, bundle)
     except (EngineLostError, EngineRefusedError, TimeoutError) as error:
-        yield Check(step, "fail", str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s", _advice(error))
+        yield Check(step, "fail", str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s", _advice(error, step))
     finally:
         await api.close()
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: Exception, step: str) -> str:
     if isinstance(error, EngineRefusedError) and error.status in (401, 403):
         return "give its API key: --engine-key-file FILE"
+    if isinstance(error, EngineRefusedError) and error.status == 404 and step == "engine":
+        return "start vLLM 0.32 or newer with --enable-scale-out, or correct --engine and --engine-url"
     if isinstance(error, EngineLostError) and error.gone:
         return "start the engine, or correct --engine-url"
-    return "the engine's log says more; correct --engine (vllm or sglang) and --engine-url"
+    return "see the engine's log, or correct --engine (vllm or sglang) and --engine-url"
 
 
-async def check_version(api: EngineApi) -> Check:
-    """Check that the version is one that the adapter knows, and how tokens go in and out."""
-    version = await api.version()
-    found = f"{api.kind} {version}"
-    if api.kind != "vllm":
-        return Check("engine", "ok", found)
-    numbers = tuple(map(int, _NUMBER.findall(version)[:3]))
-    is_old = bool(numbers) and (0,) < numbers < OLDEST_VLLM  # a build from source may say 0.1.dev1
-    has_token_api = "logprobs" not in api.unsupported
-    found += "" if has_token_api else ", without /inference/v1/generate: no log probabilities"
-    return judge(
-        "engine",
-        found,
-        (is_old and "dev" not in version, "fail", f"install vLLM {_dotted(OLDEST_VLLM)} or newer; 0.32 is tested"),
-        (not has_token_api, "warn", "start it with --enable-scale-out, on a vLLM that has this option"),
-    )
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def check_blocks(theirs: int, ours: int) -> Check:
-    """Check how much of a hit is lost to rounding, as prefixes are promised in whole blocks of ours."""
-    found = f"the engine's blocks have {theirs} tokens, the index counts in {ours}"
-    if theirs % ours and ours % theirs:
-        num_lost = ours - math.gcd(theirs, ours)
+def check_blocks(engine_size: int, size: int) -> Check:
+    """Check how much of a hit is lost to rounding: prefixes are promised in whole blocks of the index."""
+    found = f"the engine's blocks have {engine_size} tokens, the index counts in {size}"
+    if engine_size % size and size % engine_size:
+        num_lost = size - math.gcd(engine_size, size)
         found += f": up to {num_lost} tokens of what the engine holds are not promised"
-        fitting = max(size for size in range(1, min(theirs, 64) + 1) if theirs % size == 0)
+        fitting = max(size for size in range(1, min(engine_size, 64) + 1) if engine_size % size == 0)
         return Check("blocks", "warn", found, f"give --block-size {fitting} to every worker of the fleet")
-    found += f": hits are rounded down to {max(theirs, ours)}" if theirs != ours else ""
+    found += f": hits are rounded down to {max(engine_size, size)}" if engine_size != size else ""
     return Check("blocks", "ok", found)
 
 
 async def _send(api: EngineApi, prompt_ids: list[int], root: BlockHash | None = None) -> Probe:
-    """Generate one token behind a prompt."""
+    """Generate one token after a prompt."""
     root = root or BlockHash(secrets.token_bytes(HASH_BYTES))
-    request = GenerateRequest(
-        request_id="doctor",
-        gateway_id="doctor",
-        epoch="",
-        root=root,
-        prompt_ids=prompt_ids,
-        choices=(ChoiceState(index=0, seed=0),),
-        sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-    )
-    token_ids: tuple[int, ...] = ()
+    request = probe(prompt_ids, root, 1)
     num_cached: int | None = None
     async with asyncio.timeout(PROBE_TIMEOUT_S):
         async for chunk in api.generate(request, request.choices[0], f"doctor-{secrets.token_hex(4)}"):
-            token_ids += chunk.token_ids
             num_cached = num_cached if chunk.num_cached_tokens is None else chunk.num_cached_tokens
-    return Probe(prompt_ids, root, token_ids, num_cached)
+    return Probe(prompt_ids, root, num_cached)
 
 
 async def check_cache(api: EngineApi, load: EngineLoad, first: Probe) -> Check:
     """Send a prompt again: the engine must find it cached."""
     again = await _send(api, first.prompt_ids, first.root)
-    mend = "start it with --enable-prefix-caching" if api.kind == "vllm" else "start it without --disable-radix-cache"
+    fix = "start it with --enable-prefix-caching" if api.kind == "vllm" else "start it without --disable-radix-cache"
     if load.reuses_prefixes is False or again.num_cached == 0:
-        return Check("caching", "fail", "prefix caching is off: the same prompt is computed again", mend)
+        return Check("caching", "fail", "prefix caching is off: the same prompt is computed again", fix)
     if again.num_cached is None:
-        found = "the engine does not say how many tokens it found cached, so caching and salt are not checked"
+        found = "the engine does not report cached tokens, so caching and salt are not checked"
         return Check("caching", "warn", found, "start it with --enable-prompt-tokens-details: it corrects usage, too")
     return Check("caching", "ok", f"the same prompt again: {again.num_cached} of {len(first.prompt_ids)} tokens cached")
 
 
 async def check_salt(api: EngineApi, first: Probe) -> Check:
-    """Send a prompt with another salt: the engine must find nothing."""
+    """Send a prompt with another salt: the engine must not find it cached."""
     other = await _send(api, first.prompt_ids)
     if other.num_cached is None:
         return Check("salt", "warn", "not checked", "start it with --enable-prompt-tokens-details")
-    mend = "tenants see each other's cache: install a version whose " + (
+    fix = "tenants see each other's cache: install a version whose " + (
         "API has cache_salt, and leave out proxies that drop it" if api.kind == "vllm" else "/generate has extra_key"
     )
     found = f"the same prompt with another salt: {other.num_cached} tokens cached"
-    return judge("salt", found, (other.num_cached > 0, "fail", mend))
+    return judge("salt", found, (other.num_cached > 0, "fail", fix))
 
 
 class _Listener:
-    """Hears an engine's events, and knows the probes in them."""
+    """Listens to KV events and matches them to probes."""
 
     def __init__(self, config: WorkerConfig, endpoint: str, replay_endpoint: str | None, topic: str) -> None:
         """Raises ValueError for an endpoint that others can reach, OSError for a port that is taken."""
@@ -223,7 +182,7 @@ class _Listener:
             if isinstance(event, BlockStored) and event.parent_block_hash is None and event.token_ids:
                 self._beginnings.append(event.token_ids)
 
-    async def hears(self, probe: Probe) -> bool:
+    async def finds(self, probe: Probe) -> bool:
         """Wait for the event that stores the probe's first blocks."""
         deadline_s = time.monotonic() + LISTEN_S
         while time.monotonic() < deadline_s:
@@ -240,17 +199,17 @@ class _Listener:
 async def check_events(
     api: EngineApi, config: WorkerConfig, send: Callable[[], Awaitable[Probe]]
 ) -> AsyncIterator[Check]:
-    """Check where events come from, that a probe's event comes live, and that the replay has it too."""
-    said = await api.event_source()
+    """Check where events come from, that a probe's event arrives live, and that the replay has it."""
+    advertised = await api.event_source()
     if config.events == "none":
-        mend = "leave out --events none" if said else f"start the engine with {EVENTS_OPTION}"
-        yield Check("events", "warn", "--events none: no prefix is known, so requests go by load alone", mend)
+        fix = "leave out --events none" if advertised else f"start the engine with {EVENTS_OPTION}"
+        yield Check("events", "warn", "--events none: no prefix is known, so requests are routed only by load", fix)
         return
-    source = said
+    source = advertised
     if config.events != "auto":
         source = EventSource(config.events, config.events_replay, config.events_topic)
     if source is None:
-        found = "the engine does not say that it publishes cache events: no prefix would be known"
+        found = "the engine advertises no cache events: no prefix would be known"
         yield Check("events", "fail", found, f"start it with {EVENTS_OPTION}; or name its endpoint with --events")
         return
     try:
@@ -259,40 +218,40 @@ async def check_events(
         yield Check("events", "fail", str(error), f"start the engine with {EVENTS_OPTION}")
         return
     except OSError as error:
-        mend = "end the worker that follows this engine, and ask again; two engines need ports of their own"
-        yield Check("events", "warn", f"live events are not checked: {error}", mend)
+        fix = "end the worker that follows this engine, and ask again; two engines need ports of their own"
+        yield Check("events", "warn", f"live events are not checked: {error}", fix)
     else:
         try:
-            yield await check_live(listener, source, said, send)
+            yield await check_live(listener, source, advertised, send)
         finally:
             await listener.close()
     yield await check_replay(config, source, send)
 
 
 async def check_live(
-    listener: _Listener, source: EventSource, said: EventSource | None, send: Callable[[], Awaitable[Probe]]
+    listener: _Listener, source: EventSource, advertised: EventSource | None, send: Callable[[], Awaitable[Probe]]
 ) -> Check:
-    """Send probes until the event of one comes."""
+    """Send probes until the event of one arrives."""
     for _ in range(MAX_PROBES):
-        if await listener.hears(await send()):
+        if await listener.finds(await send()):
             break
     else:
-        found = f"no event has come from {source.endpoint} for {MAX_PROBES} prompts"
-        return Check("events", "fail", found, _advice_for_silence(source, said))
+        found = f"no event has arrived from {source.endpoint} for {MAX_PROBES} prompts"
+        return Check("events", "fail", found, _advice_for_silence(source, advertised))
     if listener.blocks.problem is not None:
-        mend = "such a model is served without a prefix index: --events none says so"
-        return Check("events", "fail", listener.blocks.problem, mend)
+        fix = "such a model is served without a prefix index: give --events none"
+        return Check("events", "fail", listener.blocks.problem, fix)
     if listener.blocks.num_opaque and not listener.blocks.visible_events():
-        mend = "the engine must put cache_salt into extra_keys of its events, as vLLM 0.32 does"
-        return Check("events", "fail", "events come, but without the salt of their request", mend)
+        fix = "the engine must put cache_salt into extra_keys of its events, as vLLM 0.32 does"
+        return Check("events", "fail", "events arrive, but without the salt of their request", fix)
     return Check("events", "ok", f"they come from {source.endpoint}")
 
 
-def _advice_for_silence(source: EventSource, said: EventSource | None) -> str:
-    if said is not None and source.endpoint != said.endpoint:
-        return f"the engine publishes to {said.endpoint}: leave out --events, or name that"
-    if said is not None and source.topic != said.topic:
-        return f"the engine's topic is {said.topic!r}: leave out --events, or give --events-topic"
+def _advice_for_silence(source: EventSource, advertised: EventSource | None) -> str:
+    if advertised is not None and source.endpoint != advertised.endpoint:
+        return f"the engine publishes to {advertised.endpoint}: leave out --events, or name that"
+    if advertised is not None and source.topic != advertised.topic:
+        return f"the engine's topic is {advertised.topic!r}: leave out --events, or give --events-topic"
     if engine_binds(source.endpoint):
         return "no engine publishes there: run the adapter where this endpoint is the engine's"
     return (
@@ -302,24 +261,24 @@ def _advice_for_silence(source: EventSource, said: EventSource | None) -> str:
 
 
 async def check_replay(config: WorkerConfig, source: EventSource, send: Callable[[], Awaitable[Probe]]) -> Check:
-    """Check that an event can be had later, too."""
-    mend = f"start the engine with a replay_endpoint: {EVENTS_OPTION}"
+    """Check that the replay has the event of a probe."""
+    fix = f"start the engine with a replay_endpoint: {EVENTS_OPTION}"
     if not source.replay_endpoint:
-        return Check("replay", "warn", "there is none: lost events, and a worker's restart, cost prefix hits", mend)
+        return Check("replay", "warn", "there is none: lost events, and a worker's restart, cost prefix hits", fix)
     try:
         listener = _Listener(config, NOWHERE, source.replay_endpoint, source.topic)
     except ValueError as error:
-        return Check("replay", "fail", str(error), mend)
+        return Check("replay", "fail", str(error), fix)
     try:
-        is_heard = await listener.hears(await send())
+        is_found = await listener.finds(await send())
     finally:
         await listener.close()
-    found = f"{source.replay_endpoint} has the events" if is_heard else f"no answer from {source.replay_endpoint}"
-    return judge("replay", found, (not is_heard, "fail", "the port must be this engine's, on this machine"))
+    found = f"{source.replay_endpoint} has the events" if is_found else f"no answer from {source.replay_endpoint}"
+    return judge("replay", found, (not is_found, "fail", "the port must be this engine's, on this machine"))
 
 
 async def print_template(api: EngineApi, bundle: TokenizerBundle) -> None:
-    """Print what the gateway's side needs to compare the chat templates. `ids` None: the engine cannot say."""
+    """Print what `headstart doctor` needs to compare the chat templates. `ids` None: the engine cannot render."""
     try:
         ids = await api.tokenize_chat(CONVERSATION)
     except EngineRefusedError:

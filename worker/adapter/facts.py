@@ -1,7 +1,7 @@
-"""Facts about an engine: read at the start, and again whenever it may have become another one.
+"""Facts about an engine: read at the start, and again whenever it may have been replaced.
 
-A fleet promises one model, tokenizer and number format for each worker. An engine that comes back as another one at
-the same address must not be taken for the old one.
+A fleet promises one model, tokenizer and number format for each worker. Another engine at the same address must not
+pass for the old one.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ PROBE_TEXTS: Final = (
 )
 _NUM_PROMPT_TOKENS: Final = 7
 _NUM_ANSWER_TOKENS: Final = 8
-"""With the prompt less than a block of any usual engine, so that nothing of it is cached."""
+"""Prompt and answer are shorter than a block of any usual engine, so nothing is cached."""
 _TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts that stay as long as the engine is the same."""
+    """Facts that are constant for an engine."""
 
     version: str
     model: EngineModel
-    """Without its LoRA adapters, which come and go."""
+    """Without its LoRA adapters, which may change."""
     number_format: str
-    """Dtype and quantisation; empty if the engine does not say."""
+    """Dtype and quantisation; empty if unknown."""
     block_size: int
     ranks: tuple[int, ...]
     event_source: EventSource | None
     tokens: str
-    """Digest of the engine's own ids of `PROBE_TEXTS`; empty for one without a tokenizer."""
+    """Digest of the engine's own ids of `PROBE_TEXTS`; empty if it has no tokenizer."""
     files: str
-    """Digest of the tokenizer's files here, and of the state of the weights where these give the revision."""
+    """Digest of the local tokenizer files, and of the weights if these determine the revision."""
     defaults: SamplingDefaults | None
-    """Sampling parameters that the engine fills in; None if it does not say."""
+    """Sampling parameters that the engine fills in; None if unknown."""
     answer: str
-    """Digest of a short greedy answer with its log probabilities, where the engine does not say its number format."""
+    """Digest of a short greedy answer with log probabilities, if the number format is unknown."""
 
     def changes(self, now: EngineFacts) -> list[str]:
-        """Return what differs, each as `name: old -> new`."""
+        """Return the differences, each as `name: old -> new`."""
         pairs = [(field.name, getattr(self, field.name), getattr(now, field.name)) for field in fields(self)]
         return [f"{name}: {old!s:.300} -> {new!s:.300}" for name, old, new in pairs if old != new]
 
@@ -62,7 +62,7 @@ class FactsReader:
     """Reads the facts of one engine."""
 
     def __init__(self, api: EngineApi, folder: Path, *, digests_weights: bool) -> None:
-        """`folder`: the tokenizer's files. `digests_weights`: the revision is a digest of the weights there."""
+        """`folder`: the tokenizer's files. `digests_weights`: the revision is a digest of the weights in it."""
         self._api = api
         self._folder = folder
         self._digests_weights = digests_weights
@@ -72,7 +72,7 @@ class FactsReader:
     ) -> tuple[EngineFacts, EngineLoad]:
         """Return the facts and the counts of one process. Raises EngineLostError, EngineRefusedError.
 
-        The answer is that of `known` for a process that started at `started_s`, or that nothing has made suspect.
+        The answer is copied from `known` for a process that is not suspect or started at `started_s`.
         """
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -81,9 +81,9 @@ class FactsReader:
                 facts = await self._read(before, known if is_same else None)
                 after = await self._api.load()
         except TimeoutError as error:
-            raise EngineLostError(f"the engine did not say within {_TIMEOUT_S:.0f} s what it is") from error
+            raise EngineLostError(f"the engine's facts could not be read within {_TIMEOUT_S:.0f} s") from error
         if (after.started_s, after.block_size) != (before.started_s, before.block_size):
-            raise EngineLostError("the engine started again while it was asked what it is")
+            raise EngineLostError("the engine restarted while its facts were read")
         return facts, after
 
     async def _read(self, load: EngineLoad, known: EngineFacts | None) -> EngineFacts:
@@ -119,15 +119,7 @@ class FactsReader:
     async def _answer(self, probes: list[list[int]]) -> str:
         """Return the digest of a greedy answer; empty if the engine cannot give one."""
         prompt_ids = (probes[0] if probes else list(range(3, 100)))[:_NUM_PROMPT_TOKENS]
-        request = GenerateRequest(
-            request_id="facts",
-            gateway_id="",
-            epoch="",
-            root=secrets.token_bytes(HASH_BYTES),
-            prompt_ids=prompt_ids,
-            choices=(ChoiceState(0, 0, ()),),
-            sampling=SamplingParams(max_tokens=_NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0),
-        )
+        request = probe(prompt_ids, secrets.token_bytes(HASH_BYTES), _NUM_ANSWER_TOKENS, logprobs=0)
         found: list[Any] = []
         chunks = self._api.generate(request, request.choices[0], f"facts-{secrets.token_hex(8)}")
         try:
@@ -152,18 +144,31 @@ class FactsReader:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """The facts that a worker has promised, and the counts of the process that they were read from last."""
+    """The facts that a worker has promised, and the counts of the process that they were last read from."""
 
     reader: FactsReader
     facts: EngineFacts
     counts: EngineLoad
 
     async def read(self, *, is_suspect: bool) -> tuple[EngineFacts, EngineLoad]:
-        """Read the facts again. Only a suspect gives an answer again, and only if it is not the same process.
+        """Read the facts again. Only a suspect that is another process must generate an answer.
 
         Raises EngineLostError, EngineRefusedError.
         """
         return await self.reader.read(self.facts, self.counts.started_s, is_suspect=is_suspect)
+
+
+def probe(prompt_ids: list[int], root: bytes, num_tokens: int, logprobs: int | None = None) -> GenerateRequest:
+    """Return a request for a greedy answer of exactly `num_tokens`."""
+    return GenerateRequest(
+        request_id="probe",
+        gateway_id="",
+        epoch="",
+        root=root,
+        prompt_ids=prompt_ids,
+        choices=(ChoiceState(index=0, seed=0),),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs),
+    )
 
 
 def _digest(value: object) -> str:

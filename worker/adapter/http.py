@@ -17,7 +17,7 @@ from worker.adapter.api import EngineLostError, EngineModel, EngineRefusedError
 CALL_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 5.0
 KEEPALIVE_S: Final = 3.0
-"""An engine closes idle connections (vLLM after 5 s): this side does it first, so no request meets the close."""
+"""Engines close idle connections (vLLM after 5 s). This side closes first, so no request meets a closed one."""
 MAX_ANSWER_BYTES: Final = 16 << 20
 _MAX_EVENT_BYTES: Final = 4 << 20
 _MAX_ERROR_BYTES: Final = 64 << 10
@@ -28,7 +28,7 @@ _JSON: Final = {"content-type": "application/json"}
 class EngineServer:
     """One engine's server, with the calls that vLLM and SGLang answer alike. Owned by the event loop.
 
-    Every call raises EngineLostError, and EngineRefusedError for a status but 200.
+    Every call raises EngineLostError, or EngineRefusedError for a status other than 200.
     """
 
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class EngineServer:
         timeout_s: float | None = CALL_TIMEOUT_S,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> tuple[int, bytes]:
-        """Return the status and the body of an answer; of an error, its beginning."""
+        """Return the status and the body of an answer; an error body may be truncated."""
         data, headers = (None, {}) if body is None else (msgspec.json.encode(body), _JSON)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
@@ -109,7 +109,7 @@ class EngineServer:
                 if response.status != 200:
                     raise EngineRefusedError(response.status, _message(await _body(response, _MAX_ERROR_BYTES)))
                 rest, is_done = b"", False
-                async for part in response.content.iter_any():  # to its very end, so that the connection is kept
+                async for part in response.content.iter_any():  # up to its end, so that the connection can be reused
                     *lines, rest = (rest + part).split(b"\n")
                     if len(rest) > _MAX_EVENT_BYTES:
                         raise _too_long(_MAX_EVENT_BYTES)
@@ -124,7 +124,7 @@ class EngineServer:
                     return
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._lost(error) from error
-        raise EngineLostError("the answer broke off")
+        raise EngineLostError("the answer ended early")
 
     async def model(self) -> EngineModel:
         """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
@@ -159,15 +159,15 @@ class EngineServer:
 
 @contextlib.contextmanager
 def understood(path: str) -> Iterator[None]:
-    """Raise EngineLostError for an answer of another form: something else may listen there."""
+    """Raise EngineLostError for an unexpected answer: another server may listen there."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise EngineLostError(f"{path} answers as no engine does: {type(error).__name__}: {error!s:.200}") from error
+        raise EngineLostError(f"{path} has an unexpected answer: {type(error).__name__}: {error!s:.200}") from error
 
 
 async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Read the whole body of an answer, or the beginning of an error. Raises EngineLostError for a longer answer."""
+    """Read the body of an answer, or the start of an error. Raises EngineLostError if an answer is too long."""
     parts, num_bytes = [], 0
     async for part in response.content.iter_any():
         num_bytes += len(part)
@@ -184,7 +184,7 @@ def _too_long(max_bytes: int) -> EngineLostError:
 
 
 def _message(body: bytes) -> str:
-    """Return the engine's own words from the body of an error."""
+    """Return the engine's message from the body of an error."""
     try:
         answer = json.loads(body)
         error = answer.get("error", answer)

@@ -5,8 +5,8 @@
     event: {"type": "BlockStored", "block_hashes": [...], ...}      vLLM since 2026
            ["BlockStored", [...], parent, token_ids, ...]           older vLLM, SGLang
 
-Fields with default values may be missing, and fields that no reader here knows are skipped. The types below stand for
-both layouts. Sources: vllm/distributed/kv_events.py, sglang/srt/disaggregation/kv_events.py.
+Fields with defaults may be missing, and unknown fields are skipped. The types below are for both layouts.
+Sources: vllm/distributed/kv_events.py, sglang/srt/disaggregation/kv_events.py.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from msgspec import DecodeError, Meta, Struct, ValidationError, field
 from msgspec.msgpack import Decoder
 
 EngineHash = int | bytes
-"""A block's name in its engine, and nothing more: an integer, or the raw bytes of a digest."""
+"""A block's opaque name in its engine: an integer, or the raw bytes of a digest."""
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
 GPU: Final = "GPU"
 
 
 class EventError(ValueError):
-    """The bytes are no batch of events that this reader understands."""
+    """The bytes are not a batch of events."""
 
 
 class BlockStored(Struct, frozen=True, tag=True):
-    """A run of full blocks became findable behind `parent_block_hash`. A reused block is stored once a copy."""
+    """A run of full blocks became findable after `parent_block_hash`. Each copy of a block is stored."""
 
     block_hashes: tuple[EngineHash, ...]
     parent_block_hash: EngineHash | None = None
     token_ids: tuple[_TokenId, ...] = ()
-    """`block_size` for each block, in order."""
+    """`block_size` tokens of each block, in order."""
     block_size: Annotated[int, Meta(ge=1)] = 1
     lora_id: int | None = None
     medium: str | None = None
-    """Where the blocks lie; None means the GPU."""
+    """Where the blocks are stored; None means the GPU."""
     lora_name: str | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    """The rest that went into each block's hash: LoRA name, images, salt of the first block, prompt embeddings."""
+    """Further inputs of each block's hash: LoRA name, images, salt of the first block, prompt embeddings."""
     group_idx: int | None = None
     """The KV group, for models whose layers differ in their attention."""
     kv_cache_spec_kind: str | None = None
@@ -53,7 +53,7 @@ class BlockRemoved(Struct, frozen=True, tag=True):
     medium: str | None = None
     group_idx: int | None = None
     remaining_copy_counts: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
-    """The copies of each block that are left; None from versions that do not say."""
+    """The remaining copies of each block; None if the version does not report them."""
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class _StoredArray(BlockStored, frozen=True, tag="BlockStored", array_like=True)
 
 
 class _RemovedArray(Struct, frozen=True, tag="BlockRemoved", array_like=True):
-    """Not a BlockRemoved: what follows in the array differs between versions."""
+    """Not a BlockRemoved: the rest of the array differs between versions."""
 
     block_hashes: tuple[EngineHash, ...]
     medium: str | None = None
@@ -113,7 +113,7 @@ _DECODERS: Final = (Decoder(EventBatch), Decoder(_ArrayEventBatch), Decoder(_Map
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Decode a batch in any layout. Raises EventError, whatever the bytes."""
+    """Decode a batch in any layout. Raises only EventError."""
     mismatches = []
     try:
         for decoder in _DECODERS:

@@ -1,8 +1,8 @@
 """The load of an engine as one `WorkerLoad`: the adapter's own account of its requests, and the engine's counts.
 
-An engine does not tell who waits for what. So the adapter keeps the requests without a first token in the order in
-which it sent them: the engine prefills first come, first served. The prefill rate is measured from one first token to
-the next while requests wait.
+An engine does not report its queue. So the adapter keeps the requests without a first token in the order in which it
+sent them: the engine prefills first come, first served. The prefill rate is measured between two first tokens while
+requests wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from worker.contracts.engine import RequestKey
 from worker.contracts.rates import PrefillRate, StartInterval
 
 MIN_MEASURED_TOKENS: Final = 32
-"""Prefills of fewer tokens measure the overhead of a request."""
+"""Shorter prefills would measure the overhead of a request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +29,10 @@ class Prefill:
     key: RequestKey
     gateway_id: GatewayId
     num_tokens: int
-    """Tokens to compute: the prompt without what the engine holds."""
+    """Tokens to compute: the prompt without its cached prefix."""
     sent_s: float
     started_s: float | None = None
-    """When its prefill began, as far as the adapter can tell."""
+    """When its prefill began, by the adapter's estimate."""
 
 
 class LoadAccount:
@@ -48,11 +48,11 @@ class LoadAccount:
         self._last_first_token_s = 0.0
 
     def begin_epoch(self) -> None:
-        """Count the assigned seconds from 0 again."""
+        """Reset the assigned seconds."""
         self._assigned_s = 0.0
 
     def seed_rate(self, engine: EngineLoad) -> None:
-        """Begin with the engine's own totals, before the first measurement."""
+        """Start with the rate of the engine's own totals, until one is measured."""
         if self.rate.tokens_per_s == 0.0 and engine.prefill_s > 0.0:
             self.rate = PrefillRate(int(engine.prefill_tokens), engine.prefill_s)
 
@@ -64,7 +64,7 @@ class LoadAccount:
         return prefill
 
     def started(self) -> Prefill | None:
-        """Start the first prefill in line and return it; None if it has begun before, or none waits."""
+        """Start the first prefill in line and return it; None if it was started before, or none waits."""
         first = next(iter(self._prefills), None)
         if first is None or first.started_s is not None:
             return None
@@ -89,7 +89,7 @@ class LoadAccount:
         self._prefills.pop(prefill, None)
 
     def current(self, engine: EngineLoad | None, block_size: int, draining: bool, is_slow: bool = False) -> WorkerLoad:
-        """Return the load. `engine`: its own counts as last read; `block_size`: of this worker's blocks."""
+        """Return the load. `engine`: its counts as last read; `block_size`: this worker's."""
         queued: dict[GatewayId, float] = defaultdict(float)
         for prefill in self._prefills:
             queued[prefill.gateway_id] += self.rate.seconds(prefill.num_tokens)

@@ -1,4 +1,4 @@
-"""`python -m worker.adapter.ranks`: waits for an engine and says which data-parallel ranks it has.
+"""`python -m worker.adapter.ranks`: waits for an engine and prints its data-parallel ranks.
 
 `headstart serve` starts a worker for each. It takes a worker's options and prints one line:
 {"event": "engine", "ranks": [0, 1], "publishes": true}
@@ -17,7 +17,7 @@ from worker.config import WorkerConfig, parse
 
 
 async def ask(config: WorkerConfig) -> dict[str, object]:
-    """Return the ranks that the engine names, and whether it says where it publishes cache events."""
+    """Return the ranks of the engine, and whether it advertises cache events."""
     api = open_api(config)
     try:
         await wait_for(api, config, lambda line: print(line, file=sys.stderr, flush=True))
@@ -27,7 +27,7 @@ async def ask(config: WorkerConfig) -> dict[str, object]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 2 for options that cannot work, and 1 for an engine that breaks off."""
+    """Return 2 for bad options, and 1 for an engine that fails."""
     try:
         answer = asyncio.run(ask(parse(argv)))
     except (ValueError, EngineLostError, EngineRefusedError) as error:

@@ -1,7 +1,7 @@
 """SGLang's native HTTP API: `/generate` with `input_ids`, one rank of the server.
 
-Its cache events carry no salt: a chain of blocks is published only where it matches one request of this adapter
-(see `worker.adapter.blocks`).
+Its cache events carry no salt. So a chain of blocks is published only if it matches the requests of one tenant
+(`worker.adapter.claims`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SglangApi(EngineServer):
     unsupported: tuple[str, ...] = UNSUPPORTED
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`rank`: the data-parallel rank, where the engine has several."""
+        """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls, {})
         self._rank = rank
         self._decode = msgspec.json.Decoder(_Event).decode
@@ -221,7 +221,7 @@ def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
 
 
 def _chunk(event: _Event, num_seen: int, num_top: int | None) -> tuple[Chunk, int]:
-    """Return what is new in an event, and the tokens seen with it. Some versions repeat the tokens before."""
+    """Return the new part of an event, and the number of tokens so far. Some versions repeat earlier tokens."""
     meta = event.meta_info
     token_ids = event.output_ids
     if len(token_ids) == meta.completion_tokens:
@@ -242,12 +242,12 @@ def _chunk(event: _Event, num_seen: int, num_top: int | None) -> tuple[Chunk, in
 
 
 def _start_of(info: dict[str, Any]) -> float:
-    """Return a number for this start of the server: it draws a seed unless it is given one, and says no time."""
-    said = {name: info[name] for name in sorted(_OF_A_START) if name in info}
-    return float(zlib.crc32(json.dumps(said).encode())) if said else 0.0
+    """Return a number for this start of the server. It reports no time, but draws a seed unless one is set."""
+    fields = {name: info[name] for name in sorted(_OF_A_START) if name in info}
+    return float(zlib.crc32(json.dumps(fields).encode())) if fields else 0.0
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a data-parallel rank: its port is counted from rank 0's."""
+    """Return the endpoint of a data-parallel rank: rank 0's port plus the rank."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}" if rank and port.isdigit() else endpoint

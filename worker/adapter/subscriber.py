@@ -1,11 +1,10 @@
-"""Follows an engine's cache events over ZMQ: batches in order, lost ones fetched again, restarts seen.
+"""Follows an engine's cache events over ZMQ: delivers batches in order, fetches lost ones, detects restarts.
 
     engine's PUB    --(topic, number, payload)-->  SUB       live
     engine's ROUTER <--(b"", first number)-------  DEALER    replay: what the engine still has, then number -1
 
-Batches are numbered from 0. Every replay begins with the last batch that came, so it shows more than lost batches: an
-engine that has another one under that number, or none, has restarted. An idle engine is asked too, so that a last batch
-which was lost is known soon.
+Batches are numbered from 0. Every replay begins with the last batch received. An engine that has another batch under
+that number, or none, has restarted. An idle engine is asked, too, so a lost last batch is soon noticed.
 Source: vllm/distributed/kv_events.py (SGLang has the same socket code).
 """
 
@@ -28,19 +27,19 @@ _NUMBER_BYTES: Final = 8
 _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _MAX_MESSAGE_BYTES: Final = 256 * 2**20
 _MAX_QUEUED: Final = 100_000
-"""Batches that wait here, as many as the engine keeps. Beyond them batches are lost, and fetched again."""
+"""Batches that wait here, as many as the engine keeps. Further batches are lost and fetched again."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
 def engine_binds(endpoint: str) -> bool:
-    """Say whether an engine that is given this endpoint binds it. It connects to any other: then the reader binds."""
+    """Return whether an engine binds this endpoint. It connects to any other endpoint, which the reader binds."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def check_endpoint(endpoint: str, *, exposed: bool) -> None:
-    """Refuse an endpoint that others than this machine, or than this user's processes, can reach. Raises ValueError.
+    """Raise ValueError for an endpoint that another machine or another user can reach, unless `exposed`.
 
-    Events carry every prompt's tokens and the salts in the clear.
+    Events carry the tokens and salts of every prompt in plain text.
     """
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc":
@@ -53,7 +52,7 @@ def check_endpoint(endpoint: str, *, exposed: bool) -> None:
         raise ValueError(f"{endpoint}: expected tcp://HOST:PORT or ipc://PATH")
     elif not exposed and parts.hostname not in _LOOPBACK:
         raise ValueError(
-            f"{endpoint}: events carry prompts and salts in the clear: use 127.0.0.1, or --events-exposed if only "
+            f"{endpoint}: events carry prompts and salts in plain text: use 127.0.0.1, or --events-exposed if only "
             "the engine can reach that port"
         )
 
@@ -76,9 +75,9 @@ class EventSubscriber:
         replay_timeout_s: float = 1.0,
         silent_s: float = 5.0,
     ) -> None:
-        """`endpoint` and `topic` are as the engine has them; this side connects where the engine binds, else binds.
+        """`endpoint` and `topic` are the engine's; this side connects if the engine binds, and binds otherwise.
 
-        `on_gap`: batches are lost for good, before the next `on_batch`. `on_restart`: the engine has begun again with
+        `on_gap`: batches before the next `on_batch` are lost permanently. `on_restart`: the engine has restarted with
         an empty cache. `count(event)` feeds the metrics: batch, duplicate, bad, gap, restart, replay, unanswered.
         `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless `exposed`.
         """
@@ -86,8 +85,6 @@ class EventSubscriber:
             if each:
                 check_endpoint(each, exposed=exposed)
         self.num_batches = 0
-        self.last_batch_s: float | None = None
-        """When the last batch came, on the monotonic clock."""
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint or None
         self._topic = topic.encode()
@@ -101,10 +98,10 @@ class EventSubscriber:
         self._next = 0
         """The number of the next batch."""
         self._next_live = 0
-        """The least number that the live socket can bring, unless the engine restarts."""
+        """The lowest number that the live socket can deliver, unless the engine restarts."""
         self._last_ts = 0.0
         self._last_payload: bytes | None = None
-        """The batch before `_next`, None if none came since the last start of the engine."""
+        """The batch before `_next`; None if the engine has sent none since its start."""
         self._heard_s = time.monotonic()
         self._context: zmq.asyncio.Context | None = None
         self._live: zmq.Socket[bytes] | None = None
@@ -114,15 +111,15 @@ class EventSubscriber:
 
     @property
     def is_silent(self) -> bool:
-        """Neither a batch nor an answer to a replay came for a while: the engine is away, or publishes elsewhere."""
+        """No batch and no replay has arrived for `silent_s`: the engine is away, or publishes elsewhere."""
         return time.monotonic() - self._heard_s >= self._silent_s
 
     def open(self) -> None:
-        """Bind or connect the live socket, if it is not open. Raises OSError, for a port that is taken."""
+        """Bind or connect the live socket, if it is not open. Raises OSError for a port that is taken."""
         if self._live is not None:
             return
         self._context = zmq.asyncio.Context()
-        # Not an asyncio socket: its two futures for each message cost more than to read it.
+        # Not an asyncio socket: its two futures for each message cost more than reading it.
         live = self._live = zmq.Socket(self._context, zmq.SUB)
         live.setsockopt(zmq.IPV6, 1)
         live.setsockopt(zmq.LINGER, 0)
@@ -152,7 +149,7 @@ class EventSubscriber:
             self._close_sockets()
 
     def close(self) -> None:
-        """End `run`, and close what `open` has opened before it."""
+        """End `run`, or close the sockets if it was never called."""
         self._is_closed = True
         if self._following is not None:
             self._following.cancel()
@@ -171,12 +168,12 @@ class EventSubscriber:
         while not self._is_closed:
             if (frames := self._received()) is not None:
                 await self._take_live(frames)
-                await asyncio.sleep(0)  # many may wait: streams come between them
+                await asyncio.sleep(0)  # yield between batches
             elif not await self._has_arrived():
                 await self._fetch()
 
     def _received(self) -> list[bytes] | None:
-        """Return the next message of the live socket, or None if there is none yet."""
+        """Return the next message of the live socket, or None."""
         assert self._live is not None
         try:
             return self._live.recv_multipart(zmq.NOBLOCK)
@@ -184,7 +181,7 @@ class EventSubscriber:
             return None
 
     async def _has_arrived(self) -> bool:
-        """Wait for a message at the drained live socket; False: none came for `idle_s`."""
+        """Wait for a message at the drained live socket. False: none arrived for `idle_s`."""
         assert self._live is not None
         loop, descriptor = asyncio.get_running_loop(), self._live.fileno()
         arrived: asyncio.Future[bool] = loop.create_future()
@@ -202,16 +199,16 @@ class EventSubscriber:
             loop.remove_reader(descriptor)
 
     async def _take_live(self, frames: list[bytes]) -> None:
-        """Deliver a live batch, after those before it that did not come."""
+        """Deliver a live batch, after the missing batches before it."""
         if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
             self._count("bad")
             return
         topic, number_bytes, payload = frames
         if topic != self._topic:
-            return  # another topic that begins with ours
+            return  # another topic with the same prefix
         number = int.from_bytes(number_bytes, "big")
         if number < self._next:
-            # One socket never brings a number twice. So this came by a replay before, or the engine has restarted.
+            # A socket never delivers a number twice: this batch came by a replay, or the engine has restarted.
             if number >= self._next_live and not self._is_newer(payload):
                 self._next_live = number + 1
                 self._count("duplicate")
@@ -230,7 +227,7 @@ class EventSubscriber:
             return False
 
     def resync(self) -> None:
-        """Ask again for all that the engine still has: what came before has been forgotten here."""
+        """Ask again for everything that the engine still has, because the batches so far were forgotten here."""
         self._next = self._next_live = 0
         self._last_ts = 0.0
         self._last_payload = None
@@ -241,12 +238,12 @@ class EventSubscriber:
         self._on_restart()
 
     def _deliver(self, number: int, payload: bytes) -> None:
-        """Hand on a batch that is not older than `_next`."""
+        """Deliver a batch that is not older than `_next`."""
         if number > self._next:
             self._gap()
         self._next = number + 1
         self._last_payload = payload
-        self._heard_s = self.last_batch_s = time.monotonic()
+        self._heard_s = time.monotonic()
         try:
             batch = decode_batch(payload)
         except EventError:
@@ -263,7 +260,7 @@ class EventSubscriber:
         self._on_gap()
 
     async def _fetch(self) -> None:
-        """Deliver what the engine has published since the last batch, as far as it answers. Notice a restart."""
+        """Deliver the batches that the engine still has after the last one. Detect a restart."""
         if self._replay_endpoint is None:
             return
         self._count("replay")
@@ -296,17 +293,17 @@ class EventSubscriber:
             expected = None
             if is_end:
                 return
-            if number > self._next > next_before:  # a long answer has lost a part: vLLM drops what is read late
+            if number > self._next > next_before:  # a long answer has a gap: vLLM drops what is read late
                 self._close_replay()
                 return await self._fetch()
             if number >= self._next:
                 self._deliver(number, payload)
-        # Not an error: the engine may be busy, or away. A late answer must not count for the next question.
+        # Not an error: the engine may be busy or away. A late answer must not count for the next request.
         self._count("unanswered")
         self._close_replay()
 
     def _close_replay(self) -> None:
-        """Drop what is left of an answer."""
+        """Drop the rest of an answer."""
         if self._replay is not None:
             self._replay.close(linger=0)
             self._replay = None

@@ -25,13 +25,13 @@ from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, Sampling
 
 TOKEN_API: Final = "/inference/v1/generate"
 UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:grammar", "resume:penalties")
-"""Bad words are texts there, and the grammar's dialect is the engine's. A grammar or penalty is lost on resume."""
+"""vLLM takes bad words as texts, and grammars in its own dialect. A resume loses grammars and penalties."""
 MAX_LOGPROBS: Final = 20
-"""--max-logprobs of vLLM, unless the operator has raised it."""
+"""The default of vLLM's --max-logprobs."""
 _LOGPROB_BYTES: Final = 256
-"""The most that one log probability takes in JSON, apart from long texts of tokens."""
+"""Maximum size of a log probability in JSON, except for long token texts."""
 _SLOW_TIMEOUT_S: Final = 30.0
-"""For calls that wait for the engine's core, or collect much."""
+"""For calls that wait for the engine's core or collect much data."""
 _SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
 _WANTED: Final = (
@@ -83,7 +83,7 @@ class VllmApi(EngineServer):
     unsupported: tuple[str, ...] = UNSUPPORTED
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`rank`: the data-parallel rank, where the engine has several."""
+        """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
         self._decode = msgspec.json.Decoder(_Event).decode
@@ -103,7 +103,7 @@ class VllmApi(EngineServer):
         try:
             config = json.loads(body)["vllm_config"]["model_config"]
             return f"{config['dtype'].removeprefix('torch.')}/{config['quantization'] or 'dense'}"
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a version that says it otherwise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a version with another layout
             return ""
 
     async def load(self) -> EngineLoad:
@@ -116,7 +116,7 @@ class VllmApi(EngineServer):
             return [int(token_id) for token_id in answer["tokens"]]
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
-        """Ask what a request without parameters becomes. Only a chat has the model's own limit of an answer."""
+        """Render a request without parameters. Only a chat has the model's own limit of an answer."""
         ask = {"prompt": [0], "max_tokens": 1}
         chat = {"messages": [{"role": "user", "content": "Hi"}]}
         try:
@@ -146,7 +146,7 @@ class VllmApi(EngineServer):
             return EventSource(source["endpoint"], source.get("replay_endpoint"), source.get("topic") or "")
 
     async def _event_sources(self) -> dict[str, Any]:
-        """Return what each rank says of its events; nothing from a version without this call."""
+        """Return each rank's source of events; empty for a version without this call."""
         try:
             return await self.json("GET", "/kv_event_sources") or {}
         except EngineRefusedError:
@@ -168,7 +168,7 @@ class VllmApi(EngineServer):
         num_logprobs = request.sampling.logprobs
         async for data in self.events(TOKEN_API, token_body(request, choice, request_id)):
             event = self._decode(data)
-            if event.error is not None:  # a refusal too comes as an event, with status 200
+            if event.error is not None:  # a refusal is an event, too, with status 200
                 raise stream_error(event.error)
             for answer in event.choices:
                 yield _chunk(answer, num_logprobs)
@@ -258,7 +258,7 @@ def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
 
 
 def _asked_logprobs(num_top: int) -> int:
-    """Ask for one more than is wanted: the sampled token takes a place of the list, even outside of the best."""
+    """Ask for one more than needed: the sampled token takes a place in the list, even if it is not among the best."""
     return min(num_top + 1, max(num_top, MAX_LOGPROBS)) if num_top else 0
 
 
@@ -271,7 +271,7 @@ def _chunk(answer: _Choice, num_logprobs: int | None) -> Chunk:
     if answer.finish_reason == "stop":
         stop_token_id = answer.stop_reason if isinstance(answer.stop_reason, int) else None
         if stop_token_id is None and token_ids:
-            stop_token_id = token_ids[-1]  # EOS, which it does not name
+            stop_token_id = token_ids[-1]  # EOS, which vLLM does not report
     return Chunk(token_ids, logprobs, answer.finish_reason, stop_token_id)
 
 

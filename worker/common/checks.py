@@ -1,30 +1,43 @@
-"""A line of `headstart doctor`: what one check has found."""
+"""A line of `headstart doctor`: the result of one check. Imports only the standard library."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-import msgspec
+import json
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
 
 Status = Literal["ok", "warn", "fail"]
+_INDENT: Final = 16
 
 
-class Check(msgspec.Struct, frozen=True):
-    """One line of the answer. `warn`: works, but could be better. `fail`: does not work as asked."""
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of a check. `warn`: works, but could be better. `fail`: does not work as configured."""
 
     name: str
     status: Status
     found: str
-    mend: str = ""
-    """The advice; empty when all is well."""
+    fix: str = ""
+    """The advice; empty if all is well."""
+
+    def __str__(self) -> str:
+        line = f"{self.status:4}  {self.name:10}  {self.found}"
+        return f"{line}\n{'':{_INDENT}}  -> {self.fix}" if self.fix else line
 
 
 def judge(name: str, found: str, *problems: tuple[bool, Status, str]) -> Check:
-    """Return a check with the status and advice of the first problem that is there, or one that is ok."""
-    status, mend = next(((status, mend) for there, status, mend in problems if there), ("ok", ""))
-    return Check(name, status, found, mend)
+    """Return a check with the status and advice of the first problem that holds, or one that is ok."""
+    status, fix = next(((status, fix) for holds, status, fix in problems if holds), ("ok", ""))
+    return Check(name, status, found, fix)
+
+
+def judge_gpu(found: str, free_bytes: int, total_bytes: int, *problems: tuple[bool, Status, str]) -> Check:
+    """Return the check of a GPU, with its memory."""
+    found += f", {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
+    is_taken = free_bytes < total_bytes / 2
+    return judge("gpu", found, *problems, (is_taken, "warn", "another process holds most of it: `nvidia-smi` names it"))
 
 
 def print_check(check: Check) -> None:
-    """Print a check for the process that asked: one JSON object a line."""
-    print(msgspec.json.encode(check).decode(), flush=True)
+    """Print a check for the parent process, as one line of JSON."""
+    print(json.dumps(asdict(check)), flush=True)

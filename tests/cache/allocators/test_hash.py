@@ -120,7 +120,8 @@ def test_a_prefix_may_be_held_in_part_and_free_in_part() -> None:
     allocator.check_integrity()
 
 
-def test_stored_comes_with_the_first_copy_and_removed_with_the_last() -> None:
+def test_events_of_copies() -> None:
+    """Stored comes with the first copy, Removed with the last."""
     allocator = HashAllocator(6, 4)
     chain = hash_chain(ROOT, range(4), 4)
     first, second = allocate(allocator, range(5)), allocate(allocator, range(5))

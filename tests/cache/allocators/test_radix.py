@@ -208,7 +208,8 @@ def test_statistics() -> None:
     assert later.next_victim_age - stats.next_victim_age == allocator.trie.time - before > 0
 
 
-def test_a_later_sequence_takes_over_the_first_blocks_and_frees_its_own() -> None:
+def test_a_later_sequence_takes_over_the_first_blocks() -> None:
+    """It frees its own duplicates."""
     allocator = RadixAllocator(14, 1)
     tokens = [0, 1, 2, 3]
     first, second = allocate(allocator, 5, tokens), allocate(allocator, 5, tokens)
@@ -224,7 +225,8 @@ def test_a_later_sequence_takes_over_the_first_blocks_and_frees_its_own() -> Non
     allocator.check_integrity()
 
 
-def test_a_sequence_that_reads_nothing_takes_over_what_it_computes_again() -> None:
+def test_a_sequence_without_reuse_takes_over_blocks() -> None:
+    """It computes the cached tokens again, then shares the cached blocks."""
     allocator = RadixAllocator(14, 1)
     tokens = [0, 1, 2, 3]
     finish(allocate(allocator, 4, tokens), tokens)

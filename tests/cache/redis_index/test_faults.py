@@ -123,7 +123,7 @@ class Scene:
         return found is not None and [item.matched_blocks for item in found] == [10]
 
     async def costs_little(self) -> bool:
-        """Return whether an open breaker lets most of 51 lookups skip Redis."""
+        """Return whether an open breaker makes most of 51 lookups skip Redis."""
         self.events.clear()
         for _ in range(51):
             await self.index.lookup(self.hashes)
@@ -179,7 +179,7 @@ async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, den
         assert await writer.publish([index_entry(hashes[3])], [], WorkerLoad(), 4)
         assert await writer.publish([], [index_entry(hashes[3])], WorkerLoad(), 3)
         await until(seen)
-        assert await writer.prune() == 0
-        assert await writer.remove_oversized() == 2
+        assert await writer.upkeep.prune() == 0
+        assert await writer.upkeep.remove_oversized() == 2
         await writer.retire()
         assert own_redis.command("HLEN", "{headstart:0}:members") == b":0\r\n"

@@ -203,7 +203,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=st.sampled_from(WORKERS))
     def lapse(self, worker_id: WorkerId) -> None:
-        """End a lease by Redis' clock: publish one that is over, and no more."""
+        """End a lease by Redis' clock: publish an expired one, then stop."""
 
         async def publish_and_stop() -> None:
             worker = self.workers[worker_id]

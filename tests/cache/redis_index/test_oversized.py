@@ -111,7 +111,7 @@ async def watched(use: Use) -> AsyncIterator[None]:
 
 
 async def stands(server: RedisServer, place: str, num_bytes: int, most_bytes: int) -> None:
-    """Let a foreign value stand for three readings of the registry; then remove it."""
+    """Keep a foreign value for three reads of the registry; then remove it."""
     hashes = chain(10)
     settings = {"lease_s": LASTING.lease_s, "cluster_secret": SECRET}
     writers = [IndexWriter(server.url, member(f"w{n}"), type(LASTING)(**settings)) for n in range(2)]  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ async def stands(server: RedisServer, place: str, num_bytes: int, most_bytes: in
                     await writer.rewrite([entry[:8] for entry in hashes], WorkerLoad())
                 else:
                     await writer.publish([], [], WorkerLoad(), 10)
-                await writer.remove_oversized()
+                await writer.upkeep.remove_oversized()
             with redis.Redis(unix_socket_path=str(server.socket)) as store:
                 names = [store.hlen(key) == 2 for key in (KEYS.members, KEYS.states)]
                 sizes = [store.hstrlen(key, f"w{n}") < 9000 for key in (KEYS.members, KEYS.states) for n in range(2)]
@@ -161,7 +161,7 @@ async def test_a_value_of_512_mb_is_not_read(server: RedisServer, place: str) ->
 
 
 async def test_a_dropped_connection_frees_what_it_has_read(server: RedisServer) -> None:
-    """Reference counts alone free it, reply after reply."""
+    """Reference counts free it after each reply, without the garbage collector."""
     index = RedisIndex(server.url, SETTINGS)
     await asyncio.to_thread(put, server, "version", 100 * MIB)
     async with linked(index):

@@ -164,7 +164,8 @@ def test_older_epoch_does_not_replace_a_newer_one() -> None:
     assert fleet.events["stale"] == 1
 
 
-def test_worker_that_left_the_registry_is_no_candidate_despite_its_lease() -> None:
+def test_a_worker_that_left_is_no_candidate() -> None:
+    """Its lease has not ended."""
     fleet = Signed()
     fleet.refresh(None)
     assert fleet.seen() == []

@@ -150,9 +150,8 @@ async def test_a_tier_costs_one_call_where_neighbours_agree(
 
 
 @pytest.mark.parametrize("foreign", [("SET", "x"), ("RPUSH", "x", "y"), ("HSET", "x", "y")])
-async def test_a_key_of_another_type_costs_its_tier_alone_and_is_repaired(
-    redis_server: RedisServer, foreign: tuple[str, ...]
-) -> None:
+async def test_a_key_of_another_type_only_costs_its_tier(redis_server: RedisServer, foreign: tuple[str, ...]) -> None:
+    """The next rewrite repairs it."""
     hashes = chain(10)
     writer = IndexWriter(redis_server.url, tiered(tiers=("host", "disk")), LASTING)
     index = RedisIndex(redis_server.url, EAGER)

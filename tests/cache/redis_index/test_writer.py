@@ -143,7 +143,7 @@ async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer
         async def one_by_one(*commands: Sequence[Argument], timeout_s: float) -> list[Reply]:
             replies: list[Reply] = []
             part: list[Sequence[Argument]] = []
-            for command in commands:  # a MULTI is sent whole: EXEC alone makes it count
+            for command in commands:  # a MULTI is sent whole, and counts with its EXEC
                 part.append(command)
                 if part[0] != ("MULTI",) or command == ("EXEC",):
                     replies += await real(*part, timeout_s=timeout_s)
@@ -265,10 +265,10 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
         assert await alive.rewrite([], WorkerLoad())
         await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
         await asyncio.sleep(0.05)
-        assert await patient.prune() == 0, "seconds are no milliseconds"
+        assert await patient.upkeep.prune() == 0, "seconds are no milliseconds"
 
         async def pruned() -> bool:
-            return await alive.prune() == 1
+            return await alive.upkeep.prune() == 1
 
         await until(pruned)
         await until(lambda: {m.worker_id for m in index.members()} == {"alive"})

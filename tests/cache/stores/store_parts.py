@@ -1,4 +1,4 @@
-"""Chains and payloads for tests of stores: a payload follows from its link, so any reader can tell an exact block."""
+"""Chains and payloads for tests of stores: a payload follows from its link, so any reader can verify a block."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(("add", "add", "add", "touch", "evict
 
 @given(STEPS)
 def test_any_history_is_that_of_a_plain_list(steps: list[tuple[str, int]]) -> None:
-    """Compare with a list in order of use, which is searched for the first leaf."""
+    """Compare with a list sorted by last use, which is searched for the first leaf."""
     lru = ChainLRU()
     used: list[ChainLink] = []
     records: dict[BlockHash, int] = {}

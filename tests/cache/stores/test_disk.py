@@ -146,7 +146,7 @@ def test_a_directory_that_others_may_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_refused: bool
 ) -> None:
     tmp_path.chmod(mode)
-    open_disk(tmp_path).close()  # our own
+    open_disk(tmp_path).close()  # owned by this user
     status = tmp_path.stat
     monkeypatch.setattr(os, "geteuid", lambda: status().st_uid + 1)
     if is_refused:
@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_made_pauses_writing(
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Let the kernel refuse files of more than 3.5 records: it writes a part of the fourth."""
+    """Limit files to 3.5 records: the kernel writes a part of the fourth."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (RECORD.record_bytes * 7 // 2, hard))
     yield
@@ -300,7 +300,7 @@ def test_a_part_of_a_record_is_none(tmp_path: Path, clock: list[float]) -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_a_block_that_cannot_be_read_is_dropped_with_all_after_it(
+def test_an_unreadable_block_is_dropped_with_all_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     store = open_disk(tmp_path, 6)

@@ -1,4 +1,4 @@
-"""Damaged, foreign and torn records: whatever lies in the folder, a read gives the exact block or a miss."""
+"""Damaged, foreign and torn records: with any files in the folder, a read gives the exact block or a miss."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def zero_headers(source: random.Random, files: Segments) -> None:
 
 
 def write_foreign_records(source: random.Random, files: Segments) -> None:
-    """Put a record of another layout or secret in place of one, with the right block and payload."""
+    """Replace a record by one of another layout or secret, with the right block and payload."""
     data, link, record = source.choice(files), source.choice(LINKS), source.choice(FOREIGN)
     at = source.randrange(len(data) // SIZE) * SIZE
     data[at : at + SIZE] = record.header(link, payload_of(link)) + payload_of(link)
 
 
 def forge(source: random.Random, files: Segments) -> None:
-    """Write fields of ours with a payload and a digest made without the secret."""
+    """Write valid fields with a payload and a digest made without the secret."""
     data, link = source.choice(files), source.choice(LINKS)
     at = source.randrange(len(data) // SIZE) * SIZE
     payload = memoryview(source.randbytes(PAYLOAD_BYTES))

@@ -40,7 +40,7 @@ def path_to(link: ChainLink) -> list[ChainLink]:
 
 
 class Worker:
-    """A store, what its events said, and whether damage may have cost it blocks."""
+    """A store, the result of its events, and whether damage may have cost it blocks."""
 
     def __init__(self, directory: Path, max_records: int) -> None:
         self.directory = directory

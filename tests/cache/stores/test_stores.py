@@ -136,7 +136,7 @@ def test_a_write_under_way_brings_nothing_back_after_a_clear(make_store: MakeSto
     assert all(reads_exactly(store, link) for link in links)
 
 
-def test_a_record_that_a_cleared_write_still_fills_is_not_given_out(make_store: MakeStore) -> None:
+def test_a_record_in_use_by_a_cleared_write_is_not_reused(make_store: MakeStore) -> None:
     store = make_store(1)
     keep = store._keep
     late, early = chain([0])[0], chain([1])[0]
@@ -170,7 +170,7 @@ def test_a_record_that_is_overwritten_while_it_is_read_is_a_miss(make_store: Mak
     assert reads_exactly(store, new), "the block that took the record was dropped for the one before"
 
 
-def test_a_parent_that_leaves_during_a_write_takes_the_block_with_it(make_store: MakeStore) -> None:
+def test_a_parent_evicted_during_a_write_makes_it_fail(make_store: MakeStore) -> None:
     store = make_store(3)
     parent, child = chain([0, 1])
     write(store, parent)

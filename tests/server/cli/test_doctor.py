@@ -52,26 +52,26 @@ async def test_a_redis_that_answers(tmp_path: Path, binary: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "mend"),
+    ("arguments", "status", "fix"),
     [
         (("--requirepass", "secret"), "fail", "--redis-password-file"),
         (("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"), "warn", "noeviction"),
     ],
 )
 async def test_a_redis_that_is_not_set_up_well(
-    tmp_path: Path, arguments: tuple[str, ...], status: str, mend: str
+    tmp_path: Path, arguments: tuple[str, ...], status: str, fix: str
 ) -> None:
     binary = newest_redis()
     server = RedisServer(tmp_path, binary, *arguments)
     server._answers = lambda: server.socket.exists()  # type: ignore[method-assign]  # PING needs the password
     with server as redis:
         check = await doctor.redis_at(redis.url, None, None)
-    assert (check.status, mend in check.mend) == (status, True), check
+    assert (check.status, fix in check.fix) == (status, True), check
 
 
 async def test_no_redis_or_no_url(tmp_path: Path) -> None:
     check = await doctor.redis_at(f"unix://{tmp_path}/nowhere.sock", None, None)
-    assert (check.status, "start it" in check.mend) == ("fail", True)
+    assert (check.status, "start it" in check.fix) == ("fail", True)
     check = await doctor.redis_at("http://u:secret@here", None, None)
     assert (check.status, "secret" in check.found) == ("fail", False)
 

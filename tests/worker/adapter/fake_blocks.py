@@ -19,7 +19,7 @@ LORAS = (None, "adapter", "0" * 32)
 LORA_ROOTS = {"adapter": BlockHash(b"C" * 16), "0" * 32: BlockHash(b"D" * 16)}
 """A gateway's root depends on the adapter, so one root never stands with and without it."""
 Removals = Literal["each", "last", "counted"]
-"""A removal is sent for each copy, as vLLM 0.32 does, for the last one alone, or with the number of those left."""
+"""A removal is sent for each copy (vLLM 0.32), only for the last, or with the number of remaining copies."""
 REMOVALS: tuple[Removals, ...] = ("each", "last", "counted")
 
 
@@ -34,7 +34,7 @@ class Block:
 
 @dataclass
 class FakeEngine:
-    """The block pool of an engine, which counts copies and says what changes."""
+    """The block pool of an engine, which counts copies and reports changes."""
 
     block_size: int
     removals: Removals = "each"
@@ -77,7 +77,7 @@ class FakeEngine:
         return hits * self.block_size
 
     def report_reuse(self, tokens: Sequence[int], root: BlockHash | None, lora: str | None) -> None:
-        """Say again what a prompt reuses (`kv_cache_report_mode: full`)."""
+        """Report again the blocks that a prompt reuses (`kv_cache_report_mode: full`)."""
         num_blocks = self.num_found(tokens, root, lora) // self.block_size
         self._say_stored(tokens, root, lora, self.chain(tokens, root, lora)[:num_blocks], 0)
 

@@ -32,7 +32,7 @@ class FakePublisher:
     ) -> None:
         """`replays_topic`: vLLM since 0.26 has the topic in its answers, others do not. Each batch's ts is 1 more.
 
-        `drops_every`: of each long answer, so many batches in turn are lost, as vLLM does when it is read late.
+        `drops_every`: of each long answer, every n-th batch is lost, as vLLM does when it is read late.
         """
         self.answers = answers
         self._drops_every = drops_every
@@ -70,7 +70,7 @@ class FakePublisher:
         self._context.destroy(linger=0)
 
     def is_subscribed(self) -> bool:
-        """Say whether the reader's subscription has arrived: from then on no batch is lost by itself."""
+        """Return whether the reader's subscription has arrived. After that no batch is lost by itself."""
         while self._pub.poll(0):
             self._subscribed = self._pub.recv()[:1] == b"\x01"
         return self._subscribed

@@ -130,7 +130,7 @@ class Rig:
         return BLOCK * (held.index(False) if False in held else len(held))
 
     async def is_idle(self) -> bool:
-        """Say whether nothing is left in the books, after what is due has run."""
+        """Run due callbacks, then return whether the account is empty."""
         await asyncio.sleep(0)
         state = self.engine.debug_state().result()
         self.engine._publish()
@@ -193,7 +193,7 @@ class Call:
 
 
 class ScriptedApi:
-    """An EngineApi that does what a test says."""
+    """An EngineApi that a test controls."""
 
     kind = "vllm"
     unsupported: tuple[str, ...] = ("typical_p", "bad_words", "resume:grammar")

@@ -1,4 +1,4 @@
-"""An HTTP server that answers each path as a test says, and keeps what it was asked."""
+"""An HTTP server with scripted answers, which records its requests."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 It removes as vLLM does, and as changes to vLLM propose; it may report what it reuses, and evict without a word.
 
-The engine keeps what it holds; the truth follows from that. Its block sizes map onto ours in every way, and a prompt is
-made of half blocks, so that blocks share their first halves.
+The fake engine keeps the blocks that it holds, which are the truth. Its block sizes map onto ours in every way. A
+prompt is made of half blocks, so blocks share their first halves.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.engine.copies)
     def evict_in_silence(self, data: st.DataObject) -> None:
-        """Whatever makes an entry wrong: the engine drops a block, and no event says so."""
+        """Make an entry wrong: the engine drops a block without an event."""
         self.publish()
         del self.engine.copies[data.draw(st.sampled_from(list(self.engine.copies)))]
         self.is_exact = self.is_honest = False
@@ -114,7 +114,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule(data=st.data(), computes_before=st.booleans())
     @precondition(lambda self: self.prompts)
     def answer(self, data: st.DataObject, computes_before: bool) -> None:
-        """An answer tells how much of its prompt was found: no more than that is promised from here on."""
+        """An answer reports how much of its prompt was found. After it, the promise is at most that."""
         tokens, root, lora = data.draw(st.sampled_from(self.prompts))
         if root is None:
             return
@@ -138,7 +138,7 @@ class BlocksMachine(RuleBasedStateMachine):
         if applied.cleared:
             self.published = set()
             self.is_exact, self.is_honest = self.is_exact_since_reset, True
-        for event in applied.events:  # each says something new
+        for event in applied.events:  # each is a change
             assert isinstance(event, Stored | Removed)
             assert (event.block_hash in self.published) is isinstance(event, Removed)
             replay([event], self.published)
@@ -284,14 +284,16 @@ def test_only_blocks_with_a_salt_and_nothing_else_are_published(
     ]
 
 
-def test_an_event_whose_tokens_or_keys_do_not_fit_its_blocks_is_opaque() -> None:
+def test_an_event_with_a_wrong_number_of_tokens_is_opaque() -> None:
+    """So is one with a wrong number of keys."""
     blocks = EngineBlocks(2, max_names=100)
     assert blocks.apply([stored(1, 2, tokens=(1, 2, 3), extra=(*SALTED, None))]).events == []
     assert blocks.apply([stored(3, 4, extra=SALTED)]).events == []
     assert blocks.num_opaque == 4
 
 
-def test_a_block_behind_an_unknown_one_is_an_orphan_until_it_is_stored_with_its_parents() -> None:
+def test_a_block_after_an_unknown_one_is_an_orphan() -> None:
+    """It stays one until it is stored with its parents."""
     blocks = EngineBlocks(2, max_names=100)
     assert blocks.apply([stored(2, parent=1, tokens=(2, 3)), stored(3, parent=2, tokens=(4, 5))]).events == []
     assert (blocks.num_orphans, blocks.num_opaque, blocks.num_held_blocks) == (2, 0, 2)
@@ -302,8 +304,8 @@ def test_a_block_behind_an_unknown_one_is_an_orphan_until_it_is_stored_with_its_
     assert blocks.apply([BlockRemoved((3,))]).events == [Removed(chain[2])]
 
 
-def test_a_removal_ends_presence_however_often_a_block_was_stored() -> None:
-    """Some engines send it for the last copy alone, and some store again what they reuse."""
+def test_a_removal_counts_for_all_stores_of_a_block() -> None:
+    """Some engines send it only for the last copy, and some store reused blocks again."""
     blocks = EngineBlocks(2, max_names=100)
     chain = hash_chain(ROOT, range(4), 2)
     for _ in range(3):
@@ -320,21 +322,23 @@ def test_a_removal_that_tells_of_other_copies_ends_nothing() -> None:
     assert len(blocks.apply([BlockRemoved((1,), remaining_copy_counts=(0,))]).events) == 1
 
 
-def test_a_copy_that_outlives_a_removal_is_proved_by_the_next_block_behind_it() -> None:
+def test_a_copy_after_a_removal_is_marked_held_again() -> None:
+    """The next block stored after it shows that it is held."""
     blocks = EngineBlocks(2, max_names=100)
     blocks.apply([stored(1, 2, extra=(*SALTED, None)), stored(1, 2, extra=(*SALTED, None))])
     assert len(blocks.apply([BlockRemoved((2,))]).events) == 1
     assert len(blocks.apply([stored(3, parent=2, tokens=(5, 6))]).events) == 2
 
 
-def test_an_answer_withdraws_what_it_has_not_found_and_what_was_not_stored_since() -> None:
+def test_an_answer_removes_blocks_that_it_has_not_found() -> None:
+    """Blocks that were stored since the promise stay."""
     blocks = EngineBlocks(2, max_names=100)
     chain = hash_chain(ROOT, range(8), 2)
     blocks.apply([stored(1, 2, 3, 4, extra=(*SALTED, None, None, None))])
     promised_at = blocks.num_batches
     assert blocks.remove_missing(OTHER, range(8), 2, promised_at) == []
-    withdrawn = blocks.remove_missing(ROOT, range(8), 2, promised_at)
-    assert withdrawn == [Removed(block_hash) for block_hash in reversed(chain[1:])]
+    removed = blocks.remove_missing(ROOT, range(8), 2, promised_at)
+    assert removed == [Removed(block_hash) for block_hash in reversed(chain[1:])]
     assert blocks.num_held_blocks == 1
     blocks.apply([stored(2, 3, 4, parent=1, tokens=range(2, 8))])
     assert blocks.remove_missing(ROOT, range(8), 2, promised_at) == [], "stored since, by that very request"

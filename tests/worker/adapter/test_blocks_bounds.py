@@ -101,7 +101,7 @@ def test_a_block_that_is_its_own_parent(size: int) -> None:
     assert blocks.visible_events() == []
 
 
-def test_a_batch_that_hides_and_shows_a_deep_chain_again_and_again_is_bounded() -> None:
+def test_a_batch_that_toggles_a_deep_chain_is_bounded() -> None:
     """It costs a few walks over all the blocks, not one for each event."""
     blocks = EngineBlocks(1, max_names=2 * DEPTH)
     deep_chain(blocks)

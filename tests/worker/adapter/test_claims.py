@@ -18,7 +18,8 @@ def sglang_blocks() -> EngineBlocks:
     return EngineBlocks(2, max_names=100, matches_requests=True)
 
 
-def test_without_salts_a_block_belongs_to_the_one_request_that_has_its_tokens() -> None:
+def test_a_block_without_salt_belongs_to_the_only_claimant() -> None:
+    """One tenant's requests have its tokens."""
     blocks = sglang_blocks()
     assert blocks.claim(ROOT, range(4)) == []
     chain = hash_chain(ROOT, range(6), 2)
@@ -33,8 +34,8 @@ def test_without_salts_two_tenants_with_one_block_get_none() -> None:
     blocks.claim(ROOT, [0, 1, 2, 3])
     held = blocks.apply([stored(1, 2), stored(3, parent=1, tokens=(8, 9))]).events
     assert len(held) == 2
-    withdrawn = blocks.claim(OTHER, [0, 1, 8, 9])
-    assert withdrawn == [Removed(stored.block_hash) for stored in reversed(held)]  # type: ignore[union-attr]
+    removed = blocks.claim(OTHER, [0, 1, 8, 9])
+    assert removed == [Removed(stored.block_hash) for stored in reversed(held)]  # type: ignore[union-attr]
     assert blocks.claim(OTHER, [0, 1, 8, 9]) == blocks.visible_events() == []
     assert blocks.apply([stored(4, tokens=(5, 5))]).events == []
     assert blocks.claim(OTHER, [5, 5]) == [Stored(hash_chain(OTHER, [5, 5], 2)[0])]
@@ -50,7 +51,7 @@ def test_with_salts_requests_decide_nothing() -> None:
 PROMPT = st.lists(st.integers(0, 1), min_size=2, max_size=8)
 Step = tuple[str, BlockHash | None, list[int]]
 STEP: st.SearchStrategy[Step] = st.one_of(
-    st.tuples(st.just("expect"), st.sampled_from((ROOT, OTHER)), PROMPT),
+    st.tuples(st.just("claim"), st.sampled_from((ROOT, OTHER)), PROMPT),
     st.tuples(st.just("serve"), st.none(), PROMPT),
     st.tuples(st.just("evict"), st.none(), PROMPT),
     st.tuples(st.just("lose"), st.none(), st.just([])),
@@ -68,7 +69,7 @@ def test_without_salts_published_is_held_and_claimed_by_one(
     is_exact = True
     for what, root, tokens in steps:
         match what:
-            case "expect":
+            case "claim":
                 assert root is not None
                 for end in range(2, len(tokens) + 1, 2):
                     claims.setdefault(tuple(tokens[:end]), set()).add(root)

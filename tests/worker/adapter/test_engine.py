@@ -1,4 +1,4 @@
-"""The adapter's engine over an API that does what a test says: frames, order, endings and the watch."""
+"""The adapter's engine over a scripted API: frames, order, endings and the watch."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ async def test_a_suspect_that_leaves_makes_room(api: ScriptedApi, rig: Rig) -> N
 
 
 async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig: Rig) -> None:
-    """The engine runs them one after the other, and does not say when: each begins with the token before."""
+    """The engine runs them one by one without a report: each begins with the first token of the one before."""
     keys = [rig.submit(make_request(gateway=f"g{number}")) for number in range(3)]
     await until(lambda: len(api.calls) == 3)
     assert [len(rig.frames[key]) for key in keys] == [1, 0, 0]

@@ -118,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert set(self.rig.load.queued_prefill_s) <= set(waiting)
 
     def teardown(self) -> None:
-        """Let every choice end: each request has got its last frame, and the books are empty."""
+        """End every choice: each request has its last frame, and the account is empty."""
         try:
             self.turn()
             while self.api.open_calls:

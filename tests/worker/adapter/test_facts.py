@@ -46,7 +46,7 @@ CHANGES = {
     "version": ((), ("--version", "0.33.0"), "version: 0.32.0 -> 0.33.0"),
     "blocks": ((), ("--block-size", "16"), "block_size: 32 -> 16"),
 }
-"""By name: options before, options after, and what the log says."""
+"""By name: options before, options after, and a part of the log line."""
 OFTEN = {"model", "dtype", "quantisation", "tokenizer"}
 
 
@@ -247,7 +247,7 @@ class RestartingApi(ScriptedApi):
 
 async def test_facts_are_those_of_one_process(engine_folder: Path) -> None:
     reader = FactsReader(RestartingApi(), engine_folder, digests_weights=True)
-    with pytest.raises(EngineLostError, match="started again while"):
+    with pytest.raises(EngineLostError, match="restarted while"):
         await reader.read()
 
 

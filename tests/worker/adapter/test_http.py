@@ -1,4 +1,4 @@
-"""The adapter's HTTP client: events cut anywhere, errors in the engine's words, and servers that break off."""
+"""The adapter's HTTP client: events cut anywhere, the engine's error messages, and answers that end early."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_json(server: ScriptedHttp, http: EngineServer) -> None:
 
 async def test_a_stream_without_an_end(server: ScriptedHttp, http: EngineServer) -> None:
     server.answers[GENERATE] = sse({"a": 1}, done=False)
-    with pytest.raises(EngineLostError, match="broke off"):
+    with pytest.raises(EngineLostError, match="ended early"):
         await read(http)
 
 
@@ -144,7 +144,7 @@ async def test_a_call_that_takes_too_long() -> None:
 
 
 async def test_a_redirect_is_a_refusal(server: ScriptedHttp, http: EngineServer) -> None:
-    """The engine's key, and prompts, go to the engine alone."""
+    """The engine's key and prompts go only to the engine."""
     elsewhere = ScriptedHttp()
     elsewhere.answers["GET /health"] = elsewhere.answers["POST /x"] = JSONResponse({})
     async with scripted_http(elsewhere) as url:

@@ -46,7 +46,7 @@ class Api:
 
 
 async def test_prompt_logprobs_are_packed() -> None:
-    """Send on what the engine says: a frame that cannot be packed would cut the gateway's connection."""
+    """Forward the engine's values: a frame that cannot be packed would end the gateway's connection."""
     member = WorkerMember(WorkerId("w"), Epoch("e"), "http://w", "m", "ns", "vllm", 16, 512, 1)
     outputs: list[Any] = []
     blocks, sinks = EngineBlocks(16, max_names=8), EngineSinks(outputs.extend)

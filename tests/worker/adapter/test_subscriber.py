@@ -42,7 +42,7 @@ def endpoint(request: pytest.FixtureRequest, folder: Path) -> str:
 
 
 class Log:
-    """Records what a subscriber said, with batches as their times: 1 for the first one after 1000."""
+    """Records the calls of a subscriber, with batches as their times: 1 for the first one after 1000."""
 
     def __init__(self) -> None:
         self.said: list[int | str] = []
@@ -99,7 +99,6 @@ async def test_batches_arrive_in_order(endpoint: str, replay: str) -> None:
                 engine.publish()
             await said(log, *range(1, 101))
             assert subscriber.num_batches == log.counts["batch"] == 100
-            assert subscriber.last_batch_s is not None
             assert not subscriber.is_silent
             assert not log.counts["gap"] + log.counts["restart"] + log.counts["bad"]
 
@@ -210,7 +209,7 @@ async def test_a_restart_is_seen_when_numbers_begin_again(endpoint: str, replay:
 
 @pytest.mark.parametrize("num_published", [0, 2, 5, 9])
 async def test_a_restart_is_seen_also_while_the_engine_is_idle(endpoint: str, replay: str, num_published: int) -> None:
-    """And whatever the clocks say."""
+    """The clocks do not matter."""
     log = Log()
     async with following(endpoint, replay, log, replay_timeout_s=0.5):
         with FakePublisher(endpoint, replay) as engine:

@@ -280,7 +280,7 @@ async def test_the_number_format_is_known_or_not(
     assert await api.number_format() == expected
 
 
-async def test_an_engine_that_breaks_off_at_the_start_is_an_error_of_its_url(server: ScriptedHttp) -> None:
+async def test_an_engine_that_fails_at_the_start_is_named_by_url(server: ScriptedHttp) -> None:
     server.answers["GET /metrics"] = PlainTextResponse("nothing")
     async with scripted_http(server) as url:
         config = WorkerConfig(engine="vllm", engine_url=url)

@@ -17,8 +17,11 @@ from cache.stores.host import HostStore
 from cache.types import BlockHash, BlockId
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
-from tests.worker.kv_transfer.moving_worker import HASHES, moving_worker
+from tests.worker.kv_transfer.moving_worker import HASHES, RECORD, moving_worker
 from tests.worker.scheduler.engine import ROOT
+from worker.contracts.mailbox import Mailbox
+from worker.contracts.metrics import WorkerMetrics
+from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
 from worker.kv_transfer.transfers import KVTransfers
@@ -242,3 +245,25 @@ def test_a_block_offered_as_the_thread_falls_idle_is_flushed(threads: list[Block
     threading.Timer(0.2, may_read.set).start()
     pool.saver.flush(HANG_S)
     assert hashes[1] in pool.store
+
+
+class RemoteStore(HostStore):
+    """A store of a new kind."""
+
+    tier = "remote"  # type: ignore[assignment]
+    takes = "all"
+    guess_bytes_per_s = 8.0 * PAYLOAD_BYTES
+
+
+def test_a_store_of_a_new_tier_states_what_it_takes() -> None:
+    """Nothing else names its tier."""
+    store = RemoteStore([memoryview(bytearray(4 * PAYLOAD_BYTES))], PAYLOAD_BYTES)
+    pool = Pool(store)
+    blocks = PoolBlocks(pool.allocator, pool.copier)
+    rate, metrics = PrefillRate(1, 100.0), WorkerMetrics()
+    transfers = KVTransfers(pool.allocator, blocks, rate, [store], RECORD, None, metrics, Mailbox())
+    hashes, _ = pool.compute(range(2 * BLOCK_SIZE))
+    transfers.take(pool.allocator.take_events())
+    assert list(transfers.savers["remote"].queue) == hashes
+    assert transfers.tiers == ("remote",)
+    assert transfers.tier_tokens_per_s() == (8.0 * BLOCK_SIZE,)
