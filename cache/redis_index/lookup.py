@@ -133,7 +133,7 @@ class _Query:
         num_pools, num_tiers = len(self.workers), len(self.links)
         if len(matches) != num_pools + num_tiers or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
             raise ReplyError(f"{brief(matches)} for {num_pools} workers, {num_tiers} tiers and {num_blocks} blocks")
-        if not num_tiers:
+        if not any(self.places):
             return matches, self.places
         if any(matches[link] > match for link, match in zip(self.links, matches[num_pools:], strict=True)):
             raise ReplyError(f"a match in a tier ends before the one that it continues: {brief(matches)}")
