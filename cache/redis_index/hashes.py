@@ -1,7 +1,7 @@
 """Reads a registry hash whole only if it is small: any client of Redis may store a field of 512 MB there.
 
-Its size is read first. Of a hash that is too large, only known names with short values are read. So the workers'
-entries stay usable.
+Its size is read first. Of a hash that is too large, only short values under short names are read. So one foreign field
+costs only itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Final
 from redis.exceptions import ResponseError
 
 from cache.redis_index.client import Argument, RedisClient, Reply
-from cache.redis_index.schema import MAX_MEMBER_BYTES, MAX_STATE_BYTES, Keys, ReplyError, brief, decode_hash
+from cache.redis_index.schema import (
+    MAX_MEMBER_BYTES,
+    MAX_MEMBERS,
+    MAX_NAME_BYTES,
+    MAX_STATE_BYTES,
+    Keys,
+    ReplyError,
+    brief,
+    decode_hash,
+)
 
 MAX_HASH_BYTES: Final = 32 << 20
 """Enough for a registry of 20,000 workers."""
@@ -31,72 +40,106 @@ class HashLimit:
     key: bytes
     max_value_bytes: int
 
-
-def registry_hashes(keys: Keys) -> tuple[HashLimit, HashLimit]:
-    """Return the members and the states."""
-    return HashLimit(keys.members, MAX_MEMBER_BYTES), HashLimit(keys.states, MAX_STATE_BYTES)
+    def most_bytes(self, num_fields: int) -> int:
+        """Return the size in Redis of a hash with so many fields of ours."""
+        return min(MAX_HASH_BYTES, _SPARE_BYTES + num_fields * (self.max_value_bytes + _OVERHEAD_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class HashReading:
     """A hash as it was read."""
 
-    pairs: list[tuple[bytes, bytes]]
-    """The value of a known name that is too long is empty."""
+    pairs: Sequence[tuple[bytes, bytes | None]]
+    """None: the value is too long to be read."""
     is_whole: bool = True
-    """False: only known names were read."""
+    """False: the hash is too large, and only some names were read."""
     error: ResponseError | None = None
     """Redis' refusal: the key has another type, until a worker replaces it."""
 
 
-def size_commands(limit: HashLimit) -> list[_Command]:
-    """Return the commands whose replies `is_too_large` takes."""
-    return [("HLEN", limit.key), ("MEMORY", "USAGE", limit.key, "SAMPLES", 0)]
+class HashReader:
+    """Reads the registry of one shard. Owned by the `Shard` of a reader, or the `RegistryUpkeep` of a writer."""
 
+    def __init__(self, client: RedisClient, keys: Keys, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self.members = HashLimit(keys.members, MAX_MEMBER_BYTES)
+        self.states = HashLimit(keys.states, MAX_STATE_BYTES)
+        self._unreadable: set[bytes] = set()
+        """Hashes whose names could not be read: they are too long, or the connection failed."""
 
-def is_too_large(limit: HashLimit, num_fields: Reply, num_bytes: Reply) -> bool:
-    """Return whether a hash is larger than its fields may be. False if an ACL forbids the commands."""
-    if type(num_fields) is not int or type(num_bytes) is not int:
-        return False
-    return num_bytes > min(MAX_HASH_BYTES, _SPARE_BYTES + num_fields * (limit.max_value_bytes + _OVERHEAD_BYTES))
+    async def sizes(self, *limits: HashLimit) -> tuple[int, list[HashLimit]]:
+        """Return how many fields these hashes have, and which of them are too large. Raises RedisDownError.
 
+        None seems too large if an ACL forbids the commands.
+        """
+        commands: list[_Command] = []
+        for limit in limits:
+            commands += [("HLEN", limit.key), ("MEMORY", "USAGE", limit.key, "SAMPLES", 0)]
+        replies = await self._client.call(*commands, timeout_s=self._timeout_s)
+        num_all, large = 0, []
+        for limit, num_fields, num_bytes in zip(limits, replies[::2], replies[1::2], strict=True):
+            num_all += num_fields if type(num_fields) is int else 0
+            if type(num_fields) is int and type(num_bytes) is int and num_bytes > limit.most_bytes(num_fields):
+                large.append(limit)
+            else:
+                self._unreadable.discard(limit.key)
+        return num_all, large
 
-async def read_hashes(
-    client: RedisClient, limits: Sequence[HashLimit], names: Sequence[bytes], timeout_s: float
-) -> tuple[list[HashReading], Reply]:
-    """Read hashes, and the reply of TIME at the end. Of a hash that is too large, read only `names`.
+    async def read(self, *limits: HashLimit, known: Sequence[bytes] = ()) -> tuple[list[HashReading], Reply]:
+        """Return what these hashes hold, and the reply of TIME at the end. Raises RedisDownError and ReplyError.
 
-    Raises RedisDownError and ReplyError.
-    """
-    sizes = await client.call(*(command for limit in limits for command in size_commands(limit)), timeout_s=timeout_s)
-    large = [is_too_large(limit, *sizes[2 * at : 2 * at + 2]) for at, limit in enumerate(limits)]
-    short: dict[bytes, list[bytes]] = {}
-    for limit in (limit for limit, is_large in zip(limits, large, strict=True) if is_large and names):
-        lengths = await client.call(*(("HSTRLEN", limit.key, name) for name in names), timeout_s=timeout_s)
-        short[limit.key] = [
-            name
-            for name, length in zip(names, lengths, strict=True)
-            if type(length) is int and 0 < length <= limit.max_value_bytes
+        Of a hash that is too large, read the `known` names and those of the others: each has the workers' ids. If all
+        are too large, read the names of the first one.
+        """
+        _, large = await self.sizes(*limits)
+        small = [limit for limit in limits if limit not in large]
+        commands: list[_Command] = [("HGETALL", limit.key) for limit in small]
+        *replies, now = await self._client.call(
+            *commands, ("TIME",), timeout_s=self._timeout_s, max_reply_bytes=MAX_HASH_BYTES
+        )
+        readings: dict[bytes, HashReading] = {}
+        for limit, reply in zip(small, replies, strict=True):
+            is_refused = isinstance(reply, ResponseError)
+            readings[limit.key] = HashReading([], error=reply) if is_refused else HashReading(decode_hash(reply))
+        if large:
+            names = {*known, *(name for reading in readings.values() for name, _ in reading.pairs)}
+            if not small:
+                names.update(await self.names(limits[0].key) or ())
+            short = sorted(name for name in names if len(name) <= MAX_NAME_BYTES)[:MAX_MEMBERS]
+            for limit in large:
+                readings[limit.key], now = await self._read_short(limit, short)
+        return [readings[limit.key] for limit in limits], now
+
+    async def names(self, key: bytes) -> list[bytes] | None:
+        """Return the names in a hash; None if they are too long to be read, as the call before this one found.
+
+        Raises RedisDownError.
+        """
+        if key in self._unreadable:
+            return None
+        self._unreadable.add(key)  # until its names have been read
+        (reply,) = await self._client.call(("HKEYS", key), timeout_s=self._timeout_s)
+        self._unreadable.discard(key)
+        return [name for name in reply if type(name) is bytes] if isinstance(reply, list) else []
+
+    async def _read_short(self, limit: HashLimit, names: Sequence[bytes]) -> tuple[HashReading, Reply]:
+        """Read those of `names` whose values are short. Raises RedisDownError and ReplyError."""
+        lengths = [("HSTRLEN", limit.key, name) for name in names]
+        *sizes, _ = await self._client.call(*lengths, ("TIME",), timeout_s=self._timeout_s)
+        asked = [
+            name for name, size in zip(names, sizes, strict=True) if type(size) is int and size <= limit.max_value_bytes
         ]
-    commands: list[_Command] = []
-    for limit, is_large in zip(limits, large, strict=True):
-        asked = short.get(limit.key, [])
-        commands.append(("HGETALL", limit.key) if not is_large else ("HMGET", limit.key, *(asked or (b"",))))
-    *replies, now = await client.call(*commands, ("TIME",), timeout_s=timeout_s, max_reply_bytes=MAX_HASH_BYTES)
-    readings = []
-    for limit, is_large, reply in zip(limits, large, replies, strict=True):
+        reply, now = await self._client.call(
+            ("HMGET", limit.key, *(asked or (b"",))),
+            ("TIME",),
+            timeout_s=self._timeout_s,
+            max_reply_bytes=MAX_HASH_BYTES,
+        )
         if isinstance(reply, ResponseError):
-            readings.append(HashReading([], error=reply))
-        elif is_large:
-            readings.append(HashReading(_named(names, short.get(limit.key, []), reply), is_whole=False))
-        else:
-            readings.append(HashReading(decode_hash(reply)))
-    return readings, now
-
-
-def _named(names: Sequence[bytes], asked: Sequence[bytes], reply: Reply) -> list[tuple[bytes, bytes]]:
-    """Return each of `names` with its value in an HMGET of those `asked`. Raises ReplyError."""
-    if not isinstance(reply, list) or len(reply) != max(1, len(asked)):
-        raise ReplyError(f"no values of {len(asked)} names: {brief(reply)}")
-    values = dict(zip(asked, reply, strict=False))
-    return [(name, value if type(value := values.get(name)) is bytes else b"") for name in names]
+            return HashReading([], is_whole=False, error=reply), now
+        if not isinstance(reply, list) or len(reply) != max(1, len(asked)):
+            raise ReplyError(f"no values of {len(asked)} names: {brief(reply)}")
+        values = dict(zip(asked, reply, strict=False))
+        pairs = [(name, values.get(name)) for name in names if name not in values or type(values[name]) is bytes]
+        return HashReading(pairs, is_whole=False), now

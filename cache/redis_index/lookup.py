@@ -20,7 +20,7 @@ from cache.records import Candidate, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply, pack
 from cache.redis_index.connection import ClientSettings, IndexSettings
-from cache.redis_index.hashes import HashReading, read_hashes, registry_hashes
+from cache.redis_index.hashes import HashReader, HashReading
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
 from cache.redis_index.schema import ReplyError, Signer, brief
 from cache.redis_index.script import ALL_STATES, LOOKUP, LOOKUP_SHA, SHORT_STATES
@@ -133,7 +133,7 @@ class _Query:
         num_pools, num_tiers = len(self.workers), len(self.links)
         if len(matches) != num_pools + num_tiers or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
             raise ReplyError(f"{brief(matches)} for {num_pools} workers, {num_tiers} tiers and {num_blocks} blocks")
-        if not num_tiers:
+        if not any(self.places):
             return matches, self.places
         if any(matches[link] > match for link, match in zip(self.links, matches[num_pools:], strict=True)):
             raise ReplyError(f"a match in a tier ends before the one that it continues: {brief(matches)}")
@@ -149,7 +149,7 @@ class Shard:
         client_settings = ClientSettings(settings.username, settings.password, max_pending=1024)
         self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
         self._keys = schema.Keys(settings.prefix, number)
-        self._hashes = registry_hashes(self._keys)
+        self._hashes = HashReader(self.client, self._keys, _TIMEOUT_S)
         self.registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))
         self._queries: dict[str | None, _Query] = {}
         self._evalsha = b"EVALSHA_RO"
@@ -295,7 +295,7 @@ class Shard:
         version = self._seen_version
         names = [worker.member.worker_id.encode() for worker in self.registry.workers(None)]
         try:
-            (members, states), now = await read_hashes(self.client, self._hashes, names, _TIMEOUT_S)
+            (members, states), now = await self._hashes.read(self._hashes.members, self._hashes.states, known=names)
         except ReplyError as error:
             raise self._malformed("the registry", error) from error
         started_at = time.monotonic()
@@ -310,12 +310,12 @@ class Shard:
             self._pause_s = max(self._settings.refresh_interval_s, 10 * (self._refreshed_at - started_at))
         self._version = version
 
-    def _pairs(self, reading: HashReading, kind: bytes) -> list[tuple[bytes, bytes]]:
+    def _pairs(self, reading: HashReading, kind: bytes) -> Sequence[tuple[bytes, bytes | None]]:
         """Return what was read, and warn about the rest."""
         if reading.error is not None:
             self.registry.warn_once(b"type", f"the registry cannot be read: {reading.error}")
         if not reading.is_whole:
-            self.registry.warn_once(kind, "the registry holds values that are far too long: known workers are read")
+            self.registry.warn_once(kind, "the registry has values that are far too long: they are not read")
         return reading.pairs
 
     # --- breaker and probe ------------------------------------------------------------------------------------------

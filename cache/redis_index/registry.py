@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
+from operator import itemgetter
 from typing import Final
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
@@ -106,23 +107,26 @@ class Registry:
 
     def refresh(
         self,
-        members: Sequence[tuple[bytes, bytes]],
-        states: Sequence[tuple[bytes, bytes]],
+        members: Sequence[tuple[bytes, bytes | None]],
+        states: Sequence[tuple[bytes, bytes | None]],
         *,
         has_whole_states: bool = True,
     ) -> None:
-        """Take the pairs of both hashes; without `has_whole_states`, the second was read in part."""
+        """Take the pairs of both hashes, with None for a value that is too long.
+
+        Without `has_whole_states`, the second was read in part.
+        """
         known = {worker.member.worker_id.encode(): worker for worker in self._workers.values()}
         self._unverified = []
         if len(members) > schema.MAX_MEMBERS:
             self.warn_once(b"members", f"{len(members)} members: more than {schema.MAX_MEMBERS}")
             members = [(field, record) for field, record in members if field in known]
-        found = [self._member(field, record, known.get(field)) for field, record in sorted(members)]
+        found = [self._member(field, record, known.get(field)) for field, record in sorted(members, key=itemgetter(0))]
         workers = [worker for worker in found if worker is not None]
         self._workers = {worker.member.worker_id: worker for worker in workers}
         self._by_epoch = {worker.member.epoch: worker for worker in workers}
         self._by_raw = {worker.raw: worker for worker in workers if worker.raw}
-        read = [self._read_state(raw) for _, raw in states if raw or has_whole_states]
+        read = [self._read_state(raw) for _, raw in states if raw is not None]
         self.has_foreign_states = None in read or not has_whole_states
         self.has_changed = True
 
@@ -177,12 +181,12 @@ class Registry:
             self._warned.add(key)
             logger.warning("ignored in Redis: %s", text)
 
-    def _member(self, field: bytes, record: bytes, known: KnownWorker | None) -> KnownWorker | None:
+    def _member(self, field: bytes, record: bytes | None, known: KnownWorker | None) -> KnownWorker | None:
         """Return the worker of `field`: the `known` one, unless the record is a valid other one."""
         if known is not None and known.record == record:
             return known
         remembered = known if self._is_signed and known is not None and known.state.deadline_ms > self.now_ms else None
-        if not record:  # it was too long to be read
+        if record is None:  # it was too long to be read
             return remembered
         is_short = len(record) <= schema.MAX_MEMBER_BYTES
         is_verified = not self._is_signed or (is_short and self._signer.verifies_member(field, record))

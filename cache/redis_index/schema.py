@@ -21,6 +21,8 @@ from cache.types import TIERS, TierName, WorkerId
 MAX_STATE_BYTES: Final = 16 * 1024
 MAX_MEMBER_BYTES: Final = 8 * 1024
 MAX_MEMBERS: Final = 20_000
+MAX_NAME_BYTES: Final = 128
+"""The length of a worker's id."""
 MAX_TIERS: Final = 8
 """Further tiers are ignored."""
 _STATE_FORMAT: Final = 1
@@ -31,7 +33,7 @@ _MEMBER_TAIL: Final = len(_MEMBER_MARK) + 2 * _MAC_BYTES + len(b'"}')
 _STATE_MARK: Final = b"\xc4\x10"
 """msgpack: 16 bytes of binary."""
 
-_Name = Annotated[str, msgspec.Meta(max_length=128)]
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
 
 
 class RegistryError(ValueError):
@@ -162,7 +164,7 @@ def shard_of(worker_id: WorkerId, num_shards: int) -> int:
 
 def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
     """Return the member found under `worker_id`. Raises RegistryError."""
-    if len(data) > MAX_MEMBER_BYTES or len(worker_id) > 128:
+    if len(data) > MAX_MEMBER_BYTES or len(worker_id) > MAX_NAME_BYTES:
         raise RegistryError(f"member of {len(data)} bytes")
     try:
         member = _decode_member(data)

@@ -9,7 +9,7 @@ from typing import Final
 
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
-from cache.redis_index.hashes import HashLimit, is_too_large, read_hashes, registry_hashes, size_commands
+from cache.redis_index.hashes import HashReader
 from cache.redis_index.registry import Registry, RegistryEntry
 from cache.redis_index.schema import Keys, RegistryError, ReplyError, Signer
 from cache.redis_index.transactions import Command, Transactions
@@ -41,18 +41,15 @@ class RegistryUpkeep:
         self._keys = keys
         self._signer = signer
         self._own_field = worker_id.encode()
-        self._timeout_s = timeout_s
         self._dead_after_s = dead_after_s
         self._count = count
-        self._hashes = registry_hashes(keys)
-        self._unreadable: set[bytes] = set()
-        """Hashes whose names could not be read: they are too long, or the connection failed."""
+        self._hashes = HashReader(client, keys, timeout_s)
 
     async def workers(self) -> list[RegistryEntry]:
         """Return the registry of the shard; empty if it cannot be read."""
         registry = Registry(self._count, self._signer)
         try:
-            (members, states), now = await read_hashes(self._client, self._hashes, (), self._timeout_s)
+            (members, states), now = await self._hashes.read(self._hashes.members, self._hashes.states)
             registry.now_ms = schema.decode_time_ms(now)
             registry.refresh(members.pairs, states.pairs)
         except (RedisDownError, ReplyError) as error:
@@ -62,7 +59,7 @@ class RegistryUpkeep:
     async def prune(self) -> int:
         """Remove members whose lease ended `dead_after_s` ago. A revived worker writes a new entry."""
         try:
-            (states,), now = await read_hashes(self._client, self._hashes[1:], (), self._timeout_s)
+            (states,), now = await self._hashes.read(self._hashes.states)
             now_ms = schema.decode_time_ms(now)
         except RedisDownError as error:
             logger.debug("not pruned: %s", error)
@@ -82,30 +79,22 @@ class RegistryUpkeep:
 
         A hash whose names are too long to read is unlinked: each worker writes its own entry again.
         """
-        commands = [command for limit in self._hashes for command in size_commands(limit)]
-        sizes = await self._transactions.ask(*commands)
-        if sizes is None:
+        try:
+            num_fields, large = await self._hashes.sizes(self._hashes.members, self._hashes.states)
+            for limit in large:
+                await self._shorten(limit.key)
+        except RedisDownError as error:
+            logger.debug("foreign values were not removed: %s", error)
             return 0
-        num_fields = 0
-        for at, limit in enumerate(self._hashes):
-            num_fields += sizes[2 * at] if type(sizes[2 * at]) is int else 0
-            if is_too_large(limit, *sizes[2 * at : 2 * at + 2]):
-                await self._shorten(limit)
         return num_fields
 
-    async def _shorten(self, limit: HashLimit) -> None:
-        key = limit.key
-        if key in self._unreadable:
-            self._unreadable.discard(key)
+    async def _shorten(self, key: bytes) -> None:
+        """Raises RedisDownError."""
+        names = await self._hashes.names(key)
+        if names is None:
             await self._transactions.run([("UNLINK", key), new_version(self._keys)])
             logger.warning("removed %s: its names were too long to be read", key.decode())
             return
-        self._unreadable.add(key)  # until its names have been read
-        replies = await self._transactions.ask(("HKEYS", key))
-        if replies is None:
-            return
-        self._unreadable.discard(key)
-        names = [name for name in replies[0] if type(name) is bytes] if isinstance(replies[0], list) else []
         lengths = await self._transactions.ask(*(("HSTRLEN", key, name) for name in names)) if names else None
         if lengths is None:
             return

@@ -77,7 +77,8 @@ BUNDLE: Final = tiny_bundle()
 def member(name: str, url: str, **changes: Any) -> WorkerMember:
     """Return the unsigned member of a worker that serves MODEL."""
     fields = {"url": url, "model": MODEL, "namespace": namespace_of(BUNDLE).fingerprint}
-    return make_member(name, f"e-{os.urandom(6).hex()}", **{**fields, **changes})
+    epoch = changes.pop("epoch", f"e-{os.urandom(6).hex()}")
+    return make_member(name, epoch, **{**fields, **changes})
 
 
 def record_of(own: WorkerMember, prefix: str, secret: bytes) -> bytes:

@@ -7,6 +7,6 @@ umask 077
 cat > /run/redis/users.acl <<EOF
 user default off resetkeys resetchannels -@all
 user probe on nopass resetkeys resetchannels -@all +ping
-user $GATEWAY_USER on #$(digest /passwords/gateway) resetkeys resetchannels %R~{$PREFIX:*}:* -@all +ping +hello +auth +select +time +get +getrange +memory|usage +hlen +hstrlen +hgetall +hmget +hvals +sismember +smismember +scard +evalsha_ro +script|load
-user $WORKER_USER on #$(digest /passwords/worker) resetkeys resetchannels ~{$PREFIX:*}:* -@all +ping +hello +auth +select +time +multi +exec +discard +memory|usage +hlen +hkeys +hstrlen +hget +hgetall +hexists +hset +hdel +sadd +srem +scard +set +pexpire +unlink
+user $GATEWAY_USER on #$(digest /passwords/gateway) resetkeys resetchannels %R~{$PREFIX:*}:* -@all +ping +hello +auth +select +time +get +getrange +memory|usage +hlen +hkeys +hstrlen +hgetall +hmget +hvals +sismember +smismember +scard +evalsha_ro +script|load
+user $WORKER_USER on #$(digest /passwords/worker) resetkeys resetchannels ~{$PREFIX:*}:* -@all +ping +hello +auth +select +time +multi +exec +discard +memory|usage +hlen +hkeys +hstrlen +hget +hmget +hgetall +hexists +hset +hdel +sadd +srem +scard +set +pexpire +unlink
 EOF

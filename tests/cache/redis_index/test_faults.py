@@ -31,11 +31,11 @@ GATEWAY_RIGHTS = (
     "+smismember",
     "+hmget",
     "+hvals",
-    *("+hlen", "+hstrlen", "+memory|usage"),
+    *("+hlen", "+hkeys", "+hstrlen", "+memory|usage"),
 )
 WORKER_RIGHTS = (
     *("+multi", "+exec", "+time", "+get", "+set", "+sadd", "+srem", "+scard", "+pexpire", "+unlink"),
-    *("+hset", "+hget", "+hexists", "+hdel", "+hgetall", "+hlen", "+hkeys", "+hstrlen", "+memory|usage"),
+    *("+hset", "+hget", "+hexists", "+hdel", "+hgetall", "+hlen", "+hkeys", "+hmget", "+hstrlen", "+memory|usage"),
 )
 
 
@@ -156,7 +156,7 @@ async def test_replica_serves_lookups_but_no_writers(own_redis: RedisServer, tmp
 
 
 @needs_redis_7
-@pytest.mark.parametrize("denied", [(), ("-hvals",), ("-hlen", "-hstrlen", "-memory")])
+@pytest.mark.parametrize("denied", [(), ("-hvals",), ("-hlen", "-hkeys", "-hstrlen", "-memory")])
 async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, denied: tuple[str, ...]) -> None:
     """The gateway may read and run read-only scripts; the worker may write its keys and run none."""
     own_redis.command("ACL", "SETUSER", "gateway", "on", ">g", "~{headstart:*", *GATEWAY_RIGHTS, *denied)

@@ -17,9 +17,9 @@ import pytest
 import redis
 
 from cache.records import WorkerLoad
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, schema
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings, schema
 from cache.redis_index.connection import BoundedParser
-from tests.cache.redis_index.index_parts import LASTING, SECRET, becomes, chain, hold, linked, matches, member
+from tests.cache.redis_index.index_parts import LASTING, SECRET, becomes, chain, entries, hold, linked, matches, member
 from tests.redis_server import RedisServer, redis_binaries
 from tests.waiting import HANG_S, until
 
@@ -113,8 +113,8 @@ async def watched(use: Use) -> AsyncIterator[None]:
 async def stands(server: RedisServer, place: str, num_bytes: int, most_bytes: int) -> None:
     """Keep a foreign value for three reads of the registry; then remove it."""
     hashes = chain(10)
-    settings = {"lease_s": LASTING.lease_s, "cluster_secret": SECRET}
-    writers = [IndexWriter(server.url, member(f"w{n}"), type(LASTING)(**settings)) for n in range(2)]  # type: ignore[arg-type]
+    settings = WriterSettings(lease_s=LASTING.lease_s, cluster_secret=SECRET)
+    writers = [IndexWriter(server.url, member(f"w{n}"), settings) for n in range(2)]
     index = RedisIndex(server.url, SETTINGS)
     (shard,) = index._shards
     async with linked(index, *writers):
@@ -158,6 +158,60 @@ async def test_a_value_of_60_mb_is_not_read(server: RedisServer, place: str) -> 
 @pytest.mark.parametrize("place", PLACES)
 async def test_a_value_of_512_mb_is_not_read(server: RedisServer, place: str) -> None:
     await stands(server, place, 511 * MIB, 64 * MIB)
+
+
+@pytest.mark.parametrize("places", [*((place,) for place in PLACES), ("members", "states")], ids=" and ".join)
+async def test_a_gateway_starts_beside_a_long_value(server: RedisServer, places: tuple[str, ...]) -> None:
+    """The value costs only itself, also where no worker was known before, or where one joins later."""
+    hashes = chain(10)
+    settings = WriterSettings(lease_s=LASTING.lease_s, cluster_secret=SECRET)
+    writers = [IndexWriter(server.url, member(f"w{n}"), settings) for n in range(4)]
+    index = RedisIndex(server.url, SETTINGS)
+    async with linked(*writers):
+        for writer in writers[:3]:
+            assert await writer.rewrite(entries(hashes), WorkerLoad())
+        for place in places:
+            await asyncio.to_thread(put, server, place, 2 * MIB)
+        hit = {place.split()[-1] for place in places}
+        expected = {f"w{n}": 10 for n in range(4) if f"w{n}" not in hit}
+        async with linked(index):
+            await until(becomes(index, hashes, {name: 10 for name in expected if name != "w3"}))
+            assert await writers[3].rewrite(entries(hashes), WorkerLoad())
+            await until(becomes(index, hashes, expected))
+
+
+async def test_long_names_in_both_hashes_end_no_connection_twice(server: RedisServer) -> None:
+    """They are read once. The gateway sees the workers as soon as one of them has removed the names."""
+    hashes, ups = chain(10), list[bool]()
+    writer = IndexWriter(server.url, member(), WriterSettings(lease_s=LASTING.lease_s, cluster_secret=SECRET))
+    index = RedisIndex(server.url, SETTINGS)
+    (shard,) = index._shards
+    changed = shard.client._on_change
+
+    def note(up: bool) -> None:
+        ups.append(up)
+        changed(up)
+
+    shard.client._on_change = note
+    async with linked(writer):
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        for place in ("name in members", "name in states"):
+            await asyncio.to_thread(put, server, place, 40 * MIB)
+        async with linked(index):
+            for _ in range(3):
+                read_at = shard._refreshed_at
+                await until(lambda at=read_at: shard._refreshed_at > at)  # type: ignore[misc]
+            assert ups.count(False) == 1, "reading the names once"
+
+            async def tidied() -> bool:
+                await writer.upkeep.remove_oversized()
+                if writer.in_doubt:
+                    await writer.rewrite(entries(hashes), WorkerLoad())
+                else:
+                    await writer.publish([], [], WorkerLoad(), 10)
+                return await matches(index, hashes) == {"w0": 10}
+
+            await until(tidied)
 
 
 async def test_a_dropped_connection_frees_what_it_has_read(server: RedisServer) -> None:

@@ -77,12 +77,13 @@ def test_entries_include_lapsed_workers() -> None:
         assert (entry.num_entries, entry.set_version) == (9, 1)
 
 
-def test_invalid_value_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("value", [b"junk", b"", b"x" * (schema.MAX_MEMBER_BYTES + 1)], ids=["junk", "empty", "long"])
+def test_invalid_value_is_counted_each_time_and_logged_once(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
     events: list[str] = []
     read = Registry(events.append, UNSIGNED)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            read.refresh([(b"w0", b"junk")], [])
+            read.refresh([(b"w0", value)], [])
     assert events == ["invalid"] * 3
     assert len(caplog.records) == 1
 

@@ -175,6 +175,8 @@ async def test_a_key_of_another_type_only_costs_its_tier(redis_server: RedisServ
         (("disk", "tape"), (10, 10)),
         (("host", "tape", "disk"), (5, 5, 10)),
         (("tape", "", "é\n\0" * 50, "host"), (2, 2, 2, 5)),
+        (("tape",), (2,)),
+        (("tape", "drum"), (2, 2)),
     ],
 )
 async def test_a_tier_of_a_newer_version_costs_itself_alone(
@@ -182,12 +184,15 @@ async def test_a_tier_of_a_newer_version_costs_itself_alone(
 ) -> None:
     hashes, held = chain(10), {"host": 5, "disk": 10}
     writer = IndexWriter(redis_server.url, tiered(tiers=tiers), LASTING)
+    others = [IndexWriter(redis_server.url, member(name), LASTING) for name in ("v0", "v1", "v2")]
     index = RedisIndex(redis_server.url, EAGER)
-    async with linked(writer, index):
+    async with linked(writer, *others, index):
         in_tiers = [entries(hashes[: held.get(tier, 7)]) for tier in tiers]
         assert await writer.rewrite(entries(hashes[:2]), WorkerLoad(), in_tiers)
-        await until(end(index, hashes, {"w0": (2, *ends_in_tiers)}))
-        (entry,) = await index.entries()
+        for other in others:  # a worker's place among others is no match
+            assert await other.rewrite(entries(hashes[:1]), WorkerLoad())
+        await until(end(index, hashes, {"w0": (2, *ends_in_tiers), "v0": (1,), "v1": (1,), "v2": (1,)}))
+        (entry,) = [entry for entry in await index.entries() if entry.member.worker_id == "w0"]
         assert entry.num_tier_entries == {tier: held[tier] for tier in tiers if tier in held}
 
 
