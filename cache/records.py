@@ -86,6 +86,8 @@ class WorkerMember:
     """Its stores below the pool, the fastest first. One of an unknown name keeps its place and holds nothing."""
     embedding_size: Count = 0
     """Numbers in an embedding: it makes embeddings alone. 0: it generates text alone."""
+    text_apis: tuple[str, ...] = ()
+    """Paths of its engine's APIs that render prompts and write answers themselves; none at the built-in engine."""
 
 
 @dataclass(frozen=True, slots=True)
