@@ -190,10 +190,11 @@ async def test_plain_content_goes_on_at_another_engine(engines: list[EngineWorke
     assert len({event["id"] for event in found[:-1]}) == 1
 
 
-async def test_tokens_without_text_are_computed_again(engines: list[EngineWorker]) -> None:
+@pytest.mark.parametrize("held", [{}, {"content": ""}])
+async def test_tokens_without_text_are_computed_again(engines: list[EngineWorker], held: dict[str, Any]) -> None:
     """A parser may keep text back: what was not sent must not be in the next engine's prompt."""
     for engine in engines:
-        engine.parts[1:1] = [{}, {}]
+        engine.parts[1:1] = [held, held]
     engines[0].dies_after = 3
     async with engine_gateway(*engines) as target:
         _, _, raw = await post(target.url, chat(stream=True))
@@ -275,8 +276,9 @@ async def test_text_that_only_looks_like_control(engines: list[EngineWorker]) ->
 
 async def test_a_worker_that_refuses_is_left(engines: list[EngineWorker]) -> None:
     async def refuse(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(429, "queue_full", retry_after_s=1.0)
-        yield
+        if request.call is not None:
+            raise Refuse(429, "queue_full", retry_after_s=1.0)
+        yield Started(0)
 
     engines[0].behave = refuse
     async with engine_gateway(*engines) as target:
