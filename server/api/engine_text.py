@@ -32,6 +32,8 @@ from server.errors import (
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
+    anthropic_error,
+    responses_error,
 )
 from server.http.stream import DONE, sse
 from server.models.registry import COMPLETIONS_PATH, Models
@@ -39,7 +41,7 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_ask import EngineAsk
 from server.request.response import ResponseStream
-from server.request_context import trace_stage
+from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import invalid, read_json, unsupported
 from server.text.detokenizer import TextRules
 from server.workers.client import WorkerClient
@@ -237,6 +239,7 @@ class EngineFormatter(ResponseFormatter):
     """Writes the engine's events as they are."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._names_events = path in (MESSAGES_PATH, RESPONSES_PATH)
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
@@ -247,6 +250,14 @@ class EngineFormatter(ResponseFormatter):
 
     def last_events(self, response: ResponseStream) -> bytes:
         return b"" if self._names_events else DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        if not self._names_events:
+            return super().error_event(error)
+        context = CURRENT.get(None)
+        if self._path == MESSAGES_PATH:
+            return self._event(anthropic_error(error, "" if context is None else context.request_id)[1])
+        return self._event(encode_json(responses_error(error).fields() | {"type": "error"}))
 
     def _event(self, data: bytes) -> bytes:
         if not self._names_events:

@@ -222,6 +222,25 @@ async def test_what_depends_on_the_output_is_not_resumed(engines: list[EngineWor
     assert events(raw)[-1]["error"]["code"] == "worker_lost"
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: str) -> None:
+    """Their clients read the type of each event from its name."""
+
+    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield EngineText(b'{"type": "message_start"}')
+        await asyncio.sleep(0.02)
+        raise Die
+
+    engines[0].behave = fails
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True), path)
+    first, last = raw.decode().strip().split("\n\n")
+    assert first.startswith("event: message_start\n")
+    assert last.startswith("event: error\n")
+    assert json.loads(last.split("data: ")[1])["type"] == "error"
+
+
 async def test_an_unstreamed_answer_begins_again(engines: list[EngineWorker]) -> None:
     engines[0].dies_after = 0
     async with engine_gateway(*engines) as target:
