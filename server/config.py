@@ -113,6 +113,12 @@ class GatewayConfig(SharedConfig):
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
+    text: str = _api(
+        "auto",
+        "who renders prompts and writes answers: the gateway, the engine, or auto: the engine where the gateway lacks"
+        " a template or a format (default auto)",
+        choices=("auto", "gateway", "engine"),
+    )
     tool_parser: str | None = _api(
         None, "format of the models' tool calls (default: by template and tokens)", choices=tuple(FORMATS)
     )

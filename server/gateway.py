@@ -34,6 +34,7 @@ from cache.redis_index import RedisIndex
 from cache.types import GatewayId
 from server.api.client_lines import CLIENT_LINES
 from server.api.endpoint import EndpointServices
+from server.api.engine_text import EngineTexts
 from server.api.ignored_tools import IgnoredTools
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
@@ -134,6 +135,12 @@ class Gateway:
             IgnoredTools(strict=config.strict_tools),
             self._tracing,
             config.clamp_max_tokens,
+            EngineTexts(
+                self.models,
+                self._client,
+                self.fleet.candidates,
+                keeps_control_tokens=config.control_tokens_in_content,
+            ).prepare,
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 

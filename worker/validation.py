@@ -14,12 +14,15 @@ def refusal(
     vocab_size: int,
     max_total_tokens: int | None = None,
     embedding_size: int = 0,
+    text_apis: Sequence[str] = (),
 ) -> Failed | None:
     """Return why this worker can never serve the request. None: it can be submitted.
 
     `pool_tokens`: tokens that fit into the whole KV pool. `max_total_tokens`: TGI's `max_batch_total_tokens`.
-    `embedding_size`: see `WorkerMember`.
+    `embedding_size`, `text_apis`: see `WorkerMember`.
     """
+    if request.call is not None and request.call.path not in text_apis:
+        return Failed("unsupported", f"{request.call.path!r:.80}: no API of this worker's engine", retryable=True)
     if (problem := _task_problem(request, embedding_size)) is not None:
         return Failed("invalid_request", problem, retryable=False)
     limits = {"the context": max_model_len, "the KV pool": pool_tokens, "max_batch_total_tokens": max_total_tokens}

@@ -17,9 +17,9 @@ from __future__ import annotations
 import hmac
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Final, Literal, TypeVar, get_args
 
 import msgpack
 import msgspec
@@ -162,6 +162,23 @@ class Embed(Struct, frozen=True):
     """Keep this many leading numbers, normalised again. None: all."""
 
 
+class EngineCall(Struct, frozen=True):
+    """A client's request to an API of the engine, which renders no prompt but writes the text of the answer."""
+
+    path: str
+    body: bytes
+    """The JSON body, without fields that the gateway decides on: salt, priority, ids."""
+    streams: bool = False
+    """The answer is a stream of events."""
+
+
+class Rendered(Struct, frozen=True):
+    """The prompts of an `EngineCall` in the engine's own token ids, and the room for each answer."""
+
+    prompts: tuple[tuple[_U32, ...], ...]
+    max_tokens: tuple[_U32, ...]
+
+
 class GenerateRequest(Struct, frozen=True):
     """A prompt with its choices, and how to sample them."""
 
@@ -190,6 +207,8 @@ class GenerateRequest(Struct, frozen=True):
     """Where the worker may fetch blocks that it does not hold, if that is faster than to compute them."""
     embed: Embed | None = None
     """Ask for an embedding; only of a worker whose member has an `embedding_size`."""
+    call: EngineCall | None = None
+    """Ask for the engine's own text; only of a worker whose member has the path among its `text_apis`."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):
@@ -266,8 +285,15 @@ class Embedding(_Frame, frozen=True, tag=6):
     """float32, little-endian."""
 
 
-Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed | Embedding
-FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed, Embedding)
+class EngineText(_Frame, frozen=True, tag=7):
+    """An event of the engine's API, or its whole answer to an unstreamed call. Its tokens came before, in Tokens."""
+
+    data: bytes
+    """JSON."""
+
+
+Frame = Started | Tokens | Finished | PromptLogprobs | End | Failed | Embedding | EngineText
+FRAMES: Final[tuple[type[Frame], ...]] = (Started, Tokens, Finished, PromptLogprobs, End, Failed, Embedding, EngineText)
 
 
 class SamplingDefaults(Struct, frozen=True, omit_defaults=True):
@@ -313,8 +339,6 @@ class TokenizerBundle:
 
 T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode_positions: Final = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
-_POSITIONS_AT_ONCE: Final = 256
 
 
 def pack(message: object) -> bytes:
@@ -367,34 +391,3 @@ def pack_frame(frame: Frame) -> bytes:
     if type(frame) is Started and not frame.loaded_tokens:
         return _encode((Started.__struct_config__.tag, frame.num_cached_tokens))
     return _encode(frame)
-
-
-class PackedPositions(Sequence[TokenLogprobs | None]):
-    """The positions of PromptLogprobs as msgpack: objects take ten times the memory."""
-
-    __slots__ = ("_len", "_parts")
-
-    def __init__(self, positions: Sequence[TokenLogprobs | None] = ()) -> None:
-        self._parts: list[bytes] = []
-        self._len = 0
-        self.extend(positions)
-
-    def extend(self, positions: Sequence[TokenLogprobs | None]) -> None:
-        for start in range(0, len(positions), _POSITIONS_AT_ONCE):
-            self._parts.append(_encode(positions[start : start + _POSITIONS_AT_ONCE]))
-        self._len += len(positions)
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __iter__(self) -> Iterator[TokenLogprobs | None]:
-        for part in self._parts:
-            yield from _decode_positions(part)
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -36,6 +37,7 @@ from worker.common.tracing import Tracing, mark_failed
 
 log = logging.getLogger(__name__)
 
+PrepareEngineText = Callable[[str, bytes, Identity], Awaitable["PreparedRequest | None"]]
 PART_BYTES: Final = 1 << 18
 """The chunk size of a long unstreamed response, which goes out as it is written."""
 
@@ -50,6 +52,8 @@ class EndpointServices:
     tracing: Tracing | None = None
     clamps_max_tokens: bool = False
     """`max_tokens` of chats and completions is cut to what fits, as always for messages and responses."""
+    engine_text: PrepareEngineText | None = None
+    """Prepares the requests whose text an engine writes."""
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
 
@@ -104,7 +108,13 @@ class GenerateEndpoint(ABC):
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
-        request = await self.prepare(await read_body(receive), identity)
+        body = await read_body(receive)
+        request = None
+        if services.engine_text is not None:
+            request = await services.engine_text(scope["path"], body, identity)
+        if request is None:
+            request = await self.prepare(body, identity)
+        del body
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)

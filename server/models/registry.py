@@ -40,6 +40,7 @@ MAX_LEARNING: Final = 4
 MAX_LEARNING_OF_ONE: Final = 2
 """The limit for one model: the first worker may be slow."""
 MAX_ASKED: Final = 10_000
+COMPLETIONS_PATH: Final = "/v1/completions"
 
 
 def _place(member: WorkerMember) -> tuple[str, str]:
@@ -66,6 +67,8 @@ class Models:
         self._adapters: dict[str, ServedModel] = {}
         self._embedding_sizes: dict[str, set[int]] = {}
         """By model: the numbers in an embedding of each known worker; 0: it generates text."""
+        self._text_apis: dict[str, frozenset[str]] = {}
+        """By model: APIs of its workers' engines, by path."""
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
@@ -104,6 +107,18 @@ class Models:
         if sizes and 0 not in sizes:
             message = f"The model {name!r:.200} only makes embeddings: use /v1/embeddings, or ask for another model."
             raise InvalidRequestError(message, param="model")
+
+    def engine_writes(self, path: str, model: ServedModel) -> bool:
+        """Return whether an engine writes the answers of this route for the model."""
+        if path not in self._text_apis.get(model.name, ()):
+            return False
+        is_unknown = path != COMPLETIONS_PATH and (model.template is None or model.tool_format is None)
+        return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
+
+    @property
+    def has_engine_text(self) -> bool:
+        """Return whether any model may have its text from an engine."""
+        return self._config.text != "gateway" and any(self._text_apis.values())
 
     def names(self) -> list[tuple[str, ServedModel]]:
         """Return every name that a request may use, aliases last."""
@@ -205,9 +220,11 @@ class Models:
 
     def _learn_tasks(self, members: Sequence[WorkerMember]) -> None:
         sizes: dict[str, set[int]] = {}
+        apis: dict[str, frozenset[str]] = {}
         for member in members:
             sizes.setdefault(member.model, set()).add(member.embedding_size)
-        self._embedding_sizes = sizes
+            apis[member.model] = apis.get(member.model, frozenset()).union(member.text_apis)
+        self._embedding_sizes, self._text_apis = sizes, apis
         takers = {member.model for member in members if "grammar:grammar" not in member.unsupported}
         for name, model in self._by_name.items():
             if name in sizes and model.takes_grammars != (name in takers):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from server.models.served_model import ServedModel
+from server.request.engine_ask import EngineAsk
 from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
@@ -52,6 +53,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The token that ends the model's reasoning, where one token does."""
     embed: Embed | None = None
     """Set if the request is for an embedding instead of text."""
+    ask: EngineAsk | None = None
+    """Set if the engine writes the text."""
 
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
@@ -68,6 +71,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             priority=self.priority,
             tenant=self.tenant,
             embeds=self.embed is not None,
+            text_api="" if self.ask is None else self.ask.call.path,
             num_context_tokens=len(self.prompt_ids) + self._num_demanded_tokens(),
         )
 
@@ -103,6 +107,8 @@ class ChoiceDelta(Struct, eq=False):
     finish_reason: StopReason | None
     stop_reason: str | int | None = None
     """The stop string, or the id of the stop token, that ended the choice (vLLM's extension)."""
+    event: bytes = b""
+    """An event of the engine's own API, instead of everything else."""
 
 
 class Choice:

@@ -27,6 +27,7 @@ from cache.types import GatewayId, WorkerIncarnation
 from server.errors import InternalError, WorkerLostError
 from server.metrics import GatewayMetrics, known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
+from server.request.engine_answer import EngineAnswer, EngineChoice
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
@@ -43,8 +44,10 @@ from worker.wire import (
     BlockSource,
     Embedding,
     End,
+    EngineText,
     Failed,
     Finished,
+    Frame,
     GenerateRequest,
     PromptLogprobs,
     Started,
@@ -102,7 +105,9 @@ class Generation:
         """float32, little-endian, where the spec asks for one."""
         self.client_has_output = False
         """Set once output has been sent to the client and cannot be retracted."""
-        self.choices = [Choice(spec, index) for index in range(len(spec.seeds))]
+        kind = Choice if spec.ask is None else EngineChoice
+        self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
+        self._answer = None if spec.ask is None else EngineAnswer(spec.ask)
         self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
@@ -115,7 +120,8 @@ class Generation:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum([len(choice.output_ids) for choice in self.choices])
+        num_ids = sum([len(choice.output_ids) for choice in self.choices])
+        return num_ids if self._answer is None else max(num_ids, self._answer.num_output_tokens)
 
     @property
     def num_reused_tokens(self) -> int:
@@ -156,6 +162,8 @@ class Generation:
 
     def take_deltas(self) -> list[ChoiceDelta]:
         """Return the new output of each choice since the last call."""
+        if self._answer is not None:
+            return self._answer.take_deltas()
         return [delta for choice in self.choices if (delta := choice.take_delta()) is not None]
 
     def commit(self) -> None:
@@ -165,7 +173,7 @@ class Generation:
     async def _place(self) -> Placement:
         """Return a worker for the next attempt as soon as there is one. Raises ApiError."""
         while True:
-            resumed = self.num_output_tokens > 0
+            resumed = any(choice.output_ids for choice in self.choices)
             full = {} if resumed or self._history.num_losses else self._full_workers()
             request = self._next_route(full, resumed=resumed)
             try:
@@ -248,6 +256,8 @@ class Generation:
         except (WorkerRefused, WorkerLost, WorkerFailed) as error:
             if not (isinstance(error, WorkerLost) and self.finished):  # else only the End frame is missing
                 self._record_failure(worker, error)
+                if self._answer is not None:
+                    self._answer.restart(self.choices, client_has_output=self.client_has_output)
         finally:
             self._services.router.closed(placement)
         if deliver is not None and (deltas := self.take_deltas()):
@@ -285,6 +295,7 @@ class Generation:
             adapter=spec.model.adapter,
             source=source,
             embed=spec.embed,
+            call=None if spec.ask is None else spec.ask.call,
             protocol=shared_protocol(worker) or PROTOCOL_VERSION,
         )
 
@@ -295,20 +306,23 @@ class Generation:
         history.reached(Stage.ACCEPTED)
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
-                if isinstance(frame, Embedding):
+                if isinstance(frame, EngineText) and self._answer is not None:
+                    if history.stage is not Stage.ANSWERED:
+                        self._first_token(placement, trace)
+                    self._answer.take(frame.data, len(self.choices[0].output_ids))
+                elif isinstance(frame, Embedding):
                     if len(frame.vector) != 4 * self._embedding_size(placement.worker):
                         raise WorkerLost(f"{stream.url}: an embedding of {len(frame.vector)} bytes")
                     self.embedding = frame.vector
                     self._first_token(placement, trace)
-                    continue
-                if not isinstance(frame, Tokens):
+                elif not isinstance(frame, Tokens):
                     self._handle_control_frame(frame, stream, placement)
-                    continue
-                choice = self._choice(frame.choice)
-                if history.stage is not Stage.ANSWERED:
-                    self._first_token(placement, trace)
-                if choice.finish_reason is None and choice.take(frame):
-                    self._stopped_here(choice, placement.worker)
+                else:
+                    choice = self._choice(frame.choice)
+                    if history.stage is not Stage.ANSWERED:
+                        self._first_token(placement, trace)
+                    if choice.finish_reason is None and choice.take(frame):
+                        self._stopped_here(choice, placement.worker)
             if deliver is not None and not stream.completed and (deltas := self.take_deltas()):
                 await deliver(deltas)
 
@@ -322,9 +336,7 @@ class Generation:
             raise WorkerLost(f"invalid choice index {index} from worker; expected < {len(self.choices)}")
         return self.choices[index]
 
-    def _handle_control_frame(
-        self, frame: Started | Finished | PromptLogprobs | Failed | End, stream: GenerateStream, placement: Placement
-    ) -> None:
+    def _handle_control_frame(self, frame: Frame, stream: GenerateStream, placement: Placement) -> None:
         match frame:
             case Finished():
                 choice = self._choice(frame.choice)

@@ -61,6 +61,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Only workers that serve this LoRA adapter."""
     required: tuple[str, ...] = ()
     """Features that the worker must have (`worker.common.features.required_features`)."""
+    text_api: str = ""
+    """Only workers whose engine has this API, by its path."""
     embeds: bool = False
     """Only workers that make embeddings; else only those that generate text."""
     num_context_tokens: int = 0

@@ -24,7 +24,18 @@ from server.workers.connection import (
     loop_time_timeout,
 )
 from worker.common.frames import FrameReader
-from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle, WireError, pack_request, unpack
+from worker.wire import (
+    EngineCall,
+    Failed,
+    Frame,
+    GenerateRequest,
+    Rendered,
+    TokenizerBundle,
+    WireError,
+    pack,
+    pack_request,
+    unpack,
+)
 
 MAX_REFUSAL_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 256 * 1024
@@ -32,6 +43,7 @@ MAX_BUNDLE_BYTES: Final = 256 << 20
 PROBE_TIMEOUT_S: Final = 2.0
 ACTION_TIMEOUT_S: Final = 10.0
 BUNDLE_TIMEOUT_S: Final = 30.0
+RENDER_TIMEOUT_S: Final = 60.0
 NUM_PROBES: Final = 2
 NO_SUCCESSOR_TIMEOUT_S: Final = 60.0
 MAX_PROBED: Final = 8
@@ -131,6 +143,27 @@ class WorkerClient(ConnectionPool):
         """Return the worker's tokenizer bundle. Raises WorkerLost."""
         data = await self._exchange(url, b"GET /bundle", BUNDLE_TIMEOUT_S, max_bytes=MAX_BUNDLE_BYTES)
         return _decoded(url, data, TokenizerBundle)
+
+    async def render(self, url: str, call: EngineCall) -> Rendered:
+        """Return the prompts of a call, as the worker's engine renders them. Raises WorkerRefused or WorkerLost."""
+        try:
+            answer = await loop_time_timeout(self._render(url, pack(call)), RENDER_TIMEOUT_S)
+        except TimeoutError as error:
+            raise WorkerLost(f"{url}: it rendered no prompt within {RENDER_TIMEOUT_S:.0f} s") from error
+        return _decoded(url, answer, Rendered)
+
+    async def _render(self, url: str, body: bytes) -> bytes:
+        connection = await self.send(url, b"POST /render", body)
+        try:
+            status = await connection.head()
+            if status != 200:
+                raise WorkerRefused(status, await _refusal(url, status, connection))
+            answer = await connection.read_all(MAX_BUNDLE_BYTES)
+        except BaseException:
+            connection.close()
+            raise
+        connection.release()
+        return answer
 
     async def act(self, url: str, action: str) -> dict[str, Any]:
         """Do an operator's action, "drain" or "purge", and return the worker's answer. Raises WorkerLost."""

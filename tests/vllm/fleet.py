@@ -134,7 +134,7 @@ class VllmFleet:
 
     def __init__(self, folder: Path, num_engines: int = 2) -> None:
         binary = newest_redis()
-        ports = iter(free_ports(5 * num_engines + 4))
+        ports = iter(free_ports(5 * num_engines + 6))
         self.folder = folder
         redis_port = next(ports)
         self.redis = RedisServer(folder, binary, "--port", str(redis_port))
@@ -143,7 +143,8 @@ class VllmFleet:
         self.adapters: list[Adapter] = []
         for number in range(num_engines):
             events, replay = (f"tcp://127.0.0.1:{next(ports)}" for _ in range(2))
-            options = Options(events, replay, num_blocks=NUM_BLOCKS, max_model_len=1024, niceness=5)
+            parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+            options = Options(events, replay, num_blocks=NUM_BLOCKS, max_model_len=1024, niceness=5, args=parsers)
             engine = Engine(folder, options, f"e{number}")
             args: list[str] = []
             if number == num_engines - 1:
@@ -160,13 +161,16 @@ class VllmFleet:
         keys.write_text("".join(entries))
         args = ["--redis", redis, "--api-keys", str(keys)]
         self.gateway = Gateway("g0", next(ports), next(ports), folder / "g0.log", args)
+        text_args = [*args, "--text", "engine"]
+        self.text_gateway = Gateway("g1", next(ports), next(ports), folder / "g1.log", text_args)
+        """Another gateway of the same workers. The engines write its prompts and answers."""
         self._client = httpx.Client(base_url=self.gateway.url, timeout=LONG_S)
 
     def __enter__(self) -> VllmFleet:
         try:
             self.redis.start()
             self.proxy.start()
-            for part in (*self.engines, *self.adapters, self.gateway):
+            for part in (*self.engines, *self.adapters, self.gateway, self.text_gateway):
                 part.start()
             with ThreadPoolExecutor(len(self.engines)) as pool:
                 list(pool.map(Engine.wait_ready, self.engines))
@@ -178,7 +182,7 @@ class VllmFleet:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
-        for part in (self.gateway, *self.adapters, *self.engines):
+        for part in (self.text_gateway, self.gateway, *self.adapters, *self.engines):
             part.stop()
         self.proxy.close()
         self.redis.kill()
@@ -191,7 +195,10 @@ class VllmFleet:
         """Wait until every adapter serves and is ready at the gateway."""
 
         def ready() -> bool:
-            return all(a.is_ready() for a in self.adapters) and self.gateway.num_ready() == len(self.adapters)
+            gateways = (self.gateway, self.text_gateway)
+            return all(a.is_ready() for a in self.adapters) and all(
+                each.num_ready() == len(self.adapters) for each in gateways
+            )
 
         wait_until(ready, START_S, "the fleet is ready")
 

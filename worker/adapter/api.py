@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, TokenLogprobs
+from worker.wire import ChoiceState, EngineCall, Failed, GenerateRequest, Rendered, SamplingDefaults, TokenLogprobs
+
+_TOO_LONG: Final = re.compile(
+    r"context length|context size|context window|maximum model length|max_model_len|max_new_tokens. must be",
+    re.IGNORECASE,
+)
+"""Parts of the errors of vLLM, SGLang, llama.cpp and TGI for a request that does not fit."""
 
 
 class EngineLostError(Exception):
@@ -82,6 +89,17 @@ class Chunk(NamedTuple):
     """Prompt tokens that the engine found cached; in the last part."""
 
 
+class TextPart(NamedTuple):
+    """An event of an engine's API, or a whole answer."""
+
+    data: bytes
+    token_ids: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """New tokens of choices, each with its index."""
+    reasons: tuple[tuple[int, str], ...] = ()
+    """Why choices have ended, each with its index."""
+    num_cached_tokens: int | None = None
+
+
 class EngineApi(Protocol):
     """One data-parallel rank of one engine. Every call raises EngineLostError or EngineRefusedError."""
 
@@ -126,6 +144,15 @@ class EngineApi(Protocol):
     async def reset(self) -> None:
         """Empty the prefix cache."""
 
+    async def text_apis(self) -> tuple[str, ...]:
+        """Return the paths of the APIs whose text the engine can write for gateways."""
+
+    async def render(self, call: EngineCall) -> Rendered:
+        """Return the engine's own ids of a call's prompts."""
+
+    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+        """Answer the call of a request. Closing the iterator aborts it in the engine."""
+
     def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
         """Generate the rest of one choice. Closing the iterator aborts it in the engine."""
 
@@ -151,3 +178,15 @@ def stream_error(error: Any) -> Exception:
     if isinstance(code, int) and 400 <= code < 500:
         return EngineRefusedError(code, message)
     return EngineLostError(f"the engine failed the request: {message}")
+
+
+def failed_by(error: EngineRefusedError, *, is_call: bool = False) -> Failed:
+    """Return the frame that reports an engine's error to the gateway. `is_call`: a client has written the body."""
+    if error.status in (429, 503):
+        return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
+    if error.status in (400, 413, 422):
+        code = "invalid_request" if _TOO_LONG.search(error.message) is None else "context_length_exceeded"
+        return Failed(code, error.message, retryable=False)
+    if is_call:  # whatever a client can write must not look like the loss of an engine
+        return Failed("engine_error" if error.status >= 500 else "invalid_request", error.message, retryable=False)
+    return Failed("worker_lost", str(error), retryable=True)

@@ -105,6 +105,7 @@ async def _connect(
         prefill_order="fifo",
         unsupported=api.unsupported,
         adapters=model.loras,
+        text_apis=await api.text_apis(),
     )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")

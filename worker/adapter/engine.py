@@ -22,7 +22,7 @@ from cache.allocators.base import CacheStats
 from cache.events import BlockEvent, Stored
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
-from worker.adapter.api import EngineApi, EngineLostError, EventSource
+from worker.adapter.api import EngineApi, EngineLostError, EngineRefusedError, EventSource, failed_by
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.facts import EngineIdentity
 from worker.adapter.kv_events import EventBatch
@@ -31,10 +31,10 @@ from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
 from worker.adapter.watch import EngineWatch
 from worker.common.features import required_features
-from worker.contracts.engine import EngineDeadError, EngineSinks, RequestKey, StepLog
+from worker.contracts.engine import EngineDeadError, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
-from worker.wire import Failed, GenerateRequest, TokenizerBundle
+from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,18 @@ class AdapterEngine:
             text = f"{', '.join(missing)}: not supported by {self._api.kind}"
             return Failed("unsupported", text, retryable=True)
         pool_tokens = self._load.num_blocks * self.member.block_size or self.bundle.max_model_len
-        return refusal(request, self.bundle.max_model_len, pool_tokens, self.bundle.vocab_size)
+        bundle, apis = self.bundle, self.member.text_apis
+        return refusal(request, bundle.max_model_len, pool_tokens, bundle.vocab_size, text_apis=apis)
+
+    async def render(self, call: EngineCall) -> Rendered:
+        if call.path not in self.member.text_apis:
+            raise RefusedError(Failed("unsupported", f"{call.path!r:.80}: no API of the engine", retryable=True))
+        try:
+            return await self._api.render(call)
+        except EngineRefusedError as error:
+            raise RefusedError(failed_by(error, is_call=True)) from error
+        except EngineLostError as error:
+            raise RefusedError(Failed("not_ready", str(error), retryable=True)) from error
 
     async def prepare(self, request: GenerateRequest) -> None:
         return None
@@ -219,7 +230,7 @@ class AdapterEngine:
     async def liveness(self) -> str | None:
         if self._watch.problem is not None:
             return self._watch.problem
-        if self._requests.active and time.monotonic() - self._requests.output_s > MAX_SILENT_S:
+        if self._requests.expects_tokens and time.monotonic() - self._requests.output_s > MAX_SILENT_S:
             return f"the engine has produced no token for {MAX_SILENT_S:.0f} s"
         try:
             return None if await self._api.is_healthy() else "the engine reports that it is not healthy"

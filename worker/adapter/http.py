@@ -6,7 +6,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
@@ -77,6 +77,12 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._lost(error) from error
 
+    async def post(
+        self, path: str, body: bytes, timeout_s: float | None, max_bytes: int = MAX_ANSWER_BYTES
+    ) -> tuple[int, bytes]:
+        """Post a body of JSON. Return as `call` does."""
+        return await self.call("POST", path, msgspec.Raw(body), timeout_s, max_bytes)
+
     async def json(
         self,
         method: str,
@@ -88,14 +94,17 @@ class EngineServer:
         """Return the parsed body; None for an empty one."""
         status, answer = await self.call(method, path, body, timeout_s, max_bytes)
         if status != 200:
-            raise EngineRefusedError(status, _message(answer))
+            raise refused(status, answer)
         try:
             return json.loads(answer) if answer else None
         except (ValueError, RecursionError) as error:
             raise EngineLostError(f"{self._url}{path} did not answer in JSON") from error
 
-    async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """Post `body` and yield the data of each event up to [DONE]. Closing the iterator closes the connection."""
+    async def events(self, path: str, body: object, last: Sequence[bytes] = ()) -> AsyncIterator[bytes]:
+        """Post `body` and yield the data of each event up to [DONE]. Closing the iterator closes the connection.
+
+        `last`: an event with one of these texts also is the last.
+        """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._session.post(
@@ -107,7 +116,7 @@ class EngineServer:
                 allow_redirects=False,
             ) as response:
                 if response.status != 200:
-                    raise EngineRefusedError(response.status, _message(await _body(response, _MAX_ERROR_BYTES)))
+                    raise refused(response.status, await _body(response, _MAX_ERROR_BYTES))
                 rest, is_done = b"", False
                 async for part in response.content.iter_any():  # up to its end, so that the connection can be reused
                     *lines, rest = (rest + part).split(b"\n")
@@ -120,6 +129,7 @@ class EngineServer:
                                 is_done = True
                             else:
                                 yield data
+                                is_done = any(mark in data for mark in last)
                 if is_done:
                     return
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -181,6 +191,11 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 def _too_long(max_bytes: int) -> EngineLostError:
     return EngineLostError(f"the engine's answer has more than {max_bytes >> 20} MiB")
+
+
+def refused(status: int, body: bytes) -> EngineRefusedError:
+    """Return the exception for an answer with an error status."""
+    return EngineRefusedError(status, _message(body))
 
 
 def _message(body: bytes) -> str:

@@ -7,6 +7,7 @@ requests wait.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -87,6 +88,10 @@ class LoadAccount:
     def drop(self, prefill: Prefill) -> None:
         """Forget a prefill that has ended without a token."""
         self._prefills.pop(prefill, None)
+
+    def drop_later(self, prefill: Prefill) -> None:
+        """Forget a prefill when it has probably ended: its first token will not be seen."""
+        asyncio.get_running_loop().call_later(self.rate.seconds(prefill.num_tokens), self.drop, prefill)
 
     def current(self, engine: EngineLoad | None, block_size: int, draining: bool, is_slow: bool = False) -> WorkerLoad:
         """Return the load. `engine`: its counts as last read; `block_size`: this worker's."""

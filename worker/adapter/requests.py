@@ -9,47 +9,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Final
+from typing import Any
 
 from cache.events import BlockEvent
 from cache.hashing import hash_chain
 from cache.types import BlockHash
-from worker.adapter.api import Chunk, EngineApi, EngineLostError, EngineRefusedError
+from worker.adapter.api import Chunk, EngineApi, EngineLostError, EngineRefusedError, failed_by
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.load import LoadAccount, Prefill
 from worker.contracts.engine import SUSPECT_NOTICE_S, EngineOutput, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
-from worker.wire import ChoiceState, End, Failed, Finished, Frame, GenerateRequest, PromptLogprobs, Started, Tokens
+from worker.wire import (
+    ChoiceState,
+    End,
+    EngineText,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    PromptLogprobs,
+    Started,
+    Tokens,
+)
 
 logger = logging.getLogger(__name__)
-
-_TOO_LONG: Final = re.compile(
-    r"context length|context size|context window|maximum model length|max_model_len|max_new_tokens. must be",
-    re.IGNORECASE,
-)
-"""Parts of the errors of vLLM, SGLang, llama.cpp and TGI for a request that does not fit."""
 
 
 class ActiveRequest:
     """One request at the engine: a task for all of it, and one for each choice."""
 
+    # fmt: off
     __slots__ = (
-        "aborted",
-        "begun_s",
-        "choices",
-        "ended",
-        "first_token_s",
-        "is_over",
-        "is_started",
-        "key",
-        "num_cached",
-        "request",
-        "steps",
-        "task",
+        "aborted", "begun_s", "choices", "ended", "first_token_s", "is_over", "is_started", "key", "num_cached",
+        "request", "steps", "task",
     )
+    # fmt: on
 
     def __init__(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
         self.key = key
@@ -127,6 +123,11 @@ class EngineRequests:
             if (task := active.choices.get(choice)) is not None:
                 task.cancel()
 
+    @property
+    def expects_tokens(self) -> bool:
+        """Return whether a request will show its tokens as the engine produces them."""
+        return any(each.request.call is None or each.request.call.streams for each in self.active.values())
+
     def is_silent_since(self, time_s: float) -> bool:
         """Return whether no request has got a token since a time, on the monotonic clock."""
         return not self.active or self.output_s < time_s
@@ -173,7 +174,7 @@ class EngineRequests:
         except EngineLostError as error:
             last = Failed("worker_lost", str(error), retryable=True)
         except EngineRefusedError as error:
-            last = _failed(error)
+            last = failed_by(error, is_call=active.request.call is not None)
         except TimeoutError:
             last = Failed("deadline", "it waited too long", retryable=False)
         except asyncio.CancelledError:
@@ -208,7 +209,8 @@ class EngineRequests:
                     self._start(active, num_cached)
                     self._emit(active, PromptLogprobs(positions))
                 self._start_first()
-                await self._run_choices(active, prefill, num_cached, until_first_token)
+                run = self._run_choices if request.call is None else self._run_call
+                await run(active, prefill, num_cached, until_first_token)
                 if request.sampling.prompt_logprobs is None:  # such a request matches no prefix
                     self._remove_missing(active, num_cached, promised_at)
             finally:
@@ -235,21 +237,13 @@ class EngineRequests:
         request = active.request
         first_token = asyncio.Event()
 
-        def begin() -> None:
-            self._start(active, num_cached)
-            self.account.first_token(prefill)
-            active.first_token_s = time.monotonic()
-            if active.steps is not None:
-                active.steps.first_token_s = active.first_token_s
-            first_token.set()
-            self._start_first()
-
         async def follow(choice: ChoiceState) -> None:
             output_ids = list(choice.output_ids)
             try:
                 async for chunk in self._chunks(active, choice):
                     if not first_token.is_set():
-                        begin()
+                        self._begin(active, prefill, num_cached)
+                        first_token.set()
                     if active.steps is not None:
                         active.steps.decode.num_steps += 1
                     output_ids += chunk.token_ids
@@ -264,6 +258,41 @@ class EngineRequests:
                 if number == 0:
                     await _either(first_token.wait(), task)
                     await until_first_token.aclose()
+
+    def _begin(self, active: ActiveRequest, prefill: Prefill, num_cached: int) -> None:
+        """Record the first token of a request."""
+        self._start(active, num_cached)
+        self.account.first_token(prefill)
+        active.first_token_s = time.monotonic()
+        if active.steps is not None:
+            active.steps.first_token_s = active.first_token_s
+        self._start_first()
+
+    async def _run_call(
+        self, active: ActiveRequest, prefill: Prefill, num_cached: int, until_first_token: contextlib.AsyncExitStack
+    ) -> None:
+        """Pass on what an API of the engine answers. Choices end only after the whole answer."""
+        request, reasons = active.request, dict[int, str]()
+        if request.call is not None and not request.call.streams:
+            self.account.drop_later(prefill)
+        self.account.num_open += len(request.choices)
+        try:
+            stream = self._api.text(request, f"{self._name}-{active.key}")
+            async with contextlib.aclosing(stream):  # type: ignore[type-var]
+                async for part in stream:
+                    if active.first_token_s is None:
+                        await self._confirm()
+                        self._begin(active, prefill, num_cached)
+                        await until_first_token.aclose()
+                    self.output_s = time.monotonic()
+                    if part.num_cached_tokens is not None:
+                        active.num_cached = min(part.num_cached_tokens, len(request.prompt_ids))
+                    reasons |= {index: "length" for index, reason in part.reasons if reason == "length"}
+                    tokens = [Tokens(index, token_ids) for index, token_ids in part.token_ids]
+                    self._emit(active, *tokens, EngineText(part.data))
+        finally:
+            self.account.num_open -= len(request.choices)
+        self._emit(active, *[Finished(each.index, reasons.get(each.index, "stop")) for each in request.choices])
 
     async def _follow_choice(
         self, active: ActiveRequest, choice: ChoiceState, follow: Callable[[ChoiceState], Awaitable[None]]
@@ -358,16 +387,6 @@ class EngineRequests:
         """Return the prompt tokens that the engine should find cached."""
         chain = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size)
         return self._blocks.num_matched_tokens(chain, len(request.prompt_ids))
-
-
-def _failed(error: EngineRefusedError) -> Failed:
-    """Return the frame that reports an engine's error to the gateway."""
-    if error.status in (429, 503):
-        return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
-    if error.status in (400, 413, 422):
-        code = "invalid_request" if _TOO_LONG.search(error.message) is None else "context_length_exceeded"
-        return Failed(code, error.message, retryable=False)
-    return Failed("worker_lost", str(error), retryable=True)
 
 
 async def _either(wait: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:

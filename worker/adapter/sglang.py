@@ -22,11 +22,20 @@ from worker.adapter.api import (
     EngineModel,
     EngineRefusedError,
     EventSource,
+    TextPart,
     resumed_seed,
     stream_error,
 )
 from worker.adapter.http import EngineServer, understood
-from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams, TokenLogprobs
+from worker.wire import (
+    ChoiceState,
+    EngineCall,
+    GenerateRequest,
+    Rendered,
+    SamplingDefaults,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 UNSUPPORTED: Final = (
     "allowed_token_ids",
@@ -129,6 +138,15 @@ class SglangApi(EngineServer):
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None
+
+    async def text_apis(self) -> tuple[str, ...]:
+        return ()
+
+    async def render(self, call: EngineCall) -> Rendered:
+        raise EngineRefusedError(501, "it renders no prompts")
+
+    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+        raise EngineRefusedError(501, "its own text is not served")
 
     async def ranks(self) -> tuple[int, ...]:
         info = await self._info()

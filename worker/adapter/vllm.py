@@ -21,6 +21,7 @@ from worker.adapter.api import (
     stream_error,
 )
 from worker.adapter.http import MAX_ANSWER_BYTES, EngineServer, understood
+from worker.adapter.text import TextCalls
 from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams, TokenLogprobs
 
 TOKEN_API: Final = "/inference/v1/generate"
@@ -87,6 +88,8 @@ class VllmApi(EngineServer):
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
         self._decode = msgspec.json.Decoder(_Event).decode
+        calls = TextCalls(self)
+        self.text_apis, self.render, self.text = calls.apis, calls.render, calls.answer
 
     async def version(self) -> str:
         status, _ = await self.call("GET", TOKEN_API)  # 405: it takes POST only

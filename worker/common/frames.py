@@ -7,11 +7,11 @@ from typing import Any, Final
 import msgpack
 import msgspec
 
+from worker.common.packed_positions import PackedPositions
 from worker.wire import (
     FRAMES,
     MAX_FRAME_BYTES,
     Frame,
-    PackedPositions,
     PromptLogprobs,
     TokenLogprobs,
     Tokens,

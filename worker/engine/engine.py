@@ -48,7 +48,15 @@ from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.validation import refusal
-from worker.wire import Failed, GenerateRequest, Started, TokenizerBundle, num_listed_ids
+from worker.wire import (
+    EngineCall,
+    Failed,
+    GenerateRequest,
+    Rendered,
+    Started,
+    TokenizerBundle,
+    num_listed_ids,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +175,9 @@ class EngineCore:
             limits.max_batch_total_tokens,
             self.member.embedding_size,
         )
+
+    async def render(self, call: EngineCall) -> Rendered:
+        raise RefusedError(Failed("unsupported", "this engine has no API of its own", retryable=True))
 
     async def prepare(self, request: GenerateRequest) -> PreparedParts:
         try:

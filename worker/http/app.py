@@ -1,6 +1,6 @@
 """The worker's HTTP API (see `worker.wire` for the messages).
 
-POST /generate /abort /prove     GET /state /bundle               msgpack, for gateways
+POST /generate /render /abort /prove     GET /state /bundle       msgpack, for gateways
 POST /blocks /adopt                                               msgpack, for other workers
 POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 """
@@ -38,7 +38,17 @@ from worker.contracts.engine import EngineDeadError, RefusedError
 from worker.http.blocks import AdoptEndpoint, BlocksEndpoint
 from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
-from worker.wire import CONTENT_TYPE, Failed, ProtocolError, WireError, pack, pack_frame, unpack_request
+from worker.wire import (
+    CONTENT_TYPE,
+    EngineCall,
+    Failed,
+    ProtocolError,
+    WireError,
+    pack,
+    pack_frame,
+    unpack,
+    unpack_request,
+)
 
 STATUS_OF: Final = {
     "invalid_request": 400,
@@ -93,6 +103,7 @@ def make_app(
             Route("/generate", endpoint=GenerateRoute(service), methods=["POST"]),
             Route("/blocks", endpoint=BlocksEndpoint(service), methods=["POST"]),
             Route("/adopt", endpoint=AdoptEndpoint(service).__call__, methods=["POST"]),
+            Route("/render", endpoint=endpoints.render, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
             Route("/state", endpoint=endpoints.state),
             Route("/bundle", endpoint=endpoints.bundle),
@@ -211,6 +222,10 @@ class _Endpoints:
 
     def __init__(self, service: WorkerService) -> None:
         self._service = service
+
+    async def render(self, request: Request) -> Response:
+        call = unpack(await read_body(request), EngineCall)
+        return _msgpack(await self._service.engine.render(call))
 
     async def abort(self, request: Request) -> Response:
         try:

@@ -18,7 +18,7 @@ from cache.types import BlockHash, Epoch, WorkerId
 from tests.fake_engine.server import FakeEngine, parse
 from tests.server.scripted_worker import listening
 from tests.waiting import until
-from worker.adapter.api import Chunk, EngineApi, EngineLoad, EngineModel, EventSource
+from worker.adapter.api import Chunk, EngineApi, EngineLoad, EngineModel, EventSource, TextPart
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
@@ -26,10 +26,12 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.wire import (
     ChoiceState,
     End,
+    EngineCall,
     Failed,
     Finished,
     Frame,
     GenerateRequest,
+    Rendered,
     SamplingDefaults,
     SamplingParams,
     Started,
@@ -265,6 +267,15 @@ class ScriptedApi:
                 yield part
         finally:
             call.is_open = False
+
+    async def text_apis(self) -> tuple[str, ...]:
+        return ()
+
+    async def render(self, call: EngineCall) -> Rendered:
+        raise NotImplementedError
+
+    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+        raise NotImplementedError
 
     async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
         return [None, *(TokenLogprobs(-1.0) for _ in request.prompt_ids[1:])]

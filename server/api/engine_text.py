@@ -1,0 +1,265 @@
+"""Requests whose text the engine writes: its own API renders the prompt and the answer.
+
+    body -> the engine's ids of the prompt, by a worker -> placed by their hashes -> the engine's API, with these ids
+
+The gateway decides on the model, the salt and the priority. Every other field is the engine's business, errors too.
+
+Source: docs/architecture/engine_text.md.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from cache.records import Candidate
+from server.api.endpoint import PreparedRequest
+from server.api.engine_control import check_control_tokens
+from server.api.formatting import ResponseFormatter, encode_json, response_id
+from server.api.params import choice_seeds
+from server.auth.identity import Identity, allowed_priority, request_salt
+from server.errors import (
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    ApiError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    anthropic_error,
+    responses_error,
+)
+from server.http.stream import DONE, sse
+from server.models.registry import COMPLETIONS_PATH, Models
+from server.models.served_model import ServedModel
+from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request.engine_ask import EngineAsk
+from server.request.response import ResponseStream
+from server.request_context import CURRENT, trace_stage
+from server.schema.decoding import invalid, read_json, unsupported
+from server.text.detokenizer import TextRules
+from server.workers.client import WorkerClient
+from server.workers.connection import WorkerLost, WorkerRefused
+from worker.wire import EngineCall, Rendered, SamplingParams
+
+CHAT_PATH: Final = "/v1/chat/completions"
+MAX_CHOICES: Final = 128
+MAX_RENDER_ATTEMPTS: Final = 3
+_PREFIXES: Final = {CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"}
+_OWN_FIELDS: Final = ("model", "cache_salt", "priority", "request_id", "return_token_ids", "stream_options")
+"""Fields of a body that the gateway or the adapter writes."""
+_REFUSED: Final = {
+    "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
+    "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
+    "mm_payload": "is for transfers between engines, which the fleet makes itself: leave it out",
+    "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
+    "background": "needs answers that are kept: leave it out",
+}
+_STATEFUL: Final = (
+    *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "use_beam_search"),
+)
+"""Fields of a body after which the tokens so far are not enough to continue an answer."""
+_EMPTY: Final = frozenset({b"null", b"false", b"[]", b"0", b"0.0"})
+_fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+class _Head(Struct):
+    model: str = ""
+
+
+class _Options(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Known(Struct):
+    """The fields of a body that the gateway needs, of whatever API."""
+
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: _Options | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+
+_head_of: Final = msgspec.json.Decoder(_Head).decode
+_known_of: Final = msgspec.json.Decoder(_Known).decode
+
+
+class EngineTexts:
+    """Prepares the requests whose text an engine writes. Owned by the gateway."""
+
+    def __init__(
+        self,
+        models: Models,
+        client: WorkerClient,
+        candidates: Callable[[str, None], Sequence[Candidate]],
+        *,
+        keeps_control_tokens: bool,
+    ) -> None:
+        """`candidates` returns the workers of a model that a request could be sent to.
+
+        `keeps_control_tokens`: clients may write control tokens.
+        """
+        self._models = models
+        self._client = client
+        self._candidates = candidates
+        self._keeps_control_tokens = keeps_control_tokens
+
+    async def prepare(self, path: str, body: bytes, identity: Identity) -> PreparedRequest | None:
+        """Render a body's prompt and apply the gateway's own rules. None: the gateway writes the text itself.
+
+        Raises ApiError.
+        """
+        if not self._models.has_engine_text or path not in _PREFIXES:
+            return None
+        with trace_stage("validate"):
+            head = await read_json(body, _head_of, self._models.text_limit)
+            try:
+                model = self._models.allowed(head.model, identity)
+            except (NotFoundError, UnavailableError):
+                return None
+            if not self._models.engine_writes(path, model):
+                return None
+            known, fields = _known_of(body), _fields_of(body)
+            _check(known, fields)
+        with trace_stage("tokenise"):
+            call = _call(path, known, fields, model)
+            rendered = await self._render(call, model)
+            if path != COMPLETIONS_PATH and not self._keeps_control_tokens:
+                await check_control_tokens(call, rendered, model, partial(self._render, model=model))
+        if len(rendered.prompts) != 1:
+            raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
+        return _prepared(call, head.model, model, known, fields, rendered, identity)
+
+    async def _render(self, call: EngineCall, model: ServedModel) -> Rendered:
+        """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError."""
+        candidates = [each for each in self._candidates(model.name, None) if call.path in each.member.text_apis]
+        candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
+        for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
+            try:
+                return await self._client.render(candidate.member.url, call)
+            except WorkerRefused as error:
+                if not error.failed.retryable:
+                    raise _refusal(error) from error
+            except WorkerLost:
+                continue
+        raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
+
+
+def _refusal(error: WorkerRefused) -> ApiError:
+    """Return the client's error for an engine that refuses to render a prompt, in the engine's words."""
+    failed = error.failed
+    if failed.code == "context_length_exceeded":
+        return InvalidRequestError(failed.message, code=failed.code)
+    if failed.code == "invalid_request":
+        return InvalidRequestError(failed.message)
+    return InternalError("The engine met an internal error.")
+
+
+def _check(known: _Known, fields: Mapping[str, Raw]) -> None:
+    """Raises InvalidRequestError for fields that would reach past the gateway."""
+    for name, why in _REFUSED.items():
+        if bytes(fields.get(name, b"null")) not in _EMPTY:
+            raise unsupported(name, why)
+    for name, number in (("n", known.n), ("best_of", known.best_of)):
+        if number is not None and number > MAX_CHOICES:
+            raise invalid(name, f"is at most {MAX_CHOICES}")
+
+
+def _call(path: str, known: _Known, fields: Mapping[str, Raw], model: ServedModel) -> EngineCall:
+    """Return the call with the client's fields that are the engine's business."""
+    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
+    if model.adapter:
+        body["model"] = model.adapter
+    if known.stream and path in (CHAT_PATH, COMPLETIONS_PATH):
+        options = known.stream_options
+        if options is not None and options.include_usage:
+            body["stream_options"] = fields["stream_options"]
+        elif (known.n or 1) == 1:  # with more, the engine's fingerprint would go to another event
+            body["stream_options"] = {"include_usage": True}
+    return EngineCall(path, encode_json(body), bool(known.stream))
+
+
+def _prepared(
+    call: EngineCall,
+    name: str,
+    model: ServedModel,
+    known: _Known,
+    fields: Mapping[str, Raw],
+    rendered: Rendered,
+    identity: Identity,
+) -> PreparedRequest:
+    id_, options, num_choices = response_id(_PREFIXES[call.path]), known.stream_options, known.n or 1
+    echoes = bytes(fields.get("echo", b"null")) == b"true"
+    is_stateful = any(bytes(fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
+    ask = EngineAsk(
+        call=call,
+        head={"id": _raw(id_), "created": _raw(int(time.time())), "model": _raw(name)},
+        shows_usage=options is not None and bool(options.include_usage),
+        has_usage=num_choices == 1 or (options is not None and bool(options.include_usage)),
+        shows_ids=bool(known.return_token_ids) or echoes,
+        is_resumable=call.path in (CHAT_PATH, COMPLETIONS_PATH) and num_choices == 1 and not is_stateful,
+    )
+    spec = GenerationSpec(
+        request_id=id_,
+        model=model,
+        prompt_ids=rendered.prompts[0],
+        root=model.root(request_salt(identity, known.cache_salt)),
+        seeds=choice_seeds(0, num_choices),
+        sampling=SamplingParams(max_tokens=rendered.max_tokens[0]),
+        rules=TextRules(),
+        prompt_param="prompt" if call.path == COMPLETIONS_PATH else "messages",
+        grammar_param="response_format",
+        clamps_max_tokens=True,
+        priority=allowed_priority(identity, known.priority),
+        tenant=identity.tag,
+        affinity_key=known.prompt_cache_key or known.user,
+        ask=ask,
+    )
+    return PreparedRequest((spec,), EngineFormatter(call.path), bool(known.stream))
+
+
+def _raw(value: object) -> Raw:
+    return Raw(encode_json(value))
+
+
+class EngineFormatter(ResponseFormatter):
+    """Writes the engine's events as they are."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._names_events = path in (MESSAGES_PATH, RESPONSES_PATH)
+
+    def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:
+        return [choice.event for choice in choices]
+
+    def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
+        return b"".join([self._event(delta.event) for delta in deltas])
+
+    def last_events(self, response: ResponseStream) -> bytes:
+        return b"" if self._names_events else DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        if not self._names_events:
+            return super().error_event(error)
+        context = CURRENT.get(None)
+        if self._path == MESSAGES_PATH:
+            return self._event(anthropic_error(error, "" if context is None else context.request_id)[1])
+        return self._event(encode_json(responses_error(error).fields() | {"type": "error"}))
+
+    def _event(self, data: bytes) -> bytes:
+        if not self._names_events:
+            return sse(data)
+        return b"event: %b\ndata: %b\n\n" % (str(msgspec.json.decode(data)["type"]).encode(), data)

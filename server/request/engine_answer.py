@@ -1,0 +1,179 @@
+"""The answer of an engine that writes the text itself: its events, less what the client did not ask for.
+
+    data of an event -> ids of the gateway -> without token ids and usage, unless asked for -> the client
+
+When a worker is lost, the answer decides whether another can continue it:
+
+    nothing sent                                     from the prompt, at any worker
+    one choice, only plain content                   with the token ids whose text was sent, within the numerics class
+    reasoning, calls, several choices, other APIs    an error
+
+Source: docs/architecture/engine_text.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from server.errors import WorkerLostError
+from server.request.choice import Choice, ChoiceDelta, StopReason
+from server.request.engine_ask import EngineAsk
+from server.workers.connection import WorkerLost
+from worker.wire import Tokens
+
+_fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_choices_of: Final = msgspec.json.Decoder(list[dict[str, Raw]]).decode
+_value_of: Final = msgspec.json.Decoder().decode
+_encode: Final = msgspec.json.Encoder().encode
+_NULL: Final = Raw(b"null")
+_PLAIN: Final = frozenset({"role", "content"})
+
+
+class EngineChoice(Choice):
+    """The tokens of one choice whose text the engine writes."""
+
+    def reset(self) -> None:
+        self.output_ids: list[int] = []
+        self.finish_reason: StopReason | None = None
+        self.stop_reason: str | int | None = None
+
+    def take(self, frame: Tokens) -> bool:
+        self.output_ids += frame.token_ids
+        return False
+
+    def finish(self, reason: StopReason, stop_token_id: int | None = None) -> None:
+        self.finish_reason = reason
+
+    def finish_if_complete(self, max_tokens: int) -> None:
+        """Wait for the engine's last events, whatever the tokens."""
+
+    def take_delta(self) -> ChoiceDelta | None:
+        return None
+
+
+class EngineAnswer:
+    """Passes the events of one generation on, over all its attempts."""
+
+    def __init__(self, ask: EngineAsk) -> None:
+        self._ask = ask
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: nothing has been sent."""
+        self._pending: list[bytes] = []
+        self._held: list[dict[str, Raw]] = []
+        """The event that ends the choice. It waits for the usage, whose fingerprint it gets."""
+        self._is_plain = self._ask.is_resumable
+        self._is_rest = False
+        """The client has the beginning, from an engine that was lost."""
+        self._num_resumed = 0
+        """Output tokens in the engine's present prompt."""
+        self._num_shown_ids = 0
+        """Output tokens whose text is in events."""
+        self.num_output_tokens = 0
+        """Those that the engine has counted at its end."""
+
+    def restart(self, choices: Sequence[Choice], *, client_has_output: bool) -> None:
+        """Prepare another attempt after a lost one. Raises WorkerLostError if none can go on with what was sent."""
+        if not client_has_output:
+            self.reset()
+            for choice in choices:
+                choice.reset()
+        elif not self._is_plain:
+            message = "The worker was lost, and no other can go on with an answer of this kind: ask again."
+            raise WorkerLostError(message, retry_after_s=1.0)
+        else:
+            self._is_rest, self._num_resumed = True, self._num_shown_ids
+            choices[0].output_ids = choices[0].output_ids[: self._num_shown_ids]
+
+    def take_deltas(self) -> list[ChoiceDelta]:
+        events, self._pending = self._pending, []
+        return [ChoiceDelta(0, "", [], [], None, event=event) for event in events]
+
+    def take(self, data: bytes, num_ids: int) -> None:
+        """Take an event, behind `num_ids` output tokens of the first choice. Raises WorkerLost."""
+        try:
+            self._take(data, num_ids)
+        except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
+            raise WorkerLost(f"an event of another form: {error}") from error
+
+    def _take(self, data: bytes, num_ids: int) -> None:
+        fields = _fields_of(data)
+        if "choices" not in fields:
+            self._is_plain = False
+            self._count(fields)
+            self._pending.append(data)
+            return
+        ask, choices = self._ask, _choices_of(fields["choices"])
+        fields |= {name: value for name, value in ask.head.items() if name in fields}
+        if not ask.shows_ids and "prompt_token_ids" in fields:
+            fields["prompt_token_ids"] = _NULL
+        self._count(fields)
+        if not choices:
+            self._end(fields)
+            return
+        kept = [choice for choice in choices if self._keep(choice, num_ids)]
+        if not kept:
+            return
+        fields["choices"] = Raw(_encode(kept))
+        is_last = ask.call.streams and any(_has(choice, "finish_reason") for choice in kept)
+        if is_last:
+            self._is_plain = False
+        if is_last and ask.has_usage and not ask.shows_usage:
+            self._held.append(fields)
+        else:
+            self._pending.append(_encode(fields))
+
+    def _keep(self, choice: dict[str, Raw], num_ids: int) -> bool:
+        """Take out what was not asked for. Return False for a choice that is then empty."""
+        ask = self._ask
+        if not ask.shows_ids:
+            choice.update({name: _NULL for name in ("token_ids", "prompt_token_ids") if name in choice})
+        if not ask.call.streams:
+            return True
+        is_over = _has(choice, "finish_reason")
+        if "text" in choice:
+            delta = {"content": _value_of(choice["text"])}
+        else:
+            delta = _value_of(choice["delta"])
+            if not delta and not is_over and not ask.shows_ids and not _has(choice, "logprobs"):
+                return False
+            if self._is_rest and "role" in delta:
+                return False
+        self._is_plain &= all(name in _PLAIN or value is None for name, value in delta.items())
+        if delta.get("content"):
+            self._num_shown_ids = num_ids
+        return True
+
+    def _end(self, fields: dict[str, Raw]) -> None:
+        """Take the event of the usage."""
+        for held in self._held:
+            if "system_fingerprint" in fields:
+                held["system_fingerprint"] = fields["system_fingerprint"]
+            self._pending.append(_encode(held))
+        self._held = []
+        if self._ask.shows_usage:
+            self._pending.append(_encode(fields))
+
+    def _count(self, fields: dict[str, Raw]) -> None:
+        """Read the usage, and count the tokens of a resumed answer as output."""
+        usage = _value_of(fields["usage"]) if "usage" in fields else None
+        if usage is None and "response" in fields:
+            usage = _value_of(fields["response"]).get("usage")
+        if not isinstance(usage, dict):
+            return
+        if self._num_resumed:
+            usage["prompt_tokens"] -= self._num_resumed
+            usage["completion_tokens"] += self._num_resumed
+            fields["usage"] = Raw(_encode(usage))
+        num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
+        self.num_output_tokens = num_tokens if isinstance(num_tokens, int) else 0
+
+
+def _has(fields: dict[str, Raw], name: str) -> bool:
+    """Return whether a field is there and not null."""
+    return name in fields and bytes(fields[name]) != b"null"

@@ -1,0 +1,332 @@
+"""Requests whose text an engine writes: its events pass, less what was not asked for, and lost streams go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from cache.records import WorkerMember
+from tests.server.gateway_app import RunningGateway, gateway
+from tests.server.scripted_worker import Die, Refuse, ScriptedWorker
+from tests.server.sse_grammar import events
+from tests.server.test_app import chat, post
+from tests.waiting import until
+from worker.wire import (
+    End,
+    EngineCall,
+    EngineText,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    Rendered,
+    Started,
+    TokenizerBundle,
+    Tokens,
+    pack,
+    pack_frame,
+    unpack,
+)
+
+APIS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+WORDS = ("The", " capital", " is", " Paris", ".")
+USAGE = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+
+
+def chunk(delta: dict[str, Any] | None, ids: list[int] | None = None, **fields: Any) -> bytes:
+    """One event of vLLM's chat stream."""
+    choices = []
+    if delta is not None:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": fields.pop("finish_reason", None)}
+        choices = [choice | ({} if ids is None else {"token_ids": ids})]
+    head = {"id": "chatcmpl-engine", "object": "chat.completion.chunk", "created": 1, "model": "engine-name"}
+    return json.dumps(head | {"choices": choices} | fields).encode()
+
+
+@dataclass(eq=False)
+class EngineWorker(ScriptedWorker):
+    """An adapter whose engine writes `parts`: each a delta with one token."""
+
+    parts: list[dict[str, Any]] = field(default_factory=lambda: [{"content": word} for word in WORDS])
+    dies_after: int | None = None
+    rendered: list[dict[str, Any]] = field(default_factory=list)
+    refuses_render: Failed | None = None
+    tokenizer: Tokenizer | None = None
+
+    def member(self) -> WorkerMember:
+        return replace(super().member(), text_apis=APIS)
+
+    def app(self) -> Starlette:
+        app = super().app()
+        app.router.routes.append(Route("/render", self._render, methods=["POST"]))
+        return app
+
+    async def _render(self, http: Request) -> Response:
+        call = unpack(await http.body(), EngineCall)
+        body = json.loads(call.body)
+        self.rendered.append(body)
+        if self.refuses_render is not None:
+            return Response(pack_frame(self.refuses_render), status_code=400)
+        assert self.tokenizer is not None
+        texts = [str(message["content"]) for message in body.get("messages", ())]
+        ids = self.tokenizer.encode("<|im_start|>" + "\n".join(texts) + "<|im_end|>").ids
+        return Response(pack(Rendered((tuple(ids),), (100,))))
+
+    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
+        assert request.call is not None
+        yield Started(self.num_cached_tokens)
+        begun = len(request.choices[0].output_ids)
+        if not request.call.streams:
+            if self.dies_after is not None:
+                raise Die
+            message = {"role": "assistant", "content": "".join(part.get("content", "") for part in self.parts)}
+            choice = {"index": 0, "message": message, "token_ids": [1, 2], "finish_reason": "stop"}
+            body = {"id": "e", "created": 1, "model": "e", "choices": [choice], "prompt_token_ids": [1], "usage": USAGE}
+            yield Tokens(0, (1, 2))
+            yield EngineText(json.dumps(body).encode())
+            yield Finished(0, "stop")
+            yield End(0.0, 0.0, 0.0)
+            return
+        yield EngineText(chunk({"role": "assistant", "content": ""}, prompt_token_ids=[1, 2, 3, 4]))
+        for number, part in enumerate(self.parts[begun:], begun):
+            if number == self.dies_after:
+                await asyncio.sleep(0.02)
+                raise Die
+            yield Tokens(0, (10 + number,))
+            reason = "stop" if number == len(self.parts) - 1 else None
+            yield EngineText(chunk(part, [10 + number], finish_reason=reason))
+        if "stream_options" in json.loads(request.call.body):
+            usage = USAGE | {"prompt_tokens": 4 + begun, "completion_tokens": 5 - begun}
+            yield EngineText(chunk(None, usage=usage, system_fingerprint="fp"))
+        yield Finished(0, "stop")
+        yield End(0.0, 0.0, 0.0)
+
+
+@pytest.fixture
+def engines(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> list[EngineWorker]:
+    return [EngineWorker(bundle, f"w{number}", tokenizer=raw_tokenizer) for number in range(2)]
+
+
+@asynccontextmanager
+async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterator[RunningGateway]:
+    async with gateway(*workers, **{"text": "engine"} | options) as target:
+        await until(lambda: target.models._text_apis)
+        yield target
+
+
+def text_of(found: list[Any]) -> str:
+    deltas = [choice["delta"] for event in found if event != "[DONE]" for choice in event["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+async def test_events_pass_without_what_was_not_asked_for(engines: list[EngineWorker]) -> None:
+    worker = engines[0]
+    worker.num_cached_tokens = 3
+    worker.parts[2:2] = [{}]  # a token that a parser keeps back
+    async with engine_gateway(worker) as target:
+        status, headers, raw = await post(target.url, chat(stream=True, cache_salt="s", seed=3, priority=0))
+    found = events(raw)
+    assert status == 200
+    assert headers["x-headstart-cached-tokens"] == "3"
+    assert text_of(found) == "".join(WORDS)
+    assert found[-1] == "[DONE]"
+    chunks = found[:-1]
+    assert len(chunks) == 1 + len(WORDS)
+    assert {event["model"] for event in chunks} == {"tiny"}
+    assert len({event["id"] for event in chunks}) == 1
+    assert chunks[0]["id"] != "chatcmpl-engine"
+    assert chunks[0]["prompt_token_ids"] is None
+    assert {json.dumps(event["choices"][0].get("token_ids")) for event in chunks} == {"null"}
+    assert not any("usage" in event for event in chunks)
+    assert [event.get("system_fingerprint") for event in chunks] == [None] * len(WORDS) + ["fp"]
+    request = worker.received[0]
+    assert request.call is not None
+    body = json.loads(request.call.body)
+    assert body["seed"] == 3
+    assert body["stream_options"] == {"include_usage": True}
+    assert not {"cache_salt", "priority", "model"}.intersection(body)
+    assert worker.tokenizer is not None
+    text = "\n".join(message["content"] for message in body["messages"])
+    assert request.prompt_ids == worker.tokenizer.encode(f"<|im_start|>{text}<|im_end|>").ids
+
+
+async def test_what_was_asked_for_stays(engines: list[EngineWorker]) -> None:
+    async with engine_gateway(engines[0]) as target:
+        options = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+        _, _, raw = await post(target.url, chat(stream=True, **options))
+        _, _, whole = await post(target.url, chat())
+    found = events(raw)
+    assert found[-2]["usage"] == USAGE
+    assert found[0]["prompt_token_ids"] == [1, 2, 3, 4]
+    assert [event["choices"][0].get("token_ids") for event in found[1:-2]] == [[10 + n] for n in range(5)]
+    body = json.loads(whole)
+    assert body["choices"][0]["message"]["content"] == "".join(WORDS)
+    assert body["choices"][0]["token_ids"] is body["prompt_token_ids"] is None
+    assert body["usage"] == USAGE
+    assert body["model"] == "tiny"
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+async def test_plain_content_goes_on_at_another_engine(engines: list[EngineWorker], num_tokens: int) -> None:
+    engines[0].dies_after = num_tokens
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True, stream_options={"include_usage": True}))
+    found = events(raw)
+    assert text_of(found) == "".join(WORDS)
+    assert engines[1].received[0].choices[0].output_ids == tuple(10 + n for n in range(num_tokens))
+    assert [event["choices"][0]["delta"].get("role") for event in found[:-2]].count("assistant") == 1
+    assert found[-2]["usage"] == USAGE
+    assert len({event["id"] for event in found[:-1]}) == 1
+
+
+@pytest.mark.parametrize("held", [{}, {"content": ""}])
+async def test_tokens_without_text_are_computed_again(engines: list[EngineWorker], held: dict[str, Any]) -> None:
+    """A parser may keep text back: what was not sent must not be in the next engine's prompt."""
+    for engine in engines:
+        engine.parts[1:1] = [held, held]
+    engines[0].dies_after = 3
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+    assert engines[1].received[0].choices[0].output_ids == (10,)
+    assert text_of(events(raw)) == "".join(WORDS)
+
+
+@pytest.mark.parametrize(
+    "part", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}]
+)
+async def test_reasoning_and_calls_end_with_an_error(engines: list[EngineWorker], part: dict[str, Any]) -> None:
+    engines[0].parts = [part, {"content": "x"}]
+    engines[0].dies_after = 1
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+    assert events(raw)[-1]["error"]["code"] == "worker_lost"
+    assert engines[1].received == []
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"stop": "."}, {"presence_penalty": 1}, {"logprobs": True}])
+async def test_what_depends_on_the_output_is_not_resumed(engines: list[EngineWorker], fields: dict[str, Any]) -> None:
+    engines[0].dies_after = 2
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True, **fields))
+    assert events(raw)[-1]["error"]["code"] == "worker_lost"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: str) -> None:
+    """Their clients read the type of each event from its name."""
+
+    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield EngineText(b'{"type": "message_start"}')
+        await asyncio.sleep(0.02)
+        raise Die
+
+    engines[0].behave = fails
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True), path)
+    first, last = raw.decode().strip().split("\n\n")
+    assert first.startswith("event: message_start\n")
+    assert last.startswith("event: error\n")
+    assert json.loads(last.split("data: ")[1])["type"] == "error"
+
+
+async def test_an_unstreamed_answer_begins_again(engines: list[EngineWorker]) -> None:
+    engines[0].dies_after = 0
+    async with engine_gateway(*engines) as target:
+        status, _, raw = await post(target.url, chat())
+    assert status == 200
+    assert json.loads(raw)["choices"][0]["message"]["content"] == "".join(WORDS)
+    assert engines[1].received[0].choices[0].output_ids == ()
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "mm_payload", "previous_response_id"])
+async def test_fields_that_reach_past_the_gateway(engines: list[EngineWorker], name: str) -> None:
+    async with engine_gateway(engines[0]) as target:
+        status, _, raw = await post(target.url, chat(**{name: {"prompt_token_ids": [1]}}))
+    assert status == 400
+    assert json.loads(raw)["error"]["param"] == name
+    assert engines[0].rendered == []
+
+
+async def test_engine_refuses_in_its_own_words(engines: list[EngineWorker]) -> None:
+    engines[0].refuses_render = Failed("invalid_request", "temperature must be non-negative", retryable=False)
+    async with engine_gateway(engines[0]) as target:
+        status, _, raw = await post(target.url, chat(temperature=-1))
+    assert status == 400
+    assert json.loads(raw)["error"]["message"] == "temperature must be non-negative"
+
+
+async def test_a_lost_worker_renders_nothing(engines: list[EngineWorker]) -> None:
+    engines[0].refuses_render = Failed("not_ready", "gone", retryable=True)
+    async with engine_gateway(*engines) as target:
+        answers = [await post(target.url, chat()) for _ in range(4)]
+    assert {status for status, _, _ in answers} == {200}
+
+
+@pytest.mark.parametrize("text", ["hi<|im_end|>", "<|im_start|>system", "<|endoftext|>"])
+async def test_control_tokens_of_clients_are_refused(engines: list[EngineWorker], text: str) -> None:
+    message = [{"role": "user", "content": text}]
+    async with engine_gateway(engines[0]) as target:
+        status, _, raw = await post(target.url, chat(messages=message))
+    assert status == 400
+    assert json.loads(raw)["error"]["code"] == "control_token"
+    assert engines[0].received == []
+    async with engine_gateway(engines[0], control_tokens_in_content=True) as target:
+        status, _, _ = await post(target.url, chat(messages=message))
+    assert status == 200
+
+
+async def test_text_that_only_looks_like_control(engines: list[EngineWorker]) -> None:
+    async with engine_gateway(engines[0]) as target:
+        status, _, _ = await post(target.url, chat(messages=[{"role": "user", "content": "if a < b: <div> <|im_"}]))
+    assert status == 200
+
+
+async def test_a_worker_that_refuses_is_left(engines: list[EngineWorker]) -> None:
+    async def refuse(request: GenerateRequest) -> AsyncIterator[Frame]:
+        if request.call is not None:
+            raise Refuse(429, "queue_full", retry_after_s=1.0)
+        yield Started(0)
+
+    engines[0].behave = refuse
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+    assert text_of(events(raw)) == "".join(WORDS)
+
+
+@pytest.mark.parametrize("text", ["auto", "gateway"])
+async def test_gateway_writes_what_it_knows(bundle: TokenizerBundle, worker: ScriptedWorker, text: str) -> None:
+    known = EngineWorker(bundle, reply=worker.reply)
+    known.behave = worker.answer
+    async with gateway(known, text=text) as target:
+        await until(lambda: target.models._text_apis)
+        status, _, _ = await post(target.url, chat())
+    assert status == 200
+    assert known.received[0].call is None
+
+
+async def test_auto_is_the_engine_without_a_template(engines: list[EngineWorker]) -> None:
+    engines[0].bundle = replace(engines[0].bundle, chat_template=None)
+    async with engine_gateway(engines[0], text="auto") as target:
+        status, _, _ = await post(target.url, chat())
+    assert status == 200
+    assert engines[0].received[0].call is not None
+
+
+@pytest.mark.parametrize("text", ["auto", "engine"])
+async def test_own_workers_have_no_engine_text(worker: ScriptedWorker, text: str) -> None:
+    async with gateway(worker, text=text) as target:
+        status, _, _ = await post(target.url, chat())
+    assert status == 200
+    assert worker.received[0].call is None

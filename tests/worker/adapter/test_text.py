@@ -1,0 +1,168 @@
+"""Calls of vLLM's own text APIs: what is sent, which frames come, and which errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as with_fields
+from starlette.responses import JSONResponse, Response
+
+from tests.worker.adapter.rig import MEMBER, Rig, finishes, make_request, running, token_ids
+from tests.worker.adapter.scripted_http import ScriptedHttp, sse
+from tests.worker.adapter.test_vllm import api as api
+from tests.worker.adapter.test_vllm import server as server
+from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart
+from worker.adapter.text import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from worker.adapter.vllm import VllmApi
+from worker.wire import End, EngineCall, EngineText, Failed, GenerateRequest, Started
+
+PROMPT = tuple(range(100, 140))
+USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}}
+
+
+def asking(path: str = CHAT, *, streams: bool = True, n: int = 1, output_ids: tuple[int, ...] = (), **body: Any) -> Any:
+    call = EngineCall(path, json.dumps({"stream": streams, **body}).encode(), streams)
+    return with_fields(make_request(PROMPT, n=n, output_ids=output_ids, max_tokens=50), call=call)
+
+
+def delta(text: str, ids: list[int], index: int = 0, reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": index, "delta": {"content": text}, "token_ids": ids, "finish_reason": reason}]}
+
+
+async def parts_of(api: VllmApi, request: GenerateRequest) -> list[TextPart]:
+    return [part async for part in api.text(request, "id-1")]
+
+
+async def test_body_has_the_ids_the_salt_and_the_priority(server: ScriptedHttp, api: VllmApi) -> None:
+    server.answers[f"POST {CHAT}"] = sse(delta("a", [5]))
+    await parts_of(api, with_fields(asking(messages=[], temperature=0.5), priority=3))
+    body = server.bodies[-1]
+    assert body["kv_transfer_params"] == {"prompt_token_ids": list(PROMPT)}
+    assert body["cache_salt"] == make_request().root.hex()
+    assert body["return_token_ids"] is True
+    assert (body["priority"], body["request_id"], body["temperature"], body["model"]) == (3, "id-1", 0.5, "m")
+
+
+async def test_rest_of_an_answer_has_fewer_tokens_to_go(server: ScriptedHttp, api: VllmApi) -> None:
+    server.answers |= {f"POST {path}": sse(delta("a", [5])) for path in (CHAT, COMPLETIONS)}
+    await parts_of(api, asking(output_ids=(7, 8), max_tokens=50, max_completion_tokens=50, min_tokens=3))
+    body = server.bodies[-1]
+    assert body["kv_transfer_params"] == {"prompt_token_ids": [*PROMPT, 7, 8]}
+    assert (body["max_completion_tokens"], body["min_tokens"], body.get("max_tokens")) == (48, 1, None)
+    await parts_of(api, asking(COMPLETIONS, output_ids=(7,), prompt="x"))
+    assert (server.bodies[-1]["prompt"], server.bodies[-1]["max_tokens"]) == ([*PROMPT, 7], 49)
+
+
+async def test_an_echo_has_its_text(server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM echoes no text of a prompt of ids, nor where ids are asked for."""
+    server.answers[f"POST {COMPLETIONS}"] = sse(delta("a", [5]))
+    await parts_of(api, asking(COMPLETIONS, prompt="x", echo=True))
+    assert server.bodies[-1]["prompt"] == "x"
+    assert "return_token_ids" not in server.bodies[-1]
+
+
+async def test_streams_without_done_end_with_their_last_event(server: ScriptedHttp, api: VllmApi) -> None:
+    usage = {"input_tokens": 8, "output_tokens": 1, "cache_read_input_tokens": 32}
+    server.answers[f"POST {MESSAGES}"] = sse(
+        {"type": "message_delta", "usage": usage}, {"type": "message_stop"}, done=False
+    )
+    done = {"type": "response.completed", "response": {"usage": {"input_tokens_details": {"cached_tokens": 16}}}}
+    server.answers[f"POST {RESPONSES}"] = sse({"type": "response.created"}, done, done=False)
+    assert [part.num_cached_tokens for part in await parts_of(api, asking(MESSAGES))] == [32, None]
+    assert [part.num_cached_tokens for part in await parts_of(api, asking(RESPONSES))] == [None, 16]
+    server.answers[f"POST {MESSAGES}"] = sse({"type": "message_delta"}, done=False)
+    with pytest.raises(EngineLostError, match="broke off"):
+        await parts_of(api, asking(MESSAGES))
+
+
+async def test_only_apis_that_render_are_offered(server: ScriptedHttp, api: VllmApi) -> None:
+    missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
+    for path in (CHAT, f"{CHAT}/render", COMPLETIONS, f"{MESSAGES}/render"):
+        server.answers[f"POST {path}"] = missing
+    assert await api.text_apis() == (CHAT,)
+
+
+async def test_render(server: ScriptedHttp, api: VllmApi) -> None:
+    prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "features": None}
+    server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt)
+    server.answers[f"POST {COMPLETIONS}/render"] = JSONResponse([prompt, prompt])
+    server.answers[f"POST {MESSAGES}/render"] = JSONResponse(prompt | {"features": {"mm_hashes": {}}})
+    assert (await api.render(EngineCall(CHAT, b"{}"))).prompts == ((1, 2),)
+    assert (await api.render(EngineCall(COMPLETIONS, b"{}"))).max_tokens == (9, 9)
+    with pytest.raises(EngineRefusedError, match="images"):
+        await api.render(EngineCall(MESSAGES, b"{}"))
+
+
+@contextlib.asynccontextmanager
+async def rig_over(api: VllmApi) -> AsyncIterator[Rig]:
+    rig = Rig(api)
+    rig.engine.member = replace(MEMBER, text_apis=(CHAT,))
+    async with running(rig):
+        yield rig
+
+
+async def test_frames_of_a_stream(server: ScriptedHttp, api: VllmApi) -> None:
+    first, second = delta("a", [5]), delta("b", [6, 7], 1, "length")
+    server.answers[f"POST {CHAT}"] = sse(first, second, delta("c", [8], 0, "tool_calls"), USAGE)
+    async with rig_over(api) as rig:
+        frames = await rig.answer(asking(n=2))
+        assert await rig.is_idle()
+    assert isinstance(frames[0], Started)
+    assert [json.loads(frame.data) for frame in frames if isinstance(frame, EngineText)][:2] == [first, second]
+    assert (token_ids(frames, 0), token_ids(frames, 1)) == ([5, 8], [6, 7])
+    assert [(frame.choice, frame.reason) for frame in finishes(frames)] == [(0, "stop"), (1, "length")]
+    assert isinstance(frames[-1], End)
+    assert frames[-1].num_cached_tokens == 32
+
+
+async def test_frames_of_a_whole_answer(server: ScriptedHttp, api: VllmApi) -> None:
+    answer: dict[str, Any] = dict(USAGE)
+    answer["choices"] = [{"index": 0, "message": {}, "token_ids": [5, 6], "finish_reason": "stop"}]
+    server.answers[f"POST {CHAT}"] = JSONResponse(answer)
+    async with rig_over(api) as rig:
+        frames = await rig.answer(asking(streams=False))
+    assert token_ids(frames) == [5, 6]
+    assert [type(frame) for frame in frames][-2:] != [Failed]
+    assert frames[-1].num_cached_tokens == 32  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "retryable"),
+    [
+        (400, "invalid_request", False),
+        (404, "invalid_request", False),
+        (500, "engine_error", False),
+        (503, "queue_full", True),
+    ],
+)
+async def test_errors_that_a_client_can_cause(
+    server: ScriptedHttp, api: VllmApi, status: int, code: str, retryable: bool
+) -> None:
+    """No body makes an engine look lost."""
+    server.answers[f"POST {CHAT}"] = JSONResponse({"error": {"message": "no"}}, status_code=status)
+    async with rig_over(api) as rig:
+        for streams in (True, False):
+            [*_, last] = await rig.answer(asking(streams=streams))
+            assert isinstance(last, Failed)
+            assert (last.code, last.message, last.retryable) == (code, "no", retryable)
+
+
+async def test_other_apis_are_refused(api: VllmApi) -> None:
+    async with rig_over(api) as rig:
+        refusal = rig.engine.refusal(asking("/v1/load_lora_adapter"))
+    assert refusal is not None
+    assert refusal.code == "unsupported"
+
+
+async def test_broken_streams_are_lost(server: ScriptedHttp, api: VllmApi) -> None:
+    for answer in (sse(delta("a", [5]), done=False), sse(b"data: nonsense\n\n"), Response(b"nonsense")):
+        server.answers[f"POST {CHAT}"] = answer
+        async with rig_over(VllmApi(api._url)) as rig:
+            [*_, last] = await rig.answer(asking(streams=callable(answer)))
+        assert isinstance(last, Failed)
+        assert last.code == "worker_lost"

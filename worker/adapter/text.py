@@ -1,0 +1,171 @@
+"""Calls of an engine's own APIs, which write the text of an answer: bodies out, events in.
+
+The gateway decides on the prompt's ids and the salt. Everything else in a body is the client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart, stream_error
+from worker.adapter.http import CALL_TIMEOUT_S, MAX_ANSWER_BYTES, EngineServer, refused, understood
+from worker.wire import EngineCall, GenerateRequest, Rendered
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
+TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+LAST_EVENTS: Final = (b'"message_stop"', b'"response.completed"', b'"response.incomplete"', b'"response.failed"')
+"""In the last event of a stream without [DONE]."""
+_RENDER_TIMEOUT_S: Final = 60.0
+_ABSENT: Final = frozenset({404, 405, 501})
+_LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+
+    def num_cached_tokens(self) -> int | None:
+        details = self.prompt_tokens_details or self.input_tokens_details
+        return self.cache_read_input_tokens if details is None else details.cached_tokens
+
+
+class _Response(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    response: _Response | None = None
+    error: Any = None
+
+
+class _Sampling(msgspec.Struct):
+    max_tokens: int | None = None
+
+
+class _Prompt(msgspec.Struct):
+    token_ids: tuple[int, ...]
+    sampling_params: _Sampling
+    features: Any = None
+
+
+_decode_answer: Final = msgspec.json.Decoder(_Answer).decode
+_decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
+
+
+class TextCalls:
+    """The text APIs of one vLLM server."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self._model_name: str | None = None
+
+    async def apis(self) -> tuple[str, ...]:
+        """Return the APIs that the engine offers and renders prompts for."""
+        found = []
+        for path in TEXT_APIS:
+            statuses = [(await self._server.post(each, b"{}", CALL_TIMEOUT_S))[0] for each in (path, f"{path}/render")]
+            if not _ABSENT.intersection(statuses):  # it misses fields of the body
+                found.append(path)
+        return tuple(found)
+
+    async def render(self, call: EngineCall) -> Rendered:
+        """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
+        body = msgspec.json.encode(await self._with_model(call, ""))
+        status, answer = await self._server.post(f"{call.path}/render", body, _RENDER_TIMEOUT_S)
+        if status != 200:
+            raise refused(status, answer)
+        with understood(f"{call.path}/render"):
+            found = _decode_prompts(answer)
+        prompts = found if isinstance(found, list) else [found]
+        if any(prompt.features for prompt in prompts):
+            raise EngineRefusedError(400, "messages: images, audio and video are not served by this route")
+        lengths = tuple(max(0, prompt.sampling_params.max_tokens or 0) for prompt in prompts)
+        return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths)
+
+    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+        """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
+        call = request.call
+        assert call is not None
+        body = call_body(await self._with_model(call, request.adapter), request, request_id)
+        if not call.streams:
+            status, answer = await self._server.post(call.path, msgspec.json.encode(body), None, MAX_ANSWER_BYTES)
+            if status != 200:
+                raise refused(status, answer)
+            yield part_of(answer)
+            return
+        async for data in self._server.events(call.path, body, LAST_EVENTS):
+            yield part_of(data)
+
+    async def _with_model(self, call: EngineCall, adapter: str) -> dict[str, Any]:
+        """Return the body with a name that the engine has for its model."""
+        body: dict[str, Any] = dict(_decode_body(call.body))
+        if adapter or "model" not in body:
+            body["model"] = adapter or (await self._name())
+        return body
+
+    async def _name(self) -> str:
+        if self._model_name is None:
+            self._model_name = (await self._server.model()).name
+        return self._model_name
+
+
+def part_of(data: bytes) -> TextPart:
+    """Read what the worker itself needs of an event. Raises EngineLostError, EngineRefusedError for an error."""
+    try:
+        answer = _decode_answer(data)
+    except msgspec.MsgspecError as error:
+        raise EngineLostError(f"an event of another form: {error}") from error
+    if answer.error is not None:
+        raise stream_error(answer.error)
+    usage = answer.usage or (None if answer.response is None else answer.response.usage)
+    return TextPart(
+        data,
+        tuple([(choice.index, choice.token_ids) for choice in answer.choices if choice.token_ids]),
+        tuple([(choice.index, choice.finish_reason) for choice in answer.choices if choice.finish_reason]),
+        None if usage is None else usage.num_cached_tokens(),
+    )
+
+
+def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_id: str) -> dict[str, Any]:
+    """Return the engine's body: the client's, with the prompt's ids, the salt, and the gateway's own wishes."""
+    call, body = request.call, dict(client_body)
+    assert call is not None
+    body["cache_salt"] = request.root.hex()
+    if call.path != MESSAGES:
+        body |= {"request_id": request_id, "priority": request.priority}
+    echoes = bytes(body.get("echo", b"")) == b"true"
+    output_ids = request.choices[0].output_ids
+    prompt_ids = [*request.prompt_ids, *output_ids]
+    if call.path in (CHAT, MESSAGES):
+        body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
+    elif call.path == COMPLETIONS and not echoes:
+        body["prompt"] = prompt_ids
+    if call.path in _LENGTHS and not echoes:  # an echo of ids has no text
+        body["return_token_ids"] = True
+    if output_ids:
+        for name in _LENGTHS[call.path]:
+            body.pop(name, None)
+        body[_LENGTHS[call.path][0]] = request.sampling.max_tokens - len(output_ids)
+        if "min_tokens" in body:
+            body["min_tokens"] = max(0, msgspec.json.decode(body["min_tokens"]) - len(output_ids))
+    return body
