@@ -374,7 +374,9 @@ def main(argv: Sequence[str]) -> int:
         print(clear_cache())
         return 0
     if args.gpu:
-        if importlib.util.find_spec(GPU_MODULE) is None:
+        package = importlib.util.find_spec(GPU_MODULE.partition(".")[0])
+        # The wheel has the package without this part, which an editable install elsewhere must not lend it.
+        if package is None or not (Path(package.origin or "").parent / "gpu").is_dir():
             raise CommandError("--gpu needs a checkout of the sources: run `make gpu-check` there", BAD_USAGE)
         options = ["--report", args.report, "--device", args.device, "--model", args.model]
         return subprocess.run([*module_command(GPU_MODULE), *options], check=False).returncode

@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
-    """An engine of two ranks with a key and events as maps, and an older one with arrays and no API for tokens.
+    """An engine of two ranks with a key and events as maps, and one with events as arrays.
 
     Three API keys: of one tenant, of another, and of the first for one LoRA adapter alone.
     """
@@ -43,8 +43,8 @@ def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (folder / "keys.toml").write_text("\n".join(entries))
     fleet = EngineFleet(folder, "--api-keys", str(folder / "keys.toml"))
     fleet.headers = bearer(KEY)
-    fleet.add_engine("new", tiny_model, "--api-key", "sk-secret", "--token-s", "0.003", *LORAS, num_ranks=2)
-    fleet.add_engine("old", tiny_model, "--layout", "arrays", "--no-token-api", "--token-s", "0.003", *LORAS)
+    fleet.add_engine("maps", tiny_model, "--api-key", "sk-secret", "--token-s", "0.003", *LORAS, num_ranks=2)
+    fleet.add_engine("arrays", tiny_model, "--layout", "arrays", "--token-s", "0.003", *LORAS)
     with fleet:
         yield fleet
 
@@ -184,13 +184,6 @@ def test_a_field_that_no_worker_serves_is_a_clear_error(fleet: EngineFleet, fiel
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == field
     assert field in refused.json()["error"]["message"]
-
-
-def test_logprobs_go_where_the_engine_has_them(fleet: EngineFleet) -> None:
-    for _ in range(3):
-        answer = fleet.post(completion(new_prompt(), logprobs=2))
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-headstart-worker"].startswith("new-")
 
 
 @pytest.mark.parametrize("loss", [0.01, 0.3])
