@@ -43,14 +43,9 @@ class FakeEngine(Program):
     """With one adapter for each of its data-parallel ranks."""
 
     def __init__(self, name: str, folder: Path, model: Path, redis: str, *options: str, num_ranks: int = 1) -> None:
-        # The ranks' ports follow the first's.
-        port, *ports = free_ports(2 + num_ranks)
-        events, replay, *adapter_ports = ports[0], ports[0] + 1, *ports[1:]
-        while True:
-            [events] = free_ports(1)
-            if len({port, *adapter_ports}.union(range(events, events + 2 * num_ranks))) == 1 + 3 * num_ranks:
-                break
-        replay = events + num_ranks
+        # The ports of the ranks' events follow each other.
+        port, events, *rest = free_ports(1 + 3 * num_ranks)
+        replay, adapter_ports = rest[num_ranks - 1], rest[2 * num_ranks - 1 :]
         sockets = ["--events", f"tcp://127.0.0.1:{events}", "--replay", f"tcp://127.0.0.1:{replay}"]
         ranks = ["--ranks", str(num_ranks)]
         command = ["tests.fake_engine", str(model), "--port", str(port), *sockets, *ranks, *options]

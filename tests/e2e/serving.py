@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import random
@@ -29,20 +30,32 @@ READY = re.compile(r"headstart: ready in ([\d.]+) s")
 
 
 # Below the range from which the kernel hands out ports (32768 and up on Linux), so that no connection of another test
-# takes one of these between our look and the server's bind.
-PORT_RANGE = range(20_000, 32_000)
+# takes one of these between our look and the server's bind. Each process of a run has a part of its own, and goes round
+# in it: two fleets that start at the same time, in one process or in two, never share a port.
+PORTS_PER_PROCESS = 2_000
+FIRST_PORT = 20_000 + PORTS_PER_PROCESS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 6)
+_offsets = itertools.count(random.SystemRandom().randrange(PORTS_PER_PROCESS))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
+    """Adjacent ports that were free a moment ago, none of them among the last that this process got."""
     ports: list[int] = []
-    for port in random.SystemRandom().sample(PORT_RANGE, len(PORT_RANGE)):
+    for offset in itertools.islice(_offsets, 2 * PORTS_PER_PROCESS):
+        port = FIRST_PORT + offset % PORTS_PER_PROCESS
+        if not is_free(port) or (ports and port != ports[-1] + 1):
+            ports = []
+        else:
+            ports.append(port)
         if len(ports) == count:
             return ports
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-    raise OSError(f"no {count} free ports in {PORT_RANGE}")
+    raise OSError(f"no {count} adjacent free ports from {FIRST_PORT}")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 class Serve:

@@ -82,9 +82,8 @@ def test_two_engines_serve_and_outlive_ctrl_c(tiny_model: Path) -> None:
 
 
 def test_it_waits_for_an_engine_and_takes_its_ranks_with_or_without_events(tiny_model: Path) -> None:
-    ports = free_ports(2)
-    events = [port for port in free_ports(20) if port + 1 not in ports][:1]
-    ranks = ["--ranks", "2", "--events", f"tcp://127.0.0.1:{events[0]}"]
+    *ports, events, _ = free_ports(4)
+    ranks = ["--ranks", "2", "--events", f"tcp://127.0.0.1:{events}"]
     urls = [part for port in ports for part in ("--engine-url", f"http://127.0.0.1:{port}")]
     with engine(tiny_model, ports[0]):
         serve = Serve(*urls)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.serving import free_ports
 from tests.faults.client import ChoiceText, Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.exec_worker import ExecWorker
@@ -266,7 +267,7 @@ async def test_row_23_another_model_under_the_same_name(cluster: Cluster, tmp_pa
     of the one is ever taken for the other's."""
     other = write_tiny_model(tmp_path / "other", seed=99, max_position_embeddings=2048)
     args = [str(other) if arg == cluster.workers[0].args[1] else arg for arg in cluster.workers[0].args]
-    stranger = cluster.worker("stranger", free_port(), args, None)
+    stranger = cluster.worker("stranger", free_ports(1)[0], args, None)
     asked = bodies(rng, 6, max_tokens=20)
     reference = await ask_all(cluster.gateway.url, asked)
     stranger.start()
@@ -285,7 +286,9 @@ async def test_row_23_another_model_under_the_same_name(cluster: Cluster, tmp_pa
 async def test_row_23_another_protocol(cluster: Cluster, rng: random.Random) -> None:
     """A worker that speaks another version of the protocol is refused by the gateway, and refuses a gateway itself."""
     worker = cluster.workers[0]
-    newer = ExecWorker("newer", free_port(), cluster.folder / "newer.log", worker.args, {}, "tests.faults.newer_worker")
+    newer = ExecWorker(
+        "newer", free_ports(1)[0], cluster.folder / "newer.log", worker.args, {}, "tests.faults.newer_worker"
+    )
     newer.start()
     try:
         await asyncio.to_thread(wait_until, newer.is_ready)
@@ -296,13 +299,6 @@ async def test_row_23_another_protocol(cluster: Cluster, rng: random.Random) -> 
         assert {outcome.headers["x-headstart-worker"] for outcome in outcomes} <= {"w0", "w1"}
     finally:
         newer.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_different_outcomes_compare_unequal() -> None:
