@@ -30,15 +30,17 @@ _SAME: Final = {
 }
 """Patterns with a look-ahead, of pydantic's Decimal, zod's email and zod's duration, and the same without one."""
 _ESCAPE: Final = (
-    r"\\(?:[-^$\\.*+?()\[\]{}|/_@: \"'%#&~`!=,;dDwWsSafnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}"
+    r"\\(?:[-^$\\.*+?()\[\]{}|/_@: \"'%#&~`!=,;dDwWsSafnrtv]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
     r"|u\{[0-9a-fA-F]{1,6}\}|[pP](?:[A-Z]|\{\w+\}))"
 )
 _TOKEN: Final = re.compile(
-    rf"(?P<class>\[\^?(?:{_ESCAPE}|[^\]\[\\])(?:{_ESCAPE}|[^\]\[\\])*\])|{_ESCAPE}"
+    rf"(?P<class>\[(?:\^|(?!\^))(?:{_ESCAPE}|[^\]\[\\])+\])|{_ESCAPE}"
     r"|(?P<open>\((?:\?(?::|P?<[A-Za-z_]\w*>))?)|(?P<close>\))|(?P<either>\|)|(?P<start>\^)|(?P<end>\$)"
     r"|(?P<times>[*+?]\??|\{\d{1,5}(?:,\d{0,5})?\}\??)|[^\\\[\]{}()|^$*+?]",
     re.DOTALL,
 )
+_PROPERTY: Final = re.compile(r"\\(?:[pP](?:[A-Z]|\{\w+\})|u\{[0-9a-fA-F]+\})")
+"""Escapes that Python's expressions lack."""
 
 
 def held_pattern(pattern: str) -> str | None:
@@ -65,8 +67,19 @@ def held_pattern(pattern: str) -> str | None:
         if kind == "times" and not is_repeatable:
             return None
         depth += {"open": 1, "close": -1}.get(kind or "", 0)
-        if depth < 0 or (kind == "class" and ("&&" in token[0] or "--" in token[0] or "~~" in token[0])):
+        if depth < 0 or (kind in ("class", "times") and not _is_in_order(token[0])):
             return None
         ended, begins = kind == "end", False
         is_repeatable = kind not in ("open", "start", "end")
     return None if depth else pattern
+
+
+def _is_in_order(token: str) -> bool:
+    """Return whether no range of a class or of a repetition is reversed, and a class has no set operation."""
+    if any(operation in token for operation in ("&&", "--", "~~", "||")):
+        return False
+    try:
+        re.compile(_PROPERTY.sub(r"\\w", token) if token.startswith("[") else f"a{token}")
+    except re.error:
+        return False
+    return True

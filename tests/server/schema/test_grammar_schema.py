@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
 
@@ -147,10 +147,11 @@ def test_many_schemas_have_the_same_language_in_every_place(schema: dict[str, An
 
 
 PIECES = ("a", "[a-z]", r"\d", "(", ")", "|", "*", "+?", "{2}", "{1,}", "^", "$", r"\b", "(?:", "(?=", "(?<n>", r"\1")
-PIECES += ("{", "}", "[", "]", r"\/", r"\p{L}", r"\Z", ".", "é", "[^", "-")
+PIECES += ("{", "}", "[", "]", "[^]", "[^^]", "[z-a]", r"\/", r"\p{L}", r"\Z", ".", "é", "[^", "-")
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
+@example("[^]")
 @settings(max_examples=150, deadline=None)
 def test_a_pattern_that_is_held_compiles(pattern: str) -> None:
     if held_pattern(pattern) is not None:
