@@ -15,6 +15,7 @@ from tests.worker.paged import PagedModel
 from worker.attention.selector import select_attention
 from worker.model.config import RopeConfig
 from worker.model.layers import invariant_silu, rms_norm
+from worker.model.linear import TiledLinear, dense_linear
 from worker.model.load import LoadOptions, load_model
 from worker.model.rope import rope_table, torch_rotation
 
@@ -60,6 +61,14 @@ def test_operations_of_a_layer(hidden: int, inner: int, dtype: torch.dtype) -> N
         return torch_rotation(table, positions)(states, hidden // 64).flatten(1)
 
     check(rotated, random(hidden, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_outputs", [99, 256])
+def test_narrow_products(num_outputs: int, dtype: torch.dtype) -> None:
+    """oneDNN with AMX splits sums of these among 3, 6 and 7 threads."""
+    weight = torch.cat([random(2048, dtype), random(2048, dtype).flip(0), random(2048, dtype)])[:num_outputs]
+    check(TiledLinear(dense_linear(weight)), random(2048, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
