@@ -99,9 +99,7 @@ _LINK: Final = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _FIGURES: Final = re.compile(r"\d+")
 PUBLIC_NAMES: Final = {"headstart_requests_booked", "overlay_tokens", "told"}
 """Keys and metrics that programs of users read, which keep a banned word until they go."""
-SKIPPED: Final = ("tests/third_party", "tools/check_prose.py")
-BACKLOG: Final = Path(__file__).with_name("prose_backlog.txt")
-"""Files whose sentences are not rewritten yet. They are checked only when the command line names them."""
+SKIPPED: Final = ("benchmarks/RESULTS.md", "tests/third_party", "tools/check_prose.py")
 
 
 def findings(file: Path) -> Iterator[tuple[int, str]]:
@@ -181,12 +179,11 @@ def long_sentences(text: str, first_line: int, most: int) -> Iterator[tuple[int,
 def main() -> int:
     """Check the files below the paths of the command line, or all of them. `--count` prints a number for each kind."""
     named = [(ROOT / path).resolve() for path in sys.argv[1:] if path != "--count"]
-    skipped = SKIPPED if sys.argv[1:] else (*SKIPPED, *BACKLOG.read_text(encoding="utf-8").split())
     files = [
         file
         for pattern in ("*.py", "*.md")
         for file in pages(pattern)
-        if not str(file.relative_to(ROOT)).startswith(skipped) and any(map(file.is_relative_to, named or [ROOT]))
+        if not str(file.relative_to(ROOT)).startswith(SKIPPED) and any(map(file.is_relative_to, named or [ROOT]))
     ]
     found = [(file, *finding) for file in files for finding in findings(file)]
     if "--count" in sys.argv:
