@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: ## install all that is pinned in requirements/ into .venv, and mend what is broken there
+install: ## install all that is pinned in requirements/ into .venv, and fix what is broken there
 	@$(PYTHON) tools/install.py dev --check
 
 serving:

@@ -1,8 +1,8 @@
 """`headstart bench cache`: the cost of the paged cache's bookkeeping for a request, and of hashing its blocks.
 
 A request is looked up, allocated and released, with its hashes computed before, as a worker does it. Pools are full of
-findable blocks, so what a request finds is spread over memory and what it takes must evict. Every figure is the best
-of several rounds over different requests: the rest is noise of the machine.
+findable blocks. So the blocks that a request finds are spread over memory, and each new block evicts another. Every
+figure is the best of several rounds over different requests: the rest is noise of the machine.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def miss_ns(allocator: HashAllocator, workload: Workload, rounds: int) -> float:
 
 
 def commit_ns(workload: Workload, rounds: int) -> float:
-    """Make the blocks of a new prompt findable and tell it: commit and taking the events."""
+    """Make the blocks of a new prompt findable and report them: commit, then take the events."""
     allocator = HashAllocator(2 * workload.prompt_blocks, BLOCK_SIZE)
     best = float("inf")
     for number in range(rounds):

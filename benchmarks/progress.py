@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far a long run is; silent without a terminal."""
+"""Show the progress of a long run in one line of a terminal; silent without a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLEAR: Final = "\r\033[K"
 
 @contextmanager
 def elapsed(label: str) -> Iterator[None]:
-    """For a measurement that cannot say how far it is: the seconds since it began, once a second, on a terminal."""
+    """Show the seconds since the start, once a second, on a terminal. For a measurement without known progress."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""Print a bench's results: a table for people, a plot on request, and one JSON object on the last line for programs.
+"""Print a bench's results: a table, a plot on request, and one JSON object on the last line for programs.
 
 figures = [Figure("hit_ns_per_block", 312.0, "ns", "8,192 tokens found cached", goal="<= 0.6 x hash")]
 options = option_parser("cache", "What it measures").parse_args(argv)
@@ -26,7 +26,7 @@ Draw = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. `name` says its unit, as in `ttft_mean_s`, and stays stable: scripts read it."""
+    """One measured number. `name` ends with its unit, as in `ttft_mean_s`, and stays stable: scripts read it."""
 
     name: str
     value: float
@@ -52,7 +52,7 @@ def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
 
 
 def publish(report: Report, options: argparse.Namespace, draw: Draw | None = None) -> None:
-    """Print the table, draw the plot if asked to (`draw`, or a bar for every figure), and end with the JSON."""
+    """Print the table, draw the plot on request, and end with the JSON. `draw`: by default a bar for every figure."""
     if sys.stderr.isatty():
         print(CLEAR, end="", file=sys.stderr, flush=True)
     print(table(report))
@@ -136,7 +136,7 @@ def _cpu_model() -> str:
 
 
 def formatted(value: float) -> str:
-    """A number for people."""
+    """Return a number as the table shows it."""
     if value == 0 or 0.001 <= abs(value) < 1_000_000:
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.3e}"

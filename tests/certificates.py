@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Its files lie in `folder`."""
+    """A certificate authority for tests. It writes its files into `folder`."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class Authority:
         return paths
 
     def trust(self) -> ssl.SSLContext:
-        """For a client that trusts this authority alone."""
+        """Return the context of a client that trusts only this authority."""
         return ssl.create_default_context(cafile=str(self.path))
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:

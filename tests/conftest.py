@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.redis_server import REDIS_7, has_tls
 
-# How fast the machine is decides nothing: no deadline for an example, and no complaint that examples are slow to draw.
+# The speed of the machine decides nothing: an example has no deadline, and may be slow to draw.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 

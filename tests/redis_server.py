@@ -57,7 +57,7 @@ def newest_redis() -> str:
 def has_tls(binary: str) -> bool:
     """Return whether it was built with TLS.
 
-    It is asked by a command line that no server starts from: the first option that it does not know is in its answer.
+    The command line has an invalid option, so no server starts. The error names the first option that is not supported.
     """
     command = [binary, "--port", "0", "--tls-port", "0", "--no-such-option", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
@@ -116,7 +116,7 @@ class RedisServer:
             return False
 
     def command(self, *words: str | bytes) -> bytes:
-        """Send one command on a connection of its own; the raw reply, as far as it comes at one go."""
+        """Send one command on a separate connection; return the raw reply, or the part that one read returns."""
         parts = [word if isinstance(word, bytes) else word.encode() for word in words]
         payload = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
         with socket.socket(socket.AF_UNIX) as client:

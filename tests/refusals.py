@@ -26,7 +26,7 @@ MESSAGES: Final = [{"role": "user", "content": "Hi"}]
 Port = Literal["public", "ops", "empty"]
 """`empty` is the public port of a gateway without workers."""
 Body = Callable[[int], bytes]
-"""Makes a body of about so many bytes."""
+"""Makes a body of about this number of bytes."""
 Leaves = Literal["never", "in the body", "in the answer"]
 
 

@@ -33,9 +33,9 @@ class Stopwatch:
         return max(0.0, time.monotonic() - self._began_s - self._waiting_s())
 
     def wait_until(self, condition: Callable[[], object], own_s: float, what: str | Callable[[], str]) -> float:
-        """Wait until the condition holds, at most so many own seconds; return how many it took.
+        """Wait until the condition holds, at most `own_s` own seconds; return how many it took.
 
-        A refused connection is false.
+        A condition whose connection is refused does not hold.
         """
         ends_s = time.monotonic() + HANG_S
         begun_s = self.own_s()

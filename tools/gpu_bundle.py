@@ -50,7 +50,7 @@ def closure() -> list[str]:
         if name in found or name in HOST:
             continue
         found.add(name)
-        if name != "xformers":  # it requires torch alone, and is not installed here
+        if name != "xformers":  # it requires only torch, and is not installed here
             wanted = map(Requirement, requires(name) or ())
             left += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     return [f"{name}=={pinned[name]}" for name in sorted(found)]

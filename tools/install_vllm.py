@@ -27,7 +27,7 @@ ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE":
 
 
 def install(folder: Path, requirements: Path = REQUIREMENTS / "vllm.txt") -> str:
-    """Make the environment, unless its stamp says that it is the wanted one; return vLLM's version."""
+    """Make the environment, unless its stamp matches the requirements; return vLLM's version."""
     stamp, wanted = folder / "installed.txt", requirements.read_text()
     if stamp.exists() and stamp.read_text() == wanted:
         return next(folder.glob(f"{PACKAGES}/vllm-*.dist-info")).stem.removeprefix("vllm-")

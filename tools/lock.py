@@ -1,6 +1,6 @@
 """Write the hash-pinned locks of the images: `python tools/lock.py [--uv PROGRAM]`.
 
-    build.lock         our own wheel                gateway.lock       the gateway's image
+    build.lock         Headstart's wheel            gateway.lock       the gateway's image
     worker-cpu.lock    gateway + worker             worker-cuda.lock   the same, cuda.txt, and what torch needs on CUDA
 
 The versions are those of requirements/*.txt; only the CUDA lock is resolved: torch's libraries stand nowhere else.
@@ -24,7 +24,7 @@ LOCKS: Final = {
 TORCH_CPU: Final = (
     "torch==2.13.0+cpu \\\n    --hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 )
-"""The cp311 manylinux_2_28_x86_64 wheel of PyTorch's own index; PyPI has the CUDA build alone."""
+"""The cp311 manylinux_2_28_x86_64 wheel of PyTorch's own index; PyPI has only the CUDA build."""
 
 
 def compile_lock(uv: str, name: str) -> str:

@@ -88,7 +88,7 @@ def row(done: Done) -> str:
 
 
 def table(done: Sequence[Done]) -> str:
-    """Return, for each kind, the body that came nearest to its bound of memory, and the longest hold of the loop."""
+    """Return a row a kind: the body nearest to its memory bound, with the longest hold of the loop."""
     head = (
         f"{'route':26}{'text':38}{'context':>7}{'body':>6}{'':>5}{'body MB':>9}{'peak MB':>9}{'of MB':>7}{'loop ms':>8}"
     )
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the bodies (default 1)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 131_072], help="default 8192 131072")
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, help=f"of a body (default {MAX_BYTES})")
-    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="these bodies of them alone")
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="only these bodies of them")
     options = parser.parse_args(argv)
     done = asyncio.run(_measured(options))
     print(table(done))

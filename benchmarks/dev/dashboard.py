@@ -36,7 +36,7 @@ SETTLE_S: Final = 3.0
 
 
 class ChromiumMissingError(Exception):
-    """No Chromium or no Playwright. The text says how to get them."""
+    """No Chromium or no Playwright. The text names the command that installs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Tab:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = option_parser("dashboard", "What a dashboard that somebody looks at costs.")
+    parser = option_parser("dashboard", "The cost of an open dashboard.")
     parser.add_argument("--workers", type=int, default=64, help="registered (default 64)")
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second (default 200)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each of the four phases (default 15)")
@@ -102,9 +102,9 @@ async def _measure(
         print(f"{count} x {text}", file=sys.stderr)
     cost = statistics.mean(watched) - statistics.mean(quiet)
     return [
-        Figure("decisions_per_s", rate_seen, "1/s", "as the page says at the end"),
-        Figure("failed_requests", failures.total(), "", "for want of processor time, if any", "0"),
-        Figure("gateway_busy_quiet", statistics.mean(quiet), "of a core", "nobody looks"),
+        Figure("decisions_per_s", rate_seen, "1/s", "as the page shows at the end"),
+        Figure("failed_requests", failures.total(), "", "for lack of processor time, if any", "0"),
+        Figure("gateway_busy_quiet", statistics.mean(quiet), "of a core", "no dashboard is open"),
         Figure("gateway_busy_watched", statistics.mean(watched), "of a core", "one dashboard is open"),
         Figure("dashboard_cost", cost, "of a core", "the difference", "<= 0.05"),
         Figure("tab_bytes", tab.private_bytes, "B", "private memory of the page's process", "<= 100 MB"),

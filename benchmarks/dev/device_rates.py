@@ -10,7 +10,7 @@ import torch
 
 _ROUNDS: Final = 5
 _REPEATS: Final = 10
-"""On a GPU so many in a row are timed: one alone is not much longer than to ask for it."""
+"""Runs in a row that are timed on a GPU: a single run takes little longer than its launch."""
 
 
 def memory_rate(device: torch.device) -> float:

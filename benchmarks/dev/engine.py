@@ -1,10 +1,10 @@
 """`headstart bench engine`: the scheduler and the runner on one device, without HTTP, against `transformers`.
 
-The floor is the time that the model's fused weights take in matrix-vector products alone, warm, in the same process:
-what a decode step of one sequence cannot go below by scheduling or kernels around the products. Weights that lie in a
-better layout, or in fewer bits, can. Rounds of floor, step and packed step alternate, and the best of each counts: on
-a busy machine that is what they would take undisturbed. Decode is also
-compared with the device's copy rate of memory, and prefill with its rate of a large matrix product.
+The floor is the time of the matrix-vector products with the model's fused weights, warm, in the same process.
+Scheduling and the kernels around the products cannot bring a decode step of one sequence below it. Another layout of
+the weights, or fewer bits, can. Rounds of floor, step and packed step alternate, and the best of each counts: on a busy
+machine that is their undisturbed time. Decode is also compared with the rate of a memory copy on the device. Prefill is
+compared with the rate of a large matrix product.
 
 A GPU without the network: `headstart bench engine --shape llama-8b --device cuda`.
 """
@@ -48,7 +48,7 @@ BATCH_SIZES: Final = (1, 8, 32)
 CONTEXT_TOKENS: Final = 4096
 PREFILL_TOKENS: Final = 2048
 STEPS_IN_A_ROW: Final = 8
-"""Where steps overlap, one alone would begin while the one before is still taken up."""
+"""Where steps overlap, a single step would begin while the one before is still processed."""
 _ROOT: Final = b"benchmark-engine"
 
 
@@ -215,7 +215,7 @@ def _reference(model: LoadedModel, options: argparse.Namespace) -> Any:
 
 
 def _shares(model: LoadedModel, figures: Mapping[str, float]) -> list[Figure]:
-    """Compare with the device's best: a decode that only reads the weights, a prefill of products alone."""
+    """Compare with the device's best: a decode that only reads the weights, a prefill of only products."""
     config, on_gpu = model.config, model.device.type == "cuda"
     bytes_per_s, flops_per_s = memory_rate(model.device), matrix_rate(model.device, model.dtype)
     read_s = model.decoder.weight_bytes / bytes_per_s
@@ -232,7 +232,7 @@ def _shares(model: LoadedModel, figures: Mapping[str, float]) -> list[Figure]:
             "decode_b1_of_memory_rate",
             read_s / figures["decode_step_b1_s"],
             "",
-            f"the weights alone would take {read_s:.6f} s",
+            f"reading the weights would take {read_s:.6f} s",
             ">= 0.7" if on_gpu else "",
         ),
         Figure(
@@ -258,7 +258,7 @@ def _decode_figures(model: LoadedModel, options: argparse.Namespace) -> list[Fig
             best[name] = min(best[name], _seconds(lambda run=run: [run() for _ in range(in_a_row)]) / in_a_row)  # type: ignore[misc]
     step_s, floor_s = best["decode_step_b1_s"], best["floor_step_s"]
     figures = [
-        Figure("floor_step_s", floor_s, "s", "matrix-vector products of the fused weights alone"),
+        Figure("floor_step_s", floor_s, "s", "only matrix-vector products of the fused weights"),
         Figure("decode_step_b1_s", step_s, "s", f"{step_s / floor_s:.2f} x the floor", "<= 1.4 x"),
     ]
     if dense_s := best.get("decode_step_b1_dense_s"):
@@ -386,7 +386,7 @@ def _seconds(run: Callable[[], object]) -> float:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = option_parser("engine", "Decode, prefill and first tokens of one worker's engine.")
     parser.add_argument("--model", default="", help="as of `headstart worker` (default: the model that is installed)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of --model")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape, instead of --model")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (default cpu)")
     parser.add_argument("--dtype", default="bfloat16", help="as of `headstart worker` (default bfloat16)")
     parser.add_argument("--weights", default="auto", help="as of `headstart worker` (default auto)")

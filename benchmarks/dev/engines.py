@@ -1,6 +1,6 @@
 """`headstart bench engines`: what an adapter adds in front of another engine, and routers head to head.
 
-    headstart bench engines                                     over a stub engine, against the gateway alone
+    headstart bench engines                                     over a stub engine, against only the gateway
     headstart bench engines --head-to-head chats.jsonl.gz       routers over the same two vLLM engines
     headstart bench engines --real                              over one vLLM engine, against that engine
 
@@ -51,7 +51,7 @@ def _options(argv: Sequence[str]) -> Namespace:
     fleet = parser.add_argument_group("head to head")
     fleet.add_argument("--head-to-head", type=Path, metavar="SOURCE", help="the recorded conversations to play")
     fleet.add_argument("--routers", type=Path, default=Path(".venv-routers"), metavar="DIR", help="their environment")
-    fleet.add_argument("--only", nargs="+", metavar="ROUTER", help="these routers alone")
+    fleet.add_argument("--only", nargs="+", metavar="ROUTER", help="only these routers")
     fleet.add_argument("--conversations", type=int, default=26, help="to play in a round (default 26)")
     fleet.add_argument("--concurrency", type=int, default=6, help="conversations at a time (default 6)")
     fleet.add_argument("--max-tokens", type=int, default=8, help="of each answer (default 8)")
@@ -63,7 +63,7 @@ def _options(argv: Sequence[str]) -> Namespace:
 
 
 def _engines(stack: ExitStack, options: Namespace, count: int, num_blocks: int | None) -> list[vllm.Engine]:
-    """Return those that run already, or start so many."""
+    """Return those that run already, or start `count` of them."""
     if options.engine_url:
         return [vllm.running(url) for url in options.engine_url]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

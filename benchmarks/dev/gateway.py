@@ -215,7 +215,7 @@ async def _slow_readers(bench: Bench) -> list[Figure]:
             stream.close()
     assert not rates[-1].num_lost, "a stream has ended"
     alone, with_slow = rates
-    note = f"{NUM_STREAMS - NUM_SLOW} streams beside {NUM_SLOW} of a byte a second, over those without"
+    note = f"{NUM_STREAMS - NUM_SLOW} streams next to {NUM_SLOW} of a byte a second, over those without"
     per_slow = (grown[1] - grown[0]) / NUM_SLOW
     return [
         Figure("slow_readers_others_tokens_per_s", with_slow.per_s, "1/s", f"of {alone.per_s:,.0f} without them"),
@@ -246,7 +246,7 @@ async def _until_answering(url: str, body: bytes) -> None:
 
 
 async def _until_open(ops: str, num_streams: int) -> None:
-    """So many streams have got their first token."""
+    """Wait until `num_streams` streams have their first token."""
     async with asyncio.timeout(4 * START_TIMEOUT_S), aiohttp.ClientSession() as session:
         while True:
             async with session.get(ops + "/metrics") as response:

@@ -229,7 +229,7 @@ def cases(size: int = 32 * _MB - 1024, echo_tokens: int = 512) -> list[Case]:
 
 def main(argv: Sequence[str]) -> int:
     parser = option_parser("limits", "What single requests cost that are within every limit.")
-    parser.add_argument("--only", nargs="+", metavar="CASE", help="these cases alone")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="only these cases")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--echo-tokens", type=int, default=512, help="of each of 8 echoed prompts (default 512)")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="of each request (default 120)")
@@ -357,7 +357,7 @@ def _memory(pid: int, field: str) -> int:
 
 @contextmanager
 def started() -> Iterator[Site]:
-    """A worker and a gateway of our own."""
+    """Start a worker and a gateway, which end with the context."""
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     port, ops_port = free_ports(2)
     with ExitStack() as stack:

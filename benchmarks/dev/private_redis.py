@@ -1,4 +1,4 @@
-"""A redis-server of our own on loopback TCP, for measurements and replays."""
+"""Start a private redis-server on loopback TCP, for measurements and replays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.cli.serve import find_redis_server
 
 @contextmanager
 def private_redis() -> Iterator[str]:
-    """The URL of a server of our own, which ends with the context."""
+    """The URL of a private server, which ends with the context."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

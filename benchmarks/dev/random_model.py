@@ -1,4 +1,4 @@
-"""Models of random weights: the shape of a real one, for machines that cannot fetch it. What they say is noise."""
+"""Models of random weights: the shape of a real one, for machines that cannot fetch it. Their output is noise."""
 
 from __future__ import annotations
 

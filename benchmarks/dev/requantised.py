@@ -1,4 +1,4 @@
-"""A model with its matrices in other bits, to compare forms of weights. What it says may differ."""
+"""A model with its matrices in other bits, to compare forms of weights. Its output may differ."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class TiersBench:
 
 
 def median_interval(values: Sequence[float], share: float = 0.9) -> tuple[float, float]:
-    """Return the interval of the median in which it lies with this probability, by resampling."""
+    """Return an interval that holds the median with this probability, by resampling."""
     choose = random.Random(0)
     medians = sorted(statistics.median(choose.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))
     cut = round((1 - share) / 2 * _NUM_RESAMPLES)
@@ -169,7 +169,7 @@ def first_token_figures(bench: TiersBench, saver_s: Sequence[tuple[float, float]
         figures.append(median_figure(f"{place}_read_mb_per_s", rates, "MB/s", "until the prefill begins"))
     rates = [saver_bytes / saved_s / 1e6 for saved_s, _ in saver_s]
     synced = statistics.median(saver_bytes / synced_s / 1e6 for _, synced_s in saver_s)
-    note = f"the saver alone; {synced:.0f} until the device has them"
+    note = f"only the saver; {synced:.0f} until the device has them"
     figures.append(median_figure("disk_write_mb_per_s", rates, "MB/s", note))
     ratio = bench.written_bytes / bench.read_bytes if bench.read_bytes else 0.0
     note = "every prompt is written once; most are loaded three times"

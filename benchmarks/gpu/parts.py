@@ -45,7 +45,7 @@ class Part:
 
 
 def ready(device: str) -> Part:
-    """Return the part that comes first, and says what is missing."""
+    """Return the part that comes first, and reports missing requirements."""
     command = (*module_command("benchmarks.gpu.missing", "-W", "ignore"), "--device", device)
     return Part(READY, "what this host lacks", command, 3 * READY_LIMIT_S if device == "cpu" else READY_LIMIT_S)
 

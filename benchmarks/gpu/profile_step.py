@@ -27,7 +27,7 @@ ROWS = 40
 
 
 def steps(num_tokens: int) -> dict[str, Step]:
-    """Return a prefill of `num_tokens`, and the decode of one sequence behind it."""
+    """Return a prefill of `num_tokens`, and the decode of one sequence after it."""
     table = [BlockId(1 + index) for index in range(-(-num_tokens // BLOCK_SIZE))]
     slots = [BLOCK_SIZE + index for index in range(num_tokens)]
     row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [1] * num_tokens, [])

@@ -172,4 +172,4 @@ async def first_model(url: str, api_key: str) -> str:
             listed = await response.json()
             return str(listed["data"][0]["id"])
     except (aiohttp.ClientError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise AnswerError(f"{url}/v1/models names no model ({error}); say which with --model") from error
+        raise AnswerError(f"{url}/v1/models names no model ({error}); name it with --model") from error

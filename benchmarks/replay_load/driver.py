@@ -1,5 +1,6 @@
-"""When to send: so many conversations at a time (closed loop), or at given times whatever the server does (open loop).
+"""Decide when to send.
 
+A closed loop keeps N conversations open at a time. An open loop starts them at given times, however fast the server is.
 Within a conversation a turn follows the answer to the one before, after the recorded pause.
 """
 
@@ -16,13 +17,13 @@ from benchmarks.replay_load.workload import Conversation
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`concurrency` alone is a closed loop; `rate_per_s` or `speed` open it."""
+    """`concurrency` by itself is a closed loop; `rate_per_s` or `speed` open it."""
 
     concurrency: int = 4
     rate_per_s: float | None = None
     """Conversations begun a second, at random times (Poisson)."""
     speed: float | None = None
-    """Recorded start times, so many times faster."""
+    """Factor by which the recorded start times are faster."""
     max_think_s: float = 0.0
     seed: int = 0
 

@@ -21,7 +21,7 @@ _POLL_S: Final = 0.1
 
 
 class StartError(Exception):
-    """`headstart serve` ended, or said nothing, before it was ready."""
+    """`headstart serve` ended, or printed nothing, before it was ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _wait_ready(process: subprocess.Popen[bytes], said: Path) -> None:
 
 
 def _free_ports() -> tuple[int, int]:
-    """Different, and free a moment ago."""
+    """Two different ports that were free just before."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))

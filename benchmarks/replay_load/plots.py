@@ -13,7 +13,7 @@ Plot = Callable[[Any, Sequence[Run]], None]
 
 
 def ttft_distribution(axes: Any, runs: Sequence[Run]) -> None:
-    """Time to first token: share of requests that had it by then"""
+    """Time to first token: share of requests at or below it"""
     for run in runs:
         _distribution(axes, run.label, [outcome.ttft_s for outcome in run.answered])
     axes.set_xlabel("seconds")

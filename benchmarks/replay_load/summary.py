@@ -33,7 +33,7 @@ class Run:
     label: str
     outcomes: Sequence[Outcome]
     num_turns: int
-    """That were to be sent: after a failure the rest of a conversation is not."""
+    """Turns of all conversations, sent or not: after a failure the rest of a conversation is not sent."""
     duration_s: float
 
     @property
@@ -90,7 +90,7 @@ def _of_run(run: Run, objective: Objective) -> list[Figure]:
         ("goodput_per_s", num_good / run.duration_s, "/s", promised),
         ("output_tokens_per_s", sum(o.num_output_tokens for o in answered) / run.duration_s, "/s", ""),
         ("prompt_tokens", sum(outcome.num_prompt_tokens for outcome in answered), "", ""),
-        ("cached_tokens", sum(outcome.num_cached_tokens for outcome in answered), "", "as `usage` says"),
+        ("cached_tokens", sum(outcome.num_cached_tokens for outcome in answered), "", "as `usage` reports"),
         ("cached_share", run.cached_share, "", "of the prompt tokens"),
     ]
     return [Figure(f"{run.label}.{name}", value, unit, note) for name, value, unit, note in rows]

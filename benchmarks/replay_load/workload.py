@@ -1,4 +1,4 @@
-"""Load what to send: conversations in OpenAI's message format, or traces that give lengths and block ids alone.
+"""Load what to send: conversations in OpenAI's message format, or traces of only lengths and block ids.
 
 A trace without text gets some: for each block as many single letters as it has tokens, chosen by its id. So equal
 prefixes are equal text, and different ones differ. A letter after a space is one token in most tokenizers.
@@ -18,7 +18,7 @@ from typing import Any, Final
 Message = Mapping[str, Any]
 
 CONVERSATION_BLOCK: Final = 512
-"""Tokens of a block of the conversation trace, which does not say so itself."""
+"""Tokens of a block of the conversation trace, which does not state its block size."""
 MAX_THINK_S: Final = 60.0
 _SUFFIXES: Final = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
@@ -39,7 +39,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversation:
-    """Turns that follow each other; `start_s` is when the first was sent, where the recording says so."""
+    """Turns that follow each other; `start_s` is when the first was sent, where the recording has it."""
 
     name: str
     turns: Sequence[Turn]
@@ -127,7 +127,7 @@ def _messages(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _conversation_trace(record: Mapping[str, Any], where: str, shape: Shape) -> Conversation:
-    """Every line is a request of its own; its last block is partial unless the length says otherwise."""
+    """Every line is a separate request. Its last block is partial unless the length is a multiple of the block size."""
     num_tokens = record["input_length"]
     full_ids = record["hash_ids"][: num_tokens // CONVERSATION_BLOCK]
     blocks = [_text(f"conversation/{block_id}", CONVERSATION_BLOCK * shape.token_scale) for block_id in full_ids]

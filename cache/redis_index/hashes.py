@@ -41,7 +41,7 @@ class HashLimit:
     max_value_bytes: int
 
     def most_bytes(self, num_fields: int) -> int:
-        """Return the size in Redis of a hash with so many fields of ours."""
+        """Return the size in Redis of a hash with `num_fields` of Headstart's fields."""
         return min(MAX_HASH_BYTES, _SPARE_BYTES + num_fields * (self.max_value_bytes + _OVERHEAD_BYTES))
 
 

@@ -139,7 +139,8 @@ def test_axe_finds_nothing_serious(pages: Pages, scheme: str) -> None:
         assert [v["id"] for v in violations if v["impact"] in ("serious", "critical")] == []
 
 
-def test_a_phone_needs_no_sideways_scrolling_and_pictures_are_taken(pages: Pages, screenshots: Path | None) -> None:
+def test_a_phone_needs_no_sideways_scrolling(pages: Pages, screenshots: Path | None) -> None:
+    """Also takes the pictures of both pages, on request."""
     for name, page in (("dashboard", pages.dashboard), ("chat", pages.chat)):
         for scheme, size in (("light", WIDE), ("dark", WIDE), ("phone", PHONE)):
             page.emulate_media(color_scheme="light" if scheme == "phone" else scheme)

@@ -1,6 +1,6 @@
 """Real coding agents against a tiny model: what requests share is found, and a prompt that is too long is refused once.
 
-A table has the tokens of each prompt, how many were cached, and how many it shares with an earlier one of the program.
+A table has the tokens of each prompt, the cached ones, and those in common with an earlier prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOO_LONG: Final = {
     "/responses": re.compile(r"Your input exceeds the context window of this model\."),
     "/chat/completions": re.compile(rf"This model's maximum context length is {NARROW} tokens\. However, "),
 }
-"""Each API's own sentence, by which a program knows that it has to shorten the conversation."""
+"""The error of each API from which a program learns that it has to shorten the conversation."""
 BINARIES: Final = INSTALLED / "node_modules" / ".bin"
 CODEX: Final = """model = "tiny"
 model_provider = "headstart"
@@ -197,7 +197,7 @@ def test_wide(name: str, wide: Serve, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_narrow(name: str, narrow: Serve, tmp_path: Path) -> None:
-    """A prompt that does not fit is refused once, in the sentence of its API, and the program ends by itself."""
+    """A prompt that does not fit is refused once, with the error of its API, and the program ends."""
     with recording(narrow.url, lead()) as recorder:
         started = time.monotonic()
         code, output = run(tmp_path, recorder, "a", [name, *AGENTS[name].first, "What does this folder hold?"])

@@ -66,7 +66,7 @@ class FakeEngine(Program):
         ]
 
     def num_cached_tokens(self) -> int:
-        """The tokens that the engine says it found, of all its ranks, since its start."""
+        """Return the cached tokens that the engine reports, of all its ranks, since its start."""
         found = metrics(self.url).items()
         return round(sum(value for name, value in found if name.startswith("vllm:prefix_cache_hits_total")))
 
@@ -125,7 +125,7 @@ class EngineFleet(Fleet):
         self.wait_for(len(self.adapters) + len(self.workers))
 
     def wait_for(self, num_workers: int) -> None:
-        """Until the gateway counts so many live workers."""
+        """Wait until the gateway counts `num_workers` live workers."""
         self._wait_until(lambda: self.gateway.num_ready() == num_workers)
 
     def adapter(self, name: str) -> Program:
@@ -138,7 +138,7 @@ class EngineFleet(Fleet):
         return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=HANG_S)
 
     def num_held(self, adapter: Program) -> int:
-        """The engine's blocks, as its adapter knows them."""
+        """Return the number of the engine's blocks, as its adapter counts them."""
         return int(json.loads(get(f"{adapter.url}/debug/state"))["blocks"]["held"])
 
     def wait_settled(self) -> None:

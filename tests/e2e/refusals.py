@@ -42,7 +42,7 @@ class Row:
 
     @property
     def problem(self) -> str:
-        """Say what is wrong; empty if nothing is."""
+        """The description of the error; empty if there is none."""
         if not set(self.statuses) <= set(self.case.statuses or (0,)):
             return f"answers {dict(self.statuses)}"
         return f"{self.end_bytes / MIB:.0f} MiB are left" if self.end_bytes > MAX_GROWN_BYTES else ""

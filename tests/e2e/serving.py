@@ -29,16 +29,16 @@ SMALL_POOL = "--num-blocks 4096"
 READY = re.compile(r"headstart: ready in ([\d.]+) s")
 
 
-# Below the range from which the kernel hands out ports (32768 and up on Linux), so that no connection of another test
-# takes one of these between our look and the server's bind. Each process of a run has a part of its own, and goes round
-# in it: two fleets that start at the same time, in one process or in two, never share a port.
+# Below the kernel's range of ephemeral ports (32768 and up on Linux). So no connection of another test takes a port
+# between the check here and the server's bind. Each process of a run has its own part of the range, and goes round in
+# it: two fleets that start at the same time, in one process or in two, never share a port.
 PORTS_PER_PROCESS = 2_000
 FIRST_PORT = 20_000 + PORTS_PER_PROCESS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 6)
 _offsets = itertools.count(random.SystemRandom().randrange(PORTS_PER_PROCESS))
 
 
 def free_ports(count: int) -> list[int]:
-    """Adjacent ports that were free a moment ago, none of them among the last that this process got."""
+    """Return adjacent ports that were free just before, none of them among the last that this process got."""
     ports: list[int] = []
     for offset in itertools.islice(_offsets, 2 * PORTS_PER_PROCESS):
         port = FIRST_PORT + offset % PORTS_PER_PROCESS
@@ -130,7 +130,7 @@ class Serve:
         raise AssertionError(f"no child {word!r} among {[p.cmdline() for p in self.family()]}")
 
     def epochs(self) -> dict[str, str]:
-        """Worker id to epoch, as the gateway knows them."""
+        """Return worker id to epoch, as the gateway reports them."""
         workers = httpx.get(f"{self.ops_url}/workers", timeout=HANG_S).json()["workers"]
         return {worker["worker_id"]: worker["epoch"] for worker in workers}
 

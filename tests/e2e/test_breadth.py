@@ -96,7 +96,7 @@ def cold(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_texts(serve: Serve, body: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Content and tool calls of every choice; asserts that the stream says the same."""
+    """Return content and tool calls of every choice; assert that the stream has the same."""
     choices = ok(serve, "/v1/chat/completions", cold(body)).json()["choices"]
     whole = [
         (
@@ -129,7 +129,7 @@ def chat_texts(serve: Serve, body: dict[str, Any]) -> list[tuple[str, list[tuple
 
 
 def completion_texts(serve: Serve, body: dict[str, Any]) -> list[str]:
-    """The text of every choice; asserts that the stream says the same."""
+    """Return the text of every choice; assert that the stream has the same."""
     choices = ok(serve, "/v1/completions", cold(body)).json()["choices"]
     whole = [str(choice["text"]) for choice in sorted(choices, key=lambda choice: int(choice["index"]))]
     raw = ok(serve, "/v1/completions", cold(body) | {"stream": True}).content

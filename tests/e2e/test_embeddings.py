@@ -1,4 +1,4 @@
-"""/v1/embeddings through gateways, Redis and workers equals `transformers`, alone, in a batch and from the cache."""
+"""/v1/embeddings through gateways, Redis and workers equals `transformers`, singly, in a batch and from the cache."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def test_two_engines_serve_and_outlive_ctrl_c(tiny_model: Path) -> None:
         assert is_up(ports[1])
 
 
-def test_it_waits_for_an_engine_and_takes_its_ranks_with_or_without_events(tiny_model: Path) -> None:
+def test_it_waits_for_an_engine(tiny_model: Path) -> None:
+    """It serves all ranks of the engines, with or without cache events."""
     *ports, events, _ = free_ports(4)
     ranks = ["--ranks", "2", "--events", f"tcp://127.0.0.1:{events}"]
     urls = [part for port in ports for part in ("--engine-url", f"http://127.0.0.1:{port}")]

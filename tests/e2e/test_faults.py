@@ -91,7 +91,7 @@ def _is_prefix_routed(serve: Serve, model: str) -> bool:
     for messages in (first, second):
         messages[0] = {"role": "user", "content": marker + messages[0]["content"]}
     worker = chat(serve, first, model=model, max_tokens=1).headers["x-headstart-worker"]
-    time.sleep(0.3)  # longer than a publish takes, so that the index and not only the gateway's memory knows
+    time.sleep(0.3)  # longer than a publish takes, so that the index has it, not only the gateway's memory
     answer = chat(serve, second, model=model, max_tokens=1)
     promised = int(answer.headers["x-headstart-cached-tokens"])
     return answer.headers["x-headstart-worker"] == worker and promised > 0 and cached_tokens(answer) > 0
@@ -129,7 +129,8 @@ def test_stops_at_ctrl_c(tiny_model: Path) -> None:
         assert running.stop(signal.SIGINT) == 0
 
 
-def test_gateways_share_the_public_port_and_one_serves_while_another_restarts(tiny_model: Path) -> None:
+def test_gateways_share_the_public_port(tiny_model: Path) -> None:
+    """One of them serves while another restarts."""
     options = ["--model", str(tiny_model), "--num-workers", "1", "--gateways", "2", "--worker-args", SMALL_POOL]
     with Serve(*options) as running:
         ops_ports = (running.ops_port, running.ops_port + 1)

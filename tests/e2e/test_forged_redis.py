@@ -20,8 +20,8 @@ async def test_a_moment_with_a_forger(tmp_path: Path, tiny_model: Path) -> None:
         await with_a_forger(cluster, random.Random(1), 5.0, 40)
 
 
-async def test_two_fleets_with_other_secrets_and_equal_names_share_a_redis(tmp_path: Path, tiny_model: Path) -> None:
-    """Each worker puts its own entry back, each gateway takes what its own secret has signed."""
+async def test_two_fleets_with_equal_names_share_a_redis(tmp_path: Path, tiny_model: Path) -> None:
+    """Their secrets differ: each worker restores its own entry, and each gateway takes entries of its own secret."""
     prompts = [f"Conversation {number}. " + "One two three four five six seven. " * 12 for number in range(3)]
     with secret_cluster(tmp_path / "one", tiny_model, b"one", num_workers=1, static_workers=False) as one:
         ports = (one.redis_port, one.redis_port)

@@ -172,7 +172,7 @@ def test_a_prompt_too_long_says_so(smollm2: Serve, model: str) -> None:
 
 
 def test_concurrent_requests_do_not_mix(smollm2: Serve, model: str) -> None:
-    """Batched greedy answers equal the answers given alone."""
+    """Batched greedy answers equal the answers to single requests."""
     prompts = [f"Name a city in {country}." for country in ("France", "Japan", "Peru", "Kenya", "Norway", "India")]
 
     def answer(prompt: str) -> str:

@@ -55,7 +55,7 @@ def test_what_one_lacks_goes_to_the_other(fleet: EngineFleet, fields: dict[str, 
 
 
 def test_the_openai_suite(fleet: EngineFleet) -> None:
-    """That of openai-python: it knows nothing of the fleet but a URL."""
+    """The suite of openai-python passes. It gets only the URL of the fleet."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", str(OPENAI_SUITE)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HEADSTART_TEST_BASE_URL": f"{fleet.url}/v1"}
     environment.pop("PYTEST_XDIST_WORKER", None)

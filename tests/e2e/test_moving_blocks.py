@@ -70,7 +70,7 @@ class Moving(Cluster):
         return next(view for view in self.explain(prompt)["workers"] if view["worker"] == worker)
 
     def compute(self, prompt: str) -> Answer:
-        """Let one worker compute a prompt that is nowhere. Return when the index knows its blocks, saved ones too."""
+        """Ask for a prompt that no cache holds. Return when its blocks are in the index and on disk."""
         before = {worker.name: self.num_saved(worker) for worker in self.workers}
         answer = self.ask(prompt)
         assert answer.cached == 0
@@ -84,7 +84,7 @@ class Moving(Cluster):
 
 
 class Answer:
-    """A completion, as far as a test compares it: `drawn` is equal only where every logit was."""
+    """The parts of a completion that a test compares. `drawn` is equal only where every logit was."""
 
     def __init__(self, response: httpx.Response) -> None:
         assert response.status_code == 200, response.text

@@ -112,7 +112,7 @@ def test_what_the_client_has_not_sampled_is_not_traced(serve: Serve, collector: 
 
 
 def test_spans_tell_nothing_of_the_text(serve: Serve, collector: Collector) -> None:
-    """Neither text nor token ids, which are text to whoever has the tokenizer: numbers stand alone, never in lists."""
+    """Spans have neither text nor token ids, which a tokenizer turns into text: numbers are single, never in lists."""
     trace_id = secrets.token_hex(16)
     answer = ask(serve, trace_id).json()
     collector.wait_for(trace_id, is_whole)

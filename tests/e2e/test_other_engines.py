@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
     """An engine of two ranks with a key and events as maps, and one with events as arrays.
 
-    Three API keys: of one tenant, of another, and of the first for one LoRA adapter alone.
+    Three API keys: of one tenant, of another, and of the first for only one LoRA adapter.
     """
     folder = tmp_path_factory.mktemp("engines")
     keys = {
@@ -76,7 +76,7 @@ def stream(fleet: EngineFleet, body: dict[str, Any], key: str = KEY) -> Abstract
 
 
 def ask(fleet: EngineFleet, body: dict[str, Any], key: str = KEY) -> Answer:
-    """Stream, so that the header tells what was promised before the engine had looked."""
+    """Stream, so that the header has the promise from before the engine's own lookup."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
     with stream(fleet, body | options, key) as response:
         assert response.status_code == 200, response.read()
@@ -96,7 +96,7 @@ def ask(fleet: EngineFleet, body: dict[str, Any], key: str = KEY) -> Answer:
 
 
 def is_promised(fleet: EngineFleet, prompt: list[int], num_tokens: int) -> bool:
-    """Say whether a worker promises exactly so much of the prompt, and finds it."""
+    """Return whether a worker promises exactly `num_tokens` of the prompt, and assert that it finds them."""
     answer = ask(fleet, completion(prompt, max_tokens=1))
     assert answer.promised <= answer.found, "never more than is there"
     return answer.promised == num_tokens
@@ -131,7 +131,8 @@ def test_chat_and_completions(fleet: EngineFleet) -> None:
     assert len({tuple(choice["token_ids"]) for choice in plain.json()["choices"]}) == 3
 
 
-def test_four_turns_stay_on_one_engine_and_find_what_was_promised(fleet: EngineFleet) -> None:
+def test_four_turns_stay_on_one_engine(fleet: EngineFleet) -> None:
+    """They find all the blocks that were promised."""
     prompt, workers, promises = new_prompt(), set(), []
     for _ in range(4):
         before = sum(engine.num_cached_tokens() for engine in fleet.engines.values())
@@ -195,7 +196,7 @@ def test_lost_batches(fleet: EngineFleet, loss: float) -> None:
         ask(fleet, completion(prompt))
     for engine in fleet.engines.values():
         engine.tell("/fake/loss", {"loss": 0.0})
-        held = engine.num_held()  # from here on, the engines are idle
+        held = engine.num_held()  # the engines are idle now
         wait_until(lambda held=held, engine=engine: [fleet.num_held(adapter) for adapter in engine.adapters] == held)
     for prompt in prompts:
         wait_until(lambda prompt=prompt: is_promised(fleet, prompt, 320))
@@ -242,7 +243,7 @@ def test_a_client_that_leaves(fleet: EngineFleet) -> None:
 
 
 def test_an_engine_that_dies_in_mid_stream(fleet: EngineFleet) -> None:
-    """Its stream goes on at the other engine, and nothing of it is promised any more, nor when it is back."""
+    """Its stream goes on at the other engine. Its blocks are promised no longer, also after its return."""
     prompt = new_prompt()
     expected = ask(fleet, completion(prompt, max_tokens=400))
     wait_until(lambda: expected.worker in promising(fleet, prompt))

@@ -1,6 +1,6 @@
 """Every command that README and docs show is run: here against a live server, or by the test named next to it.
 
-A new command in a page fails this test until `COVERED` says how it is run.
+A new command in a page fails this test until `COVERED` names how it is run.
 """
 
 from __future__ import annotations

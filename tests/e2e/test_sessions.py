@@ -31,7 +31,7 @@ def worker_of(fleet: Cluster, prompt: str, headers: dict[str, str]) -> str:
 
 
 def turns(session: str) -> list[str]:
-    """Prompts that share no prefix: nothing but the header says that they belong together."""
+    """Return prompts that share no prefix: only the header joins them to a session."""
     return [f"{number} {session} " + "to and fro " * 20 for number in range(8)]
 
 

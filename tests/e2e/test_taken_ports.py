@@ -1,4 +1,4 @@
-"""`headstart serve` where a stranger has one of its ports: one line, exit code 2, and never "ready"."""
+"""`headstart serve` where another process has one of its ports: one line, exit code 2, and never "ready"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 
 
 class _AnswersAll(BaseHTTPRequestHandler):
-    """Says to every question that it is a gateway with two workers."""
+    """Answers every request like a gateway with two workers."""
 
     def do_GET(self) -> None:
         body = b'{"status": "ready", "workers": 2}'

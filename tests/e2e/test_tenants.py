@@ -167,7 +167,7 @@ def test_forged_entries_cost_speed_only(fleet: SecureFleet) -> None:
     assert answer.json()["choices"][0]["text"] == expected
 
 
-def test_nothing_that_tells_of_a_prompt_is_in_redis_logs_or_metrics(fleet: SecureFleet) -> None:
+def test_prompts_do_not_leak_into_redis_logs_or_metrics(fleet: SecureFleet) -> None:
     for tenant in ("one", "two"):
         assert fleet.post(tenant, completion()).status_code == 200
     for broken in (completion(max_tokens=-1), completion(temperature=PROMPT), completion(model=SECRET_WORDS[0])):

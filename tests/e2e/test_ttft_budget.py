@@ -1,4 +1,4 @@
-"""A request says how long it would wait for its first token, and is refused at once when it would wait longer."""
+"""A request names its longest wait for the first token, and is refused at once when it would wait longer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def waiting_prefill_s(serve: Serve) -> float:
     return sum(values)
 
 
-def test_a_budget_that_would_be_missed_is_refused_before_any_prefill(smollm2: Serve) -> None:
+def test_a_budget_that_would_be_missed_is_refused(smollm2: Serve) -> None:
+    """The refusal comes before any prefill."""
     wanted = prompt(0, 200)
     with ThreadPoolExecutor(8) as pool:
         load = [pool.submit(ask, smollm2, prompt(seed, 200)) for seed in range(1, 6)]

@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def explicit(self) -> bool:
-        """An error that says so."""
+        """Return whether the server reported the error itself."""
         return self.error is not None and self.error != "cut"
 
     @property
@@ -163,7 +163,7 @@ def _take_body(body: dict[str, Any], outcome: Outcome) -> None:
 async def ask_all(
     url: str, bodies: list[dict[str, Any]], *, parallel: int = 64, on_tokens: Any = None
 ) -> list[Outcome]:
-    """All bodies, so many at a time; the outcomes in their order."""
+    """Send all bodies, `parallel` at a time; return the outcomes in their order."""
     gate = asyncio.Semaphore(parallel)
     async with session() as http:
 

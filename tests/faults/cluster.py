@@ -14,7 +14,7 @@ from tests.faults.worker_process import Additions
 from tests.redis_server import RedisServer, newest_redis
 
 NUM_BLOCKS: Final = 8192
-"""Blocks of a worker's pool unless a test says otherwise: 64 MiB."""
+"""Blocks of a worker's pool unless a test sets another number: 64 MiB."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Topology:
     redis_ports: tuple[int | None, int | None] = (None, None)
     """Where gateways and workers look for Redis, when that is not its own port: a proxy."""
     advertise: dict[int, int] = field(default_factory=dict)
-    """Worker number to the port that it says it has: a proxy."""
+    """Worker number to the port that it advertises: a proxy."""
 
 
 class Cluster(Fleet):
@@ -73,7 +73,7 @@ class Cluster(Fleet):
         return Worker(name, port, self.folder / f"{name}.log", args, additions)
 
     def wait_ready(self) -> None:
-        """Every worker that lives serves, and every gateway that lives knows them all."""
+        """Wait until every live worker serves, and every live gateway has found all of them."""
         alive = [worker for worker in self.workers if worker.poll() is None]
         gateways = [gateway for gateway in self.gateways if gateway.poll() is None]
 
@@ -116,7 +116,7 @@ class Cluster(Fleet):
         return ""
 
     def assert_quiet(self, within_s: float = 5.0) -> None:
-        """Everything that was begun has ended, everywhere, within so many of their own seconds."""
+        """Assert that all work in the fleet ends within `within_s` of the processes' own seconds."""
         problem = ""
 
         def is_quiet() -> bool:
@@ -127,7 +127,7 @@ class Cluster(Fleet):
         self.stopwatch().wait_until(is_quiet, within_s, lambda: problem)
 
     def assert_census(self, before: dict[str, int], within_s: float = 30.0, slack: int = 3) -> None:
-        """No more descriptors and tasks than before, but for `slack`; kept-alive connections may take their time."""
+        """Assert that descriptors and tasks return to at most `before` plus `slack`; idle connections may end late."""
         grown: dict[str, tuple[int, int]] = {}
 
         def is_back() -> bool:

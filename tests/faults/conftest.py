@@ -30,7 +30,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def rng(seed: int, request: pytest.FixtureRequest) -> random.Random:
-    """The same sequence whenever this test runs with this seed, alone or among others."""
+    """The same sequence whenever this test runs with this seed, by itself or among others."""
     return random.Random(f"{seed} {request.node.name}")
 
 

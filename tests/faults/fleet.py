@@ -56,7 +56,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def wait_ready(self) -> None:
-        """Every worker serves, and every gateway knows them all."""
+        """Wait until every worker serves, and every gateway has found all of them."""
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         try:

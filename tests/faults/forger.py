@@ -1,4 +1,4 @@
-"""A forger: it may write to Redis and does not know the cluster secret."""
+"""A forger: it may write to Redis and does not have the cluster secret."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Forger:
         self._rng = rng
         self._pause_s = 1.0 / rate_hz
         self._seen: dict[bytes, set[tuple[bytes, bytes]]] = {KEYS.members: set(), KEYS.states: set()}
-        """All genuine entries that ever stood in the two hashes."""
+        """All authentic entries that were ever in the two hashes."""
         self._mine: set[tuple[bytes, bytes]] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forger")
@@ -114,7 +114,7 @@ class Forger:
         self._write(KEYS.members, field, self._rng.choice(forms))
 
     def _forge_state(self) -> None:
-        """Drains, loads beyond measure, leases for ever, sets that are not there."""
+        """Write a state that drains, has an absurd load or lease, or names a set that is not there."""
         field, value = self._field(KEYS.members)
         member = schema.decode_member(field, value)
         load = WorkerLoad(
@@ -140,7 +140,7 @@ class Forger:
         self._write(KEYS.states, field, self._rng.choice(forms))
 
     def _replay(self) -> None:
-        """Genuine once: of this epoch or of one before the cache was cleared."""
+        """Write an entry that was authentic before: of this epoch, or of one before the cache was cleared."""
         key = self._rng.choice(list(self._seen))
         self._write(key, *self._field(key))
 

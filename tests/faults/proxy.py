@@ -1,6 +1,6 @@
 """A TCP proxy that misbehaves on command: delays, stalls, black-holes, cuts and resets connections, or answers itself.
 
-It runs in a thread with an event loop of its own, so that a busy test does not slow what it carries.
+It runs in a thread with its own event loop, so that a busy test does not slow the connections.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Fault:
     """Faults of bytes on their way. Directions: up is to the server, down is to the client."""
 
     delay_s: float = 0.0
-    """Each chunk comes so much later, each way."""
+    """Delay of each chunk, in both directions."""
     hole_up: bool = False
     hole_down: bool = False
     """Bytes vanish and the connection stays open."""
     refuse: bool = False
     """New connections are reset."""
     reset_after_bytes: int | None = None
-    """Each connection is reset after so many bytes down."""
+    """Reset each connection after this number of bytes down."""
     reply: bytes | None = None
     """The server is never asked: every chunk up gets this answer."""
 
@@ -64,7 +64,7 @@ class FaultProxy:
         self.close()
 
     def set(self, **fault: Any) -> None:
-        """From now on, for open connections too: `Fault(**fault)`."""
+        """Set the fault to `Fault(**fault)`, for open connections too."""
         self.fault = replace(NO_FAULT, **fault)
 
     def heal(self) -> None:

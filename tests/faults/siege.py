@@ -35,9 +35,9 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(port: int, process: psutil.Process) -> Iterator[Watched]:
-    """Asks for health 20 times a second on connections of their own, and looks at the memory, while the body runs.
+    """Poll health 20 times a second on separate connections, and measure memory, while the body runs.
 
-    From a thread: what keeps the attackers' event loop is not the gateway's doing. Nor is a busy machine.
+    A thread does it: delays of the attackers' event loop are not the gateway's fault. Nor is a busy machine.
     """
     seen = Watched(before_bytes=process.memory_info().rss)
     stopwatch = Stopwatch(lambda: [process.pid])

@@ -190,7 +190,7 @@ async def test_slowloris_300(cluster: Cluster, siege: Watched) -> None:
 
 
 async def test_more_connections_than_there_may_be(cluster: Cluster, siege: Watched) -> None:
-    """Those that say nothing make room for those that ask."""
+    """Silent connections are closed to make room for those with requests."""
     port = cluster.gateway.port
     idle = []
     try:

@@ -1,5 +1,7 @@
-"""Clients that leave or do not read, gateways that die or are cut off, logs that cannot be written, and parts of
-another version: rows 12 to 15, 18, 21 and 23."""
+"""Rows 12 to 15, 18, 21 and 23 of the matrix in docs/reliability.md.
+
+Clients leave or do not read, and gateways die or are cut off. Logs cannot be written, and parts have another version.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ async def test_row_12_gateway_killed(cluster: Cluster, rng: random.Random) -> No
 async def test_row_13_gateway_cut_off_from_a_worker(
     tmp_path: Path, model: Path, rng: random.Random, fault: dict[str, bool]
 ) -> None:
-    """Both ways and one: streams go on at the other worker; when the cut heals, both serve again."""
+    """Both ways and one: streams go on at the other worker; when the cut ends, both serve again."""
     proxy = FaultProxy(0)
     topology = Topology(gateway_args=["--stall-s", "1"], additions=Additions(step_s=STEP_S), advertise={0: proxy.port})
     cluster = Cluster(tmp_path, model, topology)

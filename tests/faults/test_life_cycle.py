@@ -28,7 +28,7 @@ GRACE_S = 4.0
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> Iterator[Cluster]:
-    """A part that is asked to stop gives its requests so many seconds, or fewer when all have ended."""
+    """A stopping part gives its requests the grace of the parameter, or less when all have ended."""
     grace = ["--drain-grace-s", str(request.param)]
     topology = Topology(num_gateways=2, worker_args=grace, gateway_args=grace, additions=Additions(step_s=0.01))
     with Cluster(tmp_path, model, topology) as running:

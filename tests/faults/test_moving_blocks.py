@@ -35,7 +35,7 @@ WORDS = ["up", "down", "left", "right", "north", "south", "east", "west"]
 
 
 def prompts(rng: random.Random) -> list[str]:
-    """A tree: every prompt goes on from an earlier one, or stands alone."""
+    """Return a tree: every prompt extends an earlier one, or begins a new one."""
     texts: list[str] = []
     for _ in range(NUM_PROMPTS):
         start = rng.choice(texts) if texts and rng.random() < 0.7 else ""
@@ -81,7 +81,7 @@ async def check(cluster: Cluster, asked: list[dict[str, Any]], expected: list[Ou
 
 
 class Clients:
-    """Ask random prompts for ever, and compare every answer."""
+    """Ask random prompts without end, and compare every answer."""
 
     def __init__(self, cluster: Cluster, asked: list[dict[str, Any]], expected: list[Outcome]) -> None:
         self._cluster, self._asked, self._expected = cluster, asked, expected
@@ -175,7 +175,7 @@ def num_saved(cluster: Cluster) -> float:
 async def ask_through_a_fault(
     cluster: Cluster, rng: random.Random, fault: Callable[[], object], *, loads: bool
 ) -> Counter[str]:
-    """Fill pool and disk, let the fault happen, ask all again twice, and return what came from where in the end."""
+    """Fill pool and disk, cause the fault, and ask all twice again. Return the sources of the blocks at the end."""
     asked = bodies(rng)
     expected = await cold(cluster, asked)
     before = await check(cluster, asked, expected)

@@ -37,7 +37,7 @@ WEAK_SHARE = 0.25
 """Share of the peak that the weak tenant asks for: less than its half."""
 NUM_RETRIES = 2
 BUSY_SHARE = 0.05
-"""A gateway that waits so much for a core shares the machine with others: then figures in seconds tell of them."""
+"""A gateway that waits this share for a core competes with other processes: figures in seconds then measure those."""
 WORDS = ("spring", "summer", "autumn", "winter")
 
 
@@ -127,10 +127,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 async def test_row_16_ten_times_overload(cluster: Cluster, rng: random.Random) -> None:
-    """Goodput stays at the peak, and rejections are quick and say when to retry.
+    """Goodput stays at the peak, and rejections are quick and name the time to retry.
 
-    A tenant within its share does not notice the other. Latency is normal again within five seconds. On a machine that
-    others use too, rates and latencies are theirs as well: there the order of the tenants is judged alone.
+    A tenant within its share does not notice the other. Latency is normal again within five seconds. Other processes on
+    the machine change rates and latencies: then only the order of the tenants is judged.
     """
     url = cluster.gateway.url
     gc.freeze()  # this process has torch: a full collection takes longer than a rejection may

@@ -35,7 +35,7 @@ LOOKUPS = ("--lookup-deadline-s", str(LOOKUP_S))
 
 @dataclass
 class Site:
-    """A fleet whose every connection to Redis goes through a proxy; behind it a primary and its replica."""
+    """A fleet whose connections to Redis all go through proxies, to a primary with a replica."""
 
     cluster: Cluster
     gateway_side: FaultProxy
@@ -118,7 +118,7 @@ def healed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Stream:
-    """Short requests one after another, in a thread of their own, until left; then `outcomes` tells."""
+    """Sends short requests one after another in a thread until it is left, and collects their `outcomes`."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self._url = url
@@ -211,7 +211,7 @@ def test_row_1_killed_and_started_again(site: Site, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("fault", [{"delay_s": 0.1}, {"delay_s": 2.5}, {"hole_down": True}, "stopped"])
 def test_row_2_slow(site: Site, rng: random.Random, fault: Any) -> None:
-    """200 ms, 5 s and for ever: once the breaker is open, no request waits for Redis."""
+    """Replies take 200 ms, 5 s, or never come: once the breaker is open, no request waits for Redis."""
     cluster = site.cluster
     with Stream(cluster.gateway.url, rng) as stream:
         stream.more(5)
@@ -237,7 +237,7 @@ def is_open(cluster: Cluster) -> bool:
 
 
 def num_failed(cluster: Cluster) -> float:
-    """Count the lookups for which a request has waited in vain."""
+    """Count the lookups for which a request has waited without a result."""
     return count(cluster, "timeout") + count(cluster, "down")
 
 
@@ -298,7 +298,7 @@ def test_row_4_loading(site: Site, rng: random.Random) -> None:
 def test_row_5_clocks_that_disagree(
     tmp_path: Path, model: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers ten minutes ahead and behind, then a jump of an hour: leases run on Redis' clock alone."""
+    """Workers ten minutes ahead and behind, then a jump of an hour: leases depend only on Redis' clock."""
     if shutil.which("faketime") is None:
         pytest.fail("install Debian's `faketime`: without it nothing is known about clocks that disagree")
     cluster = Cluster(tmp_path, model, Topology(static_workers=False))
@@ -322,7 +322,7 @@ def test_row_5_clocks_that_disagree(
 
 
 def faked(worker: Worker, clock: Path) -> Worker:
-    """The same worker as a process of its own, whose wall clock is off by what the file says."""
+    """Return the same worker as a separate process, whose wall clock is off by the offset in the file."""
     from tests.faults.exec_worker import ExecWorker
 
     library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
@@ -337,8 +337,10 @@ def faked(worker: Worker, clock: Path) -> Worker:
 
 
 async def test_row_11_lost_and_repeated_writes(site: Site, rng: random.Random) -> None:
-    """Connections between workers and Redis break again and again, in mid-batch, with replies lost. In the end the
-    index says what the workers hold, no more and no less, and no answer ever suffered."""
+    """Connections between workers and Redis break again and again, in mid-batch, with replies lost.
+
+    In the end the index holds exactly the blocks of the workers, and every answer is right.
+    """
     cluster = site.cluster
     with Stream(cluster.gateway.url, rng) as stream:
         for _ in range(12):

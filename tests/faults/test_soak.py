@@ -1,5 +1,6 @@
-"""Mixed load, clients that leave and faults of every kind for a long time, and then everything back to where it was:
-row 22 of the matrix in docs/reliability.md. `--soak-s` says how long; 1200 is the run whose figures are on that page.
+"""Row 22 of the matrix in docs/reliability.md: a long run of mixed load, clients that leave, and faults of every kind.
+
+Afterwards everything is as before. `--soak-s` is the duration; the figures on that page are of a run with 1200.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def soak_s(request: pytest.FixtureRequest) -> float:
 
 @pytest.fixture
 def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
-    """Small pools, so that they are full early and evict all the while. Routed by load: at a load that one worker can
-    bear, the router's own policy leaves the others idle, and memory that is not used does not grow."""
+    """Small pools, so that they are full early and evict all the time.
+
+    Requests are routed by load, so that every worker is busy and could leak memory. One worker can bear all of it,
+    and the default policy would choose that one.
+    """
     topology = Topology(
         num_workers=3,
         num_gateways=2,
@@ -62,7 +66,7 @@ def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
 
 
 class Load:
-    """Clients with requests of every kind, some of whom leave."""
+    """Clients with requests of every kind. Some clients leave."""
 
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self._cluster = cluster
@@ -99,8 +103,10 @@ class Load:
 
 
 class Faults:
-    """One after another, each healed before the next. The first gateway and the first worker are never ended: their
-    memory is what is watched."""
+    """Faults one after another, each ended before the next.
+
+    The first gateway and the first worker never end: the test measures their memory.
+    """
 
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self._cluster = cluster

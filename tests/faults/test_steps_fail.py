@@ -91,8 +91,10 @@ async def test_row_19_quarantined_by_hash(raising: Cluster, rng: random.Random) 
 
 
 async def test_row_9_a_device_that_breaks_for_good(tmp_path: Path, model: Path, rng: random.Random) -> None:
-    """After a step from which the device does not come back the worker ends, says who it was, and hands the rest over:
-    one worker is lost, not two."""
+    """The device does not recover after a step: the worker ends, names the culprit, and hands the rest over.
+
+    One worker is lost, not two.
+    """
     with fleet("break", tmp_path, model) as cluster:
         culprit, outcomes, reference = await poisoned_among(cluster, rng)
         assert_culprit(culprit)

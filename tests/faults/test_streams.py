@@ -62,7 +62,7 @@ def requests(rng: random.Random) -> list[dict[str, Any]]:
 
 
 class Chaos:
-    """Hits a random worker whenever another so many tokens have come, one at a time."""
+    """Hits a random worker, one at a time, whenever the next number of tokens has come."""
 
     def __init__(self, cluster: Cluster, rng: random.Random, num_tokens: int) -> None:
         self._cluster = cluster
@@ -110,8 +110,8 @@ async def run(cluster: Cluster, asked: list[dict[str, Any]], chaos: Chaos | None
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
-    # Among so many draws some lie within float32's rounding of the boundary of two tokens (one of seed 1 within 1e-10):
-    # a resumed sequence, computed in other steps, is the same to the bit in this mode alone.
+    # Some of the draws are within float32's rounding of the boundary of two tokens (one of seed 1 within 1e-10). A
+    # resumed sequence, computed in other steps, is the same to the bit only in this mode.
     topology = Topology(
         num_workers=3,
         worker_args=["--deterministic"],
@@ -125,7 +125,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[C
 
 @pytest.mark.parametrize("number", range(NUM_SEEDS))
 async def test_two_hundred_streams(cluster: Cluster, rng: random.Random, number: int) -> None:
-    """Every stream ends with the text of an undisturbed run or with an explicit error, and 99 of 100 with the text."""
+    """Every stream ends with the text of an undisturbed run or with an explicit error; 99 of 100 with the text."""
     asked = requests(rng)
     reference = await run(cluster, asked)
     assert all(outcome.ok for outcome in reference), [outcome for outcome in reference if not outcome.ok][:3]

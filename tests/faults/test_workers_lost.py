@@ -45,7 +45,7 @@ def bodies(rng: random.Random, count: int, **options: object) -> list[dict[str, 
 
 
 async def lose_after(cluster: Cluster, body: dict[str, object], num_tokens: int, number: int) -> tuple[Outcome, float]:
-    """Send the signal to the worker that answers, once so many tokens have come; the longest silence after that."""
+    """Send the signal to the answering worker after `num_tokens` tokens; return the longest silence after that."""
     watch = cluster.stopwatch()
     silence_s, last_s = 0.0, None
 

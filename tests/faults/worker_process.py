@@ -1,5 +1,7 @@
-"""Worker processes for fault tests: the product's own `worker.main`, in a process forked from one that has torch loaded
-already, so that a fleet starts in a second. What a test may add is in `Additions`: to the runner, or to the disk.
+"""Worker processes for fault tests: the product's own `worker.main`, in a forked process.
+
+The parent has torch loaded already, so that a fleet starts in a second. `Additions` lists what a test may add to the
+runner or to the disk.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ class Additions:
     step_s: float = 0.0
     """Shortest duration of a step, as on a device other than this machine's cores."""
     poison_token: int | None = None
-    """A step with this token in it fails, as said by `poison`."""
+    """A step with this token in it fails, in the way of `poison`."""
     poison: str = "raise"
-    """raise: the step raises. break: so do all steps from then on, as after an illegal access on a GPU. kill: the
-    process dies by SIGKILL."""
+    """raise: the step raises. break: so do all later steps, as after an illegal access on a GPU. kill: the process dies
+    by SIGKILL."""
     disk_s: float = 0.0
     """Duration of each read and write of a block on disk."""
 

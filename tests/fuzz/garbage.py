@@ -1,4 +1,4 @@
-"""Bytes that no worker of ours writes: random ones, and genuine ones with something changed."""
+"""Bytes that no Headstart worker writes: random ones, and valid ones with a change."""
 
 from __future__ import annotations
 

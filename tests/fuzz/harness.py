@@ -1,8 +1,8 @@
-"""Runs thousands of seeded cases in parallel lanes of one event loop, and tells every distinct failure with its case.
+"""Runs thousands of seeded cases in parallel lanes of one event loop, and reports every distinct failure with its case.
 
-Case `n` of seed `s` draws all its choices from `random.Random("s:n")`. In the environment FUZZ_SEED is another seed,
-FUZZ_CASE that case alone, FUZZ_FAILURES how many failures end the run. Lanes share a machine, and epochs are random: a
-failure of timing may need a few runs.
+Case `n` of seed `s` draws all its choices from `random.Random("s:n")`. FUZZ_SEED in the environment sets the seed, and
+FUZZ_CASE the only case to run. FUZZ_FAILURES sets the number of failures that end the run. Lanes share a machine, and
+epochs are random: a failure of timing may need a few runs.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ async def _run_lane(
 
 
 def _named_task(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
-    """A task whose name says in which lane or case it began."""
+    """Return a task whose name has the lane or case in which it began."""
     task = asyncio.Task(coro, loop=loop, **options)
     task.set_name(f"{_current.get()}: {getattr(coro, '__qualname__', coro)}")
     ended = _ended.get(None)
@@ -184,7 +184,7 @@ def _place(error: BaseException) -> str:
 
 
 def _numeric(host: Any, port: Any, **options: Any) -> list[Any]:
-    """`socket.getaddrinfo` of addresses alone: it rejects names as the real one does, without asking a server."""
+    """Call `socket.getaddrinfo` for addresses only: it rejects names as usual, without asking a server."""
     options["flags"] = options.get("flags", 0) | socket.AI_NUMERICHOST
     return socket.getaddrinfo(host, port, **options)
 

@@ -1,4 +1,4 @@
-"""A proxy before a real Redis that knows which command each reply is for, and what it can do to it.
+"""A proxy before a real Redis that pairs each reply with its command, and injects faults into replies.
 
 client --commands--> proxy --commands--> Redis           client <--replies, as `Fault`s have it-- proxy <-- Redis
 """
@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from tests.fuzz.resp import changed_value, pack, random_data, unpack
 
 IDLE: Final = "IDLE"
-"""In place of a command: at once, whatever goes on."""
+"""Stands for a command: the fault acts at once, whatever goes on."""
 ACTS: Final = (
     "replace",
     "change",
@@ -93,7 +93,7 @@ class Proxy:
             connection.close()
 
     def act_idle(self) -> None:
-        """Let the faults act that wait for nothing."""
+        """Apply the faults that wait for no command."""
         for fault in [fault for fault in self.faults if fault.command == IDLE]:
             self.faults.remove(fault)
             for connection in list(self.connections):

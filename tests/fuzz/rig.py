@@ -197,7 +197,7 @@ class Gateway:
         return f"{known} members {self.index.members()} counts {self.counts}"
 
     async def report(self) -> None:
-        """Return what `headstart index` and GET /index say."""
+        """Build the answers of `headstart index` and GET /index, and assert that they are valid."""
         try:
             entries = await self.index.entries()
         except RedisDownError:

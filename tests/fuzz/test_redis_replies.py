@@ -1,6 +1,6 @@
 """Whatever Redis answers, in whatever order and number: nothing ends, and the index is back when it is over.
 
-A proxy that knows what each reply is for stands between a real Redis and both sides: the gateway's (startup, registry,
+A proxy pairs each reply of a real Redis with its command. It serves both sides: the gateway's (startup, registry,
 lookup, script, probe, TIME) and a publisher's (startup, clock, fill, MULTI, EXEC, prune, retire).
 """
 
@@ -220,7 +220,7 @@ class RepliesLane:
 
 
 async def test_nothing_is_reserved_for_a_reply_that_says_it_is_huge(server: RedisServer, tmp_path: Path) -> None:
-    """The parser made a list of the 10^9 elements that 13 bytes announce, and walked over all of them to free it."""
+    """Thirteen bytes can announce 10^9 elements: the parser must not make a list of them."""
     process = psutil.Process()
     async with worker_client() as client, RepliesLane(server, tmp_path, 0, client, Counter()).running() as lane:
         for data in (b"*1000000000\r\n", b"~1000000000\r\n", b"*1\r\n*1000000000\r\n", b"$9999999999\r\n"):

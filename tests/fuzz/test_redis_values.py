@@ -1,8 +1,8 @@
 """Whatever stands in Redis, and whatever a registered address answers: nothing ends, and the healthy are served.
 
 Every key that gateways and workers read gets values of every kind. Two real publishers run next to a real gateway's
-index, fleet, router and models. A worker whose own entries were not touched stays a candidate all the time, with a
-cluster secret also one whose entries were. What is ignored is counted, and afterwards the index is as before.
+index, fleet, router and models. A worker whose entries were not touched stays a candidate all the time. With a cluster
+secret this holds for all workers. Ignored values are counted, and afterwards the index is as before.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ValuesLane:
         self.parts.check()
 
     def _was_ignored(self) -> bool:
-        """Something of a stranger stands in Redis and is nothing for the gateway."""
+        """Return whether Redis has a foreign entry that the gateway ignores."""
         for key, field, value in self.ignored:
             if self._is_hash(key) and self.store.hget(key, field) == value:  # type: ignore[arg-type]
                 return True
@@ -355,7 +355,7 @@ class ValuesLane:
         self.ignored.append((key, b"crowd-0", value))
 
     def answer(self, rng: random.Random, target: Worker) -> None:
-        """Set what a known address says of itself."""
+        """Set the answer of a registered address about itself."""
         own = self._ghost(rng, {"url": rng.choice([*garbage.UNDIALLABLE, self.ghost.url]), "model": f"m{rng.random()}"})
         state = pack(WorkerState(own, WorkerLoad()))
         kind = rng.randrange(6)

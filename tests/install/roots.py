@@ -101,7 +101,7 @@ class Checkout:
         return self.root / self.folder.removeprefix("/")
 
     def fill(self) -> None:
-        """Copy what git knows of the sources, once, and give it to the user."""
+        """Copy the files that git tracks, once, and give them to the user."""
         if self.path.exists():
             return
         if self.user != "root":
@@ -177,7 +177,7 @@ def run(command: tuple[str | Path, ...]) -> subprocess.CompletedProcess[str]:
 
 
 def need_root_and_debootstrap() -> None:
-    """Fail, and never skip: whoever asks for these tests wants to know."""
+    """Fail, and never skip: these tests run only on request."""
     if os.geteuid() != 0:
         pytest.fail("tests/install makes Debian roots, which only root may: run them as root")
     for program, package in (("debootstrap", "debootstrap"), ("unshare", "util-linux"), ("curl", "curl")):
@@ -186,7 +186,7 @@ def need_root_and_debootstrap() -> None:
 
 
 def make_root(release: str, folder: Path) -> None:
-    """Make a root of a Debian release with `PACKAGES`, and let it trust the certificates that the host trusts."""
+    """Make a root of a Debian release with `PACKAGES`, which trusts the host's certificates."""
     run(("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", release, folder))
     for name in ("resolv.conf", "hosts"):
         shutil.copyfile(f"/etc/{name}", folder / "etc" / name)

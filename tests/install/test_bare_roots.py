@@ -1,4 +1,4 @@
-"""The commands of README on a bare Debian, with the plain package index alone."""
+"""The commands of README on a bare Debian, with only the plain package index."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_make_serve_answers(checkout: Checkout) -> None:
     print(f"torch {version}", end="")
 
 
-def test_torch_comes_with_its_cuda_libraries_where_there_is_no_cpu_build(of_root: Checkout) -> None:
+def test_torch_comes_with_its_cuda_libraries(of_root: Checkout) -> None:
+    """Where there is no CPU build, the plain build is installed."""
     done = succeeded(of_root.run("make serving", TORCH_INDEX=f"http://127.0.0.1:{closed_port()}/"))
     report(of_root, "make serve without an index of CPU builds", done.took_s)
     version, cuda = succeeded(of_root.run(ABOUT_TORCH)).text.split()
@@ -132,7 +133,7 @@ def test_make_test_runs(checkout: Checkout) -> None:
 
 
 def test_without_gpp_it_is_named_and_its_installation_is_enough(of_root: Checkout) -> None:
-    """A compiler of C alone is there. README names g++, too."""
+    """There is only a C compiler. README names g++, too."""
     assert "g++" in README.partition("make serve")[0]
     succeeded(of_root.run("make serving && apt-get remove --yes g++ 'g++-[0-9]*' && gcc --version"))
     of_root.run("rm -rf ~/.cache/headstart")
@@ -153,7 +154,8 @@ def test_without_gpp_it_is_named_and_its_installation_is_enough(of_root: Checkou
 
 
 @pytest.mark.parametrize("debian", ["bookworm"], indirect=True)
-def test_the_cpu_build_comes_from_the_index_that_a_variable_names(of_root: Checkout, cpu_index: str) -> None:
+def test_torch_index_gives_the_cpu_build(of_root: Checkout, cpu_index: str) -> None:
+    """TORCH_INDEX names the index of the CPU build."""
     fresh = Checkout(of_root.root, of_root.cache, "/root/cpu", "root")
     fresh.fill()
     done = succeeded(fresh.run("make serving", TORCH_INDEX=cpu_index))

@@ -34,7 +34,7 @@ class Load:
         assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
 
     def wait_for(self, num_answers: int) -> None:
-        """So many further answers."""
+        """Wait for `num_answers` further answers."""
         target = self.answers.total() + num_answers
         wait_until(lambda: self.answers.total() >= target, what=f"{num_answers} more answers")
 

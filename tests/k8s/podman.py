@@ -1,6 +1,6 @@
 """Run what the chart renders by podman: images from the shipped Dockerfile, pods as containers on one network.
 
-No cluster is here, so this plays the kubelet's part as far as it goes: arguments, environment, files from Secrets and
+No cluster is here, so this does a part of the kubelet's work: arguments, environment, files from Secrets and
 ConfigMaps, empty volumes, uid, capabilities, read-only root, memory limit, init containers, preStop and SIGTERM. Names
 of Services resolve to the containers that they would select.
 """
@@ -51,7 +51,7 @@ def podman(*words: str | Path) -> str:
 
 
 def try_podman(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """In a folder of ours: where a container is killed for its memory, conmon leaves a file in the current one."""
+    """Run podman in `DEST`: when a container is killed for its memory, conmon leaves a file in the current folder."""
     return call("podman", *words, env=_environment(), cwd=DEST)
 
 

@@ -36,7 +36,8 @@ def test_only_plain_syntax() -> None:
             assert line.startswith("["), "the shell form needs a shell, which would not pass SIGTERM on"
 
 
-def test_every_stage_that_runs_has_a_numeric_uid_and_a_health_check() -> None:
+def test_stages_have_a_numeric_uid_and_a_health_check() -> None:
+    """This holds for every stage that runs."""
     for target in ("worker", "gateway"):
         stage = DOCKERFILE.partition(f"FROM runtime AS {target}\n")[2].partition("\nFROM ")[0]
         assert "USER 10001:10001" in stage

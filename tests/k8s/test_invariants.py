@@ -48,7 +48,7 @@ def workloads(documents: list[Document]) -> list[tuple[str, Document]]:
 
 
 def servers(pod: Document) -> Iterator[tuple[str, Document, Any]]:
-    """(gateway or worker, container, parsed command line) of every process of ours in a pod."""
+    """(gateway or worker, container, parsed command line) of every Headstart process in a pod."""
     parsers = {"gateway": gateway_config.parse, "worker": worker_config.parse}
     for container in pod["spec"]["containers"]:
         kind = container["name"].partition("-")[0]
@@ -126,7 +126,8 @@ def _component(pod: Document) -> str:
 
 
 @each_render
-def test_network_policies_open_the_ports_that_are_served_and_called(name: str) -> None:
+def test_network_policies_open_the_used_ports(name: str) -> None:
+    """Each policy opens the ports that its pod serves and those that it calls."""
     documents = render(name)
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind(documents, "NetworkPolicy")}
     if not policies:

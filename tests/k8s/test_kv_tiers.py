@@ -36,7 +36,7 @@ def volume_bytes(workers: Document) -> int:
 
 @pytest.mark.parametrize("model", ["gated", "small"])
 def test_blocks_on_disk_fit_into_their_volume(model: str) -> None:
-    """They lie in a folder that the worker makes: a volume's root belongs to root, and its group may write there."""
+    """They are in a folder that the worker makes: a volume's root belongs to root, and its group may write there."""
     workers = worker_sets(render("everything-on"))[model]
     ((_, container, config),) = servers(workers["spec"]["template"])
     (mount,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "kv"]
@@ -82,7 +82,7 @@ def test_workers_and_gateways_alone_reach_a_worker(name: str) -> None:
 
 
 def may_call(caller_policy: Any, policy: Any, caller: Document, pod: Document, port: int = 8100) -> bool:
-    """Return whether both policies let one pod of the release open a connection to another's port."""
+    """Return whether both policies allow a connection from one pod of the release to another's port."""
     leaves = any(
         {"protocol": "TCP", "port": port} in rule["ports"]
         and any(selects(peer["podSelector"], pod) for peer in rule.get("to", []))

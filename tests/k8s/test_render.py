@@ -48,7 +48,7 @@ def test_packages(version: str, tmp_path: Path) -> None:
 
 
 def test_notes_name_the_first_request_and_what_is_open() -> None:
-    """Helm 4 alone: a dry run of Helm 3 asks for a cluster."""
+    """Only Helm 4: a dry run of Helm 3 asks for a cluster."""
     done = chart.helm("helm4", {}, notes=True)
     assert done.returncode == 0, done.stderr
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in done.stdout

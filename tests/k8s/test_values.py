@@ -61,7 +61,8 @@ def test_values_and_schema_have_the_same_keys() -> None:
     assert [path for path in missing if not OPTIONAL.search(path)] == []
 
 
-def test_every_value_of_the_schema_says_what_it_means_and_refuses_strangers() -> None:
+def test_every_value_of_the_schema_is_described() -> None:
+    """Each has a description, and rejects unknown keys."""
     for path, node in NODES.items():
         assert node.get("description"), path
         if "properties" in node:
@@ -195,7 +196,7 @@ def stable(manifests: str) -> str:
 
 @pytest.mark.parametrize("path", [path for path in LEAVES if path not in ("models", "redis.external.url")])
 def test_every_value_changes_what_is_rendered(path: str) -> None:
-    """No value that lies: setting it must do something."""
+    """No value is without effect: setting it must do something."""
     values = context_of(path)
     value = "none" if path == "redis.mode" else changed(path, default_of(path), NODES[path])
     other = with_value(values, path, value)

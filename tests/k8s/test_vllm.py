@@ -116,7 +116,8 @@ def test_the_most_ranks_fit() -> None:
 
 
 @each_vllm
-def test_workers_have_the_gateways_image_and_the_engine_has_the_gpus(name: str) -> None:
+def test_workers_have_the_gateways_image(name: str) -> None:
+    """The engine next to them has the GPUs."""
     documents = render(name)
     (gateway,) = of_kind(documents, "Deployment")
     image = gateway["spec"]["template"]["spec"]["containers"][0]["image"]
@@ -172,7 +173,7 @@ def test_purge_can_be_given_up() -> None:
 
 
 class Engine(HTTPServer):
-    """Answers every path with `status`, and says which were asked."""
+    """Answers every path with `status`, and records the requested paths."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -14,9 +14,9 @@ FOUND_LONG = "a sentence of 27 words: Send one word one word one ..."
 
 
 def problems(file: Path, text: str) -> list[str]:
-    """Return each finding once: a docstring is a string, too."""
+    """Return the findings of a file with this text."""
     file.write_text(text + "\n")
-    return [found for _, found in dict.fromkeys(findings(file))]
+    return [found for _, found in findings(file)]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,8 @@ def problems(file: Path, text: str) -> list[str]:
         ("# It stays for good.", "'for good': say permanently"),
         ('text = "it waits for ever"', "'for ever': say forever"),
         ('text = f"worker {name} waits for ever"', "'for ever': say forever"),
-        ('row = {"overlay_tokens": 1}', "'overlay': say pending prefixes"),
+        ('row = {"overlay_blocks": 1}', "'overlay': say pending prefixes"),
+        ('row = {"overlay_tokens": 1}', None),
         ('text = "/v1/overlay"', None),
         ('"""Set `for ever` and `overlay`."""', None),
     ],
@@ -60,7 +61,14 @@ def test_every_rule_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(check_prose, "MAX_TEST_NAME", 99)
     assert problems(tmp_path / "test_module.py", f"def test_{'x' * 60}() -> None: ...") == []
     monkeypatch.setattr(check_prose, "in_literal", lambda text, number: iter(()))
-    assert problems(tmp_path / "module.py", 'row = {"overlay_tokens": 1}') == []
+    assert problems(tmp_path / "module.py", 'row = {"overlay_blocks": 1}') == []
+
+
+def test_each_docstring_is_reported_once(tmp_path: Path) -> None:
+    """A docstring is a string too: only one of the two rules reads it."""
+    source = '"""Mend it."""\n\n\nclass Box:\n    """Mend it."""\n\n    size: int\n    """Mend it."""\n'
+    (tmp_path / "module.py").write_text(source)
+    assert list(findings(tmp_path / "module.py")) == [(line, "'Mend': say fix") for line in (1, 5, 8)]
 
 
 def test_the_rules_name_a_plain_form() -> None:

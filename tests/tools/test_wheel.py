@@ -1,4 +1,4 @@
-"""The wheel holds the product and the benchmarks of users, and the rest says where it runs."""
+"""The wheel holds the product and the benchmarks of users; all other commands name the place where they run."""
 
 from __future__ import annotations
 

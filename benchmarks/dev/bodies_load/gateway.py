@@ -14,7 +14,7 @@ SAMPLE_S: Final = 0.005
 
 
 async def sample_held(observe: Callable[[float], None]) -> None:
-    """Observe the processor time between two turns, for ever: what others take from the machine does not count."""
+    """Observe the processor time of each turn, without end. Time of other processes does not count."""
     while True:
         before_s = time.thread_time()
         await asyncio.sleep(SAMPLE_S)

@@ -44,7 +44,7 @@ class Body:
 
 
 def bodies(seed: int, count: int, max_bytes: int = MAX_BYTES) -> Iterator[Body]:
-    """Yield so many bodies of 4 KiB to `max_bytes`, small ones as often as large ones."""
+    """Yield `count` bodies of 4 KiB to `max_bytes`, small ones as often as large ones."""
     rng = Random(seed)
     for _ in range(count):
         size = int(MIN_BYTES * (max_bytes / MIN_BYTES) ** rng.random())
@@ -64,7 +64,7 @@ def bodies(seed: int, count: int, max_bytes: int = MAX_BYTES) -> Iterator[Body]:
 
 
 def _text(rng: Random, units: tuple[str, ...], size: int) -> str:
-    """Return JSON text of about so many bytes."""
+    """Return JSON text of about `size` bytes."""
     if size > 1 << 16 and rng.random() < 0.2:  # not one unit again and again
         unit = "".join(rng.choice(units) for _ in range(1000))
     else:

@@ -40,7 +40,9 @@ async def measure(engine: Engine, *, rounds: int) -> list[Figure]:
             figures += [
                 Figure(f"real.{num_streams}.added_ttft_s", added_s, "s", f"{note}, of {_median(direct, 0):.3f} s"),
                 Figure(f"real.{num_streams}.tokens_per_s", _median(ours, 1), "1/s", "through gateway and adapter"),
-                Figure(f"real.{num_streams}.direct_tokens_per_s", _median(direct, 1), "1/s", "of the engine alone"),
+                Figure(
+                    f"real.{num_streams}.direct_tokens_per_s", _median(direct, 1), "1/s", "of the engine without them"
+                ),
                 Figure(f"real.{num_streams}.tokens_per_s_ratio", share, "x", "median of the rounds' ratios"),
             ]
     return figures

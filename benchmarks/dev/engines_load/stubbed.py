@@ -1,4 +1,4 @@
-"""The cost of an adapter over an engine that answers at once, against a gateway alone over such a worker."""
+"""The cost of an adapter over an engine that answers at once, against a gateway over such a worker."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def _cpu(site: Site, sizes: Sizes) -> list[Figure]:
         Figure("gateway_cpu_s_per_token", statistics.median(gateway_s), "s", f"{note}, of a gateway over a worker"),
         Figure("gateway_cpu_s_per_token_adapted", statistics.median(behind_s), "s", f"{note}, of one over an adapter"),
         Figure("added_cpu_s_per_token", statistics.median(adapter_s), "s", f"{note}, of the adapter"),
-        Figure("added_cpu_ratio", _ratio(adapter_s, gateway_s), "x", "adapter over gateway alone", "<= 1"),
+        Figure("added_cpu_ratio", _ratio(adapter_s, gateway_s), "x", "adapter over gateway", "<= 1"),
     ]
 
 

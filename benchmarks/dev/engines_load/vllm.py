@@ -1,4 +1,4 @@
-"""vLLM servers of our own for measurements: two small processes of one random model, on this machine's CPU."""
+"""Start vLLM servers for measurements: two small processes of one random model, on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Engine:
 
     url: str
     events: str
-    """Where its cache events come from, as it says itself."""
+    """Endpoint of its cache events, as the server reports it."""
     replay: str
 
     async def counters(self, session: aiohttp.ClientSession) -> dict[str, float]:
@@ -59,7 +59,7 @@ class Engine:
         return totals
 
     async def reset(self, session: aiohttp.ClientSession, model: str) -> None:
-        """Empty its cache, and let it say so: it publishes that with the next block that it stores."""
+        """Empty its cache, and store a block: the engine publishes the reset with the next stored block."""
         async with session.post(self.url + "/reset_prefix_cache") as response:
             response.raise_for_status()
         body = {"model": model, "prompt": list(range(100, 100 + 2 * BLOCK_SIZE)), "max_tokens": 1}
@@ -85,14 +85,14 @@ def write_model(folder: Path, hidden_size: int, num_layers: int) -> None:
         eos_token_id=2,
     )
     write_tokenizer(bundle, folder)
-    LlamaForCausalLM(config).save_pretrained(folder)  # and over the config.json of the tokenizer alone
+    LlamaForCausalLM(config).save_pretrained(folder)  # replaces the tokenizer's config.json
 
 
 @contextmanager
 def engines(
     environment: Path, model: Path, folder: Path, *, count: int, num_blocks: int | None
 ) -> Iterator[list[Engine]]:
-    """Start so many at once, wait until all serve, and end them. `num_blocks`: of each pool, by default 1 GiB.
+    """Start `count` at once, wait until all serve, and end them. `num_blocks`: of each pool, by default 1 GiB.
 
     Each has a core of its own where there are enough, as engines have accelerators of their own: two that share their
     cores are fastest while one of them rests. Raises SystemExit with the end of its log.
@@ -154,7 +154,7 @@ def _is_ready(url: str) -> bool:
 
 
 def running(url: str) -> Engine:
-    """Return a server that runs already, with what it says of its events."""
+    """Return a server that runs already, with the event endpoints that it reports."""
     with urllib.request.urlopen(f"{url}/kv_event_sources", timeout=5) as answer:
         source = json.load(answer)["0"]
     return Engine(url, source["endpoint"], source["replay_endpoint"])

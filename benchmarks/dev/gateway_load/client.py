@@ -100,7 +100,7 @@ async def latencies(url: str, bodies: Sequence[bytes]) -> list[float]:
 
 
 async def throughput(url: str, bodies: Sequence[bytes], num_connections: int) -> Throughput:
-    """All requests over so many connections, each with one in flight."""
+    """Send all requests over `num_connections` connections, each with one in flight."""
     connections = [await Connection.open(url) for _ in range(num_connections)]
     left: Iterator[bytes] = iter(bodies)
     events = 0

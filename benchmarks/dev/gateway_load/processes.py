@@ -89,7 +89,7 @@ def ended(process: subprocess.Popen[AnyStr]) -> Iterator[subprocess.Popen[AnyStr
 def stub_server(
     folder: Path, core: int, *, redis: str | None, pace_s: float = 0.0, num_workers: int = 1, events: str | None = None
 ) -> Iterator[str]:
-    """The URL of the first of so many workers in one process, once they listen.
+    """The URL of the first of `num_workers` workers in one process, once they listen.
 
     Without `redis` it is an engine that an adapter stands in front of, which sends its cache events to `events`.
     """
@@ -155,7 +155,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_ready(url: str, num_workers: int = 1) -> None:
-    """The gateway serves, with so many workers."""
+    """Wait until the gateway serves with `num_workers` workers."""
     async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
         while True:
             with contextlib.suppress(aiohttp.ClientError):

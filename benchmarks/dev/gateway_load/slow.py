@@ -50,7 +50,7 @@ class SlowReader:
         self._request = request
 
     async def run(self) -> None:
-        """For ever. Raises ConnectionError when the stream ends."""
+        """Read without end. Raises ConnectionError when the stream ends."""
         loop = asyncio.get_running_loop()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -69,7 +69,7 @@ class Rate:
 
 
 async def open_streams(url: str, request: bytes, count: int) -> list[Stream]:
-    """So many, each with its first token."""
+    """Open `count` streams, and wait for the first token of each."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
     streams = []

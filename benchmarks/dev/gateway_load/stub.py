@@ -1,8 +1,8 @@
 """Workers without a model: `python -m benchmarks.dev.gateway_load.stub --bundle FILE [--redis URL] [--num-workers N]`.
 
-Speaks the wire protocol (/generate, /state, /bundle, /health/live), OpenAI's chat (for proxies) and vLLM's token API
-(for adapters), on one raw asyncio protocol. An answer is `max_tokens` times one token, at once, or paced: one frame a
-stream at every tick. Prints the first one's URL.
+One raw asyncio protocol serves the wire protocol (/generate, /state, /bundle, /health/live) and two more APIs: OpenAI's
+chat for proxies, and vLLM's token API for adapters. An answer is `max_tokens` times one token, at once, or paced: one
+frame a stream at every tick. Prints the URL of the first worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from worker.wire import (
 
 PUBLISH_S: Final = 0.1
 """Interval of one worker's publishes. Sixty-four workers share the process."""
-TOKEN_ID: Final = 260  # " the" in SmolLM2's vocabulary, as its OpenAI twin says
+TOKEN_ID: Final = 260  # " the" in SmolLM2's vocabulary, as in the stub's OpenAI answers
 _CHUNKED: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n"
 _PLAIN: Final = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: %b\r\n\r\n%b"
 _NOT_ALLOWED: Final = b"HTTP/1.1 405 Method Not Allowed\r\ncontent-length: 0\r\n\r\n"
@@ -75,7 +75,7 @@ class Worker:
         self.pace_s = pace_s
         self.member: WorkerMember | None = None
         self.computed: list[GenerateRequest] = []
-        """Prompts that the index has not heard of: hashed when they are published, since an answer comes at once."""
+        """Prompts that are not in the index yet. They are hashed when they are published, so answers come at once."""
         self.held: dict[IndexEntry, None] = {}
         self.streams: dict[Connection, tuple[int, bytes, bytes]] = {}
         """Frames left, the frame, and the end of paced streams."""

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 _TEXT: Final = """
 the flight from London to Boston leaves at noon and my booking has two bags which I would like to change because
-of an error in the name please check what the policy says about refunds for a cancelled reservation
+of an error in the name please check what the policy states about refunds for a cancelled reservation
 """
 _WORDS: Final = _TEXT.split()
 

@@ -1,6 +1,6 @@
 """Workers as they stand in Redis, each holding some of a prompt, and connections to them.
 
-    three    3 workers match, the others nothing        head    all hold block 0 and no more
+    three    3 workers match, the others nothing        head    all hold only block 0
     shared   all share 64 blocks                        deep    all match deep, each differently from its neighbour
 
 Also `random`: all match deep, at lengths that have nothing to do with each other: no search hint helps there.

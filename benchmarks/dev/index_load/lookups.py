@@ -137,7 +137,7 @@ def _count_lookups(url: str, hashes: list[BlockHash], seconds: float) -> int:
 
 
 async def measure_throughput(url: str, client: RedisClient, seconds: float = 3.0) -> float:
-    """Lookups per second of one Redis at 64 workers x 512 blocks, asked by 8 processes with 4 in flight each."""
+    """Lookups per second of one Redis at 64 workers x 512 blocks. Eight processes have 4 in flight each."""
     hashes = chain(512)
     await populate(client, hashes, 64, "shared")
     loop = asyncio.get_running_loop()

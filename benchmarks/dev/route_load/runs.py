@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One replay: everything that a worker process needs to know."""
+    """One replay: everything that a worker process needs."""
 
     cell: Cell
     policy: str

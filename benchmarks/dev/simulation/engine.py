@@ -3,8 +3,8 @@
     prefill   (10 ms + uncached tokens / rate), 1 % slower per decoding request
     decode    output tokens x (12 ms + 0.25 ms x batch)
 
-A prompt's blocks are looked up when its prefill begins, findable when it ends, pinned until the decode has ended, and
-evicted tail first. Generated tokens are not cached.
+A prompt's blocks are looked up when its prefill begins, and findable when it ends. They are pinned until the decode has
+ended, and evicted tail first. Generated tokens are not cached.
 Source: the model of docs/routing.md, which the reference figures were made with.
 """
 

@@ -6,7 +6,7 @@
                loads hold a link of their own, one at a time
     request    allocated, then loading while others run, then a prefill of the rest
 
-What to load and to fetch is planned as workers do: by seconds alone, at the rates that they report.
+Loads and fetches are planned as in workers: only by seconds, at the rates that they report.
 """
 
 from __future__ import annotations

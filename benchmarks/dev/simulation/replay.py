@@ -53,11 +53,11 @@ class ReplaySettings:
     shared_engine: bool = False
     """Prefills share each step, as in our workers, instead of running one by one."""
     fetch: float = 0.0
-    """Blocks come from a peer at so many times the prefill rate; 0.0: none do. Shared engine only, as the next two."""
+    """Rate of blocks from a peer, over the prefill rate; 0.0: none come. Shared engine only, as the next two."""
     lower_tier: float = 0.0
     """Blocks of a tier below each worker's pool, over the pool's; 0.0: there is none."""
     load: float = 20.0
-    """Blocks come from the tier at so many times the prefill rate."""
+    """Rate of blocks from the tier, over the prefill rate."""
     hold_s: float = 0.0
     """`--hold-s` of the gateways."""
     redis: bool = False

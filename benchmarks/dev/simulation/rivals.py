@@ -64,16 +64,16 @@ class LlmD(Policy):
         return scores
 
     def prefix(self, worker: WorkerView) -> float:
-        """Return the cached prompt tokens, as far as they count."""
+        """Return the cached prompt tokens that count."""
         return worker.matched_tokens
 
 
 class Sglang(Policy):
     """The cache_aware rule of the SGLang gateway: match threshold 0.5, imbalance 32 absolute and 1.1 relative.
 
-    Out of balance, the least loaded worker wins. Else the worker whose approximate tree matches best wins if the match
-    is above the threshold, else the worker with the smallest tree. The trees record what was routed, not what is
-    cached; above some multiple of the worker's pool their least recently used entries go.
+    Out of balance, the least loaded worker wins. Else the worker whose approximate tree matches best wins, if the match
+    is above the threshold. Else the worker with the smallest tree wins. The trees record routed prompts, not cached
+    ones. Above `tree_pools` times the worker's pool they drop their least recently used entries.
     """
 
     def __init__(

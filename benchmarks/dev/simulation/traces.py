@@ -1,7 +1,7 @@
 """The recorded workloads, as requests whose blocks are already hashed: all sessions, or the even or odd `half` of them.
 
-Most traces name blocks by id, not by content; where there is text, its blocks get ids too. One id becomes one token of
-a block of one token, so that the real hash chain and allocator work on it; sizes in tokens are kept next to it.
+Most traces name blocks by id, not by content; where there is text, its blocks get ids too. One id becomes a block of
+one token, for the real hash chain and allocator. Sizes in tokens are kept next to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOOL_CHAT: Final = "taubench_airline_text_dev.jsonl.gz"
 CODING_AGENT: Final = "cc_agent_sessions_devhalf.jsonl.gz"
 _BUCKET_S: Final = 3.0
 _REST: Final = 1 << 31
-"""Ids from here on name the last, partial block of a request."""
+"""Ids of at least this name the last, partial block of a request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class TraceRequest:
     chain: Sequence[BlockHash]
     """The hash of every entry of `block_ids`."""
     hashes: Sequence[BlockHash]
-    """Hashes of the full blocks alone, which a router sees."""
+    """Hashes of only the full blocks, which a router sees."""
 
 
 def _request(number: int, num_prompt_tokens: int, num_output_tokens: int, full_blocks: list[int]) -> TraceRequest:

@@ -1,1 +1,1 @@
-"""Parts of `headstart bench tiers`: workers whose blocks move, and the saver alone."""
+"""Parts of `headstart bench tiers`: workers whose blocks move, and the saver by itself."""

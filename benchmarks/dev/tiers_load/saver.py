@@ -1,4 +1,4 @@
-"""The saver alone: the thread that copies blocks from the pool to a disk, without an engine next to it."""
+"""The saver by itself: the thread that copies blocks from the pool to a disk, without an engine."""
 
 from __future__ import annotations
 

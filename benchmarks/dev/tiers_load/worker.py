@@ -65,7 +65,7 @@ class Answer:
 
 
 class BenchWorker:
-    """A worker process of our own, which can end and start again. Owns the process."""
+    """A worker process that can end and start again. Owns the process."""
 
     def __init__(self, options: Sequence[str]) -> None:
         """`options`: of `headstart worker`. It starts at `start`."""
@@ -110,7 +110,7 @@ class BenchWorker:
         self.stop()
 
     def ask(self, prompt_ids: Sequence[int], num_tokens: int, source: BlockSource | None = None) -> Answer:
-        """Return the greedy answer of so many tokens. Any thread may ask."""
+        """Return the greedy answer of `num_tokens` tokens. Any thread may ask."""
         request = GenerateRequest(
             request_id=uuid.uuid4().hex,
             gateway_id="bench",
@@ -162,7 +162,7 @@ class BenchWorker:
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Let the next reads of the files in `folder` go to the device."""
+    """Drop the files in `folder` from the page cache, so that the next reads go to the device."""
     for path in folder.rglob("*.blocks"):
         file = os.open(path, os.O_RDONLY)
         try:

@@ -20,12 +20,14 @@ async def check(count: int, max_bytes: int, seed: int) -> None:
     assert not [each for each in done if each.failed], table(done)
 
 
-async def test_generated_bodies_take_little_memory_and_never_hold_the_loop() -> None:
+async def test_generated_bodies() -> None:
+    """They take little memory and never hold the loop."""
     await check(60, 4 << 20, seed=2)
 
 
 @pytest.mark.deep
-async def test_two_thousand_bodies_take_little_memory_and_never_hold_the_loop() -> None:
+async def test_two_thousand_generated_bodies() -> None:
+    """They take little memory and never hold the loop."""
     await check(1000, MAX_BYTES, seed=1)
 
 

@@ -42,7 +42,7 @@ def fleet(num_workers: int, tier_blocks: int = 0) -> list[MovingWorker]:
 
 
 def compute(worker: MovingWorker, wanted: TraceRequest) -> None:
-    """Let the worker answer a request, so that it holds the prompt."""
+    """Answer a request with the worker, so that it holds the prompt."""
     worker.submit(job(wanted), 0.0)
     (admitted,) = worker.admit(0.0)
     worker.start(admitted, 0.0)
@@ -53,7 +53,8 @@ def source(worker: MovingWorker, num_blocks: int) -> BlockSource:
     return BlockSource(worker.member.url, worker.member.epoch, num_blocks)
 
 
-def test_a_fetch_delays_its_request_and_leaves_the_rest_to_compute() -> None:
+def test_a_fetch_delays_its_request() -> None:
+    """The worker computes only the rest of the prompt, and then holds the fetched blocks."""
     holder, target = fleet(2)
     compute(holder, request(10))
     target.submit(job(request(12), source(holder, 10)), 1.0)

@@ -10,7 +10,8 @@ from server.router.cost import FetchPlan
 from tests.server.router.test_policies import chosen, make_request, view
 
 
-def test_sglang_follows_the_tree_until_the_fleet_is_out_of_balance() -> None:
+def test_sglang_follows_the_tree_while_in_balance() -> None:
+    """Out of balance, it chooses the least loaded worker."""
     policy = Sglang()
     request = make_request()
     policy.on_dispatch(request, view("b"))

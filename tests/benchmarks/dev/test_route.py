@@ -71,7 +71,8 @@ def test_an_index_a_second_late_loses_nothing(outcomes: dict[str, Outcome]) -> N
     assert outcomes["late.headstart"].ttft_mean_s <= 1.02 * outcomes["one.headstart"].ttft_mean_s
 
 
-def test_headstart_is_nearer_the_bound_where_prefills_share_steps(outcomes: dict[str, Outcome]) -> None:
+def test_shared_steps_bring_headstart_near_the_bound(outcomes: dict[str, Outcome]) -> None:
+    """Where prefills share steps, hit rate and TTFT are close to those of one pooled cache."""
     ours, bound = outcomes["shared.headstart"], outcomes["shared.pooled"]
     assert ours.hit >= 0.97 * bound.hit
     assert ours.ttft_mean_s <= 1.10 * bound.ttft_mean_s
@@ -117,7 +118,8 @@ def test_an_unknown_cell_is_refused(cell: str) -> None:
         parse_cell(cell)
 
 
-def test_moving_blocks_nears_the_bound_and_seconds_beat_fixed_weights(outcomes: dict[str, Outcome]) -> None:
+def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
+    """Fetched blocks bring TTFT close to the pooled bound, and costs in seconds beat fixed weights."""
     fetching = outcomes["fetching.headstart"].ttft_mean_s
     assert fetching <= 1.03 * outcomes["shared.pooled"].ttft_mean_s
     assert fetching < outcomes["fetching.llm-d-tiers"].ttft_mean_s

@@ -15,7 +15,7 @@ TWELVE = [Conversation(f"c{number}", [TURN] * 3, float(number)) for number in ra
 
 
 class Recorder(ChatClient):
-    """Answers after two turns of the event loop; knows how many were open at once."""
+    """Answers after two turns of the event loop; counts how many requests were open at once."""
 
     def __init__(self, fails: frozenset[tuple[str, int]] = frozenset()) -> None:
         super().__init__(Target("none", "http://127.0.0.1:1", "m"), max_tokens=1, timeout_s=1)

@@ -25,7 +25,8 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def test_every_assistant_message_is_a_request_for_what_stands_before_it(tmp_path: Path) -> None:
+def test_every_assistant_message_is_a_request(tmp_path: Path) -> None:
+    """The messages before it are the prompt."""
     (conversation,) = load(write(tmp_path / "chat.jsonl", {"messages": CHAT}), Shape())
     assert [turn.messages for turn in conversation.turns] == [CHAT[:2], CHAT[:4]]
 
@@ -86,7 +87,8 @@ def prompt(messages: object) -> str:
     return str(message["content"])
 
 
-def test_the_conversation_trace_keeps_lengths_and_shared_prefixes(tmp_path: Path) -> None:
+def test_the_conversation_trace(tmp_path: Path) -> None:
+    """Its prompts keep their lengths and shared prefixes."""
     lines = [
         {"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]},
         {"timestamp": 3000, "input_length": 1536, "output_length": 8, "hash_ids": [0, 1, 3]},

@@ -161,7 +161,7 @@ async def test_a_value_of_512_mb_is_not_read(server: RedisServer, place: str) ->
 
 
 @pytest.mark.parametrize("places", [*((place,) for place in PLACES), ("members", "states")], ids=" and ".join)
-async def test_a_gateway_starts_beside_a_long_value(server: RedisServer, places: tuple[str, ...]) -> None:
+async def test_a_gateway_starts_despite_a_long_value(server: RedisServer, places: tuple[str, ...]) -> None:
     """The value costs only itself, also where no worker was known before, or where one joins later."""
     hashes = chain(10)
     settings = WriterSettings(lease_s=LASTING.lease_s, cluster_secret=SECRET)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class City(BaseModel):
-    """A city, of these fields alone: a small model would go on inventing others."""
+    """A city with only these fields: a small model would invent others."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=12)

@@ -31,7 +31,7 @@ class City(BaseModel):
 
 @function_tool
 def tell_city(name: Literal["Paris", "Rome"]) -> str:
-    """Tell of a city."""
+    """Describe a city."""
     calls.append(name)
     return f"{name} is large."
 

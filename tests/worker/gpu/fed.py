@@ -57,7 +57,7 @@ class Fed:
 
 
 def largest_error(folder: Path, family: str, block_size: int, options: LoadOptions) -> float:
-    """Run fresh and resumed chunks and decodes, alone and mixed, in blocks that lie anywhere."""
+    """Run fresh and resumed chunks and decodes, separate and mixed, in blocks at random places."""
     reference = write_family(family, folder, **SHAPE)
     model = load_model(str(folder), options)
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""Every attention of a GPU gives what torch's gives in float32 on the CPU, over pages that lie anywhere."""
+"""Every attention of a GPU gives what torch's gives in float32 on the CPU, over pages at random places."""
 
 from __future__ import annotations
 

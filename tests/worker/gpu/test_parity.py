@@ -1,4 +1,4 @@
-"""Greedy tokens of 32 prompts in one batch equal those of `transformers` on the CPU in float32, but for near ties."""
+"""Greedy tokens of 32 prompts in one batch equal those of `transformers` in float32, but for near ties."""
 
 from __future__ import annotations
 
