@@ -148,7 +148,11 @@ def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:
 def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
     if isinstance(content, str):
         return content
-    return [schema.TextPart(type="text", text=block.text) for block in content if block.type == "text"]
+    return [
+        schema.TextPart(type="text", text=block.text if block.type == "text" else f"Loaded: {block.tool_name}")
+        for block in content
+        if block.type in ("text", "tool_reference")
+    ]
 
 
 def _result(block: ContentBlock) -> str | list[schema.TextPart]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-_NOTHING: Final[tuple[Any, ...]] = (False, "", [])
+_NOTHING: Final[tuple[Any, ...]] = (False, "", [], {})
 _TABLE: Final = tomllib.loads(Path(__file__).with_name("refused_fields.toml").read_text(encoding="utf-8"))
 IGNORED: Final[Mapping[str, str]] = {name: why for why, names in _TABLE.pop("ignored").items() for name in names}
 """Fields that cannot change an answer, on every route. Unknown fields are ignored too."""

@@ -17,6 +17,8 @@ from server.schema.decoding import invalid, unsupported
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_TOOLS: Final = 1024
+MAX_STOPS: Final = 32
+"""OpenAI takes 4 and Anthropic 16; agents that complete code send a dozen to any other server."""
 MAX_STOP_CHARS: Final = 1024
 MAX_KEY_CHARS: Final = 1024
 
@@ -47,7 +49,8 @@ class TextPart(Struct, kw_only=True):
 
 class FunctionCall(Struct, kw_only=True):
     name: str
-    arguments: str = ""
+    arguments: str | None = None
+    """JSON of an object. None or "": a call without arguments."""
     namespace: str | None = None
 
 
@@ -95,10 +98,8 @@ class Message(Struct, kw_only=True):
             raise unsupported(f"{field}.audio", "is not offered: this model reads text")
         if isinstance(self.content, list):
             check_parts(self.content, f"{field}.content")
-        elif self.content is None:
-            called = self.tool_calls or self.function_call or self.refusal is not None
-            if self.role != "assistant" or not called:
-                raise invalid(f"{field}.content", "is required")
+        elif self.content is None and self.role != "assistant":  # an answer may be empty, and comes back as it was
+            raise invalid(f"{field}.content", "is required")
         for index, call in enumerate(self.tool_calls or ()):
             if (call.function if call.type == "function" else call.custom) is None:
                 raise invalid(f"{field}.tool_calls[{index}].{call.type}", "is required")
@@ -214,10 +215,10 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-def check_stops(field: str, stops: Sequence[str], max_stops: int) -> None:
+def check_stops(field: str, stops: Sequence[str]) -> None:
     """Raises InvalidRequestError."""
-    if len(stops) > max_stops:
-        raise invalid(field, f"takes at most {max_stops} strings")
+    if len(stops) > MAX_STOPS:
+        raise invalid(field, f"takes at most {MAX_STOPS} strings")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid(field, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
 
@@ -294,7 +295,7 @@ class ModelFields(RequestFields, kw_only=True):
 
     def check(self) -> None:
         RequestFields.check(self)
-        check_stops("stop", self.stop_strings, 4)
+        check_stops("stop", self.stop_strings)
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 

@@ -17,7 +17,6 @@ from server.schema.fields import MAX_TOOLS, Count, ModelFields, PositiveCount, P
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 from server.schema.tools import Ignored, Offer, OfferedTool, Toolbox, ToolName, converted, make_toolbox
 
-MAX_STOPS: Final = 16
 MessageRole = Literal["user", "assistant", "system"]
 _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
     "user": ("text", "tool_result"),
@@ -41,6 +40,7 @@ class ContentBlock(Struct, kw_only=True):
     """JSON as the client wrote it."""
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | dict[str, Any] | None = None
+    tool_name: str | None = None
     is_error: bool | None = None
 
     @property
@@ -56,6 +56,8 @@ class ContentBlock(Struct, kw_only=True):
             raise unsupported(f"{field}.type", f"is {self.type[:64]!r}, and can here be {' or '.join(allowed)}")
         if self.type == "text" and self.text is None:
             raise invalid(f"{field}.text", "is required")
+        if self.type == "tool_reference" and not self.tool_name:
+            raise invalid(f"{field}.tool_name", "is required")
         if self.type == "tool_use":
             if not (self.id and self.name):
                 raise invalid(field, "is a tool_use without id or name")
@@ -66,7 +68,7 @@ class ContentBlock(Struct, kw_only=True):
                 raise invalid(f"{field}.tool_use_id", "is required")
             if isinstance(self.content, list):
                 for index, part in enumerate(self.content):
-                    part.check(f"{field}.content[{index}]", ("text",))
+                    part.check(f"{field}.content[{index}]", ("text", "tool_reference"))
             elif isinstance(self.content, dict):
                 raise invalid(f"{field}.content", "is a text or a list of blocks")
 
@@ -181,7 +183,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
             self.structured_outputs.check()
         if self.stop is not None:
             raise unsupported("stop", "is not offered here: use stop_sequences")
-        check_stops("stop_sequences", self.stop_sequences or (), MAX_STOPS)
+        check_stops("stop_sequences", self.stop_sequences or ())
         if isinstance(self.system, list):
             for index, block in enumerate(self.system):
                 block.check(f"system[{index}]", _BLOCKS["system"])

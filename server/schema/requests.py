@@ -48,7 +48,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -69,7 +69,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         SamplingFields.check(self)
         if self.max_tokens == 0 or self.max_completion_tokens == 0:
             raise invalid("max_tokens" if self.max_tokens == 0 else "max_completion_tokens", "must be at least 1")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs: true")
         if self.modalities is not None and self.modalities != ["text"]:
             raise unsupported("modalities", "can only be ['text']: this server makes text")

@@ -169,7 +169,7 @@ class Toolbox:
         for name in use.names or ():
             self._check_offered(name)
         nothing_usable = not self.tools or (use.names is not None and not use.names)
-        if use.mode == "none" or (use.mode == "auto" and nothing_usable and self.ignored):
+        if use.mode == "none" or (use.mode == "auto" and nothing_usable):
             return ToolUse("none"), (), None
         if nothing_usable:
             if self.ignored:
@@ -307,7 +307,7 @@ def read_choice(choice: str | dict[str, Any] | None, toolbox: Toolbox, *, nested
             return ToolUse(allowed.mode or "auto", list(_allowed(allowed, toolbox, place, nested=nested)))
         case {"type": "function" | "custom"}:
             return ToolUse("named", [_named(choice, "tool_choice", nested=nested)])
-        case {"type": str(kind)}:
+        case {"type": str(kind)} if kind not in (*_MODES, "any", "tool"):  # which Anthropic writes as objects
             raise unsupported("tool_choice.type", f"is {kind[:64]!r}, {_CANNOT_RUN}")
     raise invalid("tool_choice", _CHOICES)
 

@@ -296,7 +296,7 @@ def _texts(conversation: Conversation) -> Iterator[str]:
         if message.function_call is not None:
             calls.append(("", message.function_call))
         for id_, function in calls:
-            yield from (id_, function.name, function.arguments)
+            yield from (id_, function.name, function.arguments or "")
 
 
 def message_text(content: str | Sequence[TextPart] | None) -> str:
@@ -315,7 +315,7 @@ def _check_arguments(conversation: Conversation) -> Steps[None]:
         if message.function_call is not None:
             functions["function_call"] = message.function_call
         for name, function in functions.items():
-            text, param = function.arguments, conversation.place(number, f"{name}.arguments")
+            text, param = function.arguments or "", conversation.place(number, f"{name}.arguments")
             if text.count("[") + text.count("{") + text.count(",") <= MAX_DEPTH:
                 continue
             try:
@@ -331,7 +331,7 @@ def _check_arguments(conversation: Conversation) -> Steps[None]:
 def _call(id_: str, function: FunctionCall) -> dict[str, Any]:
     """Parse OpenAI's JSON string of arguments: templates print arguments as JSON themselves."""
     try:
-        arguments = json.loads(function.arguments)
+        arguments = json.loads(function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

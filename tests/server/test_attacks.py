@@ -220,7 +220,7 @@ def test_depth_is_that_of_brackets_outside_of_texts() -> None:
         {"max_tokens": 10**30},
         {"seed": 2**64},
         {"top_k": 10**12},
-        {"stop": ["x"] * 5},
+        {"stop": ["x"] * 33},
         {"logit_bias": {"-1": 1}},
         {"logit_bias": {"9" * 5000: 1}},
         {"temperature": 1e400},

@@ -164,13 +164,13 @@ async def test_objects_nest_forty_deep(says: Says, api: str) -> None:
 
 @pytest.mark.parametrize("api", APIS)
 async def test_ordinary_types_are_taken_or_refused_by_name(says: Says, api: str) -> None:
-    """Every schema, as a forced tool and as a format, strict and not."""
+    """Every schema, as a named tool, as a required call and as a format, strict and not."""
     worker = says("{}", max_model_len=8192)
     async with gateway(worker) as target, aiohttp.ClientSession() as session:
         for name, schema in SCHEMAS.items():
-            as_tool = body(api, schema, choice="named")
-            for given, strict in itertools.product((as_tool, body(api, form=schema)), (False, True)):
-                is_tool = given is as_tool
+            bodies = (body(api, schema, choice="named"), body(api, schema, choice="required"), body(api, form=schema))
+            for given, strict in itertools.product(bodies, (False, True)):
+                is_tool = "tools" in given
                 if api == "messages" and (schema.get("type") != "object" if is_tool else strict):
                     continue
                 holder = json.loads(json.dumps(given))
