@@ -25,7 +25,8 @@ from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.redis_index import lookup, schema
 from cache.redis_index.connection import ClientSettings
 from server.models.served_model import namespace_of
-from server.workers import fleet
+from server.workers import client as workers_client
+from server.workers import connection, fleet
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerError
 from tests.fuzz import garbage
@@ -64,6 +65,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(lookup, "ClientSettings", partial(ClientSettings, stall_s=HANG_S))
     monkeypatch.setattr(fleet, "GRACE_S", HANG_S)
+    monkeypatch.setattr(workers_client, "PROBE_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", HANG_S)
 
 
 @pytest.fixture(scope="module", params=sorted(redis_binaries()))
