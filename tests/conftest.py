@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.redis_server import REDIS_7, has_tls
+
+# Threads of torch that wait for each other sleep, in every process that a test starts too: three tests run at once, and
+# threads that wait in a loop would take the cores of the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The speed of the machine decides nothing: an example has no deadline, and may be slow to draw.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

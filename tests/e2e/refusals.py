@@ -1,4 +1,4 @@
-"""The memory of a gateway over long sequences of large requests: refused in every way, accepted, or left by clients.
+"""The memory of gateways and adapters over long sequences of large requests: refused in every way, accepted, or left.
 
 python -m tests.e2e.refusals --count 200 --only /v1/chat/completions
 """
@@ -9,8 +9,8 @@ import argparse
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,19 @@ from tests.refusals import GOOD_KEY, KEYS, Case, cases, sent
 from tests.server.conftest import ANSWER, bundle_of, trained_tokenizer
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.waiting import until
+from tests.worker.adapter.refused_bodies import ENGINE_OPTIONS, adapter_cases
+from tests.worker.adapter.rig import fake_engine, write_tokenizer
 
 MIB: Final = 1 << 20
 BODY_BYTES: Final = 10_000_000
 MAX_GROWN_BYTES: Final = 64 * MIB
+StartTargets = Callable[[Path, int], AbstractAsyncContextManager[dict[str, "Target"]]]
+"""Runs processes for bodies of about so many bytes, with files in a folder. Each port that a case asks names one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case: its answers, and the gateway's memory above the start when it was over, and at its most."""
+    """One case: its answers, and the process's memory above the start when it was over, and at its most."""
 
     case: Case
     statuses: Counter[int]
@@ -53,7 +57,9 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
+class Target:
+    """A process that is asked."""
+
     process: psutil.Process
     ports: dict[str, int]
 
@@ -62,7 +68,7 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateways(folder: Path, num_bytes: int) -> AsyncIterator[dict[str, Gateway]]:
+async def gateways(folder: Path, num_bytes: int) -> AsyncIterator[dict[str, Target]]:
     """Run a gateway with a worker, and one without, by the name of the port that a case asks."""
     tokenizer = trained_tokenizer()
     worker = ScriptedWorker(bundle_of(tokenizer), reply=tokenizer.encode(ANSWER).ids, pace_s=0.001)
@@ -70,23 +76,40 @@ async def gateways(folder: Path, num_bytes: int) -> AsyncIterator[dict[str, Gate
     (folder / "ops_key").write_text(GOOD_KEY)
     async with AsyncExitStack() as stack:
         worker.url = await stack.enter_async_context(listening(worker.app()))
-        full = await stack.enter_async_context(_process(folder, worker.url, num_bytes, status=200))
-        empty = await stack.enter_async_context(_process(folder, "http://127.0.0.1:9", num_bytes, status=503))
+        full = await stack.enter_async_context(_gateway(folder, worker.url, num_bytes, status=200))
+        empty = await stack.enter_async_context(_gateway(folder, "http://127.0.0.1:9", num_bytes, status=503))
         yield {"public": full, "ops": full, "empty": empty}
 
 
-@asynccontextmanager
-async def _process(folder: Path, worker_url: str, num_bytes: int, *, status: int) -> AsyncIterator[Gateway]:
-    """Run a gateway, once its readiness has the `status`. It takes bodies of twice `num_bytes`."""
+def _gateway(folder: Path, worker_url: str, num_bytes: int, *, status: int) -> AbstractAsyncContextManager[Target]:
+    """Run a gateway that takes bodies of twice `num_bytes`."""
     public, ops = free_ports(2)
-    command = [sys.executable, "-m", "server.gateway", "--port", str(public), "--ops-port", str(ops)]
-    command += ["--workers", worker_url, "--api-keys", str(folder / "keys.toml")]
-    command += ["--ops-key-file", str(folder / "ops_key"), "--max-body", str(2 * num_bytes)]
-    quiet = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
+    options = ["--port", str(public), "--ops-port", str(ops)]
+    options += ["--workers", worker_url, "--api-keys", str(folder / "keys.toml")]
+    options += ["--ops-key-file", str(folder / "ops_key"), "--max-body", str(2 * num_bytes)]
+    return _process("server.gateway", options, {"public": public, "empty": public, "ops": ops}, status=status)
+
+
+@asynccontextmanager
+async def adapters(folder: Path, num_bytes: int) -> AsyncIterator[dict[str, Target]]:
+    """Run the adapter of a fake engine."""
+    [port] = free_ports(1)
+    async with fake_engine(write_tokenizer(folder), *ENGINE_OPTIONS, events=False) as (_, url):
+        options = ["--engine", "vllm", "--engine-url", url, "--port", str(port), "--events", "none"]
+        async with _process("worker", options, {"public": port}) as adapter:
+            yield {"public": adapter}
+
+
+@asynccontextmanager
+async def _process(
+    module: str, options: Sequence[str], ports: dict[str, int], *, status: int = 200
+) -> AsyncIterator[Target]:
+    """Run a program, once its readiness has the `status`."""
+    quiet, public = asyncio.subprocess.DEVNULL, ports["public"]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *options, stdout=quiet, stderr=quiet)
 
     async def answers() -> bool:
-        assert process.returncode is None, "the gateway has ended"
+        assert process.returncode is None, f"{module} has ended"
         try:
             async with session.get(f"http://127.0.0.1:{public}/health/ready") as answer:
                 return answer.status == status
@@ -96,21 +119,23 @@ async def _process(folder: Path, worker_url: str, num_bytes: int, *, status: int
     try:
         async with aiohttp.ClientSession() as session:
             await until(answers)
-        yield Gateway(psutil.Process(process.pid), {"public": public, "empty": public, "ops": ops})
+        yield Target(psutil.Process(process.pid), ports)
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
 
 
-async def measure(chosen: Sequence[Case], count: int, num_bytes: int = BODY_BYTES) -> list[Row]:
+async def measure(
+    chosen: Sequence[Case], count: int, num_bytes: int = BODY_BYTES, start_targets: StartTargets = gateways
+) -> list[Row]:
     """Send `count` requests of each case, one after the other, and print a line for each.
 
     The start is after one of each: the first loads modules, and fills caches and the allocator's pools.
     """
     rows = []
     with TemporaryDirectory() as folder:
-        async with gateways(Path(folder), num_bytes) as targets:
+        async with start_targets(Path(folder), num_bytes) as targets:
             for case in chosen:
                 async with sent(case, targets[case.port].ports[case.port], partial(case.body, num_bytes)):
                     pass
@@ -131,13 +156,15 @@ async def measure(chosen: Sequence[Case], count: int, num_bytes: int = BODY_BYTE
 
 def main() -> int:
     """Return 1 when memory is left, or an answer is another than it should be."""
-    parser = argparse.ArgumentParser(description="Memory of a gateway over sequences of large requests.")
+    parser = argparse.ArgumentParser(description="Memory of a gateway or an adapter over sequences of large requests.")
+    parser.add_argument("--adapter", action="store_true", help="ask an adapter (default: a gateway)")
     parser.add_argument("--count", type=int, default=20, help="requests of each case (default 20)")
     parser.add_argument("--bytes", type=int, default=BODY_BYTES, help="size of a body (default 10 MB)")
     parser.add_argument("--only", nargs="+", metavar="ROUTE", help="routes (default: all)")
     options = parser.parse_args()
-    chosen = [case for case in cases() if not options.only or case.route in options.only]
-    rows = asyncio.run(measure(chosen, options.count, options.bytes))
+    all_cases, targets = (adapter_cases(), adapters) if options.adapter else (cases(), gateways)
+    chosen = [case for case in all_cases if not options.only or case.route in options.only]
+    rows = asyncio.run(measure(chosen, options.count, options.bytes, targets))
     return int(any(row.problem for row in rows))
 
 

@@ -18,7 +18,7 @@ NUM_PROMPT_TOKENS = 2000
 SEED = 7
 
 
-@pytest.fixture(scope="module", params=["hash", "radix", "off"])
+@pytest.fixture(scope="module", params=["hash", "radix", pytest.param("off", marks=pytest.mark.deep)])
 def serve(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Serve]:
     # 125 blocks of prompt, 2 of answer for each of 4 choices, the null block, 2 to spare: not room for two prompts.
     pool = f"--num-blocks {NUM_PROMPT_TOKENS // 16 + 4 * 2 + 1 + 2}"

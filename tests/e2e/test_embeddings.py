@@ -13,9 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests import smollm2 as reference_source
 from tests.e2e.serving import SMALL_POOL, Serve
-from tests.embedding_models import reference, write_qwen3, write_smollm2
+from tests.embedding_models import reference, write_qwen3
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5
@@ -63,13 +62,6 @@ def qwen3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield Embedder(serve, model, Tokenizer.from_file(str(folder / "tokenizer.json")), request.param)
 
 
-@pytest.fixture(scope="module")
-def smollm2_mean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedder]:
-    folder = write_smollm2(tmp_path_factory.mktemp("embedder"), "mean_tokens")
-    with serving(folder, "--kv-cache-memory 256M") as serve:
-        yield Embedder(serve, reference_source.reference_model().model, reference_source.tokenizer(), "mean_tokens")
-
-
 def largest_error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(got, wanted, strict=True))
 
@@ -84,10 +76,6 @@ def check_batch_and_alone(embedder: Embedder, texts: list[str], num_alone: int) 
 
 def test_a_batch_and_each_alone_equal_transformers(qwen3: Embedder) -> None:
     check_batch_and_alone(qwen3, TEXTS, 6)
-
-
-def test_smollm2_from_gguf_equals_transformers(smollm2_mean: Embedder) -> None:
-    check_batch_and_alone(smollm2_mean, TEXTS[:8], 2)
 
 
 def test_token_ids_equal_text_and_base64_equals_float(qwen3: Embedder) -> None:
@@ -149,8 +137,3 @@ def test_the_option_makes_any_decoder_embed(tiny_model: Path) -> None:
         embedder = Embedder(serve, model, Tokenizer.from_file(str(tiny_model / "tokenizer.json")), "lasttoken")
         wanted = [embedder.want(embedder.ids(text)) for text in TEXTS]
         assert largest_error(embedder.embed(TEXTS), wanted) < TOLERANCE
-
-
-def test_a_model_that_generates_makes_none(smollm2: Serve) -> None:
-    answer = smollm2.post("/v1/embeddings", {"model": smollm2.model(), "input": "x"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")

@@ -146,6 +146,7 @@ def bad_requests(model: str) -> Iterator[tuple[str, dict[str, object], int, str 
     yield "/v1/chat/completions", {"json": long_chat}, 400, "messages"
     yield "/v1/chat/completions", {"json": long_chat | {"stream": True}}, 400, "messages"
     yield "/v1/completions", {"json": {"model": model, "prompt": too_long}}, 400, "prompt"
+    yield "/v1/embeddings", {"json": {"model": model, "input": "x"}}, 400, "model"  # it generates
     yield "/v1/nothing", {"json": {}}, 404, None
 
 

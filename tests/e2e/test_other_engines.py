@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +103,22 @@ def is_promised(fleet: EngineFleet, prompt: list[int], num_tokens: int) -> bool:
     return answer.promised == num_tokens
 
 
-def promising(fleet: EngineFleet, prompt: list[int]) -> set[str]:
-    """Return the workers that promise the prompt's whole blocks. Sends nothing to an engine."""
+def promising(fleet: EngineFleet, prompt: list[int], num_tokens: int = 320) -> set[str]:
+    """Return the workers of which the index promises so much of the prompt. Sends nothing to an engine."""
     url = f"{fleet.gateway.ops_url}/route/explain?tenant=first"
     answer = httpx.post(url, json=completion(prompt), timeout=HANG_S)
-    return {view["worker"] for view in answer.json()["workers"] if view["index_tokens"] == 320}
+    return {view["worker"] for view in answer.json()["workers"] if view["index_tokens"] == num_tokens}
+
+
+def promises(fleet: EngineFleet, worker: str, prompt: list[int], num_tokens: int) -> bool:
+    """Return whether the index promises so much of the prompt at this worker, and at no other."""
+    return promising(fleet, prompt, num_tokens) == {worker}
 
 
 def compute(fleet: EngineFleet, prompt: list[int]) -> str:
     """Have one worker compute the prompt, and no other. Return it as soon as it promises the prompt."""
     worker = ask(fleet, completion(prompt)).worker
-    wait_until(lambda: promising(fleet, prompt) == {worker})
+    wait_until(lambda: promises(fleet, worker, prompt, 320))
     return worker
 
 
@@ -141,8 +147,10 @@ def test_four_turns_stay_on_one_engine(fleet: EngineFleet) -> None:
         assert answer.promised == answer.found == by_engines
         workers.add(answer.worker)
         promises.append(answer.promised)
-        prompt = [*prompt, *answer.token_ids, *new_prompt(60)]
-        fleet.wait_settled()
+        prompt = [*prompt, *answer.token_ids]
+        num_whole = (len(prompt) - 1) // 32 * 32  # the engine has not computed the last token
+        wait_until(partial(promises, fleet, answer.worker, prompt, num_whole))
+        prompt = [*prompt, *new_prompt(60)]
     assert len(workers) == 1
     assert promises == [0, 352, 448, 544]
     salted = ask(fleet, completion(prompt, cache_salt="other"))

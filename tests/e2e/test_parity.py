@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer
 
 from tests import smollm2 as reference_source
 from tests.e2e.serving import Serve, trace_path
+from tests.e2e.test_embeddings import TEXTS, Embedder, check_batch_and_alone, serving
+from tests.embedding_models import write_smollm2
 
 pytestmark = pytest.mark.e2e
 SIZES = ((6, 800), (50, 1500))
@@ -89,6 +92,13 @@ def test_equals_transformers_generate(prompts: list[list[int]], answers: list[li
                 ties += 1
                 break  # after a tie the two go different ways, both right
     assert ties <= 1 + len(prompts) // 25, "ties are rare: more than one is a bug that hides behind the tolerance"
+
+
+def test_embeddings_equal_transformers(reference: Any, tmp_path: Path) -> None:
+    folder = write_smollm2(tmp_path / "embedder", "mean_tokens")
+    with serving(folder, "--kv-cache-memory 256M") as serve:
+        embedder = Embedder(serve, reference.model, reference_source.tokenizer(), "mean_tokens")
+        check_batch_and_alone(embedder, TEXTS[:3], 1)
 
 
 # In the suite, tests/worker/test_exactness.py holds all three caches to each other, on a tiny model.

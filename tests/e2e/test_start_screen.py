@@ -12,10 +12,11 @@ from tests.e2e.serving import READY, Serve
 pytestmark = pytest.mark.e2e
 
 
-def test_a_missing_compiler_is_one_line_with_its_remedy(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_one_line_with_its_remedy(tiny_model: Path, tmp_path: Path) -> None:
     """However many workers miss it."""
     nothing = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    with Serve("--num-workers", "2", "--worker-args", "--num-blocks 64", env=nothing) as serving:
+    options = ["--model", str(tiny_model), "--num-workers", "2", "--worker-args", "--num-blocks 64"]
+    with Serve(*options, env=nothing) as serving:
         serving.wait_for_line(re.compile("Ctrl-C ends them all"))
         first = next(number for number, line in enumerate(serving.lines) if READY.search(line))
         (line,) = [line for line in serving.lines[first:] if "g++" in line]

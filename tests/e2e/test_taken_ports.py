@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -72,8 +73,8 @@ def test_a_strangers_port_is_refused_in_one_line(taken: str, num_gateways: str, 
     assert "headstart: ready" not in done.stderr
 
 
-def test_another_headstart_keeps_its_port_and_may_have_any() -> None:
-    with Serve("--num-workers", "1", "--worker-args", "--num-blocks 64") as first:
+def test_another_headstart_keeps_its_port_and_may_have_any(tiny_model: Path) -> None:
+    with Serve("--model", str(tiny_model), "--num-workers", "1", "--worker-args", "--num-blocks 64") as first:
         for ports in ((first.port, 0), (0, first.ops_port)):
             done = start("--port", str(ports[0]), "--ops-port", str(ports[1]))
             assert (done.returncode, "headstart: ready" in done.stderr) == (2, False), done.stderr

@@ -40,6 +40,11 @@ class FakeEngine:
                 Route("/fake/loss", self.loss, methods=["POST"]),
                 Route("/fake/loras", self.loras, methods=["POST"]),
                 *([Route("/server_info", self.server_info)] if args.dev_mode else []),
+                *(
+                    Route(path, self.refuse_text, methods=["POST"])
+                    for path in ("/v1/chat/completions", "/v1/chat/completions/render")
+                    if args.refuses_text
+                ),
                 *([] if args.no_token_api else [Route("/inference/v1/generate", self.tokens, methods=["POST"])]),
             ],
         )
@@ -101,6 +106,10 @@ class FakeEngine:
             text = jinja2.Template(source).render(**config, messages=body["messages"], add_generation_prompt=True)
         ids = self.args.tokenizer.encode(text, add_special_tokens=add_special).ids
         return JSONResponse({"tokens": [i + self.args.tokenizer_shift for i in ids], "count": len(ids)})
+
+    async def refuse_text(self, request: Request) -> Response:
+        await request.body()
+        return JSONResponse({"error": {"message": "messages: this engine takes none"}}, 400)
 
     async def metrics(self, request: Request) -> Response:
         lines = [f"process_start_time_seconds {self.started_s}"]
@@ -204,6 +213,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token-s", type=float, default=0.001)
     parser.add_argument("--mean-tokens", type=int, default=64)
     parser.add_argument("--no-token-api", action="store_true", help="as vLLM without --enable-scale-out")
+    parser.add_argument("--refuses-text", action="store_true", help="offers an API of text, and refuses every call")
     parser.add_argument("--said-events", help="the endpoint that it says it has (default: the true one)")
     parser.add_argument("--chat-template", help="another one than its folder has")
     parser.add_argument("--no-prefix-caching", action="store_true")

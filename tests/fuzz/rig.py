@@ -89,14 +89,16 @@ def record_of(own: WorkerMember, prefix: str, secret: bytes) -> bytes:
 class Worker:
     """The publishing side of one worker, and what its pool holds, and each of its tiers."""
 
-    def __init__(self, url: str, prefix: str, secret: bytes, own: WorkerMember) -> None:
+    def __init__(
+        self, url: str, prefix: str, secret: bytes, own: WorkerMember, timeout_s: float = 1.0, lease_s: float = 6.0
+    ) -> None:
         self.member = signed(secret, own)
         self.name: str = own.worker_id
         self.secret = secret
         self.held: list[BlockHash] = []
         self._url = url
         self._writer_settings = WriterSettings(
-            prefix=prefix, chunk=7, chunks_in_flight=2, timeout_s=1.0, cluster_secret=secret
+            prefix=prefix, chunk=7, chunks_in_flight=2, timeout_s=timeout_s, lease_s=lease_s, cluster_secret=secret
         )
         self.counts: Counter[str] = Counter()
         self.publisher = self._publisher()
@@ -139,12 +141,19 @@ class Gateway:
     """The reading side, as `server.gateway` wires it."""
 
     def __init__(
-        self, url: str, prefix: str, secret: bytes, fetch: FetchState, client: WorkerClient, static: Sequence[str]
+        self,
+        url: str,
+        prefix: str,
+        secret: bytes,
+        fetch: FetchState,
+        client: WorkerClient,
+        static: Sequence[str],
+        deadline_s: float = 0.25,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.signed = bool(secret)
         reader_settings = ReaderSettings(
-            prefix=prefix, refresh_interval_s=0.0, deadline_s=0.25, breaker_probe_s=0.02, cluster_secret=secret
+            prefix=prefix, refresh_interval_s=0.0, deadline_s=deadline_s, breaker_probe_s=0.02, cluster_secret=secret
         )
         self.index = RedisIndex(url, reader_settings, count=self._count)
         self.executor = ThreadPoolExecutor(1)

@@ -13,6 +13,7 @@ import random
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -21,8 +22,11 @@ import pytest
 import redis
 
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
-from cache.redis_index import schema
+from cache.redis_index import lookup, schema
+from cache.redis_index.connection import ClientSettings
 from server.models.served_model import namespace_of
+from server.workers import client as workers_client
+from server.workers import connection, fleet
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerError
 from tests.fuzz import garbage
@@ -51,7 +55,18 @@ NUM_CASES: Final = 1000
 NUM_DEEP_CASES: Final = 50_000
 NUM_LANES: Final = 8
 HASH_TYPES: Final = ("string", "set", "list", "zset", "stream")
+LEASE_S: Final = 600.0
 _numbers = count()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis and both workers live, so a late answer is the machine's fault: nothing gives up on it."""
+    monkeypatch.setattr(lookup, "_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(lookup, "ClientSettings", partial(ClientSettings, stall_s=HANG_S))
+    monkeypatch.setattr(fleet, "GRACE_S", HANG_S)
+    monkeypatch.setattr(workers_client, "PROBE_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", HANG_S)
 
 
 @pytest.fixture(scope="module", params=sorted(redis_binaries()))
@@ -75,10 +90,10 @@ class ValuesLane:
         rng = random.Random(number)
         self.hashes = chain(rng, NUM_BLOCKS)
         members = [member("w0", answers[0].url), member("w1", answers[1].url, tiers=("disk",))]
-        self.workers = [Worker(server.url, self.prefix, self.secret, own) for own in members]
+        self.workers = [Worker(server.url, self.prefix, self.secret, own, HANG_S, LEASE_S) for own in members]
         is_static = number % 4 < 2
         static = [answers[0].url, answers[1].url, self.ghost.url] if is_static else [self.ghost.url]
-        self.gateway = Gateway(server.url, self.prefix, self.secret, client.state, client, static)
+        self.gateway = Gateway(server.url, self.prefix, self.secret, client.state, client, static, HANG_S)
         self.parts = Parts()
         self.asked_for: list[WorkerMember] = []
         self.touched: set[str] = set()

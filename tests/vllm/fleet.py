@@ -223,19 +223,25 @@ class VllmFleet:
 
     def matched(self, body: dict[str, Any], adapter: Adapter, *, tenant: str = "red") -> int:
         """Return how many tokens of this prompt are promised at an adapter; 0 for one that no request goes to."""
-        return self._explained(body, adapter, tenant, "matched_tokens")
+        return int(self._explained(body, adapter, tenant).get("matched_tokens", 0))
 
     def indexed(self, body: dict[str, Any], adapter: Adapter, *, tenant: str = "red") -> int:
         """Return how many of them are in the index, without those of requests that are ending."""
-        return self._explained(body, adapter, tenant, "index_tokens")
+        return int(self._explained(body, adapter, tenant).get("index_tokens", 0))
 
-    def _explained(self, body: dict[str, Any], adapter: Adapter, tenant: str, field: str) -> int:
+    def knows_epoch(self, body: dict[str, Any], adapter: Adapter) -> bool:
+        """Return whether the gateway routes to the epoch in which the adapter publishes.
+
+        It reads the registry after the lookup that finds a new epoch there, so that one still has the old epoch.
+        """
+        return bool(self._explained(body, adapter, "red").get("epoch") == adapter.epoch())
+
+    def _explained(self, body: dict[str, Any], adapter: Adapter, tenant: str) -> dict[str, Any]:
         answer = self._client.post(
             f"{self.gateway.ops_url}/route/explain", params={"tenant": tenant}, json={"model": MODEL} | body
         )
         assert answer.status_code == 200, answer.text
-        found = [worker for worker in answer.json()["workers"] if worker["worker"] == adapter.name]
-        return int(found[0][field]) if found else 0
+        return next((worker for worker in answer.json()["workers"] if worker["worker"] == adapter.name), {})
 
 
 def family(part: Part) -> list[int]:

@@ -114,6 +114,7 @@ def test_adapter_restarted(fleet: VllmFleet) -> None:
     adapter.start()
     fleet.wait_ready()
     begun_s = time.monotonic()
+    wait_until(lambda: fleet.knows_epoch(body, adapter), what="the gateway knows the new epoch")
     wait_until(lambda: fleet.indexed(body, adapter) == before, what="the index promises as before")
     print(f"{before} tokens promised again {time.monotonic() - begun_s:.3f} s after the restart")
     wait_until(lambda: is_whole(adapter), what="the index is whole")

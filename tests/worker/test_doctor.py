@@ -46,7 +46,9 @@ def test_installing_the_compiler_is_enough(tmp_path: Path) -> None:
 
     status, fix = found()
     assert (status, "install g++" in fix) == ("warn", True)
-    (tmp_path / "bin" / "g++").symlink_to(compiler)
+    fast = tmp_path / "bin" / "g++"
+    fast.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')  # a quarter of the time
+    fast.chmod(0o755)
     assert found() == ("ok", "")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import smollm2
+from tests.waiting import HANG_S
 from worker.common.json_whitespace import OPEN_DEPTH
 from worker.grammar import GrammarCompiler, GrammarConstraint
 from worker.scheduler.request import ConstraintError
@@ -39,7 +40,7 @@ def bundle() -> TokenizerBundle:
 
 @pytest.fixture
 def compiler(bundle: TokenizerBundle) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(bundle)
+    compiler = GrammarCompiler(bundle, compile_timeout_s=HANG_S)
     yield compiler
     compiler.close()
 
@@ -201,7 +202,7 @@ async def test_slow_compiling_is_cut_off(bundle: TokenizerBundle) -> None:
 
 
 async def test_only_so_many_bytes_are_kept(bundle: TokenizerBundle) -> None:
-    compiler = GrammarCompiler(bundle, max_cached_bytes=350_000)
+    compiler = GrammarCompiler(bundle, max_cached_bytes=350_000, compile_timeout_s=HANG_S)
     for i in (0, 1, 2, 0, 3):
         await compiler.constraints(request(Grammar("regex", f"a{{{i + 1}}}")))
     assert [grammar.text for grammar in compiler._compiled] == ["a{3}", "a{1}", "a{4}"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_model import write_tiny_model
+from tests.waiting import HANG_S
 from tests.worker.device_streams import LateStream
 from tests.worker.scheduler.engine import Answer, HandEngine, generate
 from worker.grammar import GrammarCompiler
@@ -18,7 +19,8 @@ from worker.runner.model_runner import ModelRunner
 from worker.tokenizer_bundle import build_bundle
 from worker.wire import GenerateRequest, Grammar
 
-NUM_REQUESTS = 500
+SHORT, DEEP = 150, 500
+"""Numbers of requests."""
 NUM_BLOCKS = 50
 BLOCK_SIZE = 8
 EOS = 2
@@ -69,7 +71,9 @@ def model(tmp_path_factory: pytest.TempPathFactory):
     return load_model(str(folder), LoadOptions(dtype="float32", deterministic=True))
 
 
-def run(model, max_drafts: int, *, async_scheduling: bool = False) -> tuple[HandEngine, list[Answer]]:
+def run(
+    model, num_requests: int, max_drafts: int, *, async_scheduling: bool = False
+) -> tuple[HandEngine, list[Answer]]:
     rng, stream = random.Random(1), LateStream() if async_scheduling else None
     runner = ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, eos_token_ids=(EOS,), stream=stream)
     engine = HandEngine(
@@ -84,9 +88,9 @@ def run(model, max_drafts: int, *, async_scheduling: bool = False) -> tuple[Hand
         max_model_len=400,
         watermark=0.0,
     )
-    compiler = GrammarCompiler(build_bundle(model, block_size=BLOCK_SIZE, max_model_len=400))
+    compiler = GrammarCompiler(build_bundle(model, block_size=BLOCK_SIZE, max_model_len=400), compile_timeout_s=HANG_S)
     requests = []
-    for number in range(NUM_REQUESTS):
+    for number in range(num_requests):
         given = wire(rng, number)
         requests.append(engine.submit(given, asyncio.run(compiler.constraints(given))))
         for _ in range(number % 3):
@@ -96,23 +100,23 @@ def run(model, max_drafts: int, *, async_scheduling: bool = False) -> tuple[Hand
     return engine, [engine.answer(request) for request in requests]
 
 
-@pytest.fixture(scope="module")
-def want(model) -> list[Answer]:
+@pytest.fixture(scope="module", params=[SHORT, pytest.param(DEEP, marks=pytest.mark.deep)])
+def want(request: pytest.FixtureRequest, model) -> list[Answer]:
     """The answers without drafts."""
-    engine, answers = run(model, 0)
+    engine, answers = run(model, request.param, 0)
     assert engine.num_preempted > 0
     return answers
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_no_token_of_500_requests_differs(model, want: list[Answer], async_scheduling: bool) -> None:
-    drafting, got = run(model, 6, async_scheduling=async_scheduling)
+def test_no_token_of_many_requests_differs(model, want: list[Answer], async_scheduling: bool) -> None:
+    drafting, got = run(model, len(want), 6, async_scheduling=async_scheduling)
     assert [answer.tokens for answer in got] == [answer.tokens for answer in want]
     assert [answer.finished for answer in got] == [answer.finished for answer in want]
     assert [answer.prompt_logprobs for answer in got] == [answer.prompt_logprobs for answer in want]
     assert [answer.logprobs for answer in got] == [answer.logprobs for answer in want]
     assert drafting.num_preempted > 0
-    assert 500 < drafting.num_accepted < drafting.num_drafted
+    assert len(want) < drafting.num_accepted < drafting.num_drafted
     assert (drafting.num_async > 0) == async_scheduling
 
 

@@ -16,7 +16,7 @@ PROGRAM = """
 import asyncio, sys, threading, time
 from worker.common.watchdog import MAX_MISSED, watched
 
-TICK_S = 0.02
+TICK_S = 0.05
 
 async def hang():
     print("begun", flush=True)
@@ -32,7 +32,7 @@ async def hang_with_a_lock():
 async def be_slow():
     print("begun", flush=True)
     for _ in range(6):
-        time.sleep(0.4 * MAX_MISSED * TICK_S)
+        time.sleep(0.2 * MAX_MISSED * TICK_S)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 

@@ -20,6 +20,7 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post
+from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler, GrammarConstraint
 from worker.wire import GenerateRequest
 
@@ -245,7 +246,7 @@ def named_choice(name: str) -> dict[str, Any]:
 
 
 async def check_grammar(worker: ScriptedWorker, request: GenerateRequest, *, taken: str, refused: str) -> None:
-    compiler = GrammarCompiler(worker.bundle)
+    compiler = GrammarCompiler(worker.bundle, compile_timeout_s=HANG_S)
     tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
     try:
         for text, is_taken in ((taken, True), (refused, False)):

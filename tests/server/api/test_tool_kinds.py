@@ -23,6 +23,7 @@ from server.text.output_parser import ChoiceMessage, OutputRules
 from tests.server.api.test_tools import WEATHER, Says, follows
 from tests.server.gateway_app import gateway
 from tests.server.test_app import MESSAGES, chat, client, post
+from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler
 from worker.wire import Grammar, SamplingParams, TokenizerBundle
 
@@ -174,7 +175,7 @@ async def test_the_grammars_compile_and_hold(says: Says, form: Any, choice: Any,
     tool = {**CUSTOM, "format": form and {"type": "grammar", **form}}
     async with gateway(worker) as target:
         await post(target.url, asked("/v1/responses", tools=[tool], tool_choice=choice), "/v1/responses")
-    compiler = GrammarCompiler(worker.bundle)
+    compiler = GrammarCompiler(worker.bundle, compile_timeout_s=HANG_S)
     try:
         tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
         for text, taken in ((accepted, True), (refused, False)):

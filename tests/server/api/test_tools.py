@@ -14,6 +14,7 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Refuse, ScriptedWorker
 from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post
+from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler, GrammarConstraint
 from worker.wire import Frame, GenerateRequest, Grammar, TokenizerBundle
 
@@ -232,7 +233,7 @@ async def test_a_format_with_tools_leaves_calls_possible(says: Says, template: s
         assert json.loads(raw)["choices"][0]["message"]["content"] == '{"a": 1}'
     assert status == 200
     request = worker.received[0]
-    compiler = GrammarCompiler(worker.bundle)
+    compiler = GrammarCompiler(worker.bundle, compile_timeout_s=HANG_S)
     try:
         tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
         for text, taken in (('{"a": 1}', True), (call, True), ("hello", False), ('{"b": 1}', False)):

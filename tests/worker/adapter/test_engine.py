@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 from tests.worker.adapter.rig import (
     BLOCK,
     OTHER_ROOT,
@@ -187,6 +188,10 @@ async def test_nothing_comes_behind_the_end_of_a_choice(api: ScriptedApi, rig: R
     assert rig.frames[key][:-1] == [Started(0), Tokens(0, (5,)), Finished(0, "length")]
 
 
+def later(clock: Callable[[], float], seconds: float) -> float:
+    return clock() + seconds
+
+
 @pytest.mark.parametrize("n", [1, 3])
 async def test_deadline_before_the_first_token(api: ScriptedApi, rig: Rig, n: int) -> None:
     key = rig.submit(make_request(n=n, deadline_s=0.01))
@@ -194,12 +199,15 @@ async def test_deadline_before_the_first_token(api: ScriptedApi, rig: Rig, n: in
     assert rig.frames[key] == [Started(0), Failed("deadline", "it waited too long", retryable=False)]
 
 
-async def test_no_deadline_behind_the_first_token(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request(deadline_s=1.0))
+async def test_no_deadline_behind_the_first_token(api: ScriptedApi, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = rig.submit(make_request(deadline_s=HANG_S))
     call = await api.call()
     call.token()
     await until(lambda: token_ids(rig.frames[key]))
-    await asyncio.sleep(1.1)
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", partial(later, loop.time, 2 * HANG_S))
+    for _ in range(3):
+        await asyncio.sleep(0)
     call.end()
     await until(lambda: rig.is_over(key))
     assert isinstance(rig.frames[key][-1], End)

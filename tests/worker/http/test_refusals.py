@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -14,9 +16,19 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.worker.live_worker import LiveWorker, live_worker
+from tests.refusals import sent
+from tests.waiting import until
+from tests.worker.adapter.refused_bodies import ENGINE_OPTIONS, adapter_cases
+from tests.worker.adapter.rig import BLOCK, BUNDLE, MEMBER, fake_engine, write_tokenizer
+from tests.worker.live_worker import LiveWorker, live_worker, serve
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import generate
+from worker.adapter.blocks import EngineBlocks
+from worker.adapter.engine import AdapterEngine
+from worker.adapter.text import CHAT
+from worker.adapter.vllm import VllmApi
+from worker.contracts.metrics import WorkerMetrics
+from worker.http.service import WorkerService
 from worker.kernels.device import DeviceStream
 from worker.wire import pack_request
 
@@ -87,6 +99,39 @@ async def test_bodies_of_clients_that_leave_are_freed(after: bytes) -> None:
                 await worker.until(lambda: worker.service.num_open == 0)
                 await asyncio.sleep(0.02)
             assert cyclic_frames() == set()
+
+
+@asynccontextmanager
+async def adapter(folder: Path) -> AsyncIterator[tuple[WorkerService, int]]:
+    """Run the adapter of a fake engine on this event loop. Yield it and its port."""
+    async with fake_engine(write_tokenizer(folder), *ENGINE_OPTIONS, events=False) as (_, url):
+        api, metrics = VllmApi(url), WorkerMetrics()
+        await api.version()
+        service, blocks = WorkerService(metrics), EngineBlocks(BLOCK, max_names=4096)
+        member = dataclasses.replace(MEMBER, text_apis=(CHAT,))
+        engine = AdapterEngine(api, blocks, None, BUNDLE, member, metrics, service.sinks())
+        service.start(engine)
+        try:
+            async with serve(service) as own_url:
+                yield service, int(own_url.rpartition(":")[2])
+        finally:
+            await engine.close()
+
+
+async def test_an_adapter_frees_the_bodies_with_their_answers(tmp_path: Path) -> None:
+    wrong = {}
+    async with adapter(tmp_path) as (service, port):
+        for case in adapter_cases():
+            body = partial(case.body, 300_000)
+            async with sent(case, port, body):
+                await until(lambda: service.num_open == 0)
+            with no_collections():
+                async with sent(case, port, body) as status:
+                    await until(lambda: service.num_open == 0)
+                    await asyncio.sleep(0.01)
+                    if (frames := cyclic_frames()) or status not in (case.statuses or (0,)):
+                        wrong[str(case)] = status, frames
+    assert wrong == {}
 
 
 async def _ask(worker: LiveWorker, path: str, body: bytes) -> None:
