@@ -32,7 +32,7 @@ MIB: Final = 1 << 20
 BODY_BYTES: Final = 10_000_000
 MAX_GROWN_BYTES: Final = 64 * MIB
 StartTargets = Callable[[Path, int], AbstractAsyncContextManager[dict[str, "Target"]]]
-"""Runs processes for bodies of about so many bytes, with files in a folder. Each port that a case asks names one."""
+"""Runs processes for bodies of about that many bytes, with files in a folder. Each port that a case asks names one."""
 
 
 @dataclass(frozen=True, slots=True)

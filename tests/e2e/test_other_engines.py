@@ -104,14 +104,14 @@ def is_promised(fleet: EngineFleet, prompt: list[int], num_tokens: int) -> bool:
 
 
 def promising(fleet: EngineFleet, prompt: list[int], num_tokens: int = 320) -> set[str]:
-    """Return the workers of which the index promises so much of the prompt. Sends nothing to an engine."""
+    """Return the workers of which the index promises that part of the prompt. Sends nothing to an engine."""
     url = f"{fleet.gateway.ops_url}/route/explain?tenant=first"
     answer = httpx.post(url, json=completion(prompt), timeout=HANG_S)
     return {view["worker"] for view in answer.json()["workers"] if view["index_tokens"] == num_tokens}
 
 
 def promises(fleet: EngineFleet, worker: str, prompt: list[int], num_tokens: int) -> bool:
-    """Return whether the index promises so much of the prompt at this worker, and at no other."""
+    """Return whether the index promises that part of the prompt at this worker, and at no other."""
     return promising(fleet, prompt, num_tokens) == {worker}
 
 

@@ -60,7 +60,7 @@ _numbers = count()
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def longer_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis and both workers live, so a late answer is the machine's fault: nothing gives up on it."""
     monkeypatch.setattr(lookup, "_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(lookup, "ClientSettings", partial(ClientSettings, stall_s=HANG_S))

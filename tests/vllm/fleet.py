@@ -232,7 +232,7 @@ class VllmFleet:
     def knows_epoch(self, body: dict[str, Any], adapter: Adapter) -> bool:
         """Return whether the gateway routes to the epoch in which the adapter publishes.
 
-        It reads the registry after the lookup that finds a new epoch there, so that one still has the old epoch.
+        A lookup that finds a new epoch still has the old one: the gateway then reads the registry.
         """
         return bool(self._explained(body, adapter, "red").get("epoch") == adapter.epoch())
 
