@@ -139,20 +139,20 @@ def test_chat_and_completions(fleet: EngineFleet) -> None:
 
 def test_four_turns_stay_on_one_engine(fleet: EngineFleet) -> None:
     """They find all the blocks that were promised."""
-    prompt, workers, promises = new_prompt(), set(), []
+    prompt, workers, promised = new_prompt(), set(), []
     for _ in range(4):
         before = sum(engine.num_cached_tokens() for engine in fleet.engines.values())
         answer = ask(fleet, completion(prompt, max_tokens=40))
         by_engines = sum(engine.num_cached_tokens() for engine in fleet.engines.values()) - before
         assert answer.promised == answer.found == by_engines
         workers.add(answer.worker)
-        promises.append(answer.promised)
+        promised.append(answer.promised)
         prompt = [*prompt, *answer.token_ids]
         num_whole = (len(prompt) - 1) // 32 * 32  # the engine has not computed the last token
         wait_until(partial(promises, fleet, answer.worker, prompt, num_whole))
         prompt = [*prompt, *new_prompt(60)]
     assert len(workers) == 1
-    assert promises == [0, 352, 448, 544]
+    assert promised == [0, 352, 448, 544]
     salted = ask(fleet, completion(prompt, cache_salt="other"))
     assert (salted.promised, salted.found) == (0, 0)
     other = ask(fleet, completion(prompt), OTHER_KEY)
