@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (DeepSeek's markers have a wide bar)
-"""What families write gives the names, arguments, content and reasoning that vLLM's own parsers give."""
+"""Texts of families give the names, arguments, content and reasoning that vLLM's own parsers give."""
 
 from __future__ import annotations
 
@@ -215,8 +215,9 @@ class Family:
     thoughts: Callable[[str], str] | None = None
     style: str = "think"
     starts: ReasoningStart = "maybe"
+    tools: str = ""
+    """Headstart's name of the format; by default the family's."""
     whole: Callable[[str, str, list[Call]], str] | None = None
-    tokens: tuple[str, ...] = ()
 
     def write(self, answer: Answer) -> str:
         reasoning, content, calls = answer
@@ -234,8 +235,8 @@ DSML: Final = "｜DSML｜"
 FAMILIES: Final[dict[str, Family]] = {
     "hermes": Family("hermes", "qwen3", objects("<tool_call>\n", "\n</tool_call>", "\n"), "\n", think),
     "qwen3_coder": Family("qwen3_coder", "qwen3", qwen(), "\n", think),
-    "llama3": Family("llama3_json", None, objects("", "", "; ", "parameters")),
-    "llama4": Family("llama4_pythonic", None, python("<|python_start|>[", "]<|python_end|>")),
+    "llama": Family("llama3_json", None, objects("", "", "; ", "parameters")),
+    "llama4": Family("llama4_pythonic", None, python("<|python_start|>[", "]<|python_end|>"), tools="llama"),
     "pythonic": Family("pythonic", None, python("[", "]")),
     "mistral": Family("mistral", "mistral", listed("[TOOL_CALLS]", ""), "", lambda t: f"[THINK]{t}[/THINK]", "mistral"),
     "mistral_v11": Family(
@@ -302,7 +303,7 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 NO_LIST: Final = "vLLM reads a list of calls only with the tokenizers of Mistral's own package"
 DIFFERENCES: Final[Mapping[tuple[str, str], str]] = {
-    ("llama3", "text"): "vLLM drops the text, and takes any object in an answer for a call",
+    ("llama", "text"): "vLLM drops the text, and takes any object in an answer for a call",
     **{("mistral", label): NO_LIST for label, answer in ANSWERS.items() if answer[2]},
     ("phi4_mini", "text"): "vLLM drops the text",
     ("phi4_mini", "nested"): "vLLM ends the list at the first bracket that closes",
@@ -321,7 +322,7 @@ def ours(name: str, family: Family, text: str) -> Answer:
     rules = OutputRules(
         reasoning=starts(family, text),
         thoughts=THOUGHT_FORMATS[family.style],
-        tools=FORMATS[name],
+        tools=FORMATS[family.tools or name],
         tool_names=frozenset(SCHEMAS),
         schemas=SCHEMAS,
     )
@@ -335,7 +336,7 @@ def theirs(texts: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Answer
     jobs = []
     for (name, label), text in texts.items():
         family, thoughts = FAMILIES[name], THOUGHT_FORMATS[FAMILIES[name].style]
-        markers = {*FORMATS[name].markers, *(thoughts.markers if family.thoughts else ())}
+        markers = {*FORMATS[family.tools or name].markers, *(thoughts.markers if family.thoughts else ())}
         jobs.append(
             {
                 "tool": family.tool_parser,

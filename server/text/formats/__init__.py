@@ -11,10 +11,10 @@ from typing import Final
 
 from server.text.formats.base import Asking, Emit, GrammarTools, Reading, TextReader, ToolFormat
 from server.text.formats.harmony import HARMONY
-from server.text.formats.llama import LLAMA3, LLAMA4, PYTHONIC
+from server.text.formats.llama import LLAMA, PYTHONIC
 from server.text.formats.table import ROWS
 
-_ALL: Final = (HARMONY, PYTHONIC, *(row.format() for row in ROWS), LLAMA4, LLAMA3)
+_ALL: Final = (HARMONY, PYTHONIC, *ROWS, LLAMA)
 """The first that a template mentions is taken."""
 FORMATS: Final = {each.name: each for each in sorted(_ALL, key=lambda each: each.name)}
 
@@ -39,7 +39,7 @@ def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
         return (yield from read(reader, otherwise))
 
     def read(reader: TextReader) -> Reading:
-        while (yield from reader.content_before(tuple(readers))):
+        while (yield from reader.before(tuple(readers), reader.emit_content)):
             yield from read_calls(reader, reader.emit_content)
 
     markers = (*own.markers, *asked.markers)

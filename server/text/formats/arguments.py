@@ -21,7 +21,7 @@ from typing import Any, Final
 from server.text.formats.base import Asking, Finding, TextReader
 
 MAX_KEY_CHARS: Final = 256
-_ATTRIBUTE: Final = re.compile(r"""\s*(["']?)(.*?)\1(?:\s+(?:string|type)="([a-z]+)")?\s*""", re.DOTALL)
+_ATTRIBUTE: Final = re.compile(r"""\s*(["']?)(.*?)\1(?:\s+string="([a-z]+)")?\s*""", re.DOTALL)
 _PYTHON_KEY: Final = re.compile(r"([^\W\d]\w*)\s*=\s*(?=\S)")
 _PYTHON_STOP: Final = re.compile(r"\\.?|[\"'(){}\[\],]", re.DOTALL)
 _NAMES: Final = {"true": True, "false": False, "null": None}
@@ -49,8 +49,8 @@ class Tags:
     """A line break at either end of a value is not part of it."""
     line: str = ""
     """The text that a grammar writes after each argument, and before a value with a beginning of its own."""
-    attribute: str = ""
-    """The attribute of a key that gives the type: `type`, or `string` for whether it is one."""
+    is_typed: bool = False
+    """An attribute of the key, `string`, states whether the value is one."""
 
     @property
     def opening(self) -> str:
@@ -58,9 +58,7 @@ class Tags:
 
     def closing(self, *, is_text: bool) -> str:
         """Return what a grammar writes after a key."""
-        values = {"string": ("false", "true"), "type": ("json", "string")}
-        said = f'" {self.attribute}="{values[self.attribute][is_text]}' if self.attribute else ""
-        return said + self.key[1]
+        return (f'" string="{str(is_text).lower()}' if self.is_typed else "") + self.key[1]
 
     def read(self, reader: TextReader, name: str, ends: Sequence[str]) -> Asking:
         """Read arguments up to one of `ends`, which is left. Return False if the text ends before."""
@@ -107,12 +105,10 @@ class Tags:
 def types_of(schema: Any, key: str, given: str | None = None) -> frozenset[str]:
     """Return the JSON types that an argument may have; a string where nothing is known.
 
-    `given`: the type that the model wrote, or whether it is a string.
+    `given`: whether it is one, as the model states.
     """
-    if given in ("true", "string"):
-        return frozenset({"string"})
     if given is not None:
-        return frozenset({_ALIASES.get(given, given)} & _TYPES.keys() or _TYPES.keys())
+        return frozenset({"string"}) if given == "true" else frozenset(_TYPES)
     if not isinstance(schema, Mapping):
         return frozenset({"string"})
     properties = schema.get("properties")

@@ -7,7 +7,6 @@ A family is a `Syntax`. Markers that no call follows are content.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ class Written:
     separator: str = ""
     is_list: bool = False
     """A section holds a JSON list of call objects."""
-    keys: tuple[str, ...] = ("name", "arguments")
-    """The keys of a call object. An empty name: the tool's name is the key of its arguments."""
+    arguments_key: str = "arguments"
+    """The key of the arguments in a call object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Syntax:
 
     def read(self, reader: TextReader) -> Reading:
         """Read content and calls to the end."""
-        while (yield from reader.content_before(self.opens)):
+        while (yield from reader.before(self.opens, reader.emit_content)):
             yield from self.read_calls(reader, reader.emit_content)
 
     def read_calls(self, reader: TextReader, otherwise: Emit) -> Asking:
@@ -89,31 +88,11 @@ class Syntax:
         if start == "{" and self.arguments != "relaxed":
             return (yield from reader.call(held, otherwise))
         if start == "[":
-            while not (inner := reader.text[1:].lstrip()) and not reader.ended:
-                yield
-            if self.writes.keys == ("",):
-                return (yield from self._keyed(reader, held, otherwise))
-            if inner[:1] == "{" or self.arguments != "python":
-                return (yield from reader.call_list(held, otherwise))
-        is_call = yield from (read_python_calls(reader) if self.arguments == "python" else self._named(reader))
+            return (yield from reader.call_list(held, otherwise))
+        is_call = yield from self._named(reader)
         if not is_call:
             otherwise(held)
         return is_call
-
-    def _keyed(self, reader: TextReader, held: str, otherwise: Emit) -> Asking:
-        """Read a list of objects, each with a name and its arguments."""
-        parts: list[str] = []
-        yield from reader.value(parts.append)
-        try:
-            calls = [next(iter(each.items())) for each in json.loads("".join(parts)) if len(each) == 1]
-        except (ValueError, AttributeError, TypeError, RecursionError):
-            calls = []
-        if not calls:
-            otherwise(held + "".join(parts))
-        for name, arguments in calls:
-            reader.emit("call", name)
-            reader.emit("arguments", json.dumps(arguments, ensure_ascii=False))
-        return bool(calls)
 
     def _named(self, reader: TextReader) -> Asking:
         """Read a name and its arguments. Return False, and leave the text, if there is no call."""

@@ -17,7 +17,7 @@ from server.text.formats.grammar import call_rules
 
 _TAGS: Final = ("<|python_tag|>", "<|python_start|>")
 _END: Final = "<|python_end|>"
-_OBJECTS: Final = Syntax((), (), "object", Written(("", "", ""), separator="; ", keys=("name", "parameters")))
+_OBJECTS: Final = Syntax((), (), "object", Written(("", "", ""), separator="; ", arguments_key="parameters"))
 _FUNCTIONS: Final = Syntax((), (), "python", Written(("", "(", ")"), ("[", "]"), ", "))
 
 
@@ -65,12 +65,9 @@ def _is_python(template: str) -> bool:
     return "func_name1(" in template or "[func_name(" in template
 
 
-def _is_llama4(template: str) -> bool:
-    return "<|python_start|>" in template or ("<|header_start|>" in template and "tools" in template)
-
-
-def _is_llama3(template: str) -> bool:
-    return _TAGS[0] in template or ("ipython" in template and "parameters" in template)
+def _is_llama(template: str) -> bool:
+    has_header = "<|header_start|>" in template and "tools" in template
+    return any(tag in template for tag in _TAGS) or has_header or ("ipython" in template and "parameters" in template)
 
 
 def _format(name: str, is_used_by: Callable[[str], bool], syntax: Syntax) -> ToolFormat:
@@ -78,5 +75,4 @@ def _format(name: str, is_used_by: Callable[[str], bool], syntax: Syntax) -> Too
 
 
 PYTHONIC: Final = _format("pythonic", _is_python, _FUNCTIONS)
-LLAMA4: Final = _format("llama4", _is_llama4, _OBJECTS)
-LLAMA3: Final = _format("llama3", _is_llama3, _OBJECTS)
+LLAMA: Final = _format("llama", _is_llama, _OBJECTS)

@@ -15,7 +15,7 @@ from server.text.formats.calls import MAX_NAME_CHARS
 from server.text.output_parser import OutputDelta, OutputParser, OutputRules
 
 HERMES = OutputRules(tools=FORMATS["hermes"])
-LLAMA = OutputRules(tools=FORMATS["llama3"], tool_names=frozenset({"f", "g"}))
+LLAMA = OutputRules(tools=FORMATS["llama"], tool_names=frozenset({"f", "g"}))
 MISTRAL = OutputRules(tools=FORMATS["mistral"])
 LIST = OutputRules(tools=CALL_LIST)
 TWO_TOOLS = OutputRules(tools=CALL_LIST, tool_names=frozenset({"fly", "flow"}))
@@ -159,7 +159,7 @@ def test_the_scanner_finds_the_end_of_a_value(value: Any, cut: int) -> None:
 def test_the_format_is_derived_from_the_template() -> None:
     assert format_of("... <tool_call> ...") == FORMATS["hermes"]
     assert format_of("... [TOOL_CALLS] ...") == FORMATS["mistral"]
-    assert format_of("... <|python_tag|> ...") == FORMATS["llama3"]
+    assert format_of("... <|python_tag|> ...") == FORMATS["llama"]
     assert format_of("nothing") is None
 
 
