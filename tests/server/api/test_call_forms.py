@@ -301,6 +301,64 @@ async def test_an_unknown_format_passes_unharmed(caplog: pytest.LogCaptureFixtur
     assert kinds == [None, None, None, "json_schema", "json_schema"]
 
 
+def template_of(call: str, before: str = "") -> str:
+    """Return a template with tools. `call` writes a call: `f` is its function."""
+    calls = "{% for call in m.tool_calls %}{% set f = call.function %}" + call + "{% endfor %}"
+    return "{{ tools }}" + before + "{% for m in messages %}<|im_start|>{{ m.content }}" + calls + "{% endfor %}"
+
+
+OTHER_FORMS = {
+    "another family's tags": (
+        "<tool_call>{{ f.name }}<tool_sep><arg_key>city</arg_key>",
+        "<arg_value>",
+        "</tool_call>",
+    ),
+    "a prefix": (']<]name[>[<tool_call>\n]<]name[>[<invoke name="{{ f.name }}">', "]<]name[>[<city>", "</tool_call>"),
+    "another text": ("<tool_call>\nname: {{ f.name }}\n", "city: ", "\n</tool_call>"),
+    "its tokens elsewhere": ("[TOOL_CALLS]<name>{{ f.name }}</name>[ARGS]", "<city>", "</city>"),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+async def test_markers_in_another_form_are_unknown(form: str) -> None:
+    """The template renders calls that no format with these markers reads. They arrive whole, with all tokens."""
+    before, key, after = OTHER_FORMS[form]
+    text = "Hm. " + before.replace("{{ f.name }}", "now") + key + "Bonn" + after
+    tokenizer = tokenizer_with("<tool_call>", "</tool_call>", "<tool_sep>", "<arg_key>", "[TOOL_CALLS]", "[ARGS]")
+    template = template_of(before + key + "{{ f.arguments.city }}" + after)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    worker = ScriptedWorker(bundle_of(tokenizer, chat_template=template), reply=ids)
+    async with gateway(worker) as target:
+        [card] = await listed_models(target.url)
+        _, _, raw = await post(target.url, chat(tools=[NOW]))
+        _, _, stream = await post(target.url, chat(tools=[NOW], stream=True))
+    assert card["tool_parser"] == "unknown"
+    assert json.loads(raw)["choices"][0]["message"]["content"] == text
+    deltas = [choice["delta"] for event in events(stream)[:-1] for choice in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+
+
+HERMES_CALL = '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+
+
+def test_a_template_may_mention_other_families() -> None:
+    """The call that it renders shows the format, not the first marker in its text."""
+    mentions = "Never write [TOOL_CALLS], <|tool_call|>, <minimax:tool_call> or " + BEGIN + "."
+    assert model_of(chat_template=template_of(HERMES_CALL, mentions)).tool_format == FORMATS["hermes"]
+    assert model_of(chat_template=template_of(HERMES_CALL, "{# as [TOOL_CALLS] #}")).tool_format == FORMATS["hermes"]
+
+
+def test_a_template_may_write_only_the_id_of_a_call() -> None:
+    """Kimi K2's does."""
+    call = KIMI[0] + "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}"
+    assert model_of(chat_template=template_of(call + "<|tool_call_end|>" + KIMI[1])).tool_format == FORMATS["kimi_k2"]
+
+
+def test_a_template_that_refuses_calls_has_its_marks() -> None:
+    template = template_of("{{ raise_exception('no calls') }}", "<tool_call>")
+    assert model_of(chat_template=template).tool_format == FORMATS["hermes"]
+
+
 async def test_the_options_name_formats() -> None:
     text = "[THINK]hm[/THINK]<tool_call>now</tool_call>"
     worker = ScriptedWorker(bundle_of(trained_tokenizer(), chat_template=UNKNOWN), reply=ids_of(text))
