@@ -137,25 +137,12 @@ def qwen(opening: str = "<tool_call>", closing: str = "</tool_call>", line: str 
     return write
 
 
-def invokes(opening: str, closing: str, bar: str = "", typed: bool = False) -> Callable[[list[Call]], str]:
-    def parameter(key: str, value: Any) -> str:
-        said = f' string="{str(isinstance(value, str)).lower()}"' if typed else ""
-        return f'<{bar}parameter name="{key}"{said}>{text_of(value)}</{bar}parameter>\n'
+def invokes(opening: str, closing: str) -> Callable[[list[Call]], str]:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        tags = "".join(f'<parameter name="{k}">{text_of(v)}</parameter>\n' for k, v in arguments.items())
+        return f'<invoke name="{name}">\n{tags}</invoke>\n'
 
-    def write(calls: list[Call]) -> str:
-        return (
-            opening
-            + "\n"
-            + "".join(
-                f'<{bar}invoke name="{name}">\n'
-                + "".join(parameter(k, v) for k, v in given.items())
-                + f"</{bar}invoke>\n"
-                for name, given in calls
-            )
-            + closing
-        )
-
-    return write
+    return lambda calls: f"{opening}\n{''.join(call(*each) for each in calls)}{closing}"
 
 
 def glm(line: str) -> Callable[[list[Call]], str]:
@@ -231,7 +218,6 @@ class Family:
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 KIMI: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-DSML: Final = "｜DSML｜"
 FAMILIES: Final[dict[str, Family]] = {
     "hermes": Family("hermes", "qwen3", objects("<tool_call>\n", "\n</tool_call>", "\n"), "\n", think),
     "qwen3_coder": Family("qwen3_coder", "qwen3", qwen(), "\n", think),
@@ -251,27 +237,6 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "deepseek_v31": Family(
         "deepseek_v31", "deepseek_v3", named(f"{CALL}{{}}", SEP, CALL_END, (BEGIN, END)), "", lambda t: f"{t}</think>"
-    ),
-    "deepseek_v32": Family(
-        "deepseek_v32",
-        "deepseek_v3",
-        invokes(f"<{DSML}function_calls>", f"</{DSML}function_calls>", DSML, typed=True),
-        "\n\n",
-        lambda t: f"{t}</think>",
-    ),
-    "deepseek_v4": Family(
-        "deepseek_v4",
-        "deepseek_v4",
-        invokes(f"<{DSML}tool_calls>", f"</{DSML}tool_calls>", DSML, typed=True),
-        "\n\n",
-        lambda t: f"{t}</think>",
-    ),
-    "deepseek_v41": Family(
-        "deepseek_v41",
-        "deepseek_v41",
-        invokes(f"<{DSML} calls>", f"</{DSML} calls>", f"{DSML} ", typed=True),
-        "\n\n",
-        lambda t: f"{t}</think>",
     ),
     "kimi_k2": Family(
         "kimi_k2",

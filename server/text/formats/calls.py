@@ -14,13 +14,11 @@ from functools import partial
 from typing import Final, Literal
 
 from server.text.detokenizer import ambiguous_len
-from server.text.formats.arguments import Tags, read_python, read_relaxed
+from server.text.formats.arguments import Tags, read_relaxed
 from server.text.formats.base import Asking, Emit, Reading, TextReader
 
 MAX_NAME_CHARS: Final = 256
 _NAME: Final = r"[\w.:/-]+"
-_PYTHON_CALL: Final = re.compile(r"([^\W\d][\w.-]*)\(\s*(?=\)|[^\W\d]\w*\s*=)")
-_PYTHON_START: Final = re.compile(r"([^\W\d][\w.-]*)(\(\s*(?:[^\W\d]\w*\s*)?)?")
 Arguments = Literal["object", "json", "tags", "python", "relaxed"]
 
 
@@ -148,32 +146,3 @@ class Syntax:
             yield from read_relaxed(reader, self.quote)
         else:
             yield from reader.value(partial(reader.emit, "arguments"))
-
-
-def read_python_calls(reader: TextReader, *, is_known: bool = False) -> Asking:
-    """Read calls of functions, in a list or one after the other. Return False, and leave the text, if there is none.
-
-    `is_known`: only calls of the request's tools are calls.
-    """
-    bracket, has_call = "", False
-    if reader.text[:1] == "[":
-        bracket, reader.text = "[", reader.text[1:]
-    while True:
-        space = yield from reader.space(", \t\r\n" if has_call else None)
-        while (head := _PYTHON_CALL.match(reader.text)) is None and not reader.ended:
-            if len(reader.text) > MAX_NAME_CHARS or not _PYTHON_START.fullmatch(reader.text):
-                break
-            yield
-        cut = _PYTHON_START.fullmatch(reader.text) if head is None and reader.text else None
-        name = head[1] if head else reader.cut_name(cut[1]) if cut and not (is_known and cut[2] is None) else None
-        if name is not None and (not is_known or name in reader.tool_names):
-            reader.text = reader.text[head.end() :] if head else ""
-            reader.emit("call", name)
-            has_call = True
-            if head and (yield from read_python(reader)):
-                continue
-        elif bracket and has_call and reader.text[:1] == "]":
-            reader.text = reader.text[1:]
-        elif not has_call:
-            reader.text = bracket + space + reader.text
-        return has_call

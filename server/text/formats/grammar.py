@@ -127,8 +127,7 @@ class _Arguments:
         for number, key in enumerate(self._properties):
             name = f"{self._rule}_{number}"
             is_text = types_of(self._schema, key) == {"string"}
-            closing = tags.closing(is_text=is_text)
-            before = self._tools.literal(tags.key[0] + key + closing + between + around)
+            before = self._tools.literal(tags.key[0] + key + tags.key[1] + between + around)
             if is_text:
                 value = self._text(f"{name}_value", key, end)
             else:
@@ -139,7 +138,7 @@ class _Arguments:
             parts.append(name + ("" if key in self._required else "?"))
         if self._is_open:
             name = f"{self._rule}_any"
-            closing = self._tools.literal(tags.closing(is_text=True) + between + around)
+            closing = self._tools.literal(tags.key[1] + between + around)
             line = f"{self._tools.literal(tags.key[0])} /[A-Za-z_][A-Za-z0-9_]*/ {closing} {name}_value"
             self._lines.append(_line(name, f"{line} {self._tools.literal(tags.line)}"))
             self._lines.append(text_rule(f"{name}_value", end, self._tools))

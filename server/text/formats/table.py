@@ -49,25 +49,6 @@ def _mistral(writes: Written) -> Syntax:
     return Syntax(("[TOOL_CALLS]",), (), "json", writes, ("[ARGS]", "{"), name, extra=("[CALL_ID]",))
 
 
-def _invokes(opening: str, closing: str, prefix: str = "") -> Syntax:
-    """<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke> in a section. `prefix` is in every tag."""
-    invoke, end = f"<{prefix}invoke name=", f"</{prefix}invoke>"
-    return Syntax(
-        opens=(opening, invoke),
-        closes=(end, closing),
-        arguments="tags",
-        writes=Written((f'{invoke}"', '">\n', f"{end}\n"), (f"{opening}\n", closing)),
-        stops=(">",),
-        tags=Tags(
-            (f'<{prefix}parameter name="', '">'), ("", f"</{prefix}parameter>"), line="\n", is_typed=bool(prefix)
-        ),
-    )
-
-
-def _dsml(section: str, prefix: str = "｜DSML｜") -> Syntax:
-    return _invokes(f"<{prefix}{section}>", f"</{prefix}{section}>", prefix)
-
-
 def _glm(line: str) -> Syntax:
     """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"""
     return Syntax(
@@ -81,9 +62,6 @@ def _glm(line: str) -> Syntax:
 
 
 ROWS: Final = (
-    _row("deepseek_v41", (("<｜DSML｜ calls>",), ("｜DSML｜ calls",)), _dsml("calls", "｜DSML｜ ")),
-    _row("deepseek_v4", (("｜DSML｜tool_calls",), ("dsml_token", "tool_calls>", "DSML")), _dsml("tool_calls")),
-    _row("deepseek_v32", (("DSML",),), _dsml("function_calls"), ("｜DSML｜",)),
     _row(
         "deepseek_v3",  # and R1
         ((_DEEPSEEK[0], "```json"),),
@@ -128,7 +106,20 @@ ROWS: Final = (
     ),
     _row("glm47", (("<arg_key>", "}<arg_key>"), ("<arg_key>", "name<arg_key>")), _glm("")),
     _row("glm45", (("<arg_key>",),), _glm("\n")),
-    _row("minimax_m2", (("<minimax:tool_call>",),), _invokes("<minimax:tool_call>", "</minimax:tool_call>")),
+    _row(
+        "minimax_m2",
+        (("<minimax:tool_call>",),),
+        Syntax(
+            opens=("<minimax:tool_call>", "<invoke name="),
+            closes=("</invoke>", "</minimax:tool_call>"),
+            arguments="tags",
+            writes=Written(
+                ('<invoke name="', '">\n', "</invoke>\n"), ("<minimax:tool_call>\n", "</minimax:tool_call>")
+            ),
+            stops=(">",),
+            tags=Tags(('<parameter name="', '">'), ("", "</parameter>"), line="\n"),
+        ),
+    ),
     _row(
         "qwen3_coder",
         (("<tool_call>", "<function="),),

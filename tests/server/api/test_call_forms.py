@@ -68,15 +68,11 @@ def qwen(opening: str, closing: str, line: str = "\n") -> str:
     return line.join((call("get_weather", ARGUMENTS), call("get_weather", LESS), call("now", {})))
 
 
-def invokes(opening: str, closing: str, bar: str = "", typed: bool = False) -> str:
+def invokes(opening: str, closing: str) -> str:
     def call(name: str, arguments: dict[str, Any]) -> str:
-        tags = ""
-        for key, value in arguments.items():
-            is_text = isinstance(value, str)
-            said = f' string="{str(is_text).lower()}"' if typed else ""
-            text = value if is_text else json.dumps(value)
-            tags += f'<{bar}parameter name="{key}"{said}>{text}</{bar}parameter>\n'
-        return f'<{bar}invoke name="{name}">\n{tags}</{bar}invoke>\n'
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        tags = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts.items())
+        return f'<invoke name="{name}">\n{tags}</invoke>\n'
 
     return f"{opening}\n{call('get_weather', ARGUMENTS)}{call('get_weather', LESS)}{call('now', {})}{closing}"
 
@@ -115,18 +111,6 @@ FORMS: dict[str, tuple[str, str]] = {
         named(f"{CALL}function{SEP}", "\n```json\n", f"\n```{CALL_END}", (BEGIN, END), "\n"),
     ),
     "deepseek_v31": (f"{{{{ tools }}}}{BEGIN}{CALL}", named(CALL, SEP, CALL_END, (BEGIN, END))),
-    "deepseek_v32": (
-        "{{ tools }}<｜DSML｜function_calls>",
-        invokes("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", True),
-    ),
-    "deepseek_v4": (
-        "{{ tools }}<｜DSML｜tool_calls>",
-        invokes("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", True),
-    ),
-    "deepseek_v41": (
-        "{{ tools }}<｜DSML｜ calls>",
-        invokes("<｜DSML｜ calls>", "</｜DSML｜ calls>", "｜DSML｜ ", True),
-    ),
     "gemma4": ("{{ tools }}<|tool_call>call:", gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
     "glm45": ("{{ tools }}<tool_call>{function-name}\n<arg_key>", glm("\n")),
     "glm47": ("{{ tools }}<tool_call>{function-name}<arg_key>", glm("")),

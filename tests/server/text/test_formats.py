@@ -52,15 +52,6 @@ def qwen(body: str, opening: str = "<tool_call>", closing: str = "</tool_call>")
     return f"{opening}\n{body}\n{closing}"
 
 
-def dsml(section: str, space: str = "") -> str:
-    bar = f"｜DSML｜{space}"
-    return (
-        f'<{bar}{section}>\n<{bar}invoke name="get_weather">\n<{bar}parameter name="city" string="true">Köln'
-        f'</{bar}parameter>\n<{bar}parameter name="days" string="false">3</{bar}parameter>\n</{bar}invoke>\n'
-        f'<{bar}invoke name="now">\n</{bar}invoke>\n</{bar}{section}>'
-    )
-
-
 WEATHER_XML = "<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n</function>"
 ALL_XML = (
     "<function=get_weather>\n<parameter=city>\na\n<b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
@@ -130,9 +121,6 @@ CASES = [
         "hm",
         "inside",
     ),
-    Case("deepseek_v32", "Hi\n\n" + dsml("function_calls"), [LONG, NOW], "Hi"),
-    Case("deepseek_v4", "hm</think>Hi\n\n" + dsml("tool_calls"), [LONG, NOW], "Hi", "hm", "inside"),
-    Case("deepseek_v41", dsml("calls", " "), [LONG, NOW]),
     # Kimi
     Case(
         "kimi_k2",
@@ -275,7 +263,6 @@ MALFORMED = [
     ("deepseek_v3", "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"),
     ("deepseek_v31", "<｜tool▁call▁begin｜>get weather<｜tool▁sep｜>{}"),
     ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>nothing"),
-    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="a b">'),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
     ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>none<|tool_call_end|>"),
     ("glm45", "<tool_call>now what</tool_call>"),
