@@ -66,7 +66,7 @@ def _written_call(template: ChatTemplate) -> str:
     """Return what a template writes for a call; "" when it refuses or omits one."""
     parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}}
     function = {"name": _CALL.name, "description": "Return the weather.", "parameters": parameters}
-    call = ToolCall(id=f"functions.{_CALL.name}:0", function=_CALL)  # Kimi K2 writes the id only
+    call = ToolCall(id="call00001", function=_CALL)  # Mistral's templates want nine letters or digits
     messages = [Message(role="user", content=_QUESTION), Message(role="assistant", content="", tool_calls=[call])]
     tool = msgspec.convert({"type": "function", "function": function}, Tool)
     try:
