@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -283,13 +283,13 @@ def starts(family: Family, text: str) -> ReasoningStart:
     return "inside" if inside else "maybe" if family.thoughts or family.whole else "none"
 
 
-def ours(name: str, family: Family, text: str) -> Answer:
+def ours(name: str, family: Family, text: str, schemas: Mapping[str, Any] = SCHEMAS) -> Answer:
     rules = OutputRules(
         reasoning=starts(family, text),
         thoughts=THOUGHT_FORMATS[family.style],
         tools=FORMATS[family.tools or name],
-        tool_names=frozenset(SCHEMAS),
-        schemas=SCHEMAS,
+        tool_names=frozenset(schemas),
+        schemas=schemas,
     )
     message = ChoiceMessage(rules).whole(text)
     calls = [each["function"] for each in message.get("tool_calls", ())]
@@ -297,29 +297,25 @@ def ours(name: str, family: Family, text: str) -> Answer:
     return message.get("reasoning_content", ""), message["content"] or "", found
 
 
-def theirs(texts: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Answer]:
-    jobs = []
-    for (name, label), text in texts.items():
-        family, thoughts = FAMILIES[name], THOUGHT_FORMATS[FAMILIES[name].style]
-        markers = {*FORMATS[family.tools or name].markers, *(thoughts.markers if family.thoughts else ())}
-        jobs.append(
-            {
-                "tool": family.tool_parser,
-                "reasoning": family.reasoning_parser if ANSWERS[label][0] or name != "minimax_m2" else None,
-                "text": text,
-                "tools": TOOLS,
-                "thinks": bool(ANSWERS[label][0]),
-                "tokens": sorted(each for each in markers if each[:1] + each[-1:] in ("<>", "[]")),
-            }
-        )
+def job(name: str, text: str, *, thinks: bool, tools: Sequence[Any] = TOOLS) -> dict[str, Any]:
+    family, thoughts = FAMILIES[name], THOUGHT_FORMATS[FAMILIES[name].style]
+    markers = {*FORMATS[family.tools or name].markers, *(thoughts.markers if family.thoughts else ())}
+    return {
+        "tool": family.tool_parser,
+        "reasoning": family.reasoning_parser if thinks or name != "minimax_m2" else None,
+        "text": text,
+        "tools": tools,
+        "thinks": thinks,
+        "tokens": sorted(each for each in markers if each[:1] + each[-1:] in ("<>", "[]")),
+    }
+
+
+def theirs(jobs: Sequence[dict[str, Any]]) -> list[Answer]:
     command = [INSTALLED / "bin" / "python", "-c", PARSE]
     given = json.dumps(jobs)
     output = subprocess.run(command, env=ENVIRONMENT, input=given, capture_output=True, text=True, check=True).stdout
     answers = [json.loads(line.removeprefix("answer ")) for line in output.splitlines() if line.startswith("answer ")]
-    return {
-        key: (reasoning, content, [(call, arguments) for call, arguments in calls])
-        for key, (reasoning, content, calls) in zip(texts, answers, strict=True)
-    }
+    return [(reasoning, content, [(call, given) for call, given in calls]) for reasoning, content, calls in answers]
 
 
 def test_calls_and_reasoning_are_those_of_vllm() -> None:
@@ -331,10 +327,72 @@ def test_calls_and_reasoning_are_those_of_vllm() -> None:
         if family.thoughts or family.whole or not answer[0]
     }
     differing = {}
-    for key, answer in theirs(texts).items():
+    answers = theirs([job(name, text, thinks=bool(ANSWERS[label][0])) for (name, label), text in texts.items()])
+    for key, answer in zip(texts, answers, strict=True):
         found = ours(key[0], FAMILIES[key[0]], texts[key])
         if [part.strip() for part in found[:2]] != [part.strip() for part in answer[:2]] or found[2] != answer[2]:
             differing[key] = (texts[key], found, answer)
     for key, each in differing.items():
         print(key, *each, sep="\n    ")
     assert differing.keys() == DIFFERENCES.keys()
+
+
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "text": {"type": "string"},
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "boolean": {"type": "boolean"},
+    "object": {"type": "object"},
+    "list": {"type": "array"},
+    "number or null": {"type": ["number", "null"]},
+    "text or null": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "number or text": {"oneOf": [{"type": "number"}, {"type": "string"}]},
+    "enum": {"enum": ["a", 1]},
+    "alias": {"type": "int"},
+    "any": {},
+}
+VALUES: Final = (
+    "7",
+    "-3",
+    "0.5",
+    "1e3",
+    "true",
+    "True",
+    "0",
+    "1",
+    "null",
+    "None",
+    '"a"',
+    "a b",
+    '{"a": [1]}',
+    "[1, 2]",
+    "",
+)
+NO_TEXT: Final = ("integer", "number", "object", "list", "number or null", "alias")
+PYTHON_WORDS: Final = {
+    *((kind, word) for kind in NO_TEXT for word in ("True", "None")),
+    ("boolean", "None"),
+    ("text or null", "None"),
+}
+"""Templates write Python's words for values. vLLM makes strings of these, which the schema refuses."""
+
+
+def test_types_of_arguments_are_those_of_vllm() -> None:
+    """Compare each kind with each value, in families whose arguments are text."""
+    names = {f"p{number}": pair for number, pair in enumerate((kind, value) for kind in KINDS for value in VALUES)}
+    schema = {"type": "object", "properties": {name: KINDS[kind] for name, (kind, _) in names.items()}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    call = ("f", {name: value for name, (_, value) in names.items()})
+    families = ("qwen3_coder", "glm47", "minimax_m2")
+    texts = [FAMILIES[name].calls([call]) for name in families]
+    jobs = [job(name, text, thinks=False, tools=tools) for name, text in zip(families, texts, strict=True)]
+    differing = {}
+    for family, text, (_, _, [(_, given)]) in zip(families, texts, theirs(jobs), strict=True):
+        [(_, found)] = ours(family, FAMILIES[family], text, {"f": schema})[2]
+        for name, pair in names.items():
+            pairs = found.get(name), given.get(name)
+            if pairs[0] != pairs[1] or isinstance(pairs[0], bool) != isinstance(pairs[1], bool):
+                differing.setdefault(pair, {})[family] = pairs
+    for pair, each in differing.items():
+        print(pair, each)
+    assert differing.keys() == PYTHON_WORDS

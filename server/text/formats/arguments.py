@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from server.text.formats.base import Asking, TextReader
 
-MAX_KEY_CHARS: Final = 256
 _KEY: Final = re.compile(r"""\s*(["']?)(.*?)\1\s*""", re.DOTALL)
+_BOOLEANS: Final = {"1": "true", "0": "false"}
 _NAMES: Final = {"true": True, "false": False, "null": None}
 _TYPES: Final[dict[str, Callable[[Any], bool]]] = {
     "null": lambda value: value is None,
@@ -130,14 +130,14 @@ def typed(text: str, types: frozenset[str]) -> str:
     value = _parsed(bare)
     if value is not _NOTHING and any(fits(value) for name, fits in _TYPES.items() if name in types):
         return json.dumps(value, ensure_ascii=False)
-    if "boolean" in types and bare.lower() in ("true", "false"):
-        return bare.lower()
+    if "boolean" in types and (word := _BOOLEANS.get(bare.lower(), bare.lower())) in ("true", "false"):
+        return word
     if "null" in types and bare.lower() in ("null", "none"):
         return "null"
-    if "integer" in types and isinstance(value, float) and value.is_integer():
-        return str(int(value))
     if "string" in types or value is _NOTHING:
         return _quoted(text)
+    if "integer" in types and isinstance(value, float) and value.is_integer():
+        return str(int(value))
     return json.dumps(value, ensure_ascii=False)
 
 

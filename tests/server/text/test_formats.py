@@ -99,6 +99,11 @@ CASES = [
     ),
     Case("qwen3_coder", f"{WEATHER_XML}\n</tool_call>", [CITY]),
     Case(
+        "qwen3_coder",
+        qwen("<function=get_weather>\n<parameter=exact>\n1\n</parameter>\n</function>"),
+        [("get_weather", {"exact": True})],
+    ),
+    Case(
         "qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n</function>\n</tool_call>", [CITY]
     ),
     Case(
