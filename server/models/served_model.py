@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,12 @@ from typing import Final
 from cache.hashing import Namespace
 from cache.types import BlockHash
 from server.config import GatewayConfig
+from server.models.recognition import formats
 from server.text.chat_template import ChatTemplate
-from server.text.formats import FORMATS, either, format_of
 from server.text.formats.base import ToolFormat
-from server.text.formats.reasoning import CHANNELS, THOUGHT_FORMATS, ThoughtFormat, thoughts_of
+from server.text.formats.reasoning import ThoughtFormat
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.wire import TokenizerBundle
-
-log = logging.getLogger(__name__)
 
 MAX_ROOTS: Final = 10_000
 
@@ -91,7 +88,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
     if template is not None and not config.control_tokens_in_content:
         template.keep_as_text(tokenizer.control_tokens)
-    tool_format, thoughts, has_own_calls = _formats(bundle, tokenizer, template, config)
+    tool_format, thoughts, has_own_calls = formats(bundle, tokenizer.added_tokens, template, config)
     namespace = namespace_of(bundle)
     return ServedModel(
         name=bundle.model,
@@ -106,30 +103,6 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         root=_cached_root(namespace),
         keeps_client_lines=config.keep_client_lines,
     )
-
-
-def _formats(
-    bundle: TokenizerBundle, tokenizer: Tokenizer, template: ChatTemplate | None, config: GatewayConfig
-) -> tuple[ToolFormat | None, ThoughtFormat | None, bool]:
-    """Return how a model writes calls and reasoning, and whether it was trained on the calls."""
-    source, takes_tools = bundle.chat_template or "", template is not None and template.takes_tools
-    known = format_of(source, tokenizer.added_tokens if takes_tools else ())
-    if config.tool_parser is not None:
-        known = FORMATS[config.tool_parser]
-    tools = known
-    if not takes_tools:  # the tools are written into a message that asks for Hermes' form
-        tools = FORMATS["hermes"] if known is None else either(known, FORMATS["hermes"])
-    thoughts = thoughts_of(source, tokenizer.added_tokens)
-    if tools is not None and tools.has_channels:
-        thoughts = CHANNELS
-    if config.reasoning is not None:
-        thoughts = THOUGHT_FORMATS.get(config.reasoning)
-    if tools is None:
-        log.warning(
-            "model %s: the format of its tool calls is unknown, so that they come as content; --tool-parser names one",
-            bundle.model,
-        )
-    return tools, thoughts, known is not None
 
 
 def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], BlockHash]:

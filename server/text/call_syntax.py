@@ -10,14 +10,13 @@ import json
 import re
 from typing import Final, Literal
 
-_HEAD_KEYS: Final = ('"name"', '"tool_name"', '"type"', '"id"', '"tool_call_id"')
-_NAME_KEYS: Final = ('"name"', '"tool_name"')
+_HEAD_KEYS: Final = ('"name"', '"type"', '"id"')
 _ARGUMENT_KEYS: Final = ("arguments", "parameters")
 _STRING: Final = r'"(?:[^"\\]|\\.)*"'
 _FIELDS: Final = re.compile(rf"({'|'.join(_HEAD_KEYS)})\s*:\s*({_STRING})\s*,")
 _HEAD: Final = re.compile(rf"\s*\{{((?:\s*(?:{'|'.join(_HEAD_KEYS)})\s*:\s*{_STRING}\s*,)*)\s*({_STRING})\s*:\s*(?=\S)")
 """The fields before the arguments, and the key whose value begins where it ends."""
-_CUT_NAME: Final = re.compile(r'"(?:tool_)?name"\s*:\s*("(?:[^"\\]|\\.)*(")?)\\?')
+_CUT_NAME: Final = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*(")?)\\?')
 _INPUT_HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _STRING_PART: Final = re.compile(
     r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u]))'
@@ -80,7 +79,7 @@ def match_head(text: str) -> HeadMatch:
         return "partial" if _HEAD_START.match(text) else "no"
     name: str | None = None
     for key, value in _FIELDS.findall(head[1]):
-        if key in _NAME_KEYS:
+        if key == '"name"':
             try:
                 name = json.loads(value)
             except ValueError:
@@ -99,7 +98,7 @@ def call_of(text: str) -> tuple[str, str] | None:
         return None
     if not isinstance(value, dict):
         return None
-    name = value.get("name", value.get("tool_name"))
+    name = value.get("name")
     if not isinstance(name, str):
         return None
     arguments: object = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})

@@ -28,6 +28,7 @@ from server.event_loop import Steps, run_now, run_sliced
 from server.schema.decoding import MAX_DEPTH, measure
 from server.schema.fields import FunctionCall, Message, TextPart, Tool
 from server.schema.intent import Conversation
+from server.text.call_ids import number_calls, writes_ids
 from server.text.control_tokens import Marker, RenderedPrompt
 
 MAX_RENDER_S: Final = 5.0
@@ -167,6 +168,7 @@ class ChatTemplate:
         self._marker: Marker | None = None
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
+        self._writes_ids = writes_ids(source)
         self.takes_tools = "tools" in source
         """False: tools and calls are written into messages, see `with_tools`."""
 
@@ -200,6 +202,8 @@ class ChatTemplate:
             messages.append(self._message(message))
             if number % 256 == 0:
                 yield
+        if self._writes_ids:
+            number_calls(messages)
         tools = _tools(conversation.tools)
         kwargs = _template_kwargs(conversation)
         mark = ""

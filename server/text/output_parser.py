@@ -109,7 +109,7 @@ class OutputParser(TextReader):
             yield from self._forced(self._rules.forced)
         if self._rules.tools is not None:
             yield from self._rules.tools.read(self)
-        yield from self.content_before(())
+        yield from self.before((), self.emit_content)
         if not self._num_calls:
             self.emit("content", self._space)
         self._end_input()
@@ -122,11 +122,6 @@ class OutputParser(TextReader):
                 yield from self.begins((thoughts.label,))
             yield from self._thoughts(thoughts)
             yield from self.skip()
-        if thoughts.content:
-            begun = yield from self.begins(thoughts.content[:1])
-            self.dropped = thoughts.content[1:] if begun or thoughts.is_special else ()
-            if begun:
-                yield from self.skip()
 
     def _thoughts(self, thoughts: ThoughtFormat) -> Reading:
         """Read reasoning to its end, or to a call: models forget the end before one."""
@@ -153,12 +148,9 @@ class OutputParser(TextReader):
 
     def emit_content(self, text: str) -> None:
         text = self._space + text
-        size = len(text) if self._rules.tools is None and not self.dropped else len(text.rstrip())
+        size = len(text) if self._rules.tools is None else len(text.rstrip())
         self._space = text[size:]
         self.emit("content", text[:size])
-
-    def forget_space(self) -> None:
-        self._space = ""
 
     def emit(self, kind: DeltaKind, text: str) -> None:
         if kind == "call":

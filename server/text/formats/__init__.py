@@ -11,19 +11,18 @@ from typing import Final
 
 from server.text.formats.base import Asking, Emit, GrammarTools, Reading, TextReader, ToolFormat
 from server.text.formats.harmony import HARMONY
-from server.text.formats.llama import LLAMA3, LLAMA4, PYTHONIC
+from server.text.formats.llama import LLAMA, PYTHONIC
 from server.text.formats.table import ROWS
 
-_ALL: Final = (HARMONY, PYTHONIC, *(row.format() for row in ROWS), LLAMA4, LLAMA3)
-"""The first that a template mentions is taken."""
+_ALL: Final = (HARMONY, PYTHONIC, *ROWS, LLAMA)
+"""Narrow ones come first."""
 FORMATS: Final = {each.name: each for each in sorted(_ALL, key=lambda each: each.name)}
 
 
-def format_of(template: str, tokens: Collection[str] = ()) -> ToolFormat | None:
-    """Return the format that a chat template mentions, or else that a vocabulary has tokens for; None: unknown."""
-    if (mentioned := next((each for each in _ALL if each.is_used_by(template)), None)) is not None:
-        return mentioned
-    return next((each for each in _ALL if each.tokens and set(each.tokens) <= set(tokens)), None)
+def formats_of(template: str, tokens: Collection[str] = ()) -> list[ToolFormat]:
+    """Return the formats that a chat template mentions, or else that a vocabulary has tokens for. The first is best."""
+    mentioned = [each for each in _ALL if each.is_used_by(template)]
+    return mentioned or [each for each in _ALL if each.tokens and set(each.tokens) <= set(tokens)]
 
 
 def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
@@ -39,7 +38,7 @@ def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
         return (yield from read(reader, otherwise))
 
     def read(reader: TextReader) -> Reading:
-        while (yield from reader.content_before(tuple(readers))):
+        while (yield from reader.before(tuple(readers), reader.emit_content)):
             yield from read_calls(reader, reader.emit_content)
 
     markers = (*own.markers, *asked.markers)

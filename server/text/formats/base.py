@@ -38,8 +38,6 @@ class TextReader(ABC):
         self.thinking = False
         self.answer_start = 0
         """Number of characters known to belong to reasoning."""
-        self.dropped: tuple[str, ...] = ()
-        """Texts that end content, and are none."""
 
     @abstractmethod
     def emit(self, kind: DeltaKind, text: str) -> None:
@@ -48,10 +46,6 @@ class TextReader(ABC):
     @abstractmethod
     def emit_content(self, text: str) -> None:
         """Pass on content. White space at its end is held until more content follows."""
-
-    @abstractmethod
-    def forget_space(self) -> None:
-        """Forget the white space at the end of the content."""
 
     def end_thoughts(self) -> None:
         self.thinking = False
@@ -198,14 +192,6 @@ class TextReader(ABC):
         """Drop white space, or these characters. Return the next one; "" when the text ends."""
         yield from self.space(chars)
         return self.text[:1]
-
-    def content_before(self, markers: Sequence[str]) -> Finding:
-        """Pass on content before the first of some markers. Return the marker, which is left; "" at the end."""
-        while (found := (yield from self.before((*markers, *self.dropped), self.emit_content))) in self.dropped:
-            self.text = self.text[len(found) :]
-            self.forget_space()
-            yield from self.space()
-        return found
 
 
 class GrammarTools(Protocol):

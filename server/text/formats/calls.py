@@ -7,7 +7,6 @@ A family is a `Syntax`. Markers that no call follows are content.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -15,13 +14,11 @@ from functools import partial
 from typing import Final, Literal
 
 from server.text.detokenizer import ambiguous_len
-from server.text.formats.arguments import Tags, read_python, read_relaxed
+from server.text.formats.arguments import Tags, read_relaxed
 from server.text.formats.base import Asking, Emit, Reading, TextReader
 
 MAX_NAME_CHARS: Final = 256
 _NAME: Final = r"[\w.:/-]+"
-_PYTHON_CALL: Final = re.compile(r"([^\W\d][\w.-]*)\(\s*(?=\)|[^\W\d]\w*\s*=)")
-_PYTHON_START: Final = re.compile(r"([^\W\d][\w.-]*)(\(\s*(?:[^\W\d]\w*\s*)?)?")
 Arguments = Literal["object", "json", "tags", "python", "relaxed"]
 
 
@@ -35,8 +32,8 @@ class Written:
     separator: str = ""
     is_list: bool = False
     """A section holds a JSON list of call objects."""
-    keys: tuple[str, ...] = ("name", "arguments")
-    """The keys of a call object. An empty name: the tool's name is the key of its arguments."""
+    arguments_key: str = "arguments"
+    """The key of the arguments in a call object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class Syntax:
 
     def read(self, reader: TextReader) -> Reading:
         """Read content and calls to the end."""
-        while (yield from reader.content_before(self.opens)):
+        while (yield from reader.before(self.opens, reader.emit_content)):
             yield from self.read_calls(reader, reader.emit_content)
 
     def read_calls(self, reader: TextReader, otherwise: Emit) -> Asking:
@@ -89,31 +86,11 @@ class Syntax:
         if start == "{" and self.arguments != "relaxed":
             return (yield from reader.call(held, otherwise))
         if start == "[":
-            while not (inner := reader.text[1:].lstrip()) and not reader.ended:
-                yield
-            if self.writes.keys == ("",):
-                return (yield from self._keyed(reader, held, otherwise))
-            if inner[:1] == "{" or self.arguments != "python":
-                return (yield from reader.call_list(held, otherwise))
-        is_call = yield from (read_python_calls(reader) if self.arguments == "python" else self._named(reader))
+            return (yield from reader.call_list(held, otherwise))
+        is_call = yield from self._named(reader)
         if not is_call:
             otherwise(held)
         return is_call
-
-    def _keyed(self, reader: TextReader, held: str, otherwise: Emit) -> Asking:
-        """Read a list of objects, each with a name and its arguments."""
-        parts: list[str] = []
-        yield from reader.value(parts.append)
-        try:
-            calls = [next(iter(each.items())) for each in json.loads("".join(parts)) if len(each) == 1]
-        except (ValueError, AttributeError, TypeError, RecursionError):
-            calls = []
-        if not calls:
-            otherwise(held + "".join(parts))
-        for name, arguments in calls:
-            reader.emit("call", name)
-            reader.emit("arguments", json.dumps(arguments, ensure_ascii=False))
-        return bool(calls)
 
     def _named(self, reader: TextReader) -> Asking:
         """Read a name and its arguments. Return False, and leave the text, if there is no call."""
@@ -169,32 +146,3 @@ class Syntax:
             yield from read_relaxed(reader, self.quote)
         else:
             yield from reader.value(partial(reader.emit, "arguments"))
-
-
-def read_python_calls(reader: TextReader, *, is_known: bool = False) -> Asking:
-    """Read calls of functions, in a list or one after the other. Return False, and leave the text, if there is none.
-
-    `is_known`: only calls of the request's tools are calls.
-    """
-    bracket, has_call = "", False
-    if reader.text[:1] == "[":
-        bracket, reader.text = "[", reader.text[1:]
-    while True:
-        space = yield from reader.space(", \t\r\n" if has_call else None)
-        while (head := _PYTHON_CALL.match(reader.text)) is None and not reader.ended:
-            if len(reader.text) > MAX_NAME_CHARS or not _PYTHON_START.fullmatch(reader.text):
-                break
-            yield
-        cut = _PYTHON_START.fullmatch(reader.text) if head is None and reader.text else None
-        name = head[1] if head else reader.cut_name(cut[1]) if cut and not (is_known and cut[2] is None) else None
-        if name is not None and (not is_known or name in reader.tool_names):
-            reader.text = reader.text[head.end() :] if head else ""
-            reader.emit("call", name)
-            has_call = True
-            if head and (yield from read_python(reader)):
-                continue
-        elif bracket and has_call and reader.text[:1] == "]":
-            reader.text = reader.text[1:]
-        elif not has_call:
-            reader.text = bracket + space + reader.text
-        return has_call

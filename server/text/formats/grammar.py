@@ -21,7 +21,7 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     """Return rules; the first is named `calls`."""
     written, names = syntax.writes, list(tools.parameters)
     if written.is_list:
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(tools, written.keys)}
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(tools, written.arguments_key)}
         if not tools.parallel:
             schema["maxItems"] = 1
         return [_line("calls", _around(tools, written.call, "body")), _line("body", tools.json(schema))]
@@ -29,7 +29,7 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     calls = f"call ({separator} call)*" if tools.parallel else "call"
     lines = [_line("calls", " ".join((tools.literal(written.section[0]), calls, tools.literal(written.section[1]))))]
     if syntax.arguments == "object":
-        body = tools.json(_any_call(tools, written.keys))
+        body = tools.json(_any_call(tools, written.arguments_key))
         return [*lines, _line("call", _around(tools, written.call, "body")), _line("body", body)]
     lines.append(_line("call", " | ".join(f"call_{number}" for number in range(len(names)))))
     for number, name in enumerate(names):
@@ -127,8 +127,7 @@ class _Arguments:
         for number, key in enumerate(self._properties):
             name = f"{self._rule}_{number}"
             is_text = types_of(self._schema, key) == {"string"}
-            closing = tags.closing(is_text=is_text)
-            before = self._tools.literal(tags.key[0] + key + closing + between + around)
+            before = self._tools.literal(tags.key[0] + key + tags.key[1] + between + around)
             if is_text:
                 value = self._text(f"{name}_value", key, end)
             else:
@@ -139,7 +138,7 @@ class _Arguments:
             parts.append(name + ("" if key in self._required else "?"))
         if self._is_open:
             name = f"{self._rule}_any"
-            closing = self._tools.literal(tags.closing(is_text=True) + between + around)
+            closing = self._tools.literal(tags.key[1] + between + around)
             line = f"{self._tools.literal(tags.key[0])} /[A-Za-z_][A-Za-z0-9_]*/ {closing} {name}_value"
             self._lines.append(_line(name, f"{line} {self._tools.literal(tags.line)}"))
             self._lines.append(text_rule(f"{name}_value", end, self._tools))
@@ -158,15 +157,11 @@ def _relaxed_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     ]
 
 
-def _any_call(tools: GrammarTools, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the schema of a call object. All keys but the last two are ids."""
+def _any_call(tools: GrammarTools, key: str) -> dict[str, Any]:
+    """Return the schema of a call object."""
     calls = []
     for name in tools.parameters:
-        properties: dict[str, Any] = {key: {"type": "string", "pattern": "^[0-9]+$"} for key in keys[:-2]}
-        if keys == ("",):
-            properties[name] = tools.ref(name)
-        else:
-            properties |= {keys[-2]: {"const": name}, keys[-1]: tools.ref(name)}
+        properties = {"name": {"const": name}, key: tools.ref(name)}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
         calls.append({**schema, "additionalProperties": False})
     return {"anyOf": calls}

@@ -6,18 +6,25 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 from server.text.call_syntax import call_of, cut_name, is_json, match_head
-from server.text.formats.base import Reading, TextReader, ToolFormat
-from server.text.formats.calls import Syntax, Written, read_python_calls
+from server.text.formats.arguments import literal
+from server.text.formats.base import Asking, Finding, Reading, TextReader, ToolFormat
+from server.text.formats.calls import MAX_NAME_CHARS, Syntax, Written
 from server.text.formats.grammar import call_rules
 
 _TAGS: Final = ("<|python_tag|>", "<|python_start|>")
 _END: Final = "<|python_end|>"
-_OBJECTS: Final = Syntax((), (), "object", Written(("", "", ""), separator="; ", keys=("name", "parameters")))
+_FUNCTION: Final = re.compile(r"[\[,]\s*([^\W\d][\w.-]*)\(")
+_FUNCTION_START: Final = re.compile(r"(?:[\[,]\s*(?:[^\W\d][\w.-]*)?)?")
+_STOP: Final = re.compile(r"\\.?|[\"'(){}\[\]]", re.DOTALL)
+_OBJECTS: Final = Syntax((), (), "object", Written(("", "", ""), separator="; ", arguments_key="parameters"))
 _FUNCTIONS: Final = Syntax((), (), "python", Written(("", "(", ")"), ("[", "]"), ", "))
 
 
@@ -33,7 +40,7 @@ def _read(reader: TextReader) -> Reading:
             yield
         elif body[:1] == "[":
             before, reader.text = reader.text[: len(reader.text) - len(body)], body
-            if not (yield from read_python_calls(reader, is_known=True)):
+            if not (yield from _read_functions(reader)):
                 reader.text = before + reader.text
                 return
             yield from reader.skip("; \t\r\n")
@@ -61,16 +68,72 @@ def _read_cut(reader: TextReader, body: str) -> None:
         reader.text = ""
 
 
+def _read_functions(reader: TextReader) -> Asking:
+    """Read a list of calls, each when it is complete. Return False, and leave the text, if there is none."""
+    has_call = False
+    while True:
+        while (head := _FUNCTION.match(reader.text)) is None and not reader.ended:
+            if len(reader.text) > MAX_NAME_CHARS or not _FUNCTION_START.fullmatch(reader.text):
+                break
+            yield
+        if head is None or head[1] not in reader.tool_names:
+            break
+        before, reader.text = head[0], reader.text[head.end() :]
+        text = yield from _to_parenthesis(reader)
+        if (arguments := _keywords(text)) is None:
+            reader.text = before + text + reader.text
+            break
+        reader.emit("call", head[1])
+        reader.emit("arguments", arguments)
+        has_call = True
+        yield from reader.space()
+    if has_call and reader.text[:1] == "]":
+        reader.text = reader.text[1:]
+    return has_call
+
+
+def _to_parenthesis(reader: TextReader) -> Finding:
+    """Read to the parenthesis that closes a call, or to the end."""
+    quote, depth, at = "", 1, 0
+    while depth and not (reader.ended and at == len(reader.text)):
+        for stop in _STOP.finditer(reader.text, at):
+            if stop[0] == "\\" and not reader.ended:  # the character after it has not arrived
+                at = stop.start()
+                break
+            at = stop.end()
+            if stop[0] in ("'", '"'):
+                quote = "" if stop[0] == quote else quote or stop[0]
+            elif not quote and stop[0][0] != "\\":
+                depth += 1 if stop[0] in "([{" else -1
+            if not depth:
+                break
+        else:
+            at = len(reader.text)
+        if depth and not reader.ended:
+            yield
+    text, reader.text = reader.text[:at], reader.text[at:]
+    return text
+
+
+def _keywords(text: str) -> str | None:
+    """Return keyword arguments and their parenthesis as JSON; None for other text. Strings may hold line breaks."""
+    for given in (text, text.replace("\n", "\\n")):
+        try:
+            call = ast.parse(f"f({given}", mode="eval").body
+            if isinstance(call, ast.Call) and not call.args:
+                return json.dumps({each.arg: literal(each.value) for each in call.keywords}, ensure_ascii=False)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return None
+
+
 def _is_python(template: str) -> bool:
     return "func_name1(" in template or "[func_name(" in template
 
 
-def _is_llama4(template: str) -> bool:
-    return "<|python_start|>" in template or ("<|header_start|>" in template and "tools" in template)
-
-
-def _is_llama3(template: str) -> bool:
-    return _TAGS[0] in template or ("ipython" in template and "parameters" in template)
+def _is_llama(template: str) -> bool:
+    has_header = "<|header_start|>" in template and "tools" in template
+    return any(tag in template for tag in _TAGS) or has_header or ("ipython" in template and "parameters" in template)
 
 
 def _format(name: str, is_used_by: Callable[[str], bool], syntax: Syntax) -> ToolFormat:
@@ -78,5 +141,4 @@ def _format(name: str, is_used_by: Callable[[str], bool], syntax: Syntax) -> Too
 
 
 PYTHONIC: Final = _format("pythonic", _is_python, _FUNCTIONS)
-LLAMA4: Final = _format("llama4", _is_llama4, _OBJECTS)
-LLAMA3: Final = _format("llama3", _is_llama3, _OBJECTS)
+LLAMA: Final = _format("llama", _is_llama, _OBJECTS)

@@ -17,16 +17,12 @@ class ThoughtFormat:
     ends: tuple[str, ...]
     label: str = ""
     """A text after the beginning that is no thought."""
-    content: tuple[str, ...] = ()
-    """Texts around the content after it: the first begins it, the others end it."""
-    marks: tuple[str, ...] = ()
-    """All texts that a chat template has which uses it; by default one of `starts`."""
     is_special: bool = False
     """Its texts are tokens that only vocabularies of this family have."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.starts, *self.ends, *self.content)
+        return (*self.starts, *self.ends)
 
     def is_begun_by(self, prompt: str) -> bool:
         """Return whether the reasoning is open at the end of a prompt."""
@@ -46,31 +42,8 @@ THINK: Final = ThoughtFormat("think", ("<think>",), ("</think>",))
 _ALL: Final = (
     ThoughtFormat("gemma4", ("<|channel>",), ("<channel|>",), label="thought\n", is_special=True),
     ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), is_special=True),
-    ThoughtFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), is_special=True),
-    ThoughtFormat(
-        "command_a",
-        ("<|START_THINKING|>",),
-        ("<|END_THINKING|>",),
-        content=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        is_special=True,
-    ),
-    ThoughtFormat("apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",), is_special=True),
-    ThoughtFormat(
-        "kimi_k3",
-        ("<|open|>think<|sep|>",),
-        ("<|close|>think<|sep|>",),
-        content=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-        marks=("<|open|>", "<|sep|>", "think"),
-        is_special=True,
-    ),
     ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",)),
     ThoughtFormat("granite", _granite("thought process"), _granite("response")),
-    ThoughtFormat(
-        "hunyuan", THINK.starts, THINK.ends, content=("<answer>", "</answer>"), marks=("<think>", "<answer>")
-    ),
-    ThoughtFormat(
-        "ernie", THINK.starts, THINK.ends, content=("<response>", "</response>"), marks=("<think>", "<response>")
-    ),
     THINK,
 )
 """The first that a template mentions is taken."""
@@ -80,11 +53,7 @@ THOUGHT_FORMATS: Final = {each.name: each for each in sorted((*_ALL, CHANNELS), 
 def thoughts_of(template: str, tokens: Collection[str]) -> ThoughtFormat | None:
     """Return the format that a chat template mentions, or that a vocabulary has tokens for."""
     for each in _ALL:
-        if (
-            all(mark in template for mark in each.marks)
-            if each.marks
-            else any(map(template.__contains__, (*each.starts, *each.ends)))
-        ):
+        if any(text in template for text in each.markers):
             return each
     special = (each for each in _ALL if each.is_special)
     return next((each for each in special if {*each.starts, *each.ends} <= set(tokens)), None)

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 (DeepSeek's and StepFun's markers have a wide bar)
+# ruff: noqa: RUF001 (DeepSeek's markers have a wide bar)
 """Formats over the API: which one a model has, and calls that a grammar holds to it."""
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ JSON, LESS_JSON = json.dumps(ARGUMENTS), json.dumps(LESS)
 LINE = "\n"
 
 
-def listed(opening: str, closing: str = "", name: str = "name", arguments: str = "arguments", before: str = "") -> str:
+def listed(opening: str, closing: str = "") -> str:
     calls = ((("get_weather"), JSON), ("get_weather", LESS_JSON), ("now", "{}"))
-    objects = (f'{{{before}"{name}": "{each}", "{arguments}": {text}}}' for each, text in calls)
+    objects = (f'{{"name": "{each}", "arguments": {text}}}' for each, text in calls)
     return f"{opening}[{', '.join(objects)}]{closing}"
 
 
@@ -69,15 +69,11 @@ def qwen(opening: str, closing: str, line: str = "\n") -> str:
     return line.join((call("get_weather", ARGUMENTS), call("get_weather", LESS), call("now", {})))
 
 
-def invokes(opening: str, closing: str, bar: str = "", typed: bool = False) -> str:
+def invokes(opening: str, closing: str) -> str:
     def call(name: str, arguments: dict[str, Any]) -> str:
-        tags = ""
-        for key, value in arguments.items():
-            is_text = isinstance(value, str)
-            said = f' string="{str(is_text).lower()}"' if typed else ""
-            text = value if is_text else json.dumps(value)
-            tags += f'<{bar}parameter name="{key}"{said}>{text}</{bar}parameter>\n'
-        return f'<{bar}invoke name="{name}">\n{tags}</{bar}invoke>\n'
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        tags = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts.items())
+        return f'<invoke name="{name}">\n{tags}</invoke>\n'
 
     return f"{opening}\n{call('get_weather', ARGUMENTS)}{call('get_weather', LESS)}{call('now', {})}{closing}"
 
@@ -107,40 +103,15 @@ def python(opening: str, closing: str, between: str = ", ") -> str:
     return opening + between.join((full, 'get_weather(city="K", unit="C")', "now()")) + closing
 
 
-STEP = "<｜tool_call_begin｜>function<｜tool_sep｜>"
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 FORMS: dict[str, tuple[str, str]] = {
-    "apertus": (
-        "{{ tools }}<|tools_prefix|>",
-        f'<|tools_prefix|>[{{"get_weather": {JSON}}}, {{"get_weather": {LESS_JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
-    ),
-    "command_a": (
-        "{{ tools }}<|START_ACTION|>[",
-        listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters", '"tool_call_id": "0", '),
-    ),
     "deepseek_v3": (
         f"{{{{ tools }}}}{{{{'{BEGIN}{CALL}' + 'function' + '{SEP}' + '\\n```json\\n'}}}}",
         named(f"{CALL}function{SEP}", "\n```json\n", f"\n```{CALL_END}", (BEGIN, END), "\n"),
     ),
     "deepseek_v31": (f"{{{{ tools }}}}{BEGIN}{CALL}", named(CALL, SEP, CALL_END, (BEGIN, END))),
-    "deepseek_v32": (
-        "{{ tools }}<｜DSML｜function_calls>",
-        invokes("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", True),
-    ),
-    "deepseek_v4": (
-        "{{ tools }}<｜DSML｜tool_calls>",
-        invokes("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", True),
-    ),
-    "deepseek_v41": (
-        "{{ tools }}<｜DSML｜ calls>",
-        invokes("<｜DSML｜ calls>", "</｜DSML｜ calls>", "｜DSML｜ ", True),
-    ),
-    "function_gemma": (
-        "{{ tools }}<start_function_call>call:",
-        gemma("<start_function_call>", "<end_function_call>", "<escape>"),
-    ),
     "gemma4": ("{{ tools }}<|tool_call>call:", gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
     "glm45": ("{{ tools }}<tool_call>{function-name}\n<arg_key>", glm("\n")),
     "glm47": ("{{ tools }}<tool_call>{function-name}<arg_key>", glm("")),
@@ -149,49 +120,23 @@ FORMS: dict[str, tuple[str, str]] = {
         f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{JSON}",
     ),
     "granite3": ("{{ tools }}respond only with <|tool_call|> followed by a JSON list", listed("<|tool_call|>")),
-    "granite_20b": ("{{ tools }}<function_call>", objects("<function_call>", "</function_call>", "")),
     "hermes": ("{{ tools }}<tool_call>", objects("<tool_call>\n", "\n</tool_call>", "\n")),
-    "hunyuan": ("{{ tools }}<tool_calls>[", listed("<tool_calls>", "</tool_calls>")),
-    "internlm": (
-        "{{ tools }}<|action_start|><|plugin|>",
-        objects("<|action_start|><|plugin|>", "<|action_end|>", "", "parameters"),
-    ),
     "kimi_k2": (
         "{{ tools }}<|tool_calls_section_begin|>",
         named("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>", KIMI),
     ),
-    "kimi_k3": (
-        "{{ tools }}{{- '<|open|>' + 'message' }}{{ '<|sep|>' }}",
-        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"'
-        '<|sep|>Bonn<|close|>argument<|sep|><|open|>argument key="unit" type="string"<|sep|>C<|close|>argument<|sep|>'
-        "<|close|>call<|sep|><|close|>tools<|sep|>",
-    ),
-    "lfm2": ("{{ tools }}<|tool_list_start|>", python("<|tool_call_start|>[", "]<|tool_call_end|>")),
-    "llama3": ("{{ tools }}<|python_tag|>", objects("", "", "; ", "parameters")),
-    "llama4": ("{{ tools }}<|header_start|>", objects("", "", "; ", "parameters")),
-    "longcat": ("{{ tools }}<longcat_tool_call>", objects("<longcat_tool_call>\n", "\n</longcat_tool_call>", "\n")),
-    "mimo": ("{{ tools }}<tool_call><function=", qwen("<tool_call>", "</tool_call>", "")),
+    "llama": ("{{ tools }}<|python_tag|>", objects("", "", "; ", "parameters")),
     "minimax_m2": ("{{ tools }}<minimax:tool_call>", invokes("<minimax:tool_call>", "</minimax:tool_call>")),
     "mistral": ("{{ tools }}[TOOL_CALLS]", listed("[TOOL_CALLS]")),
     "mistral_v11": ("{{ tools }}[TOOL_CALLS]name[ARGS]", named("[TOOL_CALLS]", "[ARGS]", "")),
-    "nemotron": ("{{ tools }}<TOOLCALL>[", listed("<TOOLCALL>", "</TOOLCALL>")),
-    "olmo3": ("{{ tools }}<function_calls>", python("<function_calls>\n", "\n</function_calls>", "\n")),
     "phi4": ("{{ tools }}<|tool|>{}<|/tool|>", listed("<|tool_call|>", "<|/tool_call|>")),
     "phi4_mini": ("{{ tools }}functools[", listed("functools")),
     "pythonic": ("{{ tools }}[func_name1(params_name1=params_value1...), func_name2(params)]", python("[", "]")),
     "qwen3_coder": ("{{ tools }}<tool_call>\n<function=example>", qwen("<tool_call>", "</tool_call>")),
-    "seed_oss": ("{{ tools }}<seed:tool_call><function=", qwen("<seed:tool_call>", "</seed:tool_call>")),
-    "step3": (
-        "{{ tools }}<steptml:invoke name=",
-        f'<｜tool_calls_begin｜>{STEP}<steptml:invoke name="get_weather"><steptml:parameter name="city">Bonn'
-        '</steptml:parameter><steptml:parameter name="unit">C</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
-        "<｜tool_calls_end｜>",
-    ),
 }
 """By format: a short template, and calls as a model that was trained on it writes them."""
 EXECUTOR = ThreadPoolExecutor(1)
 CONFIG = GatewayConfig(workers=("http://127.0.0.1:9",))
-ONE_CALL = ("gpt_oss", "kimi_k3", "step3")
 
 
 def tokenizer_with(*special: str) -> Tokenizer:
@@ -227,7 +172,7 @@ async def test_required_calls_come_in_the_familys_own_form(name: str, special: b
     (choice,) = json.loads(raw)["choices"]
     calls = [each["function"] for each in choice["message"]["tool_calls"]]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-    if name not in ONE_CALL:
+    if name != "gpt_oss":
         expected = [("get_weather", ARGUMENTS), ("get_weather", LESS), ("now", {})]
         assert [(call["name"], json.loads(call["arguments"])) for call in calls] == expected
     streamed = "".join(
@@ -280,7 +225,7 @@ def test_a_template_tells_the_format(name: str, caplog: pytest.LogCaptureFixture
         (("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), "mistral_v11", "mistral"),
         (("[TOOL_CALLS]",), "mistral", None),
         ((BEGIN, END, SEP, "<think>", "</think>"), "deepseek_v31", None),
-        (("<|tool_call_start|>", "<|tool_call_end|>"), "lfm2", None),
+        (("<|tool_call_start|>", "<|tool_call_end|>"), "unknown", None),
         (("<|channel|>", "<|message|>", "<|constrain|>"), "gpt_oss", "gpt_oss"),
         (("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"), "gemma4", "gemma4"),
         (("<tool_call>", "</tool_call>"), "unknown", None),
@@ -302,14 +247,11 @@ def test_tokens_tell_the_format_where_the_template_does_not(
         ("{{ messages }}", None),
         ("<think>", "think"),
         ("{{ content.split('</think>') }}", "think"),
-        ("<think></think><answer>", "hunyuan"),
-        ("<think></think><response>", "ernie"),
         ("[THINK]", "mistral"),
-        ("<seed:think>", "seed_oss"),
         ("<|channel>thought", "gemma4"),
-        ("<|START_THINKING|>", "command_a"),
+        ("<|START_THINKING|>", None),
         ("Write your thoughts after 'Here is my thought process:'", "granite"),
-        ("{{ '<|open|>' + 'think' }}<|sep|>", "kimi_k3"),
+        ("{{ '<|open|>' + 'think' }}<|sep|>", None),
     ],
 )
 def test_a_template_tells_the_reasoning(template: str, thoughts: str | None) -> None:
@@ -342,6 +284,64 @@ async def test_an_unknown_format_passes_unharmed(caplog: pytest.LogCaptureFixtur
     assert json.loads(plain)["choices"][0]["message"]["content"] == "Hm. get_weather: Bonn "
     kinds = [request.sampling.grammar and request.sampling.grammar.kind for request in worker.received]
     assert kinds == [None, None, None, "json_schema", "json_schema"]
+
+
+def template_of(call: str, before: str = "") -> str:
+    """Return a template with tools. `call` writes a call: `f` is its function."""
+    calls = "{% for call in m.tool_calls %}{% set f = call.function %}" + call + "{% endfor %}"
+    return "{{ tools }}" + before + "{% for m in messages %}<|im_start|>{{ m.content }}" + calls + "{% endfor %}"
+
+
+OTHER_FORMS = {
+    "another family's tags": (
+        "<tool_call>{{ f.name }}<tool_sep><arg_key>city</arg_key>",
+        "<arg_value>",
+        "</tool_call>",
+    ),
+    "a prefix": (']<]name[>[<tool_call>\n]<]name[>[<invoke name="{{ f.name }}">', "]<]name[>[<city>", "</tool_call>"),
+    "another text": ("<tool_call>\nname: {{ f.name }}\n", "city: ", "\n</tool_call>"),
+    "its tokens elsewhere": ("[TOOL_CALLS]<name>{{ f.name }}</name>[ARGS]", "<city>", "</city>"),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+async def test_markers_in_another_form_are_unknown(form: str) -> None:
+    """The template renders calls that no format with these markers reads. They arrive whole, with all tokens."""
+    before, key, after = OTHER_FORMS[form]
+    text = "Hm. " + before.replace("{{ f.name }}", "now") + key + "Bonn" + after
+    tokenizer = tokenizer_with("<tool_call>", "</tool_call>", "<tool_sep>", "<arg_key>", "[TOOL_CALLS]", "[ARGS]")
+    template = template_of(before + key + "{{ f.arguments.city }}" + after)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    worker = ScriptedWorker(bundle_of(tokenizer, chat_template=template), reply=ids)
+    async with gateway(worker) as target:
+        [card] = await listed_models(target.url)
+        _, _, raw = await post(target.url, chat(tools=[NOW]))
+        _, _, stream = await post(target.url, chat(tools=[NOW], stream=True))
+    assert card["tool_parser"] == "unknown"
+    assert json.loads(raw)["choices"][0]["message"]["content"] == text
+    deltas = [choice["delta"] for event in events(stream)[:-1] for choice in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+
+
+HERMES_CALL = '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+
+
+def test_a_template_may_mention_other_families() -> None:
+    """The call that it renders shows the format, not the first marker in its text."""
+    mentions = "Never write [TOOL_CALLS], <|tool_call|>, <minimax:tool_call> or " + BEGIN + "."
+    assert model_of(chat_template=template_of(HERMES_CALL, mentions)).tool_format == FORMATS["hermes"]
+    assert model_of(chat_template=template_of(HERMES_CALL, "{# as [TOOL_CALLS] #}")).tool_format == FORMATS["hermes"]
+
+
+def test_a_template_may_write_only_the_id_of_a_call() -> None:
+    """Kimi K2's does."""
+    call = KIMI[0] + "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}"
+    assert model_of(chat_template=template_of(call + "<|tool_call_end|>" + KIMI[1])).tool_format == FORMATS["kimi_k2"]
+
+
+def test_a_template_that_refuses_calls_has_its_marks() -> None:
+    template = template_of("{{ raise_exception('no calls') }}", "<tool_call>")
+    assert model_of(chat_template=template).tool_format == FORMATS["hermes"]
 
 
 async def test_the_options_name_formats() -> None:

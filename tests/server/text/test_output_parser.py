@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from server.schema.tools import ToolName
 from server.text.call_syntax import JsonScanner, call_of
-from server.text.formats import CALL_LIST, FORMATS, format_of
+from server.text.formats import CALL_LIST, FORMATS, formats_of
 from server.text.formats.calls import MAX_NAME_CHARS
 from server.text.output_parser import OutputDelta, OutputParser, OutputRules
 
 HERMES = OutputRules(tools=FORMATS["hermes"])
-LLAMA = OutputRules(tools=FORMATS["llama3"], tool_names=frozenset({"f", "g"}))
+LLAMA = OutputRules(tools=FORMATS["llama"], tool_names=frozenset({"f", "g"}))
 MISTRAL = OutputRules(tools=FORMATS["mistral"])
 LIST = OutputRules(tools=CALL_LIST)
 TWO_TOOLS = OutputRules(tools=CALL_LIST, tool_names=frozenset({"fly", "flow"}))
@@ -157,10 +157,10 @@ def test_the_scanner_finds_the_end_of_a_value(value: Any, cut: int) -> None:
 
 
 def test_the_format_is_derived_from_the_template() -> None:
-    assert format_of("... <tool_call> ...") == FORMATS["hermes"]
-    assert format_of("... [TOOL_CALLS] ...") == FORMATS["mistral"]
-    assert format_of("... <|python_tag|> ...") == FORMATS["llama3"]
-    assert format_of("nothing") is None
+    assert formats_of("... <tool_call> ...") == [FORMATS["hermes"]]
+    assert formats_of("... [TOOL_CALLS] ... <tool_call>") == [FORMATS["mistral"], FORMATS["hermes"]]
+    assert formats_of("... <|python_tag|> ...") == [FORMATS["llama"]]
+    assert formats_of("nothing") == []
 
 
 def test_quoted_arguments_that_are_cut_are_read_to_the_cut() -> None:

@@ -43,8 +43,6 @@ MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[AR
 HEADS = [
     f"<function=f>\n<parameter=a>\n{WITNESS}\n</parameter>\n</function>",
     f'<invoke name="f"><parameter name="a">{WITNESS}</parameter></invoke>',
-    f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">[{WITNESS}]</｜DSML｜parameter>'
-    "</｜DSML｜invoke>",
     f"f\n<arg_key>a</arg_key>\n<arg_value>{WITNESS}</arg_value>",
     "functions.f:0<|tool_call_argument_begin|>{}",
     "f<｜tool▁sep｜>{}",
@@ -54,7 +52,6 @@ HEADS = [
     f"[f(a={WITNESS}), fly()]",
     f"<|channel|>analysis<|message|>{WITNESS}<|end|>",
     '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
-    f' tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>{WITNESS}<|close|>argument<|sep|>',
 ]
 OBJECTS = [
     '{"name": "f", "arguments": {"a": [1, {"b": "x}"}]}}',

@@ -1,0 +1,90 @@
+"""Find how a model writes calls and reasoning: by its chat template, else by the tokens of its vocabulary.
+
+A template that mentions markers may have taken them from another family. So it renders a call, which the format has to
+read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from typing import Final
+
+import msgspec
+
+from server.config import GatewayConfig
+from server.errors import InvalidRequestError
+from server.schema.fields import FunctionCall, Message, Tool, ToolCall
+from server.schema.intent import Conversation
+from server.text.chat_template import ChatTemplate
+from server.text.formats import FORMATS, either, formats_of
+from server.text.formats.base import ToolFormat
+from server.text.formats.reasoning import CHANNELS, THOUGHT_FORMATS, ThoughtFormat, thoughts_of
+from server.text.output_parser import OutputParser, OutputRules
+from worker.wire import TokenizerBundle
+
+log = logging.getLogger(__name__)
+_QUESTION: Final = "What is the weather in Reykjavik?"
+_CITY: Final = "Tegucigalpa"
+_CALL: Final = FunctionCall(name="get_weather", arguments=json.dumps({"city": _CITY}))
+
+
+def formats(
+    bundle: TokenizerBundle, tokens: Collection[str], template: ChatTemplate | None, config: GatewayConfig
+) -> tuple[ToolFormat | None, ThoughtFormat | None, bool]:
+    """Return how a model writes calls and reasoning, and whether it was trained on the calls."""
+    source, takes_tools = bundle.chat_template or "", template is not None and template.takes_tools
+    known = _tool_format(source, tokens, template) if template is not None else None
+    if config.tool_parser is not None:
+        known = FORMATS[config.tool_parser]
+    tools = known
+    if not takes_tools:  # the tools are written into a message that asks for Hermes' form
+        tools = FORMATS["hermes"] if known is None else either(known, FORMATS["hermes"])
+    thoughts = thoughts_of(source, tokens)
+    if tools is not None and tools.has_channels:
+        thoughts = CHANNELS
+    if config.reasoning is not None:
+        thoughts = THOUGHT_FORMATS.get(config.reasoning)
+    if tools is None:
+        log.warning(
+            "model %s: the format of its tool calls is unknown, so that they come as content; --tool-parser names one",
+            bundle.model,
+        )
+    return tools, thoughts, known is not None
+
+
+def _tool_format(source: str, tokens: Collection[str], template: ChatTemplate) -> ToolFormat | None:
+    """Return the first possible format that reads the template's own call."""
+    written = _written_call(template) if template.takes_tools else ""
+    possible = formats_of(source, tokens if template.takes_tools else ())
+    # A format without `opens` has markers of its own, if any, and templates put headers before its calls.
+    return next((each for each in possible if not (written and each.opens) or _reads(each, written)), None)
+
+
+def _written_call(template: ChatTemplate) -> str:
+    """Return what a template writes for a call; "" when it refuses or omits one."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}}
+    function = {"name": _CALL.name, "description": "Return the weather.", "parameters": parameters}
+    call = ToolCall(id="call00001", function=_CALL)  # Mistral's templates want nine letters or digits
+    messages = [Message(role="user", content=_QUESTION), Message(role="assistant", content="", tool_calls=[call])]
+    tool = msgspec.convert({"type": "function", "function": function}, Tool)
+    try:
+        text = template.render(Conversation(messages=messages, tools=[tool], add_generation_prompt=False)).text
+    except InvalidRequestError:
+        return ""
+    written = text.rpartition(_QUESTION)[2]
+    return written if _CITY in written else ""
+
+
+def _reads(tools: ToolFormat, written: str) -> bool:
+    """Return whether a format reads a call that begins as its own grammar would have it."""
+    if tools.opens[0] not in written:
+        return False
+    deltas = OutputParser(OutputRules(tools=tools)).feed(written, last=True)
+    names = [text for kind, text in deltas if kind == "call"]
+    try:
+        arguments = json.loads("".join(text for kind, text in deltas if kind == "arguments"))
+    except ValueError:
+        return False
+    return names == [_CALL.name] and arguments == json.loads(_CALL.arguments)
