@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Final
 
@@ -20,7 +20,7 @@ from worker.contracts.exchange import Handover
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, TransferRate
-from worker.kv_transfer.fetches import BlockReader, FetchQueue, FetchSource, PrefixFetch
+from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
@@ -89,9 +89,6 @@ class KVTransfers:
                 self.savers[store.tier].offer(self._allocator.next_victims(_NUM_VICTIMS))
             elif events:
                 self.savers[store.tier].offer([event.block_hash for event in events if type(event) is Stored])
-
-    def poll(self, now_s: float) -> None:
-        self.fetches.poll(now_s)
 
     def tier_tokens_per_s(self) -> tuple[float, ...]:
         now_s = time.monotonic()
@@ -171,7 +168,8 @@ class KVTransfers:
         found, at = [], num_cached
         for store in self._stores:
             if count := store.match(hashes[at:]):
-                found.append(FetchSource(store.tier, at, at + count, self._rates[store.tier], partial(_opened, store)))
+                open_store = partial(lambda store, links: nullcontext(store), store)
+                found.append(FetchSource(store.tier, at, at + count, self._rates[store.tier], open_store))
                 at += count
         source = sequence.request.wire.source
         if self._peers is not None and source is not None and at < (stop := min(source.num_blocks, len(hashes))):
@@ -201,7 +199,3 @@ class KVTransfers:
             self._metrics.stored_blocks.labels(store.tier).set(len(store))
             if events and self._publisher is not None:
                 self._publisher.offer_tier(store.tier, events)
-
-
-def _opened(store: BlockStore, links: Sequence[ChainLink]) -> AbstractContextManager[BlockReader]:
-    return nullcontext(store)
