@@ -123,10 +123,8 @@ async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str],
         try:
             version = await api.version()
             return version, await api.model()
-        except EngineLostError as error:
-            why = f"waiting for the engine at {config.engine_url}: {error}"
-        except EngineRefusedError as error:
-            if error.status in (401, 403):
+        except (EngineLostError, EngineRefusedError) as error:
+            if isinstance(error, EngineRefusedError) and error.status in (401, 403):
                 raise ValueError(f"--engine-key-file: {error}") from error
             why = f"waiting for the engine at {config.engine_url}: {error}"
         if why != reported:
