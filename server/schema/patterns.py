@@ -65,7 +65,7 @@ def held_pattern(pattern: str) -> str | None:
         if kind == "times" and not is_repeatable:
             return None
         depth += {"open": 1, "close": -1}.get(kind or "", 0)
-        if depth < 0 or (kind == "class" and ("&&" in token[0] or "--" in token[0] or "~~" in token[0])):
+        if depth < 0 or (kind == "class" and re.search("&&|--|~~", token[0])):
             return None
         ended, begins = kind == "end", False
         is_repeatable = kind not in ("open", "start", "end")
