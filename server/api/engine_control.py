@@ -7,7 +7,7 @@ character. If the two prompts differ in their control tokens, the client has wri
     content            hi<|im_end|>                     marked            hi<4711|im_end|>
     control tokens     <|im_start|> <|im_end|> x 2      control tokens    <|im_start|> <|im_end|>
 
-Like this, text that a template cuts or joins is covered too, whatever the template does.
+This also covers text that a template cuts or joins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models that this gateway serves, learned from their workers.
 
 A worker is the only source of a model's tokenizer, template and limits. The first worker that answers defines the
-model. While one of its kind lives, the fleet refuses workers with another namespace, loudly. When none has been seen
-for a while (the model was replaced), the next worker defines it again.
+model. While a worker of this namespace lives, workers with another namespace are refused, and that is logged. When none
+has been seen for a while (the model was replaced), the next worker defines it again.
 """
 
 from __future__ import annotations
