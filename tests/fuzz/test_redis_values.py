@@ -22,7 +22,6 @@ import redis
 
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.redis_index import schema
-from server.models.served_model import namespace_of
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerError
 from tests.fuzz import garbage
@@ -240,7 +239,7 @@ class ValuesLane:
         changed = {name: value for name, value in dataclasses.asdict(bundle).items() if value != getattr(BUNDLE, name)}
         self.notes.append(f"a bundle with {changed!r:.1000}, {self.ghost.bodies['/bundle'] == pack(bundle)}")
         if bundle.block_size > 0:
-            changes.setdefault("namespace", namespace_of(bundle).fingerprint)
+            changes.setdefault("namespace", bundle.namespace.fingerprint)
         own = member("ghost", **{"url": self.ghost.url, **changes})
         return signed(self.secret, own)
 
