@@ -101,7 +101,7 @@ class KVTransfers:
         """Delete every block below the pool. The pool is empty, so no saver finds a block to save."""
         with self._reporting:  # earlier events are reported before this, or never
             for store in self._stores:
-                self.savers[store.tier].forget()
+                self.savers[store.tier].queue.clear()
                 store.clear()
 
     def close(self) -> None:
