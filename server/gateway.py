@@ -169,9 +169,10 @@ class Gateway:
         known = HostNames(ops_socket.getsockname()[0], (config.ops_host, *config.ops_hosts))
         ops = Listener(KnownHostsMiddleware(self.ops, known, "--ops-hosts"), ops_socket, self.http_limits, tls)
         self._listeners = (public, ops)
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        self.metrics.follow_tasks(asyncio.get_running_loop())
+            loop.add_signal_handler(number, self._on_signal)
+        self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         _freeze_gc()
         scheme = "http" if tls is None else "https"
         log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)

@@ -6,7 +6,6 @@ loop, exported at the scrape: a request changes many of them.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from bisect import bisect_left
@@ -210,11 +209,7 @@ class GatewayMetrics:
             "headstart_event_loop_longest_delay_seconds", "The longest of those delays since the last scrape."
         )
         longest.set_function(self._take_longest_delay)
-        self._tasks = gauge("headstart_asyncio_tasks", "Tasks of the event loop.")
-
-    def follow_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count the loop's tasks at every scrape."""
-        self._tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+        self.tasks = gauge("headstart_asyncio_tasks", "Tasks of the event loop.")
 
     def delayed(self, delay_s: float) -> None:
         """Observe how late the loop woke a task."""

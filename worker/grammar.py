@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, cast
+from typing import Any, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -25,9 +25,6 @@ from worker.common.json_whitespace import whitespace_options
 from worker.scheduler.request import ConstraintError
 from worker.schema_errors import failing_place, in_words, named
 from worker.wire import GenerateRequest, Grammar, TokenizerBundle
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 _NUM_THREADS: Final = 2
 _MAX_TEXT_BYTES: Final = 256 * 1024
@@ -238,9 +235,8 @@ def _from_schema(schema: object, *, compact: bool) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     check_factors(schema)
-    options = {**whitespace_options(schema, compact=compact), "coerce_one_of": True}
-    overrides = cast("JsonCompileOptions", options)
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
+    options: Any = {**whitespace_options(schema, compact=compact), "coerce_one_of": True}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
 def _choice_rule(options: object) -> str:

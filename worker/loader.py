@@ -17,7 +17,6 @@ from cache.allocators import make_allocator
 from cache.allocators.base import Allocator
 from cache.allocators.hash import HashAllocator
 from cache.block_record import RecordFormat, layout_fingerprint
-from cache.hashing import Namespace
 from cache.records import WorkerMember, new_epoch, signed
 from cache.store import BlockStore
 from cache.stores.disk import DiskStore
@@ -69,11 +68,6 @@ class _LoadedParts:
     limits: BatchLimits
     rate: PrefillRate
     pooling: Pooling | None
-
-    @property
-    def namespace(self) -> str:
-        bundle = self.bundle
-        return Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint
 
 
 def build_engine(
@@ -175,7 +169,7 @@ def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTra
         epoch=new_epoch(),
         url=url,
         model=bundle.model,
-        namespace=parts.namespace,
+        namespace=parts.bundle.namespace.fingerprint,
         numerics=parts.runner.numerics,
         block_size=config.block_size,
         max_model_len=bundle.max_model_len,
@@ -206,7 +200,7 @@ def _make_transfers(
     config, model, cache = parts.config, parts.model, parts.runner.cache
     copier, shape, secret = make_copier(cache), model.config.attention, config.cluster_secret()
     layout = layout_fingerprint(
-        namespace=parts.namespace,
+        namespace=parts.bundle.namespace.fingerprint,
         files=model.checkpoint.files.digest,
         numerics=parts.runner.numerics,
         dtype=str(cache.dtype),

@@ -25,6 +25,7 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
+from cache.hashing import Namespace
 from cache.records import WorkerMember
 from cache.types import HASH_BYTES, Tier
 
@@ -335,6 +336,10 @@ class TokenizerBundle:
     block_size: int
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     """Outside the fingerprint: they change no block."""
+
+    @property
+    def namespace(self) -> Namespace:
+        return Namespace(self.model, self.revision, self.fingerprint, self.block_size)
 
 
 T = TypeVar("T")

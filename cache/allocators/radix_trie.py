@@ -38,6 +38,18 @@ class RadixNode:
             yield node
             node = node.parent
 
+    def check_links(self) -> None:
+        """Assert what holds between a node, its parent and its children."""
+        for key, child in self.children.items():
+            assert child.keys[0] == key, f"node {child.id} is found under {key}"
+            assert child.parent is self, f"node {child.id} has another parent"
+        if self.parent is None:
+            assert self.num_holders or self.children, f"root {self.id} is of no use"
+            return
+        assert self.keys, f"node {self.id} is empty"
+        assert len(self.keys) == len(self.block_ids) == len(self.hashes), f"node {self.id} is ragged"
+        assert self.num_holders or self.parent.last_accessed >= self.last_accessed, "a parent older than its child"
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -201,17 +213,7 @@ class RadixTrie:
             assert node.num_holders == holders.pop(node, 0), f"node {node.id} counts {node.num_holders} holders"
             assert node.is_queued == (id(node) in queued), f"node {node.id} queued: {node.is_queued}"
             assert node.is_queued or not _is_evictable_leaf(node), f"node {node.id} would never be evicted"
-            for key, child in node.children.items():
-                assert child.keys[0] == key, f"node {child.id} is found under {key}"
-                assert child.parent is node, f"node {child.id} has another parent"
-            if node.parent is not None:
-                assert node.keys, f"node {node.id} is empty"
-                assert len(node.keys) == len(node.block_ids) == len(node.hashes), f"node {node.id} is ragged"
-                assert node.num_holders or node.parent.last_accessed >= node.last_accessed, (
-                    "a parent older than its child"
-                )
-            else:
-                assert node.num_holders or node.children, f"root {node.id} is of no use"
+            node.check_links()
         assert not holders, "a held node is not in the trie"
         assert (self.num_blocks, self.num_evictable) == (num_blocks, num_evictable), "counts of blocks are wrong"
         assert len(queued) == len(self._leaves), "a leaf is queued twice"

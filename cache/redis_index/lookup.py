@@ -94,10 +94,6 @@ class RedisIndex:
         answered = [answer for answer in answers if answer is not None]
         return [candidate for answer in answered for candidate in answer] if answered else None
 
-    @property
-    def blind(self) -> bool:
-        return all(shard.breaker_open or not shard.client.up for shard in self._shards)
-
     def members(self) -> list[WorkerMember]:
         """Return the registry as last read, lapsed leases included; empty before the first read."""
         return [member for shard in self._shards for member in shard.registry.members()]

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from cache.events import BlockEvent, Removed, Stored
 from cache.store import ChainLink
 from cache.types import BlockHash
 
 
+@dataclass(slots=True, eq=False)
 class HeldBlock:
     """A block and the number of its record. `is_queued`: the heap of leaves has an item for it."""
 
-    __slots__ = ("is_queued", "last_use", "link", "num_children", "record")
-
-    def __init__(self, link: ChainLink, record: int, last_use: int) -> None:
-        self.link = link
-        self.record = record
-        self.last_use = last_use
-        self.num_children = 0
-        self.is_queued = False
+    link: ChainLink
+    record: int
+    last_use: int = 0
+    num_children: int = 0
+    is_queued: bool = False
 
 
 class ChainLRU:
@@ -70,7 +69,7 @@ class ChainLRU:
         assert self.accepts(link), f"the parent of block {link.depth} of a chain is not held, or the block is"
         if link.depth:
             self._blocks[link.parent].num_children += 1
-        block = self._blocks[link.block_hash] = HeldBlock(link, record, 0)
+        block = self._blocks[link.block_hash] = HeldBlock(link, record)
         self.touch(block)
         self._queue(block)
         self._events.append(Stored(link.block_hash))

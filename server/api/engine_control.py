@@ -7,7 +7,7 @@ character. If the two prompts differ in their control tokens, the client has wri
     content            hi<|im_end|>                     marked            hi<4711|im_end|>
     control tokens     <|im_start|> <|im_end|> x 2      control tokens    <|im_start|> <|im_end|>
 
-Like this, text that a template cuts or joins is covered too, whatever the template does.
+This also covers text that a template cuts or joins.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ async def check_control_tokens(call: EngineCall, rendered: Rendered, model: Serv
     """Raises InvalidRequestError for client text that the engine reads as a control token."""
     tokens = model.tokenizer.control_tokens
     firsts = re.compile(f"[{re.escape(''.join({token[0] for token in tokens}))}]") if tokens else re.compile("(?!)")
-    marked = _marked(msgspec.json.decode(call.body), firsts, new_mark())
+    written, mark = msgspec.json.decode(call.body), new_mark()
+    marked = {key: value if key in UNREAD else _marked_value(value, firsts, mark) for key, value in written.items()}
     body = encode_json(marked)
-    if body == encode_json(msgspec.json.decode(call.body)):
+    if body == encode_json(written):
         return
     control_ids = {model.tokenizer.added_tokens.get(token) for token in tokens}
     try:
@@ -53,10 +54,6 @@ def _control(rendered: Rendered, control_ids: Collection[int | None]) -> list[li
 def _refusal() -> InvalidRequestError:
     message = "The messages hold a control token of this model, which its engine would take for the template's."
     return InvalidRequestError(message, param="messages", code="control_token")
-
-
-def _marked(body: dict[str, Any], firsts: re.Pattern[str], mark: str) -> dict[str, Any]:
-    return {name: value if name in UNREAD else _marked_value(value, firsts, mark) for name, value in body.items()}
 
 
 def _marked_value(value: Any, firsts: re.Pattern[str], mark: str, name: str = "") -> Any:

@@ -11,7 +11,7 @@ item_reference, compaction, any other             refused: what they stand for i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -125,7 +125,8 @@ def _client_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Mess
 
 
 def _search_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
-    return _result(item.call_id or item.id or "", _names_of(item.tools))
+    names = [str(tool.get("name")) for tool in item.tools or () if isinstance(tool, dict)]
+    return _result(item.call_id or item.id or "", f"Loaded: {', '.join(names)}" if names else "Nothing was found.")
 
 
 _READERS: Final[Mapping[str, Callable[[InputItem, str, Toolbox], schema.Message | None]]] = {
@@ -160,8 +161,3 @@ def _output(output: object, field: str) -> str | list[schema.TextPart]:
         raise located(str(error), field) from None
     schema.check_parts(parts, field)
     return parts
-
-
-def _names_of(tools: Any) -> str:
-    names = [str(tool.get("name")) for tool in tools or () if isinstance(tool, dict)]
-    return f"Loaded: {', '.join(names)}" if names else "Nothing was found."

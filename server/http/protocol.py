@@ -189,7 +189,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._is_half_closed and not self._drops_input:
             if self._is_waiting:
                 self._end_with_last_answer()
-            else:  # the rest is no whole request, and stays so
+            else:  # the rest is not a whole request and cannot become one
                 self.transport.close()
         elif self._is_ahead_full and not (self._drops_input or self._is_waiting):
             self._drops_input = True

@@ -1,8 +1,8 @@
 """Models that this gateway serves, learned from their workers.
 
 A worker is the only source of a model's tokenizer, template and limits. The first worker that answers defines the
-model. While one of its kind lives, the fleet refuses workers with another namespace, loudly. When none has been seen
-for a while (the model was replaced), the next worker defines it again.
+model. While a worker of this namespace lives, workers with another namespace are refused, and that is logged. When none
+has been seen for a while (the model was replaced), the next worker defines it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cache.records import WorkerMember
 from server.auth.identity import Identity
 from server.config import GatewayConfig
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
-from server.models.served_model import ServedModel, build_model, namespace_of
+from server.models.served_model import ServedModel, build_model
 from server.schema.decoding import TextLimit
 from server.text.chat_template import TemplateError
 from server.text.tokenizer import TokenizerError
@@ -151,7 +151,7 @@ class Models:
             return known if known is not None and known.fingerprint == member.namespace else None
         try:
             bundle = await self._client.bundle(member.url)
-            if namespace_of(bundle).fingerprint != member.namespace:
+            if bundle.namespace.fingerprint != member.namespace:
                 raise TokenizerError("the bundle's namespace is not the one that the worker announces")
             model = await asyncio.get_running_loop().run_in_executor(
                 self._executor, build_model, bundle, self._executor, self._config

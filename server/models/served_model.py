@@ -59,19 +59,13 @@ class ServedModel:
 
     def with_adapter(self, adapter: str) -> ServedModel:
         """Return this model with a LoRA adapter, whose blocks share no prefix with the model's."""
-        return replace(self, adapter=adapter, root=_cached_root(namespace_of(self.bundle), adapter))
+        return replace(self, adapter=adapter, root=_cached_root(self.bundle.namespace, adapter))
 
     @property
     def prompt_bytes(self) -> int | None:
         """Return the most bytes of a prompt that fits; None without a bound."""
         bound = self.tokenizer.bound
         return None if bound is None or not bound.counts_space else bound.token_bytes * self.max_model_len
-
-
-def namespace_of(bundle: TokenizerBundle) -> Namespace:
-    return Namespace(
-        model=bundle.model, revision=bundle.revision, tokenizer=bundle.fingerprint, block_size=bundle.block_size
-    )
 
 
 def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: GatewayConfig) -> ServedModel:
@@ -89,10 +83,9 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     if template is not None and not config.control_tokens_in_content:
         template.keep_as_text(tokenizer.control_tokens)
     tool_format, thoughts, has_own_calls = formats(bundle, tokenizer.added_tokens, template, config)
-    namespace = namespace_of(bundle)
     return ServedModel(
         name=bundle.model,
-        fingerprint=namespace.fingerprint,
+        fingerprint=bundle.namespace.fingerprint,
         bundle=bundle,
         tokenizer=tokenizer,
         template=template,
@@ -100,7 +93,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         thoughts=thoughts,
         has_own_calls=has_own_calls,
         created=int(time.time()),
-        root=_cached_root(namespace),
+        root=_cached_root(bundle.namespace),
         keeps_client_lines=config.keep_client_lines,
     )
 

@@ -59,6 +59,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
         session = hints.session or self.affinity_key
+        num_demanded = max(1, self.sampling.min_tokens) if self.clamps_max_tokens else self.sampling.max_tokens
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
@@ -72,13 +73,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             tenant=self.tenant,
             embeds=self.embed is not None,
             text_api="" if self.ask is None else self.ask.call.path,
-            num_context_tokens=len(self.prompt_ids) + self._num_demanded_tokens(),
+            num_context_tokens=len(self.prompt_ids) + num_demanded,
         )
-
-    def _num_demanded_tokens(self) -> int:
-        if self.clamps_max_tokens:
-            return max(1, self.sampling.min_tokens)
-        return self.sampling.max_tokens
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:
         """Return the parameters for a worker with this context length, which fits the request."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
@@ -22,18 +23,16 @@ WAIT_SHARE: Final = 0.1
 _by_order: Final = attrgetter("order")
 
 
+@dataclass(slots=True, eq=False)
 class HeldRequest(Generic[T]):
     """An item of the queue."""
 
-    __slots__ = ("due_s", "item", "order", "since_s")
-
-    def __init__(self, item: T, order: tuple[int, float, int], since_s: float, due_s: float) -> None:
-        self.item = item
-        self.order = order
-        """Its place: priority, the tenant's turn, arrival."""
-        self.since_s = since_s
-        self.due_s = due_s
-        """Do not decide again before this time: the outcome cannot change."""
+    item: T
+    order: tuple[int, float, int]
+    """Its place: priority, the tenant's turn, arrival."""
+    since_s: float
+    due_s: float
+    """Do not decide again before this time: the outcome cannot change."""
 
 
 class HeldRequests(Generic[T]):

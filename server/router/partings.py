@@ -69,7 +69,8 @@ class Partings:
             return
         num_young = self._young.depth(hashes)
         num_known = num_young if num_young == len(hashes) else max(num_young, self._old.depth(hashes))
-        goes_on = num_known == len(hashes) or (num_known > 0 and self._is_end(hashes[num_known - 1]))
+        last = hashes[num_known - 1]
+        goes_on = num_known == len(hashes) or (num_known > 0 and (last in self._young.ends or last in self._old.ends))
         self._learn(hashes, num_young)
         key = (request.tenant, request.lora or request.model, client)
         places = self._clients.pop(key, None)
@@ -87,9 +88,6 @@ class Partings:
         place.num_conversations += 1
         place.num_prompt_tokens = request.num_prompt_tokens
         place.last_s = self._clock()
-
-    def _is_end(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._young.ends or block_hash in self._old.ends
 
     def _learn(self, hashes: Sequence[BlockHash], num_young: int) -> None:
         if len(self._young.blocks) + len(hashes) - num_young > self._max_blocks:

@@ -81,7 +81,7 @@ class Placement:
 
 
 class Placer(Protocol):
-    """The router, as generations use it. The four records of a placement may come in any state; each counts once."""
+    """The router, as generations use it. The calls about a placement may come in any state; each takes effect once."""
 
     async def place(self, request: RouteRequest) -> Placement:
         """Raises NoWorkerError."""

@@ -111,7 +111,7 @@ def relaxed_header(places: tuple[str, ...]) -> tuple[bytes, bytes]:
 
 def _unheld(node: dict[str, Any], references: References) -> Iterator[str]:
     """Remove the keywords without an effect, and yield those that a grammar cannot hold."""
-    if node.get("not") in ({}, True) and "not" in node:
+    if node.get("not", False) in ({}, True):
         node.clear()
         node["enum"] = []
         return

@@ -1,4 +1,4 @@
-"""Keep control tokens that clients write as text, apart from those that the chat template writes.
+"""Treat control tokens that clients write as text, and those of the chat template as control tokens.
 
 A template writes a model's control tokens around the text of clients. When a client writes such a token, the rendered
 text does not show whose it is. So client text that could become a control token gets a mark after its first character

@@ -8,10 +8,10 @@ vocabulary has to cover every byte. Bytes that it lacks, and white space that a 
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+from unicodedata import normalize
 
 from server.event_loop import Steps
 from server.text.detokenizer import BYTE_ALPHABET
@@ -61,7 +61,7 @@ def length_bound(layout: Mapping[str, Any]) -> LengthBound | None:
         longest = max(map(_num_bytes, tokens))
     else:
         return None
-    written = [content for token in added for content in (token["content"], _nfc(token["content"]))]
+    written = [content for token in added for content in (token["content"], normalize("NFC", token["content"]))]
     longest = max([longest, 4, *map(_num_bytes, written)])
     strips = any(token["lstrip"] or token["rstrip"] for token in added)
     return LengthBound(longest * NFC_SHRINK ** types.count("NFC"), not strips, lost)
@@ -83,10 +83,6 @@ def _keeps_text(step: Mapping[str, Any]) -> bool:
         case {"type": "Replace", "pattern": {"String": str(before)}, "content": str(after)}:
             return 0 < _num_bytes(before) <= _num_bytes(after)
     return False
-
-
-def _nfc(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
 
 
 def _num_bytes(text: str) -> int:

@@ -5,8 +5,8 @@ are those of the whole text, except for the last. The next window begins there:
 
     aaa=bbb=ccc=dd|d...      aaa =bbb =ccc | =dd        the next begins at =dd
 
-A word longer than a window is merged in overlapping windows. A row of tokens is the encoding of its text if each two
-neighbours are that of theirs. So two encodings may be joined after a token that both have in one place:
+A word longer than a window is merged in overlapping windows. Tokens are the encoding of their text if each two
+neighbours are the encoding of their own text. So two encodings may be joined after a token that both have in one place:
 
     encoding of one window     | ab | ab | a
     of the next                     | ab | aab | ...      joined:  | ab | ab | aab | ...

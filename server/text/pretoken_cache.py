@@ -1,8 +1,8 @@
 """Tokenise plain text from a cache of pre-tokens: most words of a text were in an earlier one.
 
 A byte-level BPE tokenizer splits a text by a pattern first and merges only within the parts. So the ids of a text are
-those of its parts in a row. Every pattern of the supported families ends a part before a space that follows no white
-space. It looks no further back. The text is split there, and unknown chunks go to the tokenizer itself:
+those of its parts in a row. Every pattern of the supported families ends a part before a space that does not follow
+white space. No pattern looks further back. The text is split there, and unknown chunks go to the tokenizer itself:
 
     It's | late, | and  so      a chunk begins at a space, and reaches further while it ends in white space
 

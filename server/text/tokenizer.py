@@ -120,7 +120,7 @@ class Tokenizer:
         self.shown_ids = lru_cache(64)(self._shown_ids)
         """Return the special tokens that a parser has to see for its markers, from a cache."""
         self.control_tokens = frozenset(token["content"] for token in control)
-        """Tokens that the tokenizer calls special or that mark turns: text, when a client writes them."""
+        """Special tokens, and tokens that mark turns. Written by a client, they count as text."""
         self._prefix, self._suffix = self._affixes()
         self._texts = TextTokenizer(self._tokenizer, added, self.control_tokens)
         self._can_spell_control = layout.get("normalizer") is not None and any(token["normalized"] for token in control)
@@ -209,8 +209,7 @@ class Tokenizer:
             special = cut.search(text, at, at + SEARCH_CHARS)
             if special is None and at + SEARCH_CHARS < len(text):  # a token may begin where this has ended
                 at += SEARCH_CHARS - self._longest_special
-                if room is not None:
-                    await time_slice.rest()
+                await time_slice.rest()
                 continue
             if special is not None:
                 special = cut.match(text, special.start())  # a longer token may go on where the search has ended

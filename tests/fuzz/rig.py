@@ -28,7 +28,6 @@ from server.cli.index import shown
 from server.config import GatewayConfig
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
-from server.models.served_model import namespace_of
 from server.ops.overview import index_row
 from server.router.router import Router
 from server.router.types import NoWorkerError, RouteRequest
@@ -76,7 +75,7 @@ BUNDLE: Final = tiny_bundle()
 
 def member(name: str, url: str, **changes: Any) -> WorkerMember:
     """Return the unsigned member of a worker that serves MODEL."""
-    fields = {"url": url, "model": MODEL, "namespace": namespace_of(BUNDLE).fingerprint}
+    fields = {"url": url, "model": MODEL, "namespace": BUNDLE.namespace.fingerprint}
     epoch = changes.pop("epoch", f"e-{os.urandom(6).hex()}")
     return make_member(name, epoch, **{**fields, **changes})
 
@@ -165,7 +164,7 @@ class Gateway:
             cluster_secret=secret,
             networks=NETWORKS,
             forget_s=0.5,
-            namespaces=lambda: {MODEL: namespace_of(BUNDLE).fingerprint},
+            namespaces=lambda: {MODEL: BUNDLE.namespace.fingerprint},
         )
         self.router = Router(self.index, self.fleet, GatewayId("g"), GatewayMetrics(), rng=random.Random(1))
 

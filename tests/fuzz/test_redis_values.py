@@ -24,7 +24,6 @@ import redis
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from cache.redis_index import lookup, schema
 from cache.redis_index.connection import ClientSettings
-from server.models.served_model import namespace_of
 from server.workers import client as workers_client
 from server.workers import connection, fleet
 from server.workers.client import WorkerClient
@@ -255,7 +254,7 @@ class ValuesLane:
         changed = {name: value for name, value in dataclasses.asdict(bundle).items() if value != getattr(BUNDLE, name)}
         self.notes.append(f"a bundle with {changed!r:.1000}, {self.ghost.bodies['/bundle'] == pack(bundle)}")
         if bundle.block_size > 0:
-            changes.setdefault("namespace", namespace_of(bundle).fingerprint)
+            changes.setdefault("namespace", bundle.namespace.fingerprint)
         own = member("ghost", **{"url": self.ghost.url, **changes})
         return signed(self.secret, own)
 

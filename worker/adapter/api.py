@@ -15,6 +15,11 @@ _TOO_LONG: Final = re.compile(
     re.IGNORECASE,
 )
 """Parts of the errors of vLLM, SGLang, llama.cpp and TGI for a request that does not fit."""
+SAME_FIELDS: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    "ignore_eos",
+)
+"""Sampling parameters that engines have under the same names."""
 
 
 class EngineLostError(Exception):

@@ -15,44 +15,29 @@ from worker.adapter.kv_events import BlockStored, EngineHash
 _SALT: Final = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A block of the engine."""
 
-    __slots__ = (
-        "children",
-        "hashes",
-        "is_ambiguous",
-        "is_held",
-        "is_orphan",
-        "is_visible",
-        "key",
-        "last",
-        "parent",
-        "root",
-        "stored_at",
-        "tail",
-    )
-
-    def __init__(self, key: EngineHash, is_orphan: bool) -> None:
-        self.key = key
-        self.parent: Node | None = None
-        """The block before it, whose root is known."""
-        self.is_orphan = is_orphan
-        """A block before it is unknown, and so is the root."""
-        self.is_ambiguous = False
-        """Its name came after different parents, so it does not identify the blocks before it."""
-        self.children: set[Node] | None = None
-        self.is_held = False
-        self.is_visible = False
-        self.stored_at = 0
-        """The batch that stored it, or a block after it, last."""
-        self.root: BlockHash | None = None
-        self.hashes: Sequence[BlockHash] = ()
-        """The hashes of our blocks that end inside this one."""
-        self.last: BlockHash | None = None
-        """The hash of our last block up to its end, or the root; None while the root is unknown."""
-        self.tail: Sequence[int] = ()
-        """The tokens after `last`."""
+    key: EngineHash
+    is_orphan: bool
+    """A block before it is unknown, and so is the root."""
+    parent: Node | None = None
+    """The block before it, whose root is known."""
+    is_ambiguous: bool = False
+    """Its name came after different parents, so it does not identify the blocks before it."""
+    children: set[Node] | None = None
+    is_held: bool = False
+    is_visible: bool = False
+    stored_at: int = 0
+    """The batch that stored it, or a block after it, last."""
+    root: BlockHash | None = None
+    hashes: Sequence[BlockHash] = ()
+    """The hashes of our blocks that end inside this one."""
+    last: BlockHash | None = None
+    """The hash of our last block up to its end, or the root; None while the root is unknown."""
+    tail: Sequence[int] = ()
+    """The tokens after `last`."""
 
 
 @dataclass(frozen=True, slots=True)

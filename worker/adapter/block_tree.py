@@ -23,10 +23,11 @@ class BlockTree:
     def __init__(self, holders: BlockHolders, max_names: int) -> None:
         """`holders` receives our blocks of each node that becomes visible or invisible."""
         self.num_held = 0
+        """Held nodes of any kind."""
         self.num_opaque = 0
-        """Held nodes without hashes."""
+        """Held nodes without hashes, not published: they have no Headstart salt, or contain more than tokens."""
         self.num_orphans = 0
-        """Held nodes with an unknown block before them."""
+        """Held nodes that are not published because a block before them is unknown."""
         self.num_walked = 0
         """Nodes visited since the owner reset this."""
         self._holders = holders

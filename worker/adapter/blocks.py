@@ -57,28 +57,13 @@ class EngineBlocks:
         self.matches_requests = matches_requests
         self._block_size = block_size
         self._holders = BlockHolders(RequestClaims(block_size, max_names) if matches_requests else None)
-        self._tree = BlockTree(self._holders, max_names)
-
-    @property
-    def num_held_blocks(self) -> int:
-        """The engine's blocks that count as held, of any kind."""
-        return self._tree.num_held
-
-    @property
-    def num_opaque(self) -> int:
-        """Held blocks that are not published: they have no Headstart salt, or contain more than tokens."""
-        return self._tree.num_opaque
-
-    @property
-    def num_orphans(self) -> int:
-        """Held blocks that are not published because a block before them is unknown."""
-        return self._tree.num_orphans
+        self.tree = BlockTree(self._holders, max_names)
 
     def apply(self, events: Iterable[Event]) -> Applied:
         """Apply a batch. Call `forget_held` first if batches before it were lost."""
         cleared = False
         self.num_batches += 1
-        self._tree.num_walked = 0
+        self.tree.num_walked = 0
         walked_too_far = False
         for event in events:
             if isinstance(event, AllBlocksCleared):
@@ -93,11 +78,11 @@ class EngineBlocks:
                 self._store(event)
             else:
                 self._remove(event)
-            if self._tree.num_walked > MIN_WALKED + WALKS_PER_NODE * len(self._tree):
+            if self.tree.num_walked > MIN_WALKED + WALKS_PER_NODE * len(self.tree):
                 # No engine evicts and stores the same chains repeatedly in a step: treat the batch as lost.
                 walked_too_far = True
                 self._forget_held()
-        self._tree.forget_names()
+        self.tree.forget_names()
         return Applied(self._holders.take_events(), cleared)
 
     def claim(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockEvent]:
@@ -112,7 +97,7 @@ class EngineBlocks:
     def forget_held(self) -> list[BlockEvent]:
         """Count no block as held, because events were lost. Later events mark blocks as held again, by name."""
         self._forget_held()
-        self._tree.forget_names()
+        self.tree.forget_names()
         return self._holders.take_events()
 
     def remove_missing(
@@ -132,14 +117,14 @@ class EngineBlocks:
             missing = with_descendants(node)
             if all(each.stored_at <= promised_at for each in missing):
                 for each in missing:
-                    self._tree.release(each)
-        self._tree.forget_names()
+                    self.tree.release(each)
+        self.tree.forget_names()
         return self._holders.take_events()
 
     def clear(self) -> None:
         """Forget everything: the engine was reset or has restarted, and a new epoch begins. Emits no events."""
         self._holders.clear()
-        self._tree.clear()
+        self.tree.clear()
 
     def visible_events(self) -> list[Stored]:
         """Return all published blocks, parents first, to publish them in a new epoch."""
@@ -164,25 +149,25 @@ class EngineBlocks:
         parent: Node | None = None
         is_orphan = False
         if event.parent_block_hash is not None:
-            parent = self._tree.get(event.parent_block_hash)
+            parent = self.tree.get(event.parent_block_hash)
             is_orphan = parent is None or parent.is_orphan
             if parent is not None:
                 parent.stored_at = self.num_batches
-                self._tree.mark_ancestors_held(parent)
+                self.tree.mark_ancestors_held(parent)
         self.engine_block_size = max(self.engine_block_size, event.block_size)
         names: Names | None = None
         for position, key in enumerate(event.block_hashes):
-            node = self._tree.get(key)
+            node = self.tree.get(key)
             if node is None:
-                node = self._tree.add(key, is_orphan)
+                node = self.tree.add(key, is_orphan)
             elif node.root is not None and (node.parent is not parent or is_orphan):
-                self._tree.make_ambiguous(node)
+                self.tree.make_ambiguous(node)
             if node.root is None and not node.is_ambiguous:
                 if names is None:
                     names = Names.of(event, position, parent, is_orphan, self._block_size, self.matches_requests)
-                self._tree.place(node, parent, is_orphan, names, position)
+                self.tree.place(node, parent, is_orphan, names, position)
             node.stored_at = self.num_batches
-            self._tree.hold(node)
+            self.tree.hold(node)
             parent = node
             is_orphan = node.is_orphan
 
@@ -191,13 +176,13 @@ class EngineBlocks:
         if counts is None or len(counts) != len(event.block_hashes):
             counts = (0,) * len(event.block_hashes)
         for key, num_left in zip(event.block_hashes, counts, strict=True):
-            node = self._tree.get(key)
+            node = self.tree.get(key)
             if node is not None and node.is_held and not num_left:
-                self._tree.release(node)
+                self.tree.release(node)
 
     def _forget_held(self) -> None:
         self._holders.remove_all()
-        self._tree.forget_held()
+        self.tree.forget_held()
 
     def _stop(self, event: BlockStored | BlockRemoved) -> None:
         """Publish nothing any more: the engine's KV groups keep parts of a prefix."""
@@ -207,7 +192,7 @@ class EngineBlocks:
             "a prefix counts only if all groups have it, so nothing is published"
         )
         self._holders.remove_all()
-        self._tree.clear()
+        self.tree.clear()
 
 
 def _keeps_whole_prefixes(event: BlockStored | BlockRemoved) -> bool:

@@ -8,6 +8,7 @@ them, neither the block nor any block after it is published.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from cache.events import BlockEvent, Removed, Stored
@@ -18,21 +19,19 @@ UNSALTED_ROOT: Final = BlockHash(bytes(HASH_BYTES))
 """The parent of first blocks without a salt. Its hashes never leave this process."""
 
 
+@dataclass(slots=True, eq=False)
 class _Claim:
     """One of our blocks, in the requests with one root."""
 
-    __slots__ = ("block_hash", "children", "is_ambiguous", "is_published", "parent", "root", "unsalted")
-
-    def __init__(self, unsalted: BlockHash, parent: _Claim | None, root: BlockHash, block_hash: BlockHash) -> None:
-        self.unsalted = unsalted
-        self.parent = parent
-        self.root = root
-        self.block_hash = block_hash
-        """The hash under `root`, which gateways look up."""
-        self.children: dict[_Claim, None] = {}
-        self.is_ambiguous = False
-        """Requests with another root have the block too."""
-        self.is_published = False
+    unsalted: BlockHash
+    parent: _Claim | None
+    root: BlockHash
+    block_hash: BlockHash
+    """The hash under `root`, which gateways look up."""
+    children: dict[_Claim, None] = field(default_factory=dict)
+    is_ambiguous: bool = False
+    """Requests with another root have the block too."""
+    is_published: bool = False
 
 
 class RequestClaims:

@@ -16,7 +16,6 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from cache.hashing import Namespace
 from cache.records import WorkerMember, new_epoch, signed
 from cache.types import WorkerId
 from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError, EventSource
@@ -95,7 +94,7 @@ async def _connect(
         epoch=new_epoch(),
         url=url,
         model=bundle.model,
-        namespace=Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size).fingerprint,
+        namespace=bundle.namespace.fingerprint,
         numerics=f"{api.kind}-{facts.version}/{facts.number_format or 'unknown'}",
         block_size=config.block_size,
         max_model_len=bundle.max_model_len,
@@ -123,10 +122,8 @@ async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str],
         try:
             version = await api.version()
             return version, await api.model()
-        except EngineLostError as error:
-            why = f"waiting for the engine at {config.engine_url}: {error}"
-        except EngineRefusedError as error:
-            if error.status in (401, 403):
+        except (EngineLostError, EngineRefusedError) as error:
+            if isinstance(error, EngineRefusedError) and error.status in (401, 403):
                 raise ValueError(f"--engine-key-file: {error}") from error
             why = f"waiting for the engine at {config.engine_url}: {error}"
         if why != reported:

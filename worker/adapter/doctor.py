@@ -241,7 +241,7 @@ async def check_live(
     if listener.blocks.problem is not None:
         fix = "such a model is served without a prefix index: give --events none"
         return Check("events", "fail", listener.blocks.problem, fix)
-    if listener.blocks.num_opaque and not listener.blocks.visible_events():
+    if listener.blocks.tree.num_opaque and not listener.blocks.visible_events():
         fix = "the engine must put cache_salt into extra_keys of its events, as vLLM 0.32 does"
         return Check("events", "fail", "events arrive, but without the salt of their request", fix)
     return Check("events", "ok", f"they come from {source.endpoint}")

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from cache.allocators.base import CacheStats
 from cache.events import BlockEvent, Stored
@@ -42,8 +42,6 @@ REPORT_S: Final = 0.005
 """The delay of a report. The start of a request, its blocks and its first token share one on a fast engine."""
 MAX_SILENT_S: Final = 120.0
 """An engine that has produced no token of any request for this time hangs."""
-
-T = TypeVar("T")
 
 
 class AdapterEngine:
@@ -201,11 +199,11 @@ class AdapterEngine:
         async def empty() -> Epoch:
             self._begin_epoch()
             await self._api.reset()
-            if self._blocks.num_held_blocks:  # stored during the reset
+            if self._blocks.tree.num_held:  # stored during the reset
                 self._begin_epoch()
             return self.member.epoch
 
-        return _as_future(empty())
+        return asyncio.run_coroutine_threadsafe(empty(), asyncio.get_running_loop())
 
     def debug_state(self) -> Future[dict[str, Any]]:
         done: Future[dict[str, Any]] = Future()
@@ -217,9 +215,9 @@ class AdapterEngine:
                     "index_problem": self.index_problem,
                 },
                 "blocks": {
-                    "held": self._blocks.num_held_blocks,
-                    "opaque": self._blocks.num_opaque,
-                    "orphans": self._blocks.num_orphans,
+                    "held": self._blocks.tree.num_held,
+                    "opaque": self._blocks.tree.num_opaque,
+                    "orphans": self._blocks.tree.num_orphans,
                 },
                 "requests": self._requests.states(),
                 "num_requests": len(self._requests.active),
@@ -305,12 +303,7 @@ class AdapterEngine:
         is_away = self._draining or self._watch.problem is not None
         load = self._account.current(self._watch.counts, self.member.block_size, is_away, self._watch.is_slow)
         self._load = load
-        stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.num_held_blocks, 0, 0, 0, 0)
+        stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0, 0)
         self._metrics.set_state(load, stats)
         if self._publisher is not None:
             self._publisher.offer(events, load)
-
-
-def _as_future(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run `work` on this loop, and return its result as a concurrent future."""
-    return asyncio.run_coroutine_threadsafe(work, asyncio.get_running_loop())

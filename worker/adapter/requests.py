@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from cache.events import BlockEvent
@@ -37,33 +38,26 @@ from worker.wire import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class ActiveRequest:
     """One request at the engine: a task for all of it, and one for each choice."""
 
-    # fmt: off
-    __slots__ = (
-        "aborted", "begun_s", "choices", "ended", "first_token_s", "is_over", "is_started", "key", "num_cached",
-        "request", "steps", "task",
-    )
-    # fmt: on
-
-    def __init__(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
-        self.key = key
-        self.request = request
-        self.steps = steps
-        self.begun_s = time.monotonic()
-        self.first_token_s: float | None = None
-        self.is_started = False
-        self.is_over = False
-        """Its last frame was delivered."""
-        self.num_cached: int | None = None
-        """Prompt tokens that the engine found cached, as it reports at the end."""
-        self.task: asyncio.Task[None] | None = None
-        self.choices: dict[int, asyncio.Task[None]] = {}
-        """The choices at the engine, by index."""
-        self.aborted: set[int] = set()
-        self.ended: set[int] = set()
-        """Choices with a delivered Finished."""
+    key: RequestKey
+    request: GenerateRequest
+    steps: StepLog | None
+    begun_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    is_started: bool = False
+    is_over: bool = False
+    """Its last frame was delivered."""
+    num_cached: int | None = None
+    """Prompt tokens that the engine found cached, as it reports at the end."""
+    task: asyncio.Task[None] | None = None
+    choices: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """The choices at the engine, by index."""
+    aborted: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    """Choices with a delivered Finished."""
 
 
 class EngineRequests:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from worker.adapter.api import (
+    SAME_FIELDS,
     Chunk,
     EngineLoad,
     EngineModel,
@@ -38,31 +39,15 @@ from worker.wire import (
 )
 
 UNSUPPORTED: Final = (
-    "allowed_token_ids",
-    "bad_words",
-    "grammar:grammar",
-    "grammar:compact",
-    "prompt_logprobs",
-    "resume:grammar",
-    "resume:penalties",
-    "typical_p",
+    *("allowed_token_ids", "bad_words", "grammar:grammar", "grammar:compact", "prompt_logprobs"),
+    *("resume:grammar", "resume:penalties", "typical_p"),
 )
 _SAMPLE: Final = re.compile(
     r"^sglang:(num_running_reqs|num_queue_reqs|token_usage|prompt_tokens_total)(?:\{([^}]*)\})? (\S+)", re.MULTILINE
 )
-_OF_A_START: Final = frozenset(
-    {
-        "random_seed",
-        "version",
-        "model_path",
-        "tokenizer_path",
-        "served_model_name",
-        "dtype",
-        "quantization",
-        "kv_cache_dtype",
-        "context_length",
-        "max_total_num_tokens",
-    }
+_OF_A_START: Final = (
+    *("context_length", "dtype", "kv_cache_dtype", "max_total_num_tokens", "model_path", "quantization"),
+    *("random_seed", "served_model_name", "tokenizer_path", "version"),
 )
 
 _Logprob = tuple[float | None, int, Any]
@@ -211,14 +196,8 @@ def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens - num_done,
         "min_new_tokens": max(0, sampling.min_tokens - num_done),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        **{name: getattr(sampling, name) for name in SAME_FIELDS},
         "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": list(sampling.stop_token_ids),
         "sampling_seed": resumed_seed(choice),
         "no_stop_trim": True,
@@ -261,7 +240,7 @@ def _chunk(event: _Event, num_seen: int, num_top: int | None) -> tuple[Chunk, in
 
 def _start_of(info: dict[str, Any]) -> float:
     """Return a number for this start of the server. It reports no time, but draws a seed unless one is set."""
-    fields = {name: info[name] for name in sorted(_OF_A_START) if name in info}
+    fields = {name: info[name] for name in _OF_A_START if name in info}
     return float(zlib.crc32(json.dumps(fields).encode())) if fields else 0.0
 
 

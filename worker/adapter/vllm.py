@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from worker.adapter.api import (
+    SAME_FIELDS,
     Chunk,
     EngineLoad,
     EngineLostError,
@@ -232,14 +233,7 @@ def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens - num_done,
         "min_tokens": max(0, sampling.min_tokens - num_done),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "ignore_eos": sampling.ignore_eos,
+        **{name: getattr(sampling, name) for name in SAME_FIELDS},
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": resumed_seed(choice),
     }

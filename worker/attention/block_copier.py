@@ -6,7 +6,6 @@ A payload is a block of all layers: (2 * layers, block size, kv heads * head_dim
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,24 +13,6 @@ from torch import Tensor
 
 from cache.types import BlockId
 from worker.attention.kv_cache import KVCache
-
-
-class BlockCopier(Protocol):
-    """`worker.kv_transfer.pool_blocks.Copier` over a KV cache. Any thread may call it."""
-
-    num_bytes: int
-
-    def new_payload(self, count: int = 1) -> memoryview:
-        """Return a buffer for `count` consecutive payloads."""
-
-    def read(self, block_id: BlockId, payload: memoryview) -> None: ...
-
-    def write(self, block_id: BlockId, payload: memoryview) -> None: ...
-
-
-def make_copier(cache: KVCache) -> BlockCopier:
-    """Return the copier for the cache's device."""
-    return _CudaCopier(cache) if cache.device.type == "cuda" else _HostCopier(cache)
 
 
 class _HostCopier:
@@ -44,6 +25,7 @@ class _HostCopier:
         self._shape = (self._rows.shape[0], self._size, self._rows.shape[2])
 
     def new_payload(self, count: int = 1) -> memoryview:
+        """Return a buffer for `count` consecutive payloads."""
         return memoryview(bytearray(count * self.num_bytes))
 
     def read(self, block_id: BlockId, payload: memoryview) -> None:
@@ -90,3 +72,12 @@ class _CudaCopier:
         with torch.cuda.stream(self._local.stream):
             target.copy_(source, non_blocking=True)
             self._local.stream.synchronize()
+
+
+BlockCopier = _HostCopier | _CudaCopier
+"""A `worker.kv_transfer.pool_blocks.Copier` over a KV cache. Any thread may call it."""
+
+
+def make_copier(cache: KVCache) -> BlockCopier:
+    """Return the copier for the cache's device."""
+    return _CudaCopier(cache) if cache.device.type == "cuda" else _HostCopier(cache)

@@ -5,8 +5,8 @@
     worker  -> peer      POST /blocks or /adopt, with the token of the peer's epoch, which EPOCH_HEADER names
 
 A proof is for one challenge and one URL. Without the secret it cannot be forged, repeated or forwarded. An instance is
-one process. The tokens of an ended instance or epoch open nothing. All of it is derived from
-`worker.wire.gateway_token`, which never leaves a process of this version. Workers still take it, from older gateways.
+one process. The tokens of an ended instance or epoch grant no access. All of it is derived from
+`worker.wire.gateway_token`, which never leaves a process of this version. Workers still accept it from older gateways.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class ServerCertificate(TlsFiles):
 
 
 class WorkerCa(TlsFiles):
-    """The CA that signs workers' certificates. One that is removed from the file counts until the next start."""
+    """The CA that signs workers' certificates. A CA removed from the file stays trusted until the next start."""
 
     def __init__(self, ca: str, name: str | None = None) -> None:
         """`name`: the name in a worker's certificate, when that is not its address. Raises ValueError."""

@@ -339,7 +339,7 @@ class EngineCore:
 
     def _max_wait_s(self) -> float | None:
         """Return how long to wait for a command; None: until one comes."""
-        if self._transfers is None or not self._transfers.fetches.num_active or self._in_flight:
+        if self._transfers is None or not self._transfers.fetches.active or self._in_flight:
             return 0.0 if self._has_work else None
         return FETCH_POLL_S if self._only_fetches or not self._scheduler.has_work else 0.0
 
@@ -353,7 +353,7 @@ class EngineCore:
         """Schedule a step and launch it."""
         begun_s = time.monotonic()
         plan = self._scheduler.schedule(begun_s)
-        self._only_fetches = plan is None and self._transfers is not None and self._transfers.fetches.num_active > 0
+        self._only_fetches = plan is None and self._transfers is not None and len(self._transfers.fetches.active) > 0
         if self._only_fetches:
             return
         if plan is None:

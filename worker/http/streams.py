@@ -38,8 +38,9 @@ class QueueAccounting:
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._num_requests: Counter[str] = Counter()
-        """By tenant, for those that wait; so too the prompt tokens."""
+        """Waiting requests by tenant."""
         self._num_tokens: Counter[str] = Counter()
+        """Their prompt tokens."""
 
     def add(self, request: GenerateRequest) -> None:
         self._num_requests[request.tenant] += 1

@@ -120,17 +120,13 @@ class FetchQueue:
         for number in range(self._num_threads):
             threading.Thread(target=self._run, name=f"fetch-{number}", daemon=True).start()
 
-    @property
-    def num_active(self) -> int:
-        return len(self.active)
-
     def is_fetching(self, sequence: TokenSequence) -> bool:
         return sequence.fetch is not None and not sequence.fetch.ended
 
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
         if sequence.has_fetched:
             return False
-        hashes = self._fetchable_hashes(sequence)
+        hashes = sequence.reusable_hashes(self._allocator.block_size)
         if num_cached_blocks >= len(hashes):
             return False
         other = self._fetches.get(hashes[num_cached_blocks])
@@ -148,7 +144,8 @@ class FetchQueue:
         return self._begin(sequence, hashes, sources, seconds)
 
     def count_fetchable(self, sequence: TokenSequence, num_cached_blocks: int) -> int:
-        sources, _ = self._choose(sequence, self._fetchable_hashes(sequence), num_cached_blocks)
+        hashes = sequence.reusable_hashes(self._allocator.block_size)
+        sources, _ = self._choose(sequence, hashes, num_cached_blocks)
         return sources[-1].stop - num_cached_blocks if sources else 0
 
     def give_up_latest(self) -> bool:
@@ -188,10 +185,6 @@ class FetchQueue:
             self._jobs.put(None)
 
     # --- on the engine thread -----------------------------------------------------------------------------------
-
-    def _fetchable_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
-        size = self._allocator.block_size
-        return sequence.hash_blocks(size)[: (len(sequence.token_ids) - 1) // size]
 
     def _choose(
         self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int

@@ -59,10 +59,6 @@ class BlockSaver:
                 self.queue.extend(offered)
             self._wake.set()
 
-    def forget(self) -> None:
-        """Drop the queue after a purge."""
-        self.queue.clear()
-
     def flush(self, timeout_s: float) -> None:
         """Wait until all that was offered is saved."""
         if self._thread is not None:

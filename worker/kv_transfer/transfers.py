@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Final
 
@@ -20,7 +20,7 @@ from worker.contracts.exchange import Handover
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, TransferRate
-from worker.kv_transfer.fetches import BlockReader, FetchQueue, FetchSource, PrefixFetch
+from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
@@ -90,9 +90,6 @@ class KVTransfers:
             elif events:
                 self.savers[store.tier].offer([event.block_hash for event in events if type(event) is Stored])
 
-    def poll(self, now_s: float) -> None:
-        self.fetches.poll(now_s)
-
     def tier_tokens_per_s(self) -> tuple[float, ...]:
         now_s = time.monotonic()
         return tuple(self._rates[store.tier].tokens_per_s(now_s) for store in self._stores)
@@ -104,7 +101,7 @@ class KVTransfers:
         """Delete every block below the pool. The pool is empty, so no saver finds a block to save."""
         with self._reporting:  # earlier events are reported before this, or never
             for store in self._stores:
-                self.savers[store.tier].forget()
+                self.savers[store.tier].queue.clear()
                 store.clear()
 
     def close(self) -> None:
@@ -171,7 +168,8 @@ class KVTransfers:
         found, at = [], num_cached
         for store in self._stores:
             if count := store.match(hashes[at:]):
-                found.append(FetchSource(store.tier, at, at + count, self._rates[store.tier], partial(_opened, store)))
+                open_store = partial(lambda store, links: nullcontext(store), store)
+                found.append(FetchSource(store.tier, at, at + count, self._rates[store.tier], open_store))
                 at += count
         source = sequence.request.wire.source
         if self._peers is not None and source is not None and at < (stop := min(source.num_blocks, len(hashes))):
@@ -201,7 +199,3 @@ class KVTransfers:
             self._metrics.stored_blocks.labels(store.tier).set(len(store))
             if events and self._publisher is not None:
                 self._publisher.offer_tier(store.tier, events)
-
-
-def _opened(store: BlockStore, links: Sequence[ChainLink]) -> AbstractContextManager[BlockReader]:
-    return nullcontext(store)

@@ -129,8 +129,9 @@ class TransformersForCausalLM:
         """
         sequences = [(0, list(ids)), (0, list(reversed(ids)))]
         starts = {length - _NUM_FAR // 2 for length in _lengths(self._model.config.get_text_config().to_dict())}
-        starts |= {self._max_model_len - _NUM_FAR}
-        sequences += [(start, list(ids[:_NUM_FAR])) for start in sorted(starts) if self._is_far(start)]
+        last = self._max_model_len - _NUM_FAR
+        starts.add(last)
+        sequences += [(start, list(ids[:_NUM_FAR])) for start in sorted(starts) if 0 < start <= last]
         self._model.set_attn_implementation("eager")
         wants = [self._own_logits(start, token_ids) for start, token_ids in sequences]
         self._model.set_attn_implementation(name)
@@ -146,9 +147,6 @@ class TransformersForCausalLM:
                     f"{start + len(token_ids) - 1}, with others to token {self._max_model_len - 1} in the step; "
                     f"a shorter --max-model-len may run"
                 )
-
-    def _is_far(self, start: int) -> bool:
-        return 0 < start <= self._max_model_len - _NUM_FAR
 
     def _own_logits(self, start: int, token_ids: Sequence[int]) -> Tensor:
         """Run tokens that begin at position `start` and see only each other."""

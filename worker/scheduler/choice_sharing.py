@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 
 from cache.types import BlockId
 from worker.scheduler.batch_usage import BatchUsage, block_table
@@ -55,7 +56,7 @@ class ChoiceSharing:
         blocks_short = usage.num_blocks_short(candidate)
         num_users: Counter[BlockId] = Counter()
         if blocks_short > 0:
-            num_users.update(block for sequence in self._running for block in block_table(sequence))
+            num_users.update(chain.from_iterable(map(block_table, self._running)))
         victims: list[tuple[TokenSequence, int]] = []
         for sequence in reversed([sequence for sequence in self._running if sequence.request is holder]):
             if num_spare == 0 or max(choices_short, tokens_short, blocks_short) <= 0:

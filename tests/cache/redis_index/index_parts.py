@@ -33,11 +33,15 @@ def entries(hashes: Sequence[BlockHash]) -> list[IndexEntry]:
     return [index_entry(block_hash) for block_hash in hashes]
 
 
+def is_connected(index: RedisIndex) -> bool:
+    return any(shard.connected for shard in index.health())
+
+
 @asynccontextmanager
 async def linked(*parts: IndexWriter | RedisIndex) -> AsyncIterator[None]:
     async with running(*parts):
         for part in parts:
-            await until(lambda part=part: part.client.up if isinstance(part, IndexWriter) else not part.blind)
+            await until(lambda part=part: part.client.up if isinstance(part, IndexWriter) else is_connected(part))
         yield
 
 

@@ -102,7 +102,7 @@ async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
             await written(writer, 7)
             await until_seen(index, {"w": 7})
             assert await matches(stranger) is None, "a certificate of another CA"
-            assert stranger.blind
+            assert not stranger.health()[0].connected
 
 
 # --- a Cluster --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from cache.types import Epoch, WorkerId
 from server.config import GatewayConfig
 from server.models import registry as registry
 from server.models.registry import Models
-from server.models.served_model import namespace_of
 from server.workers.connection import WorkerError
 from tests.server.scripted_worker import ScriptedWorker
 from tests.waiting import until
@@ -24,7 +23,7 @@ from worker.wire import PROTOCOL_VERSION, TokenizerBundle
 
 def fingerprint(bundle: TokenizerBundle) -> str:
     try:
-        return namespace_of(bundle).fingerprint
+        return bundle.namespace.fingerprint
     except (ValueError, OverflowError):
         return "n"
 

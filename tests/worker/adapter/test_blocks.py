@@ -153,7 +153,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.is_exact, self.is_honest = False, True
         replay(self.blocks.forget_held(), self.published)
         assert not self.published
-        assert self.blocks.num_held_blocks == 0
+        assert self.blocks.tree.num_held == 0
         self.engine.events = kept
 
     @rule()
@@ -180,7 +180,7 @@ class BlocksMachine(RuleBasedStateMachine):
                 self.engine.evict(key)
         self.publish()
         assert not self.published
-        assert self.blocks.num_held_blocks == self.blocks.num_opaque == self.blocks.num_orphans == 0
+        assert self.blocks.tree.num_held == self.blocks.tree.num_opaque == self.blocks.tree.num_orphans == 0
         self.is_exact = True
         for prompt in self.prompts:
             self.compute(*prompt, None)
@@ -200,9 +200,11 @@ class BlocksMachine(RuleBasedStateMachine):
         check_prefixes(self.published, self.parents)
         if self.is_exact:
             assert self.published == held
-            assert self.blocks.num_held_blocks == len(self.engine.copies)
-            assert self.blocks.num_orphans == 0
-            assert self.blocks.num_opaque == sum(self.engine.blocks[key].root is None for key in self.engine.copies)
+            assert self.blocks.tree.num_held == len(self.engine.copies)
+            assert self.blocks.tree.num_orphans == 0
+            assert self.blocks.tree.num_opaque == sum(
+                self.engine.blocks[key].root is None for key in self.engine.copies
+            )
 
 
 SIZES = [(16, 16), (24, 16), (32, 16), (48, 16), (64, 16), (128, 16), (16, 24), (16, 64), (32, 48), (32, 24), (2, 3)]
@@ -235,7 +237,7 @@ def test_a_block_behind_a_parent_proves_all_its_ancestors() -> None:
     (event,) = blocks.apply([stored(50, parent=24, tokens=(7, 7))]).events[25:]
     held = hash_chain(ROOT, range(50), 2)
     assert replay(blocks.visible_events()) == {*held, event.block_hash}  # type: ignore[union-attr]
-    assert blocks.num_held_blocks == 26
+    assert blocks.tree.num_held == 26
 
 
 def test_a_chain_of_any_depth_goes_and_comes_back() -> None:
@@ -278,7 +280,7 @@ def test_only_blocks_with_a_salt_and_nothing_else_are_published(
     events = blocks.apply([stored(1, 2, extra=(first, second), lora_name=lora_name)]).events
     root = OTHER if num_published and first is not None and OTHER.hex() in first else ROOT
     assert replay(events) == set(hash_chain(root, range(4), 2)[:num_published])
-    assert (blocks.num_held_blocks, blocks.num_opaque) == (2, 2 - num_published)
+    assert (blocks.tree.num_held, blocks.tree.num_opaque) == (2, 2 - num_published)
     assert blocks.apply([stored(3, parent=2, tokens=(5, 5))]).events == [
         Stored(hash_chain(ROOT if root is ROOT else OTHER, [0, 1, 2, 3, 5, 5], 2)[2]) for _ in range(num_published == 2)
     ]
@@ -289,18 +291,18 @@ def test_an_event_with_a_wrong_number_of_tokens_is_opaque() -> None:
     blocks = EngineBlocks(2, max_names=100)
     assert blocks.apply([stored(1, 2, tokens=(1, 2, 3), extra=(*SALTED, None))]).events == []
     assert blocks.apply([stored(3, 4, extra=SALTED)]).events == []
-    assert blocks.num_opaque == 4
+    assert blocks.tree.num_opaque == 4
 
 
 def test_a_block_after_an_unknown_one_is_an_orphan() -> None:
     """It stays one until it is stored with its parents."""
     blocks = EngineBlocks(2, max_names=100)
     assert blocks.apply([stored(2, parent=1, tokens=(2, 3)), stored(3, parent=2, tokens=(4, 5))]).events == []
-    assert (blocks.num_orphans, blocks.num_opaque, blocks.num_held_blocks) == (2, 0, 2)
+    assert (blocks.tree.num_orphans, blocks.tree.num_opaque, blocks.tree.num_held) == (2, 0, 2)
     chain = hash_chain(ROOT, range(6), 2)
     assert replay(blocks.apply([stored(1, 2, extra=(*SALTED, None))]).events) == set(chain[:2])
     assert replay(blocks.apply([stored(3, parent=2, tokens=(4, 5))]).events) == {chain[2]}
-    assert blocks.num_orphans == 0
+    assert blocks.tree.num_orphans == 0
     assert blocks.apply([BlockRemoved((3,))]).events == [Removed(chain[2])]
 
 
@@ -311,7 +313,7 @@ def test_a_removal_counts_for_all_stores_of_a_block() -> None:
     for _ in range(3):
         blocks.apply([stored(1, 2, extra=(*SALTED, None))])
     assert blocks.apply([BlockRemoved((2,)), BlockRemoved((1,))]).events == [Removed(chain[1]), Removed(chain[0])]
-    assert blocks.num_held_blocks == 0
+    assert blocks.tree.num_held == 0
 
 
 def test_a_removal_that_tells_of_other_copies_ends_nothing() -> None:
@@ -339,7 +341,7 @@ def test_an_answer_removes_blocks_that_it_has_not_found() -> None:
     assert blocks.remove_missing(OTHER, range(8), 2, promised_at) == []
     removed = blocks.remove_missing(ROOT, range(8), 2, promised_at)
     assert removed == [Removed(block_hash) for block_hash in reversed(chain[1:])]
-    assert blocks.num_held_blocks == 1
+    assert blocks.tree.num_held == 1
     blocks.apply([stored(2, 3, 4, parent=1, tokens=range(2, 8))])
     assert blocks.remove_missing(ROOT, range(8), 2, promised_at) == [], "stored since, by that very request"
     assert replay(blocks.visible_events()) == set(chain)

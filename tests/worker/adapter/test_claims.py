@@ -45,7 +45,7 @@ def test_with_salts_requests_decide_nothing() -> None:
     blocks = EngineBlocks(2, max_names=100)
     assert blocks.claim(ROOT, range(4)) == []
     assert blocks.apply([stored(1, 2)]).events == []
-    assert blocks.num_opaque == 2
+    assert blocks.tree.num_opaque == 2
 
 
 PROMPT = st.lists(st.integers(0, 1), min_size=2, max_size=8)

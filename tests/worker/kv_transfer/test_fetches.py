@@ -106,7 +106,7 @@ class Fetches:
         return self.num_cached(sequence)
 
     def assert_idle(self) -> None:
-        assert self.queue.num_active == 0
+        assert self.queue.active == []
         assert self.allocator.num_free_blocks == NUM_BLOCKS - 1
         self.allocator.check_integrity()
 
@@ -224,7 +224,7 @@ def test_others_wait_while_all_threads_hang_then_compute(make_fetches) -> None:
     assert fetches.start(first)
     assert fetches.start(second)
     assert not fetches.queue.is_fetching(second), "it has none yet, and asks again at every step"
-    assert fetches.queue.num_active == 1
+    assert len(fetches.queue.active) == 1
     fetches.queue.poll(fetches.queue.active[0].deadline_s)
     assert not fetches.start(second)
     assert not fetches.start(third), "the place counts as slow now"
@@ -255,7 +255,7 @@ def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
     one, other = fetches.sequence(5, 1), fetches.sequence(5, 2)
     assert fetches.start(one)
     assert fetches.start(other)
-    assert fetches.queue.num_active == 1
+    assert len(fetches.queue.active) == 1
     assert fetches.queue.is_fetching(other)
     source.gate.set()
     assert fetches.run(one) == 5
@@ -306,7 +306,7 @@ def test_a_fetch_given_up_during_a_write_ends_after_that_block(make_fetches) -> 
     end = threading.Thread(target=fetches.queue.give_up_latest)
     end.start()
     wait_until(lambda: fetch.lock.locked())
-    assert fetches.queue.num_active == 1, "not while a thread writes into its blocks"
+    assert len(fetches.queue.active) == 1, "not while a thread writes into its blocks"
     go_on.set()
     end.join(HANG_S)
     assert not end.is_alive()

@@ -221,7 +221,7 @@ async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: 
         adopted = asyncio.wrap_future(exchange.adopt(f"http://127.0.0.1:{port}", "e1", ROOT, HASHES))
         await asked.wait()
         adopted.cancel()
-        await until(lambda: exchange.fetches.num_active == 0)
+        await until(lambda: exchange.fetches.active == [])
         await peer.settled()
         assert peer.engine.health(60.0) is None
 

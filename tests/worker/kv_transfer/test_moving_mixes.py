@@ -96,7 +96,7 @@ def run_mix(mix) -> int:
                 if step in mix["give_ups"]:
                     engine.transfers.fetches.give_up_latest()
                 if engine.step() is None and engine.scheduler.has_work:
-                    assert engine.transfers.fetches.num_active, "work is left but nothing was scheduled"
+                    assert engine.transfers.fetches.active, "work is left but nothing was scheduled"
                 engine.move_blocks(mix["num_turns"])
             step += 1
             assert step < 3000, "no end in sight"

@@ -152,7 +152,7 @@ class _Episode:
         engine, has_work = self.engine, self.engine.scheduler.has_work
         plan = engine.step(self.submit_and_abort if self.in_flight else lambda: None)
         if plan is None and has_work:
-            has_loads = isinstance(engine, MovingEngine) and engine.transfers.fetches.num_active > 0
+            has_loads = isinstance(engine, MovingEngine) and len(engine.transfers.fetches.active) > 0
             assert has_loads, "work is left but nothing was scheduled"
         held = {block_id for allocation in engine.allocator._live for block_id in allocation.block_table}
         assert len(held) + engine.allocator.num_free_blocks == engine.allocator.num_blocks - 1, (
