@@ -12,7 +12,9 @@ from pathlib import Path
 from tests import smollm2
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, max_position_embeddings: int = 4096) -> Path:
+def write_tiny_model(
+    folder: Path, *, seed: int = 0, max_position_embeddings: int = 4096, hidden_size: int = 64
+) -> Path:
     """A 2-layer Llama with SmolLM2's tokenizer and chat template, as safetensors. Returns `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,8 +23,8 @@ def write_tiny_model(folder: Path, *, seed: int = 0, max_position_embeddings: in
     tokenizer = smollm2.tokenizer()
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -277,6 +277,8 @@ class Failed(_Frame, frozen=True, tag=5):
     retryable: bool
     retry_after_s: float | None = None
     """With `queue_full`: when the queue will have drained."""
+    param: str | None = None
+    """With `invalid_request`: the field of the client's body."""
 
 
 class Embedding(_Frame, frozen=True, tag=6):
@@ -389,7 +391,7 @@ def unpack_request(data: bytes) -> GenerateRequest:
 
 def pack_frame(frame: Frame) -> bytes:
     """Pack a frame. Leave out an unset last field that older peers lack."""
-    if type(frame) is Failed and frame.retry_after_s is None:
+    if type(frame) is Failed and frame.retry_after_s is None and frame.param is None:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     if type(frame) is End and frame.num_cached_tokens is None:
         return _encode((End.__struct_config__.tag, frame.queue_s, frame.prefill_s, frame.decode_s))

@@ -3,8 +3,9 @@
     headstart bench engines                                     over a stub engine, against only the gateway
     headstart bench engines --head-to-head chats.jsonl.gz       routers over the same two vLLM engines
     headstart bench engines --real                              over one vLLM engine, against that engine
+    headstart bench engines --text                              over one vLLM engine, its text against the gateway's
 
-The last two start vLLM (`--vllm`: the folder of its environment, as tools/install_vllm.py makes it).
+The last three start vLLM (`--vllm`: the folder of its environment, as tools/install_vllm.py makes it).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.dev.engines_load import head_to_head, real, routers, stubbed, vllm
+from benchmarks.dev.engines_load import head_to_head, real, routers, stubbed, text, vllm
 from benchmarks.dev.gateway_load.processes import make_bundle
 from benchmarks.replay_load.workload import Shape, load
 from benchmarks.report import Report, option_parser, publish
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     options = _options(argv)
     if options.head_to_head is not None:
         report = _head_to_head(options)
-    elif options.real:
+    elif options.real or options.text:
         report = _real(options)
     else:
         sizes = stubbed.Sizes(options.rounds, options.samples, options.streams, options.rate)
@@ -47,6 +48,7 @@ def _options(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--rate", type=float, default=40.0, help="tokens/s of each stream (default 40)")
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm"), metavar="DIR", help="vLLM's environment")
     parser.add_argument("--real", action="store_true", help="over one vLLM engine, for 1, 8 and 32 streams")
+    parser.add_argument("--text", action="store_true", help="over one vLLM engine, the cost of its text")
     parser.add_argument("--model-size", type=int, nargs=2, default=(256, 4), metavar=("HIDDEN", "LAYERS"))
     fleet = parser.add_argument_group("head to head")
     fleet.add_argument("--head-to-head", type=Path, metavar="SOURCE", help="the recorded conversations to play")
@@ -74,9 +76,15 @@ def _engines(stack: ExitStack, options: Namespace, count: int, num_blocks: int |
 
 
 def _real(options: Namespace) -> Report:
+    if options.text and options.engine_url:
+        raise SystemExit("--text reads the processor time of an engine that it starts itself: leave out --engine-url")
     with ExitStack() as stack:
         engines = _engines(stack, options, 1, None)
-        figures = asyncio.run(real.measure(engines[0], rounds=options.rounds))
+        if options.text:
+            sizes = {"samples": options.samples, "streams": options.streams}
+            figures = asyncio.run(text.measure(engines[0], rounds=options.rounds, **sizes))
+        else:
+            figures = asyncio.run(real.measure(engines[0], rounds=options.rounds))
     return Report("engines", figures, {"rounds": options.rounds, "model": _model(options)})
 
 

@@ -57,7 +57,6 @@ _OWN_FIELDS: Final = ("model", "cache_salt", "priority", "request_id", "return_t
 _REFUSED: Final = {
     "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
-    "mm_payload": "is for transfers between engines, which the fleet makes itself: leave it out",
     "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
     "background": "needs answers that are kept: leave it out",
 }
@@ -66,7 +65,7 @@ _STATEFUL: Final = (
     *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "use_beam_search"),
 )
 """Fields of a body after which the tokens so far are not enough to continue an answer."""
-_EMPTY: Final = frozenset({b"null", b"false", b"[]", b"0", b"0.0"})
+_EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
@@ -94,7 +93,7 @@ class _Known(Struct):
 
 
 _head_of: Final = msgspec.json.Decoder(_Head).decode
-_known_of: Final = msgspec.json.Decoder(_Known).decode
+_known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
 
 
 class EngineTexts:
@@ -132,11 +131,17 @@ class EngineTexts:
                 return None
             if not self._models.engine_writes(path, model):
                 return None
-            known, fields = _known_of(body), _fields_of(body)
+            fields, wrong = _fields_of(body), None
+            try:
+                known = _known_of(body)
+            except msgspec.ValidationError as error:  # the engine refuses it in its own words
+                known, wrong = _Known(), error
             _check(known, fields)
         with trace_stage("tokenise"):
-            call = _call(path, known, fields, model)
+            call = _call(path, known, fields, model, keeps_all=wrong is not None)
             rendered = await self._render(call, model)
+            if wrong is not None:
+                raise InvalidRequestError(str(wrong))
             if path != COMPLETIONS_PATH and not self._keeps_control_tokens:
                 await check_control_tokens(call, rendered, model, partial(self._render, model=model))
         if len(rendered.prompts) != 1:
@@ -162,9 +167,9 @@ def _refusal(error: WorkerRefused) -> ApiError:
     """Return the client's error for an engine that refuses to render a prompt, in the engine's words."""
     failed = error.failed
     if failed.code == "context_length_exceeded":
-        return InvalidRequestError(failed.message, code=failed.code)
+        return InvalidRequestError(failed.message, param=failed.param, code=failed.code)
     if failed.code == "invalid_request":
-        return InvalidRequestError(failed.message)
+        return InvalidRequestError(failed.message, param=failed.param)
     return InternalError("The engine met an internal error.")
 
 
@@ -178,16 +183,17 @@ def _check(known: _Known, fields: Mapping[str, Raw]) -> None:
             raise invalid(name, f"is at most {MAX_CHOICES}")
 
 
-def _call(path: str, known: _Known, fields: Mapping[str, Raw], model: ServedModel) -> EngineCall:
-    """Return the call with the client's fields that are the engine's business."""
-    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
+def _call(path: str, known: _Known, fields: Mapping[str, Raw], model: ServedModel, *, keeps_all: bool) -> EngineCall:
+    """Return the call with the client's fields that are the engine's business. `keeps_all`: with the others too."""
+    own = ("model",) if keeps_all else _OWN_FIELDS
+    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in own}
     if model.adapter:
         body["model"] = model.adapter
-    if known.stream and path in (CHAT_PATH, COMPLETIONS_PATH):
+    if path in (CHAT_PATH, COMPLETIONS_PATH):
         options = known.stream_options
-        if options is not None and options.include_usage:
+        if options is not None and (options.include_usage or not known.stream):
             body["stream_options"] = fields["stream_options"]
-        elif (known.n or 1) == 1:  # with more, the engine's fingerprint would go to another event
+        elif known.stream and (known.n or 1) == 1:  # with more, the engine's fingerprint would go to another event
             body["stream_options"] = {"include_usage": True}
     return EngineCall(path, encode_json(body), bool(known.stream))
 

@@ -106,7 +106,7 @@ class EngineAnswer:
         if "choices" not in fields:
             self._is_plain = False
             self._count(fields)
-            self._pending.append(data)
+            self._pending.append(self._named(data, fields))
             return
         ask, choices = self._ask, _choices_of(fields["choices"])
         fields |= {name: value for name, value in ask.head.items() if name in fields}
@@ -127,6 +127,17 @@ class EngineAnswer:
             self._held.append(fields)
         else:
             self._pending.append(_encode(fields))
+
+    def _named(self, data: bytes, fields: dict[str, Raw]) -> bytes:
+        """Return an event or an answer of another API with the client's name of the model."""
+        name = self._ask.head["model"]
+        if "model" in fields:
+            return _encode(fields | {"model": name})
+        for part in ("message", "response"):
+            inner = _fields_of(fields[part]) if bytes(fields.get(part, b""))[:1] == b"{" else {}
+            if "model" in inner:
+                return _encode(fields | {part: Raw(_encode(inner | {"model": name}))})
+        return data
 
     def _keep(self, choice: dict[str, Raw], num_ids: int) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""

@@ -203,6 +203,8 @@ def soonest_error(refusals: Iterable[WorkerRefused], spec: GenerationSpec) -> Ap
 def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) -> ApiError:
     """Return the client's error for a worker's Failed frame."""
     match failed.code, status:
+        case "context_length_exceeded", _ if spec.ask is not None:  # the engine's own words
+            return InvalidRequestError(failed.message, param=failed.param, code=failed.code)
         case "context_length_exceeded", _:
             message, num_tokens = failed.message.rstrip("."), len(spec.prompt_ids)
             return ContextLengthError(message, spec.model.max_model_len, num_tokens=num_tokens, param=spec.prompt_param)
@@ -216,7 +218,7 @@ def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) ->
         case "deadline", _:
             return DeadlineError(failed.message)
         case code, _ if status == 400 or code.startswith("invalid"):
-            return InvalidRequestError(failed.message)
+            return InvalidRequestError(failed.message, param=failed.param)
         case _, 429:
             return OverloadedError(failed.message, code="queue_full", retry_after_s=1.0)
     if status in _RETRIED_STATUSES or failed.retryable:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.vllm import horizon
 from tests.vllm.fleet import VllmFleet
 
 
@@ -17,14 +18,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
+    yield from _running(VllmFleet(tmp_path_factory.mktemp("vllm")), request)
+
+
+@pytest.fixture(scope="module")
+def horizon_fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
+    """Engines with the parsers of a model whose format is not in the gateway's table."""
+    folder = tmp_path_factory.mktemp("horizon")
+    options = horizon.options(horizon.write_model(folder / "model"))
+    yield from _running(VllmFleet(folder, base=options), request)
+
+
+def _running(fleet: VllmFleet, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
     capture: Any = request.config.pluginmanager.get_plugin("capturemanager")
-    folder = tmp_path_factory.mktemp("vllm")
 
     def say(text: str) -> None:
         with capture.global_and_fixture_disabled():
             print(text, flush=True)
 
-    say(f"\nstarting two engines, for some minutes on two cores; their logs: {folder}/e*.log")
-    with VllmFleet(folder) as running:
+    say(f"\nstarting two engines, for some minutes on two cores; their logs: {fleet.folder}/e*.log")
+    with fleet as running:
         say(f"ready: the engines took {' and '.join(f'{engine.start_s:.0f} s' for engine in running.engines)}")
         yield running

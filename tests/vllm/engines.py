@@ -100,6 +100,8 @@ def _bos_and_eos() -> tuple[int, int]:
 class Options:
     """The choices of a test about an engine. An event endpoint of "" publishes nothing."""
 
+    model: Path | None = None
+    """Its folder; None: SmolLM2."""
     events: str = ""
     """vLLM binds it when it has `*` or `::`, or is `ipc://`; otherwise it connects, and the test has to bind."""
     replay: str = ""
@@ -163,7 +165,15 @@ class Engine(Part):
         program = INSTALLED / "bin" / "vllm"
         if not program.exists():
             raise RuntimeError("this test needs vLLM: python tools/install_vllm.py")
-        command = [program, "serve", write_model(), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [
+            program,
+            "serve",
+            self.options.model or write_model(),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
         # Of pytest's own environment, vLLM gets neither the path to our modules nor options that CI sets for us.
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VLLM_"))}
         environment = inherited | ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(self.options.kv_cache_gib)}

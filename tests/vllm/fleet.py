@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,12 @@ BLOCK_SIZE: Final = 32
 OWN_BLOCK_SIZE: Final = 16
 """Tokens in a block of the adapters."""
 NUM_BLOCKS: Final = 64
+WITH_HERMES: Final = Options(
+    num_blocks=NUM_BLOCKS,
+    max_model_len=1024,
+    niceness=5,
+    args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+)
 
 
 class LossyProxy:
@@ -132,7 +139,8 @@ class VllmFleet:
     The first adapter uses the engine's advertised endpoint; the events of the second pass through `proxy`.
     """
 
-    def __init__(self, folder: Path, num_engines: int = 2) -> None:
+    def __init__(self, folder: Path, num_engines: int = 2, base: Options = WITH_HERMES) -> None:
+        """`base`: the options of the engines, without their endpoints."""
         binary = newest_redis()
         ports = iter(free_ports(5 * num_engines + 6))
         self.folder = folder
@@ -143,9 +151,7 @@ class VllmFleet:
         self.adapters: list[Adapter] = []
         for number in range(num_engines):
             events, replay = (f"tcp://127.0.0.1:{next(ports)}" for _ in range(2))
-            parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-            options = Options(events, replay, num_blocks=NUM_BLOCKS, max_model_len=1024, niceness=5, args=parsers)
-            engine = Engine(folder, options, f"e{number}")
+            engine = Engine(folder, replace(base, events=events, replay=replay), f"e{number}")
             args: list[str] = []
             if number == num_engines - 1:
                 target = f"tcp://127.0.0.1:{next(ports)}"
@@ -155,7 +161,7 @@ class VllmFleet:
             self.adapters.append(Adapter(f"w{number}", next(ports), folder / f"w{number}.log", engine, redis, *args))
         keys = folder / "keys.toml"
         entries = [
-            f'[[keys]]\ntenant = "{tenant}"\ndigest = "{digest_text(key.encode())}"\n'
+            f'[[keys]]\ntenant = "{tenant}"\ndigest = "{digest_text(key.encode())}"\nmay_prioritise = true\n'
             for tenant, key in TENANTS.items()
         ]
         keys.write_text("".join(entries))

@@ -28,6 +28,7 @@ FRAMES: list[wire.Frame] = [
     wire.Finished(0, "stop", 2),
     wire.End(0.1, 0.2, 0.3),
     wire.Failed("overloaded", "queue full", True),
+    wire.Failed("invalid_request", "not negative", False, param="temperature"),
     wire.Embedding(b"\x00\x00\x80?"),
 ]
 

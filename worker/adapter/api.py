@@ -33,10 +33,12 @@ class EngineLostError(Exception):
 class EngineRefusedError(Exception):
     """The engine has answered with an error. `status` is HTTP's."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        """`param`: the field of the body that the engine names."""
         super().__init__(f"the engine answered {status}: {message}")
         self.status = status
         self.message = message
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +181,9 @@ def resumed_seed(choice: ChoiceState) -> int:
 def stream_error(error: Any) -> Exception:
     """Return the exception for an error event of a stream: a refusal for a 4xx code, else a lost engine."""
     fields = error if isinstance(error, dict) else {"message": str(error)}
-    code, message = fields.get("code"), str(fields.get("message", error))[:1000]
+    code, message, param = fields.get("code"), str(fields.get("message", error))[:1000], fields.get("param")
     if isinstance(code, int) and 400 <= code < 500:
-        return EngineRefusedError(code, message)
+        return EngineRefusedError(code, message, param if isinstance(param, str) else None)
     return EngineLostError(f"the engine failed the request: {message}")
 
 
@@ -191,7 +193,8 @@ def failed_by(error: EngineRefusedError, *, is_call: bool = False) -> Failed:
         return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
     if error.status in (400, 413, 422):
         code = "invalid_request" if _TOO_LONG.search(error.message) is None else "context_length_exceeded"
-        return Failed(code, error.message, retryable=False)
+        return Failed(code, error.message, retryable=False, param=error.param)
     if is_call:  # whatever a client can write must not look like the loss of an engine
-        return Failed("engine_error" if error.status >= 500 else "invalid_request", error.message, retryable=False)
+        code = "engine_error" if error.status >= 500 else "invalid_request"
+        return Failed(code, error.message, retryable=False, param=error.param)
     return Failed("worker_lost", str(error), retryable=True)

@@ -21,8 +21,14 @@ KEEPALIVE_S: Final = 3.0
 MAX_ANSWER_BYTES: Final = 16 << 20
 _MAX_EVENT_BYTES: Final = 4 << 20
 _MAX_ERROR_BYTES: Final = 64 << 10
+_MAX_MESSAGE: Final = 8 << 10
+"""Characters of an error's message."""
 _READ_BYTES: Final = 1 << 20
 _JSON: Final = {"content-type": "application/json"}
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
 
 
 class EngineServer:
@@ -103,7 +109,7 @@ class EngineServer:
     async def events(self, path: str, body: object, last: Sequence[bytes] = ()) -> AsyncIterator[bytes]:
         """Post `body` and yield the data of each event up to [DONE]. Closing the iterator closes the connection.
 
-        `last`: an event with one of these texts also is the last.
+        `last`: an event of one of these types also is the last.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         try:
@@ -129,7 +135,7 @@ class EngineServer:
                                 is_done = True
                             else:
                                 yield data
-                                is_done = any(mark in data for mark in last)
+                                is_done = any(kind in data for kind in last) and _type_of(data) in last
                 if is_done:
                     return
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -167,6 +173,13 @@ class EngineServer:
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone)
 
 
+def _type_of(data: bytes) -> bytes:
+    try:
+        return msgspec.json.decode(data, type=_Typed).type.encode()
+    except msgspec.MsgspecError:
+        return b""
+
+
 @contextlib.contextmanager
 def understood(path: str) -> Iterator[None]:
     """Raise EngineLostError for an unexpected answer: another server may listen there."""
@@ -195,14 +208,13 @@ def _too_long(max_bytes: int) -> EngineLostError:
 
 def refused(status: int, body: bytes) -> EngineRefusedError:
     """Return the exception for an answer with an error status."""
-    return EngineRefusedError(status, _message(body))
-
-
-def _message(body: bytes) -> str:
-    """Return the engine's message from the body of an error."""
     try:
         answer = json.loads(body)
         error = answer.get("error", answer)
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]
     except (ValueError, AttributeError, RecursionError):
-        return body[:300].decode(errors="replace")
+        return EngineRefusedError(status, body[:300].decode(errors="replace"))
+    if not isinstance(error, dict):
+        return EngineRefusedError(status, str(error)[:_MAX_MESSAGE])
+    param = error.get("param")
+    message = str(error.get("message", error))[:_MAX_MESSAGE]
+    return EngineRefusedError(status, message, param if isinstance(param, str) else None)

@@ -19,8 +19,8 @@ COMPLETIONS: Final = "/v1/completions"
 MESSAGES: Final = "/v1/messages"
 RESPONSES: Final = "/v1/responses"
 TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
-LAST_EVENTS: Final = (b'"message_stop"', b'"response.completed"', b'"response.incomplete"', b'"response.failed"')
-"""In the last event of a stream without [DONE]."""
+LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+"""Types of the last event of a stream without [DONE]."""
 _RENDER_TIMEOUT_S: Final = 60.0
 _ABSENT: Final = frozenset({404, 405, 501})
 _LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}

@@ -45,6 +45,8 @@ class Engine:
     events: str
     """Endpoint of its cache events, as the server reports it."""
     replay: str
+    pid: int = 0
+    """The process of its API server; 0: not started here."""
 
     async def counters(self, session: aiohttp.ClientSession) -> dict[str, float]:
         """Return its metrics, summed over their labels."""
@@ -138,7 +140,7 @@ def _engine(
         )
     os.sched_setaffinity(process.pid, {core})
     try:
-        yield Engine(f"http://127.0.0.1:{port}", events, replay), process
+        yield Engine(f"http://127.0.0.1:{port}", events, replay, process.pid), process
     finally:
         with contextlib.suppress(ProcessLookupError):  # its processes outlive their leader
             os.killpg(process.pid, signal.SIGKILL)

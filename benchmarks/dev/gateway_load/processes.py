@@ -109,11 +109,11 @@ def gateway_server(stub: str, core: int, redis: str) -> Iterator[str]:
 
 
 @contextmanager
-def gateway_process(stub: str, core: int | None, redis: str) -> Iterator[tuple[str, str, int]]:
+def gateway_process(stub: str, core: int | None, redis: str, *options: str) -> Iterator[tuple[str, str, int]]:
     """Public URL, ops URL and process id."""
     port, ops_port = free_ports(2)
     command = [*module_command("server.gateway"), "--port", str(port), "--ops-port", str(ops_port)]
-    command += ["--redis", redis, "--workers", stub, "--log-level", "error", "--drain-grace-s", "1"]
+    command += ["--redis", redis, "--workers", stub, "--log-level", "error", "--drain-grace-s", "1", *options]
     with started(command, core) as process:
         yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}", process.pid
 

@@ -250,7 +250,7 @@ async def test_an_unstreamed_answer_begins_again(engines: list[EngineWorker]) ->
     assert engines[1].received[0].choices[0].output_ids == ()
 
 
-@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "mm_payload", "previous_response_id"])
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "previous_response_id"])
 async def test_fields_that_reach_past_the_gateway(engines: list[EngineWorker], name: str) -> None:
     async with engine_gateway(engines[0]) as target:
         status, _, raw = await post(target.url, chat(**{name: {"prompt_token_ids": [1]}}))
@@ -260,11 +260,59 @@ async def test_fields_that_reach_past_the_gateway(engines: list[EngineWorker], n
 
 
 async def test_engine_refuses_in_its_own_words(engines: list[EngineWorker]) -> None:
-    engines[0].refuses_render = Failed("invalid_request", "temperature must be non-negative", retryable=False)
+    engines[0].refuses_render = Failed("invalid_request", "not negative", retryable=False, param="temperature")
     async with engine_gateway(engines[0]) as target:
         status, _, raw = await post(target.url, chat(temperature=-1))
-    assert status == 400
-    assert json.loads(raw)["error"]["message"] == "temperature must be non-negative"
+    error = json.loads(raw)["error"]
+    assert (status, error["message"], error["param"]) == (400, "not negative", "temperature")
+
+
+@pytest.mark.parametrize("fields", [{"n": "many"}, {"priority": "text"}, {"cache_salt": ["x"]}, {"user": 1}])
+async def test_fields_of_a_wrong_type_are_the_engines(engines: list[EngineWorker], fields: dict[str, Any]) -> None:
+    """The engine gets them all, and refuses them in its own words."""
+    engines[0].refuses_render = Failed("invalid_request", "a wrong type", retryable=False)
+    async with engine_gateway(engines[0]) as target:
+        status, _, raw = await post(target.url, chat(**fields))
+        assert (status, json.loads(raw)["error"]["message"]) == (400, "a wrong type")
+        assert engines[0].rendered[0].items() >= fields.items()
+        engines[0].refuses_render = None
+        status, _, _ = await post(target.url, chat(**fields))
+        assert status == 400
+
+
+async def test_a_long_prompt_in_the_engines_words(engines: list[EngineWorker]) -> None:
+    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Failed("context_length_exceeded", "the engine's words", retryable=False, param="prompt")
+
+    engines[0].behave = fails
+    async with engine_gateway(engines[0]) as target:
+        status, _, raw = await post(target.url, chat())
+    error = json.loads(raw)["error"]
+    assert (status, error["message"], error["param"]) == (400, "the engine's words", "prompt")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "message_start", "message": {"model": "engine-name", "usage": {}}},
+        {"type": "response.created", "response": {"model": "engine-name", "instructions": None}},
+        {"type": "message", "model": "engine-name"},
+        {"type": "error", "message": "no model here"},
+    ],
+)
+async def test_other_apis_have_the_clients_model(engines: list[EngineWorker], event: dict[str, Any]) -> None:
+    async def answers(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        yield EngineText(json.dumps(event).encode())
+        yield Finished(0, "stop")
+        yield End(0.0, 0.0, 0.0)
+
+    engines[0].behave = answers
+    async with engine_gateway(engines[0]) as target:
+        body = chat(stream=True)
+        _, _, raw = await post(target.url, body, "/v1/messages")
+    got = json.loads(raw.decode().split("data: ")[1])
+    assert got == json.loads(json.dumps(event).replace("engine-name", body["model"]))
 
 
 async def test_a_lost_worker_renders_nothing(engines: list[EngineWorker]) -> None:
