@@ -21,6 +21,7 @@ from msgspec import Raw, Struct
 from cache.records import Candidate
 from server.api.endpoint import PreparedRequest
 from server.api.engine_control import check_control_tokens
+from server.api.engine_media import check_media
 from server.api.formatting import ResponseFormatter, encode_json, response_id
 from server.api.params import choice_seeds
 from server.auth.identity import Identity, allowed_priority, request_salt
@@ -132,8 +133,9 @@ class EngineTexts:
                 return None
             if not self._models.engine_writes(path, model):
                 return None
-            known, fields = _known_of(body), _fields_of(body)
+            known, fields = await read_json(body, _known_of), _fields_of(body)
             _check(known, fields)
+            check_media(fields)
         with trace_stage("tokenise"):
             call = _call(path, known, fields, model)
             rendered = await self._render(call, model)

@@ -123,7 +123,7 @@ class Tokenizer:
         """Tokens that the tokenizer calls special or that mark turns: text, when a client writes them."""
         self._prefix, self._suffix = self._affixes()
         self._texts = TextTokenizer(self._tokenizer, added, self.control_tokens)
-        self._can_spell_control = layout.get("normalizer") is not None and any(token["normalized"] for token in control)
+        self.can_spell_control = layout.get("normalizer") is not None and any(token["normalized"] for token in control)
         """The normalizer may turn other text into control tokens."""
         self._pretokens = None if self._cut is None else pretoken_cache(layout, self.encode_texts)
         self._long_words = None if self._pretokens is None else long_words(self._texts.tokenizer, layout)
@@ -145,8 +145,8 @@ class Tokenizer:
         is_long = len(text) > INLINE_CHARS
         if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > room:
             raise TooManyTokensError(at_least)
-        has_client_tokens = client_offsets is not None and bool(client_offsets or self._can_spell_control)
-        if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self._can_spell_control)):
+        has_client_tokens = client_offsets is not None and bool(client_offsets or self.can_spell_control)
+        if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self.can_spell_control)):
             ids = await self._encode_segments(self._cut, text, client_offsets or (), room if is_long else None)
         elif has_client_tokens:
             ids = await self._encode_client_tokens(text, client_offsets or ())
