@@ -13,6 +13,7 @@ from typing import Final
 from cache.hashing import Namespace
 from cache.types import BlockHash
 from server.config import GatewayConfig
+from server.errors import InvalidRequestError
 from server.text.chat_template import ChatTemplate
 from server.text.formats import FORMATS, either, format_of
 from server.text.formats.base import ToolFormat
@@ -60,6 +61,12 @@ class ServedModel:
     def max_model_len(self) -> int:
         return self.bundle.max_model_len
 
+    def check_readable(self, name: str) -> None:
+        """Raises InvalidRequestError if only the engine can read the vocabulary. `name`: as the client calls it."""
+        if self.tokenizer.is_of_engine:
+            message = f"The model {name!r:.200} is not served by this route: only its engine can read its vocabulary."
+            raise InvalidRequestError(message, param="model", code="unsupported_parameter")
+
     def with_adapter(self, adapter: str) -> ServedModel:
         """Return this model with a LoRA adapter, whose blocks share no prefix with the model's."""
         return replace(self, adapter=adapter, root=_cached_root(namespace_of(self.bundle), adapter))
@@ -89,6 +96,8 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     if bundle.chat_template is not None:
         template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
+    if tokenizer.is_of_engine and config.text == "gateway":
+        raise TokenizerError("only its engine can read its vocabulary; start the gateway with --text auto")
     if template is not None and not config.control_tokens_in_content:
         template.keep_as_text(tokenizer.control_tokens)
     tool_format, thoughts, has_own_calls = _formats(bundle, tokenizer, template, config)
@@ -124,7 +133,7 @@ def _formats(
         thoughts = CHANNELS
     if config.reasoning is not None:
         thoughts = THOUGHT_FORMATS.get(config.reasoning)
-    if tools is None:
+    if tools is None and not tokenizer.is_of_engine:
         log.warning(
             "model %s: the format of its tool calls is unknown, so that they come as content; --tool-parser names one",
             bundle.model,

@@ -93,9 +93,12 @@ class Tokenizer:
 
     def __init__(self, bundle: TokenizerBundle, executor: ThreadPoolExecutor, plain_conversation: str = "") -> None:
         """`plain_conversation`: a conversation as the chat template renders it."""
+        self.is_of_engine = bool(bundle.engine_vocabulary)
+        """Only the engine can read the vocabulary: here, only the control tokens are known."""
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(bundle.tokenizer_json)
-            layout: dict[str, Any] = json.loads(bundle.tokenizer_json)
+            tokenizer_json = _empty_vocabulary(bundle.engine_vocabulary) if self.is_of_engine else bundle.tokenizer_json
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+            layout: dict[str, Any] = json.loads(tokenizer_json)
         except Exception as error:  # the library raises bare Exceptions of its own
             raise TokenizerError(f"tokenizer_json: {error}") from error
         self._tokenizer.no_truncation()
@@ -274,6 +277,14 @@ class Tokenizer:
 def _check_room(ids: list[int], room: float) -> None:
     if len(ids) > room:
         raise TooManyTokensError(len(ids))
+
+
+def _empty_vocabulary(engine_vocabulary: bytes) -> bytes:
+    """Return a tokenizer.json with the added tokens of a vocabulary that only the engine can read."""
+    steps = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
+    added = json.loads(engine_vocabulary)["added_tokens"]
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    return json.dumps(steps | {"version": "1.0", "model": model, "added_tokens": added}).encode()
 
 
 def _cutter(layout: dict[str, Any]) -> tuple[dict[str, int], re.Pattern[str] | None]:
