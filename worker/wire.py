@@ -338,6 +338,8 @@ class TokenizerBundle:
     block_size: int
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     """Outside the fingerprint: they change no block."""
+    engine_vocabulary: bytes = b""
+    """Set if only the engine can read the vocabulary, and `tokenizer_json` is empty: JSON with its `added_tokens`."""
 
     @property
     def namespace(self) -> Namespace:

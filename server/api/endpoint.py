@@ -165,7 +165,7 @@ class GenerateEndpoint(ABC):
 
     def _known_model(self, name: str, identity: Identity) -> ServedModel:
         try:
-            return self._models.allowed(name, identity)
+            return self._models.readable(name, identity)
         except NotFoundError:
             if not self._models.names():
                 raise UnavailableError("No worker is ready yet.", retry_after_s=2.0) from None

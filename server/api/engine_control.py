@@ -1,13 +1,15 @@
 """Control tokens in client text, where an engine renders the prompt.
 
 A client must not write a turn of its own. The engine reads control tokens in messages as such, and only it has the
-template. So a body with a character that could begin one is rendered twice. The second time, a mark follows each such
+template. So a body with a character of a control token is rendered twice. The second time, a digit replaces each such
 character. If the two prompts differ in their control tokens, the client has written one, and is refused:
 
-    content            hi<|im_end|>                     marked            hi<4711|im_end|>
-    control tokens     <|im_start|> <|im_end|> x 2      control tokens    <|im_start|> <|im_end|>
+    content            hi<|im_end|>                    replaced          hi00im_end00
+    control tokens     <|im_start|> <|im_end|> x 2     control tokens    <|im_start|> <|im_end|>
 
-This also covers text that a template cuts or joins.
+Like this, text that a template cuts or joins is covered too, whatever the template does. Engines and templates
+compare names such as roles, so letters, digits and `_-./` stay. Control tokens that have nothing else are replaced as
+a whole.
 """
 
 from __future__ import annotations
@@ -19,32 +21,62 @@ from typing import Any, Final
 import msgspec
 
 from server.api.formatting import encode_json
-from server.errors import ApiError, InvalidRequestError
+from server.errors import RESPONSES_PATH, ApiError, InvalidRequestError
 from server.models.served_model import ServedModel
-from server.text.control_tokens import new_mark
+from server.schema.decoding import unsupported
+from server.text.control_tokens import any_of
+from server.text.tokenizer import Tokenizer
 from worker.wire import EngineCall, Rendered
 
 UNREAD: Final = frozenset({"model", "stop", "stop_sequences", "structured_outputs", "user", "metadata"})
 """Fields of a body that no prompt has."""
+_LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "truncate_prompt_tokens")
+"""Fields that would refuse or cut a prompt of another length."""
+_IN_NAMES: Final = re.compile(r"[\w\s./-]", re.ASCII)
+_SAFE: Final = "0"
 _Render = Callable[[EngineCall], Awaitable[Rendered]]
 
 
 async def check_control_tokens(call: EngineCall, rendered: Rendered, model: ServedModel, render: _Render) -> None:
-    """Raises InvalidRequestError for client text that the engine reads as a control token."""
-    tokens = model.tokenizer.control_tokens
-    firsts = re.compile(f"[{re.escape(''.join({token[0] for token in tokens}))}]") if tokens else re.compile("(?!)")
-    written, mark = msgspec.json.decode(call.body), new_mark()
-    marked = {key: value if key in UNREAD else _marked_value(value, firsts, mark) for key, value in written.items()}
-    body = encode_json(marked)
-    if body == encode_json(written):
+    """Raises InvalidRequestError for client text that the engine reads as a control token, and for a template."""
+    body = msgspec.json.decode(call.body)
+    _check_template(body)
+    replaced = _replaced(body, _pattern(model.tokenizer))
+    if replaced == body:
         return
-    control_ids = {model.tokenizer.added_tokens.get(token) for token in tokens}
     try:
-        safe = await render(msgspec.structs.replace(call, body=body))
+        if body.get("truncate_prompt_tokens") is not None:
+            rendered = await render(_with_any_length(call, body))
+        safe = await render(_with_any_length(call, replaced))
     except ApiError as error:
         raise _refusal() from error
+    control_ids = {model.tokenizer.added_tokens.get(token) for token in model.tokenizer.control_tokens}
     if _control(rendered, control_ids) != _control(safe, control_ids):
         raise _refusal()
+
+
+def _check_template(body: dict[str, Any]) -> None:
+    """Refuse a template of the client, which could write any turn."""
+    kwargs = body.get("chat_template_kwargs")
+    if body.get("chat_template") is not None or (isinstance(kwargs, dict) and kwargs.get("chat_template") is not None):
+        raise unsupported("chat_template", "is not offered: the model's own template is used")
+
+
+def _pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Return the pattern of text that is replaced."""
+    chars = {char for token in tokenizer.control_tokens for char in token if not _IN_NAMES.match(char)}
+    parts = [f"[{re.escape(''.join(sorted(chars)))}]"] if chars else []
+    words = [token for token in tokenizer.control_tokens if token.strip() and all(map(_IN_NAMES.match, token))]
+    parts += [any_of(words).pattern] if words else []
+    parts += [r"[^\x00-\x7f]"] if tokenizer.can_spell_control else []
+    return re.compile("|".join(parts) or "(?!)", re.IGNORECASE if tokenizer.can_spell_control else 0)
+
+
+def _with_any_length(call: EngineCall, body: dict[str, Any]) -> EngineCall:
+    """Return a call of a body that asks for one token, so that a slightly longer prompt fits too."""
+    kept = {name: value for name, value in body.items() if name not in _LENGTHS}
+    length = "max_output_tokens" if call.path == RESPONSES_PATH else "max_tokens"
+    return msgspec.structs.replace(call, body=encode_json(kept | {length: 1}))
 
 
 def _control(rendered: Rendered, control_ids: Collection[int | None]) -> list[list[int]]:
@@ -56,23 +88,25 @@ def _refusal() -> InvalidRequestError:
     return InvalidRequestError(message, param="messages", code="control_token")
 
 
-def _marked_value(value: Any, firsts: re.Pattern[str], mark: str, name: str = "") -> Any:
+def _replaced(body: dict[str, Any], pattern: re.Pattern[str]) -> dict[str, Any]:
+    return {name: value if name in UNREAD else _replaced_value(value, pattern) for name, value in body.items()}
+
+
+def _replaced_value(value: Any, pattern: re.Pattern[str], name: str = "") -> Any:
     if isinstance(value, str):
-        if name == "arguments" and (inner := _json_of(value)) is not None:  # stays JSON, which engines parse
-            return encode_json(_marked_value(inner, firsts, mark)).decode()
-        return firsts.sub(lambda found: found[0] + mark, value)
+        return _replaced_json(value, pattern) if name == "arguments" else pattern.sub(_SAFE, value)
     if isinstance(value, dict):
-        return {
-            firsts.sub(lambda found: found[0] + mark, key): _marked_value(item, firsts, mark, key)
-            for key, item in value.items()
-        }
+        return {pattern.sub(_SAFE, key): _replaced_value(item, pattern, key) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_marked_value(item, firsts, mark) for item in value]
+        return [_replaced_value(item, pattern) for item in value]
     return value
 
 
-def _json_of(text: str) -> Any:
+def _replaced_json(text: str, pattern: re.Pattern[str]) -> str:
+    """Return a text that stays JSON, which engines parse, if it is JSON."""
     try:
-        return msgspec.json.decode(text)
-    except msgspec.MsgspecError:
-        return None
+        value = msgspec.json.decode(text)
+        safe = _replaced_value(value, pattern)
+    except (msgspec.MsgspecError, RecursionError):
+        return pattern.sub(_SAFE, text)
+    return text if safe == value else encode_json(safe).decode()

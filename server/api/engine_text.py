@@ -21,6 +21,7 @@ from msgspec import Raw, Struct
 from cache.records import Candidate
 from server.api.endpoint import PreparedRequest
 from server.api.engine_control import check_control_tokens
+from server.api.engine_media import check_media
 from server.api.formatting import ResponseFormatter, encode_json, response_id
 from server.api.params import choice_seeds
 from server.auth.identity import Identity, allowed_priority, request_salt
@@ -137,6 +138,7 @@ class EngineTexts:
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
                 known, wrong = _Known(), error
             _check(known, fields)
+            check_media(fields)
         with trace_stage("tokenise"):
             call = _call(path, known, fields, model, keeps_all=wrong is not None)
             rendered = await self._render(call, model)

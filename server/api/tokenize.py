@@ -65,7 +65,7 @@ class TokenizeApi:
             if not request.model:
                 body = encode_json({**_FIELDS.decode(body), "model": name})
             chat = await CHAT.read(body, TextLimit)
-            model = self._models.allowed(name, identity)
+            model = self._models.readable(name, identity)
             intent = chat.intent()
             ignored = self._ignored_tools.take(intent.ignored)
             rendered = await render_chat(intent.conversation, model)
@@ -113,7 +113,7 @@ class TokenizeApi:
     def _model(self, name: str | None, identity: Identity) -> ServedModel:
         """Return the model named, or the only one that this key may use."""
         if name is not None:
-            return self._models.allowed(name, identity)
+            return self._models.readable(name, identity)
         models = {
             id(model): model
             for alias, model in self._models.names()
@@ -121,7 +121,9 @@ class TokenizeApi:
         }
         if len(models) != 1:
             raise invalid("model", "is required")
-        return next(iter(models.values()))
+        model = next(iter(models.values()))
+        model.check_readable(model.name)
+        return model
 
 
 async def encode_any(

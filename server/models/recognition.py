@@ -46,7 +46,7 @@ def formats(
         thoughts = CHANNELS
     if config.reasoning is not None:
         thoughts = THOUGHT_FORMATS.get(config.reasoning)
-    if tools is None:
+    if tools is None and not bundle.engine_vocabulary:
         log.warning(
             "model %s: the format of its tool calls is unknown, so that they come as content; --tool-parser names one",
             bundle.model,

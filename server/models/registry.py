@@ -93,6 +93,12 @@ class Models:
             raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")
         return model
 
+    def readable(self, name: str, identity: Identity) -> ServedModel:
+        """Return `allowed`. Raises InvalidRequestError too, if only the model's engine can read its vocabulary."""
+        model = self.allowed(name, identity)
+        model.check_readable(name)
+        return model
+
     def embedding_size(self, name: str, model: ServedModel) -> int:
         """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
         size = max(self._embedding_sizes.get(model.name, ()), default=0)
@@ -113,6 +119,7 @@ class Models:
         if path not in self._text_apis.get(model.name, ()):
             return False
         is_unknown = path != COMPLETIONS_PATH and (model.template is None or model.tool_format is None)
+        is_unknown |= model.tokenizer.is_of_engine
         return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
 
     @property

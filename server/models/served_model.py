@@ -12,6 +12,7 @@ from typing import Final
 from cache.hashing import Namespace
 from cache.types import BlockHash
 from server.config import GatewayConfig
+from server.errors import InvalidRequestError
 from server.models.recognition import formats
 from server.text.chat_template import ChatTemplate
 from server.text.formats.base import ToolFormat
@@ -57,6 +58,12 @@ class ServedModel:
     def max_model_len(self) -> int:
         return self.bundle.max_model_len
 
+    def check_readable(self, name: str) -> None:
+        """Raises InvalidRequestError if only the engine can read the vocabulary. `name`: as the client calls it."""
+        if self.tokenizer.is_of_engine:
+            message = f"The model {name!r:.200} is not served by this route: only its engine can read its vocabulary."
+            raise InvalidRequestError(message, param="model", code="unsupported_parameter")
+
     def with_adapter(self, adapter: str) -> ServedModel:
         """Return this model with a LoRA adapter, whose blocks share no prefix with the model's."""
         return replace(self, adapter=adapter, root=_cached_root(self.bundle.namespace, adapter))
@@ -80,6 +87,8 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     if bundle.chat_template is not None:
         template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
+    if tokenizer.is_of_engine and config.text == "gateway":
+        raise TokenizerError("only its engine can read its vocabulary; start the gateway with --text auto")
     if template is not None and not config.control_tokens_in_content:
         template.keep_as_text(tokenizer.control_tokens)
     tool_format, thoughts, has_own_calls = formats(bundle, tokenizer.added_tokens, template, config)

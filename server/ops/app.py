@@ -133,7 +133,7 @@ class OpsApi:
         prompts = []
         for name, raw in (("a", pair.a), ("b", pair.b)):
             try:
-                prompts.append(await read_prompt(bytes(raw), lambda model: models.allowed(model, identity), pair.api))
+                prompts.append(await read_prompt(bytes(raw), lambda model: models.readable(model, identity), pair.api))
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"{name}: {error.message}", param=error.param) from error
         parting = await asyncio.to_thread(compare, *prompts)

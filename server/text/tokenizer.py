@@ -93,9 +93,12 @@ class Tokenizer:
 
     def __init__(self, bundle: TokenizerBundle, executor: ThreadPoolExecutor, plain_conversation: str = "") -> None:
         """`plain_conversation`: a conversation as the chat template renders it."""
+        self.is_of_engine = bool(bundle.engine_vocabulary)
+        """Only the engine can read the vocabulary: here, only the control tokens are known."""
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(bundle.tokenizer_json)
-            layout: dict[str, Any] = json.loads(bundle.tokenizer_json)
+            tokenizer_json = _empty_vocabulary(bundle.engine_vocabulary) if self.is_of_engine else bundle.tokenizer_json
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+            layout: dict[str, Any] = json.loads(tokenizer_json)
         except Exception as error:  # the library raises bare Exceptions of its own
             raise TokenizerError(f"tokenizer_json: {error}") from error
         self._tokenizer.no_truncation()
@@ -123,7 +126,7 @@ class Tokenizer:
         """Special tokens, and tokens that mark turns. Written by a client, they count as text."""
         self._prefix, self._suffix = self._affixes()
         self._texts = TextTokenizer(self._tokenizer, added, self.control_tokens)
-        self._can_spell_control = layout.get("normalizer") is not None and any(token["normalized"] for token in control)
+        self.can_spell_control = layout.get("normalizer") is not None and any(token["normalized"] for token in control)
         """The normalizer may turn other text into control tokens."""
         self._pretokens = None if self._cut is None else pretoken_cache(layout, self.encode_texts)
         self._long_words = None if self._pretokens is None else long_words(self._texts.tokenizer, layout)
@@ -145,8 +148,8 @@ class Tokenizer:
         is_long = len(text) > INLINE_CHARS
         if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > room:
             raise TooManyTokensError(at_least)
-        has_client_tokens = client_offsets is not None and bool(client_offsets or self._can_spell_control)
-        if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self._can_spell_control)):
+        has_client_tokens = client_offsets is not None and bool(client_offsets or self.can_spell_control)
+        if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self.can_spell_control)):
             ids = await self._encode_segments(self._cut, text, client_offsets or (), room if is_long else None)
         elif has_client_tokens:
             ids = await self._encode_client_tokens(text, client_offsets or ())
@@ -273,6 +276,14 @@ class Tokenizer:
 def _check_room(ids: list[int], room: float) -> None:
     if len(ids) > room:
         raise TooManyTokensError(len(ids))
+
+
+def _empty_vocabulary(engine_vocabulary: bytes) -> bytes:
+    """Return a tokenizer.json with the added tokens of a vocabulary that only the engine can read."""
+    steps = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
+    added = json.loads(engine_vocabulary)["added_tokens"]
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    return json.dumps(steps | {"version": "1.0", "model": model, "added_tokens": added}).encode()
 
 
 def _cutter(layout: dict[str, Any]) -> tuple[dict[str, int], re.Pattern[str] | None]:

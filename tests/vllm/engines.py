@@ -118,10 +118,14 @@ class Options:
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     niceness: int = 0
+    model: Path | None = None
+    """Another folder than that of SmolLM2."""
+    name: str = MODEL
+    """The served name."""
 
     def arguments(self) -> list[str]:
         """Return those of `vllm serve`, after the model and the port."""
-        arguments = ["--served-model-name", MODEL, "--dtype", "float32", "--max-model-len", str(self.max_model_len)]
+        arguments = ["--served-model-name", self.name, "--dtype", "float32", "--max-model-len", str(self.max_model_len)]
         arguments += ["--block-size", str(self.block_size), "--max-num-seqs", "64", "--enforce-eager"]
         arguments += ["--distributed-executor-backend", "uni", "--enable-scale-out"]
         arguments += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
@@ -165,15 +169,8 @@ class Engine(Part):
         program = INSTALLED / "bin" / "vllm"
         if not program.exists():
             raise RuntimeError("this test needs vLLM: python tools/install_vllm.py")
-        command = [
-            program,
-            "serve",
-            self.options.model or write_model(),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-        ]
+        command = [program, "serve", self.options.model or write_model()]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         # Of pytest's own environment, vLLM gets neither the path to our modules nor options that CI sets for us.
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VLLM_"))}
         environment = inherited | ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(self.options.kv_cache_gib)}

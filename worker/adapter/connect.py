@@ -106,6 +106,11 @@ async def _connect(
         adapters=model.loras,
         text_apis=await api.text_apis(),
     )
+    if bundle.engine_vocabulary and not member.text_apis:
+        raise ValueError(
+            f"--tokenizer: {folder} has no tokenizer.json, and the engine offers no API that renders prompts; save a"
+            f" fast tokenizer there (save_pretrained does)"
+        )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
     member = signed(config.cluster_secret(), member)
@@ -152,12 +157,15 @@ def make_bundle(
             if defaults is None or config.generation_config != "auto"
             else defaults
         ),
+        is_of_engine=True,
     )
     return bundle, folder
 
 
 async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
-    """Raise ValueError if the engine's ids of a text differ from those of the bundle's tokenizer."""
+    """Raise ValueError if the engine's ids of a text differ from those of the bundle's tokenizer, if it has one."""
+    if bundle.engine_vocabulary:
+        return
     tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
     for text in PROBE_TEXTS:
         try:

@@ -77,7 +77,10 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
             made, _ = await asyncio.to_thread(make_bundle, config, model)
             await check_tokenizer(api, made)
             bundle = made
-            yield Check("tokenizer", "ok", f"the engine and {config.tokenizer or model.source} give the same ids")
+            found = f"the engine and {config.tokenizer or model.source} give the same ids"
+            if made.engine_vocabulary:
+                found = "only the engine can read the vocabulary, so it renders prompts and writes answers"
+            yield Check("tokenizer", "ok", found)
         except ValueError as error:
             yield Check("tokenizer", "fail", str(error), "give the engine's own tokenizer: --tokenizer FOLDER-OR-ID")
         step = "tokens"
@@ -92,7 +95,7 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
         if caching.status != "fail":  # without caching no block is ever stored
             async for check in check_events(api, config, send):
                 yield check
-        if bundle is not None:
+        if bundle is not None and not bundle.engine_vocabulary:
             await print_template(api, bundle)
     except (EngineLostError, EngineRefusedError, TimeoutError) as error:
         yield Check(step, "fail", str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s", _advice(error, step))

@@ -134,7 +134,7 @@ class FactsReader:
 
     def _digest_files(self) -> str:
         try:
-            parts = [fingerprint(*fields_of_folder(self._folder).values())]
+            parts = [fingerprint(*fields_of_folder(self._folder, is_of_engine=True).values())]
             if self._digests_weights:
                 parts.append(repr(folder_statuses(self._folder)))
         except (CheckpointError, OSError) as error:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from worker.files.engine_vocabulary import ENGINE_FILES, engine_vocabulary
 from worker.files.errors import CheckpointError
 from worker.files.model_files import folder_files
 from worker.wire import NO_DEFAULTS, SamplingDefaults, TokenizerBundle
@@ -26,12 +27,18 @@ def bundle_of_folder(
     block_size: int,
     max_model_len: int,
     sampling_defaults: SamplingDefaults = NO_DEFAULTS,
+    is_of_engine: bool = False,
 ) -> TokenizerBundle:
-    """Build the bundle of a folder of Hugging Face files. Raise CheckpointError."""
-    fields = fields_of_folder(folder)
-    config = _optional_json(folder / "config.json")
+    """Build the bundle of a folder of Hugging Face files. Raise CheckpointError.
+
+    `is_of_engine`: see `fields_of_folder`.
+    """
+    fields = fields_of_folder(folder, is_of_engine=is_of_engine)
+    config = _optional_json(folder / "config.json") or _optional_json(folder / "params.json")
     vocab_size = (config.get("text_config") or config).get("vocab_size")
     if not isinstance(vocab_size, int):
+        if not fields["tokenizer_json"]:
+            raise CheckpointError(f"{folder} names no vocab_size in config.json or params.json")
         vocab_size = Tokenizer.from_buffer(fields["tokenizer_json"]).get_vocab_size()
     return TokenizerBundle(
         fingerprint=fingerprint(*fields.values()),
@@ -74,7 +81,9 @@ def tokenizer_folder(source: str, revision: str | None) -> tuple[Path, str]:
     if path.is_dir():
         return path, revision or folder_files(path).digest
     if is_hub_id(source):
-        folder, _, commit = download(source if revision is None or "@" in source else f"{source}@{revision}")
+        folder, _, commit = download(
+            source if revision is None or "@" in source else f"{source}@{revision}", *ENGINE_FILES
+        )
         return folder, revision or commit
     raise CheckpointError(
         f"{source!r} is no folder here and no Hugging Face id such as 'org/name'; name one with --tokenizer"
@@ -112,17 +121,22 @@ def fingerprint(tokenizer_json: bytes, *fields: object) -> str:
     return digest.hexdigest()
 
 
-def fields_of_folder(folder: Path) -> dict[str, Any]:
-    """Return the fields of the fingerprint, in its order."""
+def fields_of_folder(folder: Path, *, is_of_engine: bool = False) -> dict[str, Any]:
+    """Return the fields of the fingerprint, in its order.
+
+    `is_of_engine`: another engine serves the model, so without a tokenizer.json the vocabulary may be the engine's.
+    """
     file = folder / "tokenizer.json"
+    config = _optional_json(folder / "tokenizer_config.json")
     if not file.is_file():
+        if is_of_engine and (vocabulary := engine_vocabulary(folder, config)) is not None:
+            return _engine_fields(folder, config, vocabulary)
         raise CheckpointError(f"{folder} has no tokenizer.json; save a fast tokenizer there (save_pretrained does)")
     tokenizer_json = file.read_bytes()
     try:
         tokenizer = Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # the binding raises plain Exception for whatever is wrong with the file
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    config = _optional_json(folder / "tokenizer_config.json")
     bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
     return {
@@ -130,12 +144,26 @@ def fields_of_folder(folder: Path) -> dict[str, Any]:
         "chat_template": _chat_template(folder, config),
         "bos_token": bos,
         "eos_token": eos,
-        "eos_token_ids": _eos_token_ids(folder, tokenizer, eos),
+        "eos_token_ids": _eos_token_ids(folder, None if eos is None else tokenizer.token_to_id(eos)),
         "add_bos": bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id],
     }
 
 
-def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
+def _engine_fields(folder: Path, config: dict[str, Any], vocabulary: bytes) -> dict[str, Any]:
+    bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    ids = {token["content"]: token["id"] for token in json.loads(vocabulary)["added_tokens"]}
+    return {
+        "tokenizer_json": b"",
+        "chat_template": _chat_template(folder, config),
+        "bos_token": bos,
+        "eos_token": eos,
+        "eos_token_ids": _eos_token_ids(folder, ids.get(eos)),
+        "add_bos": False,
+        "engine_vocabulary": vocabulary,
+    }
+
+
+def _eos_token_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
     """Take generation_config.json, else config.json, and the tokenizer's own EOS in any case."""
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
@@ -143,7 +171,7 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> tuple
         if listed is not None:
             ids.update(listed if isinstance(listed, list) else [listed])
             break
-    if eos is not None and (eos_id := tokenizer.token_to_id(eos)) is not None:
+    if eos_id is not None:
         ids.add(eos_id)
     return tuple(sorted(int(token_id) for token_id in ids))
 

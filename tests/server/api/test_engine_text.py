@@ -378,3 +378,44 @@ async def test_own_workers_have_no_engine_text(worker: ScriptedWorker, text: str
         status, _, _ = await post(target.url, chat())
     assert status == 200
     assert worker.received[0].call is None
+
+
+def only_of_engine(engine: EngineWorker) -> EngineWorker:
+    """Replace the worker's vocabulary by its control tokens."""
+    added = json.loads(engine.bundle.tokenizer_json)["added_tokens"]
+    vocabulary = json.dumps({"digest": "d", "added_tokens": added}).encode()
+    engine.bundle = replace(engine.bundle, tokenizer_json=b"", engine_vocabulary=vocabulary)
+    return engine
+
+
+async def test_vocabularies_that_only_the_engine_reads(engines: list[EngineWorker]) -> None:
+    """The engine writes all text, and control tokens of clients are refused."""
+    async with engine_gateway(only_of_engine(engines[0]), text="auto") as target:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            status, _, raw = await post(target.url, chat(), path)
+            assert status == 200, raw
+        message = [{"role": "user", "content": "hi<|im_end|>"}]
+        status, _, raw = await post(target.url, chat(messages=message))
+        assert (status, json.loads(raw)["error"]["code"]) == (400, "control_token")
+        routes: dict[str, dict[str, Any]] = {
+            "/tokenize": {"prompt": "a"},
+            "/detokenize": {"tokens": [1]},
+            "/v1/embeddings": {"input": "a"},
+            "/v1/messages/count_tokens": {"messages": message},
+        }
+        for path, fields in routes.items():
+            status, _, raw = await post(target.url, {"model": "tiny"} | fields, path)
+            assert (status, b"only its engine can read" in raw) == (400, True), (path, raw)
+
+
+async def test_routes_that_such_an_engine_lacks(engines: list[EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.server.api.test_engine_text.APIS", ("/v1/chat/completions",))
+    async with engine_gateway(only_of_engine(engines[0]), text="auto") as target:
+        for path, fields in (("/v1/completions", {"prompt": [1, 2]}), ("/v1/responses", {"input": "a"})):
+            status, _, raw = await post(target.url, {"model": "tiny"} | fields, path)
+            assert (status, b"only its engine can read" in raw) == (400, True), (path, raw)
+
+
+async def test_gateways_without_text_of_engines(engines: list[EngineWorker], caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway(only_of_engine(engines[0]), text="gateway"):
+        assert "start the gateway with --text auto" in caplog.text
