@@ -16,7 +16,7 @@ from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
 from worker.common.features import sampling_features
-from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
+from worker.wire import POOLING_PATHS, ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens of an unstreamed answer that wait to be decoded, so that no call decodes many."""
@@ -59,10 +59,11 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
         session = hints.session or self.affinity_key
+        num_tokens = len(self.prompt_ids) or (0 if self.ask is None else self.ask.num_tokens)
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
-            num_prompt_tokens=len(self.prompt_ids),
+            num_prompt_tokens=num_tokens,
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
             affinity_key=f"{self.tenant}/{session}" if session else None,
             hard_affinity=hints.hard_affinity,
@@ -70,9 +71,9 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             required=tuple(sampling_features(self.sampling)),
             priority=self.priority,
             tenant=self.tenant,
-            embeds=self.embed is not None,
+            embeds=self.embed is not None or (self.ask is not None and self.ask.call.path in POOLING_PATHS),
             text_api="" if self.ask is None else self.ask.call.path,
-            num_context_tokens=len(self.prompt_ids) + self._num_demanded_tokens(),
+            num_context_tokens=num_tokens + self._num_demanded_tokens(),
         )
 
     def _num_demanded_tokens(self) -> int:
