@@ -1,6 +1,6 @@
 """Requests that an engine answers without text: embeddings, pooling, classes, scores and ranks.
 
-The gateway places them by load alone. The engine reads the texts and writes the whole answer.
+The gateway places them by load. The engine reads the texts and writes the whole answer.
 
 Source: docs/architecture/engine_text.md.
 """
@@ -61,9 +61,10 @@ def prepared_pooling(
     user: str | None,
 ) -> PreparedRequest:
     """Return the request of a call. Its length is estimated, as the gateway has no token ids of it."""
+    id_ = response_id("pool-")
     ask = EngineAsk(
         call=call,
-        head={"model": msgspec.Raw(encode_json(name))},
+        head={"id": msgspec.Raw(encode_json(id_)), "model": msgspec.Raw(encode_json(name))},
         shows_usage=True,
         has_usage=True,
         shows_ids=False,
@@ -71,7 +72,7 @@ def prepared_pooling(
         num_tokens=min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
     )
     spec = GenerationSpec(
-        request_id=response_id("pool-"),
+        request_id=id_,
         model=model,
         prompt_ids=(),
         root=model.root(request_salt(identity, cache_salt)),

@@ -125,7 +125,7 @@ class Generation:
 
     @property
     def num_pooled_tokens(self) -> int:
-        """Prompt tokens that the engine alone has counted."""
+        """Prompt tokens that only the engine has counted."""
         return 0 if self._answer is None else self._answer.num_pooled_tokens
 
     @property
