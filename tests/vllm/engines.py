@@ -138,9 +138,13 @@ class Options:
 class Engine(Part):
     """One `vllm serve` with all its processes; use it as a context manager. Signals go to all of them."""
 
-    def __init__(self, folder: Path, options: Options | None = None, name: str = "vllm") -> None:
+    def __init__(
+        self, folder: Path, options: Options | None = None, name: str = "vllm", model: Path | None = None
+    ) -> None:
+        """`model`: its folder; None: SmolLM2."""
         super().__init__(name, free_ports(1)[0], folder / f"{name}.log")
         self.options = options or Options()
+        self._model = model
         self.start_s = 0.0
         """How long the last start took."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -163,7 +167,7 @@ class Engine(Part):
         program = INSTALLED / "bin" / "vllm"
         if not program.exists():
             raise RuntimeError("this test needs vLLM: python tools/install_vllm.py")
-        command = [program, "serve", write_model(), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [program, "serve", self._model or write_model(), "--host", "127.0.0.1", "--port", str(self.port)]
         # Of pytest's own environment, vLLM gets neither the path to our modules nor options that CI sets for us.
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VLLM_"))}
         environment = inherited | ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(self.options.kv_cache_gib)}
