@@ -85,9 +85,12 @@ class WorkerMember:
     tiers: tuple[TierName, ...] = ()
     """Its stores below the pool, the fastest first. A store with an unknown name counts as empty."""
     embedding_size: Count = 0
-    """Numbers in an embedding, for a worker that only makes embeddings. 0: it only generates text."""
+    """Numbers in an embedding, for a worker that only makes embeddings. 0: it only generates text.
+
+    1 for an engine that classifies or ranks texts.
+    """
     text_apis: tuple[str, ...] = ()
-    """Paths of its engine's APIs that render prompts and write answers themselves; none at the built-in engine."""
+    """Paths of its engine's APIs that read prompts and write answers themselves; none at the built-in engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from server.api.endpoint import EndpointServices, GenerateEndpoint
 from server.api.formatting import json_response
 from server.api.messages import MessagesEndpoint
 from server.api.model_list import ModelsApi
+from server.api.pooling import ENGINE_PATHS, PoolingEndpoint
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
@@ -52,6 +53,7 @@ class PublicApi:
             "/v1/completions": self.completions,
             RESPONSES_PATH: ResponsesEndpoint(endpoint),
             MESSAGES_PATH: self._messages,
+            **{path: PoolingEndpoint(endpoint) for path in ENGINE_PATHS},
             "/v1/embeddings": EmbeddingEndpoint(endpoint),
         }
         """The endpoints that run a model, by path; all take POST."""

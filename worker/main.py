@@ -2,7 +2,7 @@
 
 Progress goes to stderr, one line a step. Stdout has one JSON object a line, for the process that started the worker:
 {"event": "listening", "url": ...} and {"event": "ready", "url": ..., "worker_id": ..., "epoch": ..., "model": ...,
-"slower": why it runs without compiled kernels, or ""}.
+"route": the route of its requests, "slower": why it runs without compiled kernels, or ""}.
 Exit status: 0 after a drain, 1 when the engine died, 2 when the worker cannot serve with these options.
 """
 
@@ -42,7 +42,7 @@ from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
 from worker.publisher import Publisher, PublisherInbox
-from worker.wire import gateway_token
+from worker.wire import POOLING_PATHS, gateway_token
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Worker:
         self._service.start(engine)
         member = engine.member
         _say(f"ready: {member.model} on {url}, {member.numerics}")
-        facts = {"worker_id": worker_id, "epoch": member.epoch, "model": member.model}
+        facts = {"worker_id": worker_id, "epoch": member.epoch, "model": member.model, "route": _route(member)}
         _announce(event="ready", url=url, **facts, slower=_slower(self._config))
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.supervise())
@@ -307,6 +307,13 @@ def _slower(config: WorkerConfig) -> str:
     from worker.kernels.cpu import problem  # imports torch, which is loaded by now
 
     return problem() or ""
+
+
+def _route(member: WorkerMember) -> str:
+    """Return the gateway's route for requests to this worker."""
+    if not member.embedding_size:
+        return "/v1/chat/completions"
+    return next((path for path in POOLING_PATHS if path in member.text_apis), POOLING_PATHS[0])
 
 
 def _announce(**fields: str) -> None:

@@ -163,8 +163,12 @@ class Embed(Struct, frozen=True):
     """Keep this many leading numbers, normalised again. None: all."""
 
 
+POOLING_PATHS: Final = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
+"""APIs of engines for models that generate no text. Their requests have no prompt in token ids."""
+
+
 class EngineCall(Struct, frozen=True):
-    """A client's request to an API of the engine, which renders no prompt but writes the text of the answer."""
+    """A client's request to an API of the engine, which writes the answer. It reads the prompts of `POOLING_PATHS`."""
 
     path: str
     body: bytes

@@ -124,7 +124,7 @@ class GenerateEndpoint(ABC):
         for spec in request.specs:
             generations.append(Generation(spec, services.requests, deadline_s, hints))
             await time_slice.rest()
-        if len(generations) == 1 and generations[0].spec.embed is None:
+        if len(generations) == 1 and not generations[0].route.embeds:
             self._count_parting(generations[0], request.conversation, hints.client)
         formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
         del request
@@ -141,11 +141,14 @@ class GenerateEndpoint(ABC):
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
             self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
+            if num_pooled_tokens := response.num_pooled_tokens:
+                context.num_prompt_tokens = num_pooled_tokens
+                self._metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
             if response.finished:
                 elapsed_s = time.perf_counter() - context.started_s
                 self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
             if usage is not None:
-                usage.add_tokens(context.num_output_tokens)
+                usage.add_tokens(context.num_output_tokens + response.num_pooled_tokens)
 
     def _count_parting(self, generation: Generation, conversation: Conversation | None, client: str) -> None:
         """Record where the prompt parts from known ones. The text is not kept while the request is answered."""

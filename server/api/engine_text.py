@@ -24,6 +24,7 @@ from server.api.engine_control import check_control_tokens
 from server.api.engine_media import check_media
 from server.api.formatting import ResponseFormatter, encode_json, response_id
 from server.api.params import choice_seeds
+from server.api.pooling import ENGINE_PATHS, prepared_pooling
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import (
     MESSAGES_PATH,
@@ -47,7 +48,7 @@ from server.schema.decoding import invalid, read_json, unsupported
 from server.text.detokenizer import TextRules
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
-from worker.wire import EngineCall, Rendered, SamplingParams
+from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 CHAT_PATH: Final = "/v1/chat/completions"
 MAX_CHOICES: Final = 128
@@ -84,6 +85,7 @@ class _Known(Struct):
 
     n: int | None = None
     best_of: int | None = None
+    encoding_format: str | None = None
     stream: bool | None = None
     stream_options: _Options | None = None
     cache_salt: str | None = None
@@ -122,10 +124,12 @@ class EngineTexts:
 
         Raises ApiError.
         """
-        if not self._models.has_engine_text or path not in _PREFIXES:
+        path = ENGINE_PATHS.get(path, path)
+        if not self._models.has_engine_text(path) or path not in (*_PREFIXES, *POOLING_PATHS):
             return None
         with trace_stage("validate"):
-            head = await read_json(body, _head_of, self._models.text_limit)
+            limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
+            head = await read_json(body, _head_of, limit)
             try:
                 model = self._models.allowed(head.model, identity)
             except (NotFoundError, UnavailableError):
@@ -139,8 +143,15 @@ class EngineTexts:
                 known, wrong = _Known(), error
             _check(known, fields)
             check_media(fields)
+        call = _call(path, known, fields, model, keeps_all=wrong is not None)
+        if path in POOLING_PATHS:
+            if wrong is not None:
+                raise InvalidRequestError(str(wrong))
+            form, salt, user = EngineFormatter(path), known.cache_salt, known.user
+            return prepared_pooling(
+                call, head.model, model, identity, form, cache_salt=salt, priority=known.priority, user=user
+            )
         with trace_stage("tokenise"):
-            call = _call(path, known, fields, model, keeps_all=wrong is not None)
             rendered = await self._render(call, model)
             if wrong is not None:
                 raise InvalidRequestError(str(wrong))
@@ -180,6 +191,8 @@ def _check(known: _Known, fields: Mapping[str, Raw]) -> None:
     for name, why in _REFUSED.items():
         if bytes(fields.get(name, b"null")) not in _EMPTY:
             raise unsupported(name, why)
+    if known.encoding_format in ("bytes", "bytes_only"):
+        raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
     for name, number in (("n", known.n), ("best_of", known.best_of)):
         if number is not None and number > MAX_CHOICES:
             raise invalid(name, f"is at most {MAX_CHOICES}")
@@ -197,7 +210,7 @@ def _call(path: str, known: _Known, fields: Mapping[str, Raw], model: ServedMode
             body["stream_options"] = fields["stream_options"]
         elif known.stream and (known.n or 1) == 1:  # with more, the engine's fingerprint would go to another event
             body["stream_options"] = {"include_usage": True}
-    return EngineCall(path, encode_json(body), bool(known.stream))
+    return EngineCall(path, encode_json(body), bool(known.stream) and path not in POOLING_PATHS)
 
 
 def _prepared(

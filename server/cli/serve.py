@@ -45,6 +45,13 @@ DRAIN_GRACE_S: Final = 2.0
 POLL_S: Final = 0.1
 REDIS: Final = "redis"
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
+_QUESTION: Final = "What is the capital of France?"
+_EXAMPLES: Final[dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0},
+    "/rerank": {"query": _QUESTION, "documents": ["Paris", "Rome"]},
+    "/score": {"text_1": _QUESTION, "text_2": "Paris"},
+}
+"""Fields of a first request, by route. Other routes have an `input`."""
 _FOR_PROGRAMS: Final = '{"event": '
 
 
@@ -311,14 +318,14 @@ class Supervisor:
     def _announce(self, gateways: Sequence[str]) -> None:
         args, first = self._args, self._said[gateways[0]]
         model = self._said[self._workers[0]]["model"]
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        body = json.dumps({"model": model, "messages": question, "temperature": 0})
+        route = self._said[self._workers[0]]["route"]
+        body = json.dumps({"model": model, **_EXAMPLES.get(route, {"input": _QUESTION})})
         public, ops = self._url(args.host, first["port"]), self._url(args.ops_host, first["ops_port"])
         last = self._said[gateways[-1]]["ops_port"]
         others = "" if args.num_gateways == 1 else f"  (the other gateways: ports up to {last})"
         counts = {"worker": args.num_workers, "engine": len(args.engine_urls)}
         fleet = " and ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n)
-        curl = f"curl{' --insecure' if args.tls_cert else ''} {public}/v1/chat/completions"
+        curl = f"curl{' --insecure' if args.tls_cert else ''} {public}{route}"
         reasons = dict.fromkeys(self._said[name].get("slower") for name in self._workers)
         slower = "".join(f"  slower      {reason}\n" for reason in reasons if reason)
         self._screen.say(

@@ -26,6 +26,7 @@ from server.text.chat_template import TemplateError
 from server.text.tokenizer import TokenizerError
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerError
+from worker.wire import POOLING_PATHS
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Models:
         self._adapters: dict[str, ServedModel] = {}
         self._embedding_sizes: dict[str, set[int]] = {}
         """By model: the numbers in an embedding of each known worker; 0: it generates text."""
+        self._own_sizes: dict[str, int] = {}
+        """By model: the most numbers in an embedding of the workers that take token ids."""
         self._text_apis: dict[str, frozenset[str]] = {}
         """By model: APIs of its workers' engines, by path."""
         self._seen_s: dict[str, float] = {}
@@ -101,31 +104,33 @@ class Models:
 
     def embedding_size(self, name: str, model: ServedModel) -> int:
         """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
-        size = max(self._embedding_sizes.get(model.name, ()), default=0)
+        size = self._own_sizes.get(model.name, 0)
         if not size or model.adapter:
             message = f"The model {name!r:.200} makes no embeddings: ask for an embedding model."
             raise InvalidRequestError(message, param="model")
         return size
 
     def check_generates(self, name: str, model: ServedModel) -> None:
-        """Raises InvalidRequestError when all known workers of the model make embeddings."""
+        """Raises InvalidRequestError when no known worker of the model generates text."""
         sizes = self._embedding_sizes.get(model.name)
         if sizes and 0 not in sizes:
-            message = f"The model {name!r:.200} only makes embeddings: use /v1/embeddings, or ask for another model."
+            paths = ", ".join(sorted(self._text_apis.get(model.name, ()))) or "/v1/embeddings"
+            message = f"The model {name!r:.200} generates no text: use {paths}, or ask for another model."
             raise InvalidRequestError(message, param="model")
 
     def engine_writes(self, path: str, model: ServedModel) -> bool:
         """Return whether an engine writes the answers of this route for the model."""
         if path not in self._text_apis.get(model.name, ()):
             return False
+        if path in POOLING_PATHS:
+            return True
         is_unknown = path != COMPLETIONS_PATH and (model.template is None or model.tool_format is None)
         is_unknown |= model.tokenizer.is_of_engine
         return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
 
-    @property
-    def has_engine_text(self) -> bool:
-        """Return whether any model may have its text from an engine."""
-        return self._config.text != "gateway" and any(self._text_apis.values())
+    def has_engine_text(self, path: str) -> bool:
+        """Return whether an engine may answer requests of this route."""
+        return (self._config.text != "gateway" or path in POOLING_PATHS) and any(self._text_apis.values())
 
     def names(self) -> list[tuple[str, ServedModel]]:
         """Return every name that a request may use, aliases last."""
@@ -232,6 +237,7 @@ class Models:
             sizes.setdefault(member.model, set()).add(member.embedding_size)
             apis[member.model] = apis.get(member.model, frozenset()).union(member.text_apis)
         self._embedding_sizes, self._text_apis = sizes, apis
+        self._own_sizes = {name: max(of_model) for name, of_model in sizes.items() if not apis[name]}
         takers = {member.model for member in members if "grammar:grammar" not in member.unsupported}
         for name, model in self._by_name.items():
             if name in sizes and model.takes_grammars != (name in takers):

@@ -16,7 +16,7 @@ from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
 from worker.common.features import sampling_features
-from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
+from worker.wire import POOLING_PATHS, ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens of an unstreamed answer that wait to be decoded, so that no call decodes many."""
@@ -60,10 +60,11 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
         """Describe the prompt to the router."""
         session = hints.session or self.affinity_key
         num_demanded = max(1, self.sampling.min_tokens) if self.clamps_max_tokens else self.sampling.max_tokens
+        num_tokens = len(self.prompt_ids) or (0 if self.ask is None else self.ask.num_tokens)
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
-            num_prompt_tokens=len(self.prompt_ids),
+            num_prompt_tokens=num_tokens,
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
             affinity_key=f"{self.tenant}/{session}" if session else None,
             hard_affinity=hints.hard_affinity,
@@ -71,9 +72,9 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             required=tuple(sampling_features(self.sampling)),
             priority=self.priority,
             tenant=self.tenant,
-            embeds=self.embed is not None,
+            embeds=self.embed is not None or (self.ask is not None and self.ask.call.path in POOLING_PATHS),
             text_api="" if self.ask is None else self.ask.call.path,
-            num_context_tokens=len(self.prompt_ids) + num_demanded,
+            num_context_tokens=num_tokens + num_demanded,
         )
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:

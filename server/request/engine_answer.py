@@ -23,7 +23,7 @@ from server.errors import WorkerLostError
 from server.request.choice import Choice, ChoiceDelta, StopReason
 from server.request.engine_ask import EngineAsk
 from server.workers.connection import WorkerLost
-from worker.wire import Tokens
+from worker.wire import POOLING_PATHS, Tokens
 
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _choices_of: Final = msgspec.json.Decoder(list[dict[str, Raw]]).decode
@@ -76,6 +76,8 @@ class EngineAnswer:
         """Output tokens whose text is in events."""
         self.num_output_tokens = 0
         """Those that the engine has counted at its end."""
+        self.num_pooled_tokens = 0
+        """Prompt tokens of an answer without text, as the engine has counted them."""
 
     def restart(self, choices: Sequence[Choice], *, client_has_output: bool) -> None:
         """Prepare another attempt after a lost one. Raises WorkerLostError if none can go on with what was sent."""
@@ -106,7 +108,8 @@ class EngineAnswer:
         if "choices" not in fields:
             self._is_plain = False
             self._count(fields)
-            self._pending.append(self._named(data, fields))
+            is_pooled = self._ask.call.path in POOLING_PATHS
+            self._pending.append(self._pooled(fields) if is_pooled else self._named(data, fields))
             return
         ask, choices = self._ask, _choices_of(fields["choices"])
         fields |= {name: value for name, value in ask.head.items() if name in fields}
@@ -138,6 +141,13 @@ class EngineAnswer:
             if "model" in inner:
                 return _encode(fields | {part: Raw(_encode(inner | {"model": name}))})
         return data
+
+    def _pooled(self, fields: dict[str, Raw]) -> bytes:
+        """Return an answer without text, and count its prompts."""
+        usage = _value_of(fields.get("usage", _NULL))
+        if isinstance(usage, dict) and isinstance(num_tokens := usage.get("prompt_tokens"), int):
+            self.num_pooled_tokens = num_tokens
+        return _encode(fields | {name: value for name, value in self._ask.head.items() if name in fields})
 
     def _keep(self, choice: dict[str, Raw], num_ids: int) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""

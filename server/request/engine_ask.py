@@ -18,5 +18,7 @@ class EngineAsk(Struct, frozen=True, eq=False, kw_only=True):
     has_usage: bool
     """The engine is asked for it."""
     shows_ids: bool
+    num_tokens: int = 0
+    """The estimated length of a prompt that the gateway has no ids of."""
     is_resumable: bool
     """The answer has one choice, and its sampling does not depend on the output so far."""

@@ -124,6 +124,11 @@ class Generation:
         return num_ids if self._answer is None else max(num_ids, self._answer.num_output_tokens)
 
     @property
+    def num_pooled_tokens(self) -> int:
+        """Prompt tokens that only the engine has counted."""
+        return 0 if self._answer is None else self._answer.num_pooled_tokens
+
+    @property
     def num_reused_tokens(self) -> int:
         """Cached prompt tokens: those that the worker found or, before its prefill, the promised whole blocks."""
         if self.num_cached_tokens is not None:

@@ -43,6 +43,10 @@ class ResponseStream:
         return sum([generation.num_output_tokens for generation in self.generations])
 
     @property
+    def num_pooled_tokens(self) -> int:
+        return sum([generation.num_pooled_tokens for generation in self.generations])
+
+    @property
     def num_cached_tokens(self) -> int:
         return sum([generation.num_cached_tokens or 0 for generation in self.generations])
 

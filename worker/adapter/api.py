@@ -152,7 +152,10 @@ class EngineApi(Protocol):
         """Empty the prefix cache."""
 
     async def text_apis(self) -> tuple[str, ...]:
-        """Return the paths of the APIs whose text the engine can write for gateways."""
+        """Return the paths of the APIs whose answers the engine can write for gateways."""
+
+    async def embedding_size(self) -> int:
+        """Return the numbers in an embedding: 0 for an engine that generates text, 1 if it ranks or classifies."""
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""

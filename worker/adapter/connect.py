@@ -88,7 +88,8 @@ async def _connect(
         report("the engine has restarted: its facts are read again")
     max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
     blocks = EngineBlocks(config.block_size, max_names=max_names, matches_requests=api.kind == "sglang")
-    source = await event_source(api, config)
+    embedding_size = await api.embedding_size()
+    source = None if embedding_size else await event_source(api, config)
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),
@@ -104,6 +105,7 @@ async def _connect(
         prefill_order="fifo",
         unsupported=api.unsupported,
         adapters=model.loras,
+        embedding_size=embedding_size,
         text_apis=await api.text_apis(),
     )
     if bundle.engine_vocabulary and not member.text_apis:

@@ -202,8 +202,12 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _too_long(max_bytes: int) -> EngineLostError:
-    return EngineLostError(f"the engine's answer has more than {max_bytes >> 20} MiB")
+class AnswerTooLongError(EngineLostError):
+    """An answer is larger than its bound."""
+
+
+def _too_long(max_bytes: int) -> AnswerTooLongError:
+    return AnswerTooLongError(f"the engine's answer has more than {max_bytes >> 20} MiB")
 
 
 def refused(status: int, body: bytes) -> EngineRefusedError:

@@ -17,11 +17,12 @@ from worker.config import WorkerConfig, parse
 
 
 async def ask(config: WorkerConfig) -> dict[str, object]:
-    """Return the ranks of the engine, and whether it advertises cache events."""
+    """Return the ranks of the engine, and whether it advertises the cache events that its model has."""
     api = open_api(config)
     try:
         await wait_for(api, config, lambda line: print(line, file=sys.stderr, flush=True))
-        return {"ranks": await api.ranks(), "publishes": await api.event_source() is not None}
+        publishes = await api.event_source() is not None or await api.embedding_size() > 0
+        return {"ranks": await api.ranks(), "publishes": publishes}
     finally:
         await api.close()
 

@@ -127,6 +127,9 @@ class SglangApi(EngineServer):
     async def text_apis(self) -> tuple[str, ...]:
         return ()
 
+    async def embedding_size(self) -> int:
+        return 0
+
     async def render(self, call: EngineCall) -> Rendered:
         raise EngineRefusedError(501, "it renders no prompts")
 

@@ -11,8 +11,15 @@ from typing import Any, Final
 import msgspec
 
 from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart, stream_error
-from worker.adapter.http import CALL_TIMEOUT_S, MAX_ANSWER_BYTES, EngineServer, refused, understood
-from worker.wire import EngineCall, GenerateRequest, Rendered
+from worker.adapter.http import (
+    CALL_TIMEOUT_S,
+    MAX_ANSWER_BYTES,
+    AnswerTooLongError,
+    EngineServer,
+    refused,
+    understood,
+)
+from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -22,6 +29,7 @@ TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 """Types of the last event of a stream without [DONE]."""
 _RENDER_TIMEOUT_S: Final = 60.0
+_PROBE: Final = b'{"input": "a"}'
 _ABSENT: Final = frozenset({404, 405, 501})
 _LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
 
@@ -57,6 +65,14 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
+class _Embedding(msgspec.Struct):
+    embedding: tuple[float, ...]
+
+
+class _Embeddings(msgspec.Struct):
+    data: tuple[_Embedding, ...]
+
+
 class _Sampling(msgspec.Struct):
     max_tokens: int | None = None
 
@@ -69,6 +85,7 @@ class _Prompt(msgspec.Struct):
 
 _decode_answer: Final = msgspec.json.Decoder(_Answer).decode
 _decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_embeddings: Final = msgspec.json.Decoder(_Embeddings).decode
 _decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
 
 
@@ -80,13 +97,30 @@ class TextCalls:
         self._model_name: str | None = None
 
     async def apis(self) -> tuple[str, ...]:
-        """Return the APIs that the engine offers and renders prompts for."""
+        """Return the APIs that the engine offers. Those that generate text also render prompts."""
         found = []
         for path in TEXT_APIS:
-            statuses = [(await self._server.post(each, b"{}", CALL_TIMEOUT_S))[0] for each in (path, f"{path}/render")]
-            if not _ABSENT.intersection(statuses):  # it misses fields of the body
+            if await self._has(path) and await self._has(f"{path}/render"):
                 found.append(path)
-        return tuple(found)
+        return (*found, *[path for path in POOLING_PATHS if await self._has(path)])
+
+    async def pools(self) -> bool:
+        """Return whether the engine's model generates no text."""
+        return not await self._has(CHAT) and any([await self._has(path) for path in POOLING_PATHS])
+
+    async def embedding_size(self) -> int:
+        """Return the numbers in an embedding: 1 for an engine that ranks or classifies, 0 for one that generates."""
+        if not await self.pools():
+            return 0
+        status, answer = await self._server.post(POOLING_PATHS[0], _PROBE, _RENDER_TIMEOUT_S)
+        if status != 200:
+            return 1
+        with understood(POOLING_PATHS[0]):
+            return len(_decode_embeddings(answer).data[0].embedding)
+
+    async def _has(self, path: str) -> bool:
+        """Return whether the engine has this API, which then misses fields of the body."""
+        return (await self._server.post(path, b"{}", CALL_TIMEOUT_S))[0] not in _ABSENT
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
@@ -108,7 +142,10 @@ class TextCalls:
         assert call is not None
         body = call_body(await self._with_model(call, request.adapter), request, request_id)
         if not call.streams:
-            status, answer = await self._server.post(call.path, msgspec.json.encode(body), None, MAX_ANSWER_BYTES)
+            try:
+                status, answer = await self._server.post(call.path, msgspec.json.encode(body), None, MAX_ANSWER_BYTES)
+            except AnswerTooLongError as error:
+                raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
             if status != 200:
                 raise refused(status, answer)
             yield part_of(answer)

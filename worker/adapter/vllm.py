@@ -89,12 +89,13 @@ class VllmApi(EngineServer):
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
         self._decode = msgspec.json.Decoder(_Event).decode
-        calls = TextCalls(self)
+        self._calls = calls = TextCalls(self)
         self.text_apis, self.render, self.text = calls.apis, calls.render, calls.answer
+        self.embedding_size = calls.embedding_size
 
     async def version(self) -> str:
         status, _ = await self.call("GET", TOKEN_API)  # 405: it takes POST only
-        if status == 404:
+        if status == 404 and not await self._calls.pools():
             raise EngineRefusedError(404, f"no {TOKEN_API}: start vLLM 0.32 or newer with --enable-scale-out")
         answer = await self.json("GET", "/version")
         with understood("/version"):

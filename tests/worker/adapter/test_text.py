@@ -166,3 +166,36 @@ async def test_broken_streams_are_lost(server: ScriptedHttp, api: VllmApi) -> No
             [*_, last] = await rig.answer(asking(streams=callable(answer)))
         assert isinstance(last, Failed)
         assert last.code == "worker_lost"
+
+
+async def test_engines_without_text_are_served_by_their_own_apis(server: ScriptedHttp, api: VllmApi) -> None:
+    missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
+    server.answers |= {f"POST {path}": missing for path in ("/score", "/rerank")}
+    server.answers["GET /version"] = JSONResponse({"version": "0.32.0"})
+    assert (await api.version(), await api.text_apis(), await api.embedding_size()) == (
+        "0.32.0",
+        ("/score", "/rerank"),
+        1,
+    )
+    vectors = {"data": [{"index": 0, "embedding": [0.5] * 48}]}
+    server.answers["POST /v1/embeddings"] = JSONResponse(vectors)
+    assert (await api.text_apis(), await api.embedding_size()) == (("/v1/embeddings", "/score", "/rerank"), 48)
+    request = with_fields(asking("/rerank", streams=False, query="a"), prompt_ids=())
+    server.answers["POST /rerank"] = JSONResponse({"results": []})
+    [part] = await parts_of(api, request)
+    assert json.loads(part.data) == {"results": []}
+    body = server.bodies[-1]
+    assert (body["query"], body["cache_salt"], body["model"]) == ("a", make_request().root.hex(), "m")
+    assert not {"kv_transfer_params", "return_token_ids"}.intersection(body)
+
+
+async def test_an_engine_that_also_generates_makes_no_embeddings(server: ScriptedHttp, api: VllmApi) -> None:
+    missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
+    server.answers |= {f"POST {path}": missing for path in (CHAT, "/v1/embeddings")}
+    assert await api.embedding_size() == 0
+
+
+async def test_an_answer_that_is_too_long_is_the_clients_error(server: ScriptedHttp, api: VllmApi) -> None:
+    server.answers["POST /v1/embeddings"] = Response(b" " * (17 << 20), media_type="application/json")
+    with pytest.raises(EngineRefusedError, match="more than 16 MiB: ask for less at a time"):
+        await parts_of(api, with_fields(asking("/v1/embeddings", streams=False, input="a"), prompt_ids=()))

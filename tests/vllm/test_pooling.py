@@ -1,0 +1,86 @@
+"""Real engines that embed or rank: every answer is the engine's own, for each of 200 random requests."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests import smollm2
+from tests.e2e.serving import Serve
+from tests.tiny_model import write_tiny_model
+from tests.vllm.engines import MODEL, Engine, Options
+from tests.waiting import HANG_S
+
+pytestmark = pytest.mark.vllm
+NUM_REQUESTS: Final = 200
+WORDS: Final = ("cat", "dog", "moon", "Größe", "日本語", "🙂", "\n", "  ", "<|im_end|>", "The", "of", "2,048")
+
+
+def write_reranker(folder: Path) -> Path:
+    """A tiny Llama that scores a pair of texts by one number."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    write_tiny_model(folder)
+    config = LlamaConfig.from_pretrained(folder)
+    config.num_labels, config.pad_token_id, config.architectures = 1, 0, ["LlamaForSequenceClassification"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def text(rng: random.Random) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, 60))) or "a"
+
+
+def embedding(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    texts: Any = [text(rng) for _ in range(rng.randint(1, 4))]
+    ids = [rng.choices(range(3, smollm2.tokenizer().get_vocab_size()), k=9)]
+    body = {"input": rng.choice([texts, texts[0], ids]), "encoding_format": rng.choice(["float", "base64"])}
+    return rng.choice(["/v1/embeddings", "/pooling"]), body
+
+
+def rank(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    documents = [text(rng) for _ in range(rng.randint(1, 4))]
+    return rng.choice(
+        [
+            ("/rerank", {"query": text(rng), "documents": documents, "top_n": rng.randint(1, 4)}),
+            ("/v1/rerank", {"query": text(rng), "documents": documents}),
+            ("/score", {"text_1": text(rng), "text_2": documents}),
+            ("/classify", {"input": documents}),
+        ]
+    )
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Compare all fields but ids, times and the last bits of numbers: sums depend on the batch."""
+    if isinstance(ours, dict):
+        names = ours.keys() | theirs.keys()
+        return all(name in ("id", "created") or same(ours.get(name), theirs.get(name)) for name in names)
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(same(*pair) for pair in zip(ours, theirs, strict=True))
+    if isinstance(ours, float) and not isinstance(theirs, bool):
+        return bool(ours == pytest.approx(theirs, rel=1e-3, abs=1e-5))
+    return bool(ours == theirs) or (isinstance(ours, str) and len(ours) > 512 and len(ours) == len(theirs))
+
+
+@pytest.mark.parametrize("kind", ["embeds", "ranks"])
+def test_answers_are_the_engines_own(kind: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / kind) if kind == "embeds" else write_reranker(tmp_path / kind)
+    options = Options(model=model, args=("--runner", "pooling"), max_model_len=2048)
+    rng = random.Random(kind)
+    with Engine(tmp_path, options) as engine, Serve("--engine-url", engine.url) as serve:
+        for number in range(NUM_REQUESTS):
+            path, body = (embedding if kind == "embeds" else rank)(rng)
+            body |= {"model": MODEL, "cache_salt": f"tenant {number % 2}"}
+            theirs = httpx.post(engine.url + path, json=body, timeout=HANG_S)
+            ours = serve.post(path, body)
+            assert (ours.status_code, same(ours.json(), theirs.json())) == (200, True), (path, body, ours.text)
+            assert ours.headers["x-headstart-worker"] == "engine-0"
+        chat = serve.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]})
+        assert (chat.status_code, "generates no text" in chat.text) == (400, True)
