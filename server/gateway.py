@@ -62,10 +62,10 @@ from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from worker.common.logs import configure_logging
 from worker.common.options import warn_deprecated
+from worker.common.proof import gateway_token
 from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
 from worker.common.watchdog import watched
-from worker.wire import gateway_token
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
+from worker.common.proof import gateway_token
 from worker.common.sockets import is_loopback
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks, EventPublisher
@@ -44,7 +45,7 @@ from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation, StepCost
 from worker.tokenizer_bundle import build_bundle
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle, gateway_token
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from cache.redis_index import WriterSettings, check_key_part
 from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
 from worker.common.options import warn_deprecated
+from worker.common.proof import gateway_token
 from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
@@ -42,7 +43,7 @@ from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
 from worker.publisher import Publisher, PublisherInbox
-from worker.wire import POOLING_PATHS, gateway_token
+from worker.wire import POOLING_PATHS
 
 logger = logging.getLogger(__name__)
 

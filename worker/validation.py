@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from worker.wire import POOLING_PATHS, Failed, GenerateRequest, too_many_ids
+from worker.common.id_lists import too_many_ids
+from worker.wire import Failed, GenerateRequest
 
 
 def refusal(
@@ -64,7 +65,7 @@ def _problems(request: GenerateRequest, vocab_size: int) -> Iterator[str]:
         if _are_outside(token_ids, vocab_size):
             yield f"{name}: token ids go from 0 to {vocab_size - 1}"
     if not request.prompt_ids:
-        if request.call is None or request.call.path not in POOLING_PATHS:
+        if request.call is None or not request.call.pools:
             yield "prompt_ids: at least one token is needed"
     elif max(request.prompt_ids) >= vocab_size:
         yield f"prompt_ids: {max(request.prompt_ids)} is outside the vocabulary of {vocab_size}"

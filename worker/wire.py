@@ -14,7 +14,6 @@ cluster secret, a worker proves itself first (`worker.common.proof`).
 
 from __future__ import annotations
 
-import hmac
 import sys
 from array import array
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ CONTENT_TYPE: Final = "application/msgpack"
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 MAX_BAD_WORD_IDS: Final = 65_536
 """Tokens of all bad words of a request, which are compared with the end of every output."""
-MAX_LISTED_IDS: Final = 1 << 26
-"""Ids in a request's lists times its choices: a vocabulary of 262,144 tokens, allowed and biased, for 128 choices."""
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
@@ -49,13 +46,6 @@ _Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Penalty = Annotated[float, Meta(ge=-100.0, le=100.0)]
 _Bias = Annotated[float, Meta(ge=-1e6, le=1e6)]
 _NumLogprobs = Annotated[int, Meta(ge=0, le=1024)]
-
-
-def gateway_token(cluster_secret: bytes) -> str:
-    """Derive the bearer token that a gateway sends to workers; empty without a secret, as they ask for none."""
-    if not cluster_secret:
-        return ""
-    return hmac.digest(cluster_secret, b"headstart gateway to worker\0", "sha256").hex()
 
 
 def shared_protocol(member: WorkerMember) -> int | None:
@@ -115,25 +105,6 @@ class SamplingParams(Struct, frozen=True):
         return bool(penalises or self.bad_words or self.grammar is not None)
 
 
-def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
-    """Return what is wrong with the lengths of a request's lists, by field, or None."""
-    lengths = {
-        "allowed_token_ids": len(sampling.allowed_token_ids or ()),
-        "logit_bias": len(sampling.logit_bias),
-        "bad_words": sum(map(len, sampling.bad_words)),
-        "stop_token_ids": len(sampling.stop_token_ids),
-    }
-    if (num_ids := lengths["bad_words"]) > MAX_BAD_WORD_IDS:
-        return f"bad_words: {num_ids} tokens in all, and at most {MAX_BAD_WORD_IDS} are taken; leave some out"
-    if (num_ids := sum(lengths.values())) * num_choices > MAX_LISTED_IDS:
-        names = [name for name in sorted(lengths, key=lengths.__getitem__, reverse=True) if lengths[name]]
-        return (
-            f"{', '.join(names)}: {num_ids} ids times n = {num_choices} choices exceed {MAX_LISTED_IDS};"
-            " shorten the lists or lower n (or best_of)"
-        )
-    return None
-
-
 def num_listed_ids(sampling: SamplingParams) -> int:
     """Return the ids of a request's lists."""
     num_bad = sum(map(len, sampling.bad_words))
@@ -175,6 +146,10 @@ class EngineCall(Struct, frozen=True):
     """The JSON body, without fields that the gateway decides on: salt, priority, ids."""
     streams: bool = False
     """The answer is a stream of events."""
+
+    @property
+    def pools(self) -> bool:
+        return self.path in POOLING_PATHS
 
 
 class Rendered(Struct, frozen=True):

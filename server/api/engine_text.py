@@ -44,7 +44,7 @@ from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_ask import EngineAsk
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import invalid, read_json, unsupported
+from server.schema.decoding import invalid, located, read_json, unsupported
 from server.text.detokenizer import TextRules
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
@@ -146,7 +146,7 @@ class EngineTexts:
         call = _call(path, known, fields, model, keeps_all=wrong is not None)
         if path in POOLING_PATHS:
             if wrong is not None:
-                raise InvalidRequestError(str(wrong))
+                raise located(str(wrong))
             form, salt, user = EngineFormatter(path), known.cache_salt, known.user
             return prepared_pooling(
                 call, head.model, model, identity, form, cache_salt=salt, priority=known.priority, user=user
@@ -154,7 +154,7 @@ class EngineTexts:
         with trace_stage("tokenise"):
             rendered = await self._render(call, model)
             if wrong is not None:
-                raise InvalidRequestError(str(wrong))
+                raise located(str(wrong))
             if path != COMPLETIONS_PATH and not self._keeps_control_tokens:
                 await check_control_tokens(call, rendered, model, partial(self._render, model=model))
         if len(rendered.prompts) != 1:

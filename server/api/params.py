@@ -13,7 +13,8 @@ from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules
-from worker.wire import Grammar, SamplingDefaults, SamplingParams, too_many_ids
+from worker.common.id_lists import too_many_ids
+from worker.wire import Grammar, SamplingDefaults, SamplingParams
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""

@@ -16,7 +16,7 @@ from server.request.hints import NO_HINTS, RoutingHints
 from server.router.types import RouteRequest
 from server.text.detokenizer import Detokenizer, TextRules
 from worker.common.features import sampling_features
-from worker.wire import POOLING_PATHS, ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
+from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
 """Tokens of an unstreamed answer that wait to be decoded, so that no call decodes many."""
@@ -72,7 +72,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             required=tuple(sampling_features(self.sampling)),
             priority=self.priority,
             tenant=self.tenant,
-            embeds=self.embed is not None or (self.ask is not None and self.ask.call.path in POOLING_PATHS),
+            embeds=self.embed is not None or (self.ask is not None and self.ask.call.pools),
             text_api="" if self.ask is None else self.ask.call.path,
             num_context_tokens=num_tokens + num_demanded,
         )

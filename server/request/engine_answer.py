@@ -23,7 +23,7 @@ from server.errors import WorkerLostError
 from server.request.choice import Choice, ChoiceDelta, StopReason
 from server.request.engine_ask import EngineAsk
 from server.workers.connection import WorkerLost
-from worker.wire import POOLING_PATHS, Tokens
+from worker.wire import Tokens
 
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _choices_of: Final = msgspec.json.Decoder(list[dict[str, Raw]]).decode
@@ -108,8 +108,7 @@ class EngineAnswer:
         if "choices" not in fields:
             self._is_plain = False
             self._count(fields)
-            is_pooled = self._ask.call.path in POOLING_PATHS
-            self._pending.append(self._pooled(fields) if is_pooled else self._named(data, fields))
+            self._pending.append(self._pooled(fields) if self._ask.call.pools else self._named(data, fields))
             return
         ask, choices = self._ask, _choices_of(fields["choices"])
         fields |= {name: value for name, value in ask.head.items() if name in fields}

@@ -107,7 +107,7 @@ class Generation:
         """Set once output has been sent to the client and cannot be retracted."""
         kind = Choice if spec.ask is None else EngineChoice
         self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
-        self._answer = None if spec.ask is None else EngineAnswer(spec.ask)
+        self.answer = None if spec.ask is None else EngineAnswer(spec.ask)
         self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
@@ -121,12 +121,7 @@ class Generation:
     @property
     def num_output_tokens(self) -> int:
         num_ids = sum([len(choice.output_ids) for choice in self.choices])
-        return num_ids if self._answer is None else max(num_ids, self._answer.num_output_tokens)
-
-    @property
-    def num_pooled_tokens(self) -> int:
-        """Prompt tokens that only the engine has counted."""
-        return 0 if self._answer is None else self._answer.num_pooled_tokens
+        return num_ids if self.answer is None else max(num_ids, self.answer.num_output_tokens)
 
     @property
     def num_reused_tokens(self) -> int:
@@ -167,8 +162,8 @@ class Generation:
 
     def take_deltas(self) -> list[ChoiceDelta]:
         """Return the new output of each choice since the last call."""
-        if self._answer is not None:
-            return self._answer.take_deltas()
+        if self.answer is not None:
+            return self.answer.take_deltas()
         return [delta for choice in self.choices if (delta := choice.take_delta()) is not None]
 
     def commit(self) -> None:
@@ -261,8 +256,8 @@ class Generation:
         except (WorkerRefused, WorkerLost, WorkerFailed) as error:
             if not (isinstance(error, WorkerLost) and self.finished):  # else only the End frame is missing
                 self._record_failure(worker, error)
-                if self._answer is not None:
-                    self._answer.restart(self.choices, client_has_output=self.client_has_output)
+                if self.answer is not None:
+                    self.answer.restart(self.choices, client_has_output=self.client_has_output)
         finally:
             self._services.router.closed(placement)
         if deliver is not None and (deltas := self.take_deltas()):
@@ -311,10 +306,10 @@ class Generation:
         history.reached(Stage.ACCEPTED)
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
-                if isinstance(frame, EngineText) and self._answer is not None:
+                if isinstance(frame, EngineText) and self.answer is not None:
                     if history.stage is not Stage.ANSWERED:
                         self._first_token(placement, trace)
-                    self._answer.take(frame.data, len(self.choices[0].output_ids))
+                    self.answer.take(frame.data, len(self.choices[0].output_ids))
                 elif isinstance(frame, Embedding):
                     if len(frame.vector) != 4 * self._embedding_size(placement.worker):
                         raise WorkerLost(f"{stream.url}: an embedding of {len(frame.vector)} bytes")

@@ -44,7 +44,7 @@ class ResponseStream:
 
     @property
     def num_pooled_tokens(self) -> int:
-        return sum([generation.num_pooled_tokens for generation in self.generations])
+        return sum([each.answer.num_pooled_tokens for each in self.generations if each.answer is not None])
 
     @property
     def num_cached_tokens(self) -> int:

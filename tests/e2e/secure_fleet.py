@@ -19,7 +19,7 @@ from tests.faults.fleet import Fleet
 from tests.faults.part import Gateway, Worker
 from tests.redis_server import RedisServer, has_tls, newest_redis
 from tests.waiting import HANG_S
-from worker.wire import gateway_token
+from worker.common.proof import gateway_token
 
 WORKER_NAME: Final = "workers.headstart.test"
 """Name in the workers' certificate: they share it, as pods of a StatefulSet do."""

@@ -22,10 +22,11 @@ from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet
 from tests.faults.part import Worker
 from tests.redis_server import RedisServer
 from tests.waiting import HANG_S, wait_until
+from worker.common.proof import gateway_token
 from worker.common.tls import WorkerCa
 from worker.contracts.exchange import BlocksWanted
 from worker.kv_transfer.peers import PeerClient
-from worker.wire import TokenizerBundle, gateway_token, pack, unpack
+from worker.wire import TokenizerBundle, pack, unpack
 
 SECRET_WORDS = ("zanzibarquokka", "moonlitferrule", "obsidiantrellis")
 PROMPT = " ".join(f"The {word} of page {n} is {n * n}." for n in range(12) for word in SECRET_WORDS)

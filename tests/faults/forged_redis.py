@@ -14,7 +14,7 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.forger import Forger
 from tests.faults.part import wait_until
 from tests.waiting import HANG_S, until
-from worker.wire import gateway_token
+from worker.common.proof import gateway_token
 
 SECRET: Final = b"the secret of this fleet"
 

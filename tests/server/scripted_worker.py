@@ -23,7 +23,7 @@ from cache.hashing import Namespace
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from tests.members import make_member
 from tests.waiting import until as until
-from worker.common.proof import PROVE_PATH, new_instance, prove
+from worker.common.proof import PROVE_PATH, gateway_token, new_instance, prove
 from worker.wire import (
     End,
     Failed,
@@ -35,7 +35,6 @@ from worker.wire import (
     TokenizerBundle,
     TokenLogprobs,
     Tokens,
-    gateway_token,
     pack,
     pack_frame,
     unpack_request,

@@ -100,8 +100,6 @@ def _bos_and_eos() -> tuple[int, int]:
 class Options:
     """The choices of a test about an engine. An event endpoint of "" publishes nothing."""
 
-    model: Path | None = None
-    """Its folder; None: SmolLM2."""
     events: str = ""
     """vLLM binds it when it has `*` or `::`, or is `ipc://`; otherwise it connects, and the test has to bind."""
     replay: str = ""

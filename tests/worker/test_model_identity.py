@@ -22,6 +22,7 @@ from tests.worker.live_worker import serve
 from tests.worker.scheduler.engine import generate
 from worker import loader
 from worker.common.frames import FrameReader
+from worker.common.proof import gateway_token
 from worker.config import parse
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
@@ -29,7 +30,7 @@ from worker.http.app import make_app
 from worker.http.service import WorkerService
 from worker.loader import build_engine
 from worker.model.huggingface import SafetensorsCheckpoint
-from worker.wire import BlockSource, End, Started, Tokens, gateway_token, pack_request
+from worker.wire import BlockSource, End, Started, Tokens, pack_request
 
 SECRET = "0" * 64
 PROMPT = [5 + 7 * i % 4000 for i in range(100)]

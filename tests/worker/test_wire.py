@@ -8,6 +8,7 @@ from cache.records import WorkerMember
 from cache.types import Epoch, WorkerId
 from worker import wire
 from worker.common.frames import FrameReader
+from worker.common.proof import gateway_token
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
 REQUEST = GenerateRequest(
@@ -49,8 +50,8 @@ def test_frames_survive_any_cut(cut: int) -> None:
 
 
 def test_without_a_secret_there_is_no_token() -> None:
-    assert wire.gateway_token(b"") == ""
-    assert len({wire.gateway_token(secret) for secret in (b"", b"one", b"two")}) == 3
+    assert gateway_token(b"") == ""
+    assert len({gateway_token(secret) for secret in (b"", b"one", b"two")}) == 3
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"\x93\x01\x02\x03"])

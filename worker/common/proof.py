@@ -6,7 +6,7 @@
 
 A proof is for one challenge and one URL. Without the secret it cannot be forged, repeated or forwarded. An instance is
 one process. The tokens of an ended instance or epoch grant no access. All of it is derived from
-`worker.wire.gateway_token`, which never leaves a process of this version. Workers still accept it from older gateways.
+`gateway_token`, which never leaves a process of this version. Workers still accept it from older gateways.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ class Proof(Struct, frozen=True):
     instance: str
     """Names its process."""
     mac: bytes
+
+
+def gateway_token(cluster_secret: bytes) -> str:
+    """Derive the bearer token that a gateway sends to workers; empty without a secret, as they ask for none."""
+    if not cluster_secret:
+        return ""
+    return hmac.digest(cluster_secret, b"headstart gateway to worker\0", "sha256").hex()
 
 
 def new_instance() -> str:

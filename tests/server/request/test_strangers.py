@@ -20,9 +20,9 @@ from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker
 from tests.server.scripted_worker import ProvenWorker, ScriptedWorker, listening
 from tests.server.test_app import chat, post
-from worker.common.proof import PROVE_PATH, new_challenge, new_instance, prove
+from worker.common.proof import PROVE_PATH, gateway_token, new_challenge, new_instance, prove
 from worker.http.app import STATUS_OF
-from worker.wire import End, Failed, Finished, Started, Tokens, gateway_token, pack, pack_frame
+from worker.wire import End, Failed, Finished, Started, Tokens, pack, pack_frame
 
 SECRET: Final = b"of this fleet"
 TOKEN: Final = gateway_token(SECRET)

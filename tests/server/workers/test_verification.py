@@ -16,11 +16,11 @@ from server.workers.connection import WorkerElsewhere, WorkerLost
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from tests.worker.live_worker import serve
-from worker.common.proof import Proof, epoch_token, instance_token, new_challenge, new_instance, verifies
+from worker.common.proof import Proof, epoch_token, gateway_token, instance_token, new_challenge, new_instance, verifies
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
 from worker.http.service import WorkerService
-from worker.wire import PROTOCOL_VERSION, gateway_token, unpack
+from worker.wire import PROTOCOL_VERSION, unpack
 
 MEMBER = WorkerMember(WorkerId("w"), Epoch("e"), "http://127.0.0.1:9", "m", "ns", "cpu", 16, 512, PROTOCOL_VERSION)
 

@@ -12,13 +12,13 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD, SECRET, T
 from tests.worker.live_worker import LiveWorker, live_worker
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import ROOT, generate
+from worker.common.proof import gateway_token
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.peers import PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.transfers import KVTransfers
-from worker.wire import gateway_token
 
 NUM_BLOCKS = 65
 PROMPT = range(33)

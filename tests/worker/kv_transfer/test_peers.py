@@ -21,11 +21,11 @@ from tests.waiting import until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, PAYLOAD_BYTES, RECORD, SECRET
 from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, PAYLOADS, PROMPT, TOKEN, moving_worker
 from tests.worker.scheduler.engine import ROOT
+from worker.common.proof import gateway_token
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.contracts.exchange import frame_head
 from worker.kv_transfer import peers
 from worker.kv_transfer.peers import FetchError, PeerClient, PeerStream
-from worker.wire import gateway_token
 
 
 @dataclass
