@@ -1,8 +1,9 @@
 """Cache events as vLLM and SGLang publish them: one msgpack batch a scheduler step.
 
     [ts, [event, ...], rank]     vLLM gives its data-parallel rank, SGLang may give none
-    event: {"type": "BlockStored", "block_hashes": [...], ...}      vLLM
-           ["BlockStored", [...], parent, token_ids, ...]           SGLang
+                                 (some vLLM of 2026 send a map of the three)
+    event: {"type": "BlockStored", "block_hashes": [...], ...}      vLLM since 2026
+           ["BlockStored", [...], parent, token_ids, ...]           older vLLM, SGLang
 
 Fields with defaults may be missing, and unknown fields are skipped. The types below are for both layouts.
 Sources: vllm/distributed/kv_events.py, sglang/srt/disaggregation/kv_events.py.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from msgspec import DecodeError, Meta, Struct, ValidationError
+from msgspec import DecodeError, Meta, Struct, ValidationError, field
 from msgspec.msgpack import Decoder
 
 EngineHash = int | bytes
@@ -102,7 +103,13 @@ class _ArrayEventBatch(Struct, array_like=True):
         )
 
 
-_DECODERS: Final = (Decoder(EventBatch), Decoder(_ArrayEventBatch))
+class _MapBatch(Struct):
+    ts: float
+    events: tuple[Event, ...]
+    rank: int | None = field(default=None, name="data_parallel_rank")
+
+
+_DECODERS: Final = (Decoder(EventBatch), Decoder(_ArrayEventBatch), Decoder(_MapBatch))
 
 
 def decode_batch(payload: bytes) -> EventBatch:

@@ -60,6 +60,11 @@ def test_old_vllm_and_sglang_send_arrays() -> None:
     assert (from_sglang.block_hashes, from_sglang.token_ids, from_sglang.extra_keys) == ((-7,), (1, 2), None)
 
 
+def test_a_batch_may_be_a_map() -> None:
+    packed = msgpack.packb({"ts": 1.0, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3})
+    assert decode_batch(packed) == EventBatch(1.0, (AllBlocksCleared(),), 3)
+
+
 @pytest.mark.parametrize("key", [7, 2**64 - 1, -(2**63), b"\x01" * 32])
 def test_hashes_are_numbers_or_bytes(key: int | bytes) -> None:
     removed = batch({"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU", "group_idx": 0})
