@@ -143,7 +143,7 @@ class EngineCall(Struct, frozen=True):
 
     path: str
     body: bytes
-    """The JSON body, without fields that the gateway decides on: salt, priority, ids."""
+    """The JSON body, without the ids and the priority. The adapter replaces its salt."""
     streams: bool = False
     """The answer is a stream of events."""
 

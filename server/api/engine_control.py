@@ -28,7 +28,7 @@ from server.text.control_tokens import any_of
 from server.text.tokenizer import Tokenizer
 from worker.wire import EngineCall, Rendered
 
-UNREAD: Final = frozenset({"model", "stop", "stop_sequences", "structured_outputs", "user", "metadata"})
+UNREAD: Final = frozenset({"model", "stop", "stop_sequences", "structured_outputs", "user", "metadata", "cache_salt"})
 """Fields of a body that no prompt has."""
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "truncate_prompt_tokens")
 """Fields that would refuse or cut a prompt of another length."""

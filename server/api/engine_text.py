@@ -54,8 +54,8 @@ CHAT_PATH: Final = "/v1/chat/completions"
 MAX_CHOICES: Final = 128
 MAX_RENDER_ATTEMPTS: Final = 3
 _PREFIXES: Final = {CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"}
-_OWN_FIELDS: Final = ("model", "cache_salt", "priority", "request_id", "return_token_ids", "stream_options")
-"""Fields of a body that the gateway or the adapter writes."""
+_OWN_FIELDS: Final = ("model", "priority", "request_id", "return_token_ids", "stream_options")
+"""Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
 _REFUSED: Final = {
     "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",

@@ -62,4 +62,4 @@ def options(folder: Path) -> Options:
     """Return those of an engine with the model in `folder`."""
     parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "k2_horizon", "--reasoning-parser", "k2_horizon")
     constraints = ("--structured-outputs-config", '{"backend": "xgrammar", "enable_in_reasoning": true}')
-    return Options(folder, num_blocks=64, max_model_len=1024, niceness=5, args=(*parsers, *constraints))
+    return Options(model=folder, num_blocks=64, max_model_len=1024, niceness=5, args=(*parsers, *constraints))

@@ -40,7 +40,7 @@ async def parts_of(api: VllmApi, request: GenerateRequest) -> list[TextPart]:
 
 async def test_body_has_the_ids_the_salt_and_the_priority(server: ScriptedHttp, api: VllmApi) -> None:
     server.answers[f"POST {CHAT}"] = sse(delta("a", [5]))
-    await parts_of(api, with_fields(asking(messages=[], temperature=0.5), priority=3))
+    await parts_of(api, with_fields(asking(messages=[], temperature=0.5, cache_salt="of another tenant"), priority=3))
     body = server.bodies[-1]
     assert body["kv_transfer_params"] == {"prompt_token_ids": list(PROMPT)}
     assert body["cache_salt"] == make_request().root.hex()
