@@ -91,6 +91,8 @@ class WorkerMember:
     """
     text_apis: tuple[str, ...] = ()
     """Paths of its engine's APIs that read prompts and write answers themselves; none at the built-in engine."""
+    chat_probes: str = ""
+    """Digest of the engine's own ids of `worker.common.chat_probes`; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from cache.records import Candidate
 from server.api.endpoint import PreparedRequest
 from server.api.engine_control import check_control_tokens
 from server.api.engine_media import check_media
+from server.api.engine_prompts import EnginePrompts
 from server.api.formatting import ResponseFormatter, encode_json, response_id
 from server.api.params import choice_seeds
 from server.api.pooling import ENGINE_PATHS, prepared_pooling
@@ -118,6 +119,7 @@ class EngineTexts:
         self._client = client
         self._candidates = candidates
         self._keeps_control_tokens = keeps_control_tokens
+        self._prompts = EnginePrompts()
 
     async def prepare(self, path: str, body: bytes, identity: Identity) -> PreparedRequest | None:
         """Render a body's prompt and apply the gateway's own rules. None: the gateway writes the text itself.
@@ -152,18 +154,24 @@ class EngineTexts:
                 call, head.model, model, identity, form, cache_salt=salt, priority=known.priority, user=user
             )
         with trace_stage("tokenise"):
-            rendered = await self._render(call, model)
+            own = None
+            if path == CHAT_PATH and wrong is None:
+                own = await self._prompts.render(body, fields, model, self._candidates_for(call, model))
+            rendered = own or await self._render(call, model)
             if wrong is not None:
                 raise located(str(wrong))
-            if path != COMPLETIONS_PATH and not self._keeps_control_tokens:
+            if own is None and path != COMPLETIONS_PATH and not self._keeps_control_tokens:
                 await check_control_tokens(call, rendered, model, partial(self._render, model=model))
         if len(rendered.prompts) != 1:
             raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
         return _prepared(call, head.model, model, known, fields, rendered, identity)
 
+    def _candidates_for(self, call: EngineCall, model: ServedModel) -> list[Candidate]:
+        return [each for each in self._candidates(model.name, None) if call.path in each.member.text_apis]
+
     async def _render(self, call: EngineCall, model: ServedModel) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError."""
-        candidates = [each for each in self._candidates(model.name, None) if call.path in each.member.text_apis]
+        candidates = self._candidates_for(call, model)
         candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
         for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import importlib.metadata
 import importlib.util
 import json
@@ -22,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -34,16 +32,11 @@ from rich.text import Text
 
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given, secret_file
+from server.cli.engine_templates import check_prompts, check_template
 from server.cli.serve import find_redis_server
-from server.errors import InvalidRequestError
-from server.schema.fields import Message
-from server.schema.intent import Conversation
-from server.text.chat_template import ChatTemplate, TemplateError
-from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
 from worker.common.modules import module_command
-from worker.wire import TokenizerBundle, unpack
 
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 MIN_OPEN_FILES: Final = 4096
@@ -280,35 +273,14 @@ async def engine_checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     lines, problem = await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
     for line in lines:
         fields = msgspec.json.decode(line)
-        yield await template(fields) if "event" in fields else msgspec.convert(fields, Check)
+        if "event" not in fields:
+            yield msgspec.convert(fields, Check)
+            continue
+        yield await check_template(fields)
+        if fields.get("chat_probes"):
+            yield await check_prompts(fields)
     if problem is not None:
         yield problem
-
-
-async def template(line: dict[str, Any]) -> Check:
-    """Compare the engine's ids of a conversation with the ids that a gateway would send."""
-    engine_ids = line["ids"]
-    if engine_ids is None:
-        return Check("template", "ok", "not compared: the engine renders no conversation")
-    fix = (
-        "gateways render with the template of the tokenizer's files: put the engine's there, or name a folder that "
-        "has it with --tokenizer"
-    )
-    bundle = unpack(base64.b64decode(line["bundle"]), TokenizerBundle)
-    if bundle.chat_template is None:
-        return Check("template", "fail", "the tokenizer's files have no chat template, and the engine has one", fix)
-    messages = [Message(**message) for message in line["messages"]]
-    with ThreadPoolExecutor(1) as executor:
-        try:
-            rendering = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
-            prompt = rendering.render(Conversation(messages=messages))
-            ids = await Tokenizer(bundle, executor).encode(prompt.text)
-        except (TemplateError, TokenizerError, InvalidRequestError) as error:
-            return Check("template", "fail", str(error), fix)
-    found = f"the engine and the gateway give the same {len(ids)} ids of a conversation"
-    if ids != engine_ids:
-        found = f"of a conversation the engine makes {len(engine_ids)} ids, and the gateway {len(ids)} others"
-    return judge("template", found, (ids != engine_ids, "fail", fix))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -81,7 +81,8 @@ async def _connect(
         begun_s = (await api.load()).started_s
         bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
         await check_tokenizer(api, bundle)
-        reader = FactsReader(api, folder, digests_weights=config.revision is None)
+        renders = bundle.chat_template is not None and "strftime_now" not in bundle.chat_template
+        reader = FactsReader(api, folder, digests_weights=config.revision is None, renders=renders)
         facts, load = await reader.read()
         if load.started_s == begun_s and facts.model == replace(model, loras=()):
             break
@@ -106,7 +107,8 @@ async def _connect(
         unsupported=api.unsupported,
         adapters=model.loras,
         embedding_size=embedding_size,
-        text_apis=await api.text_apis(),
+        text_apis=facts.text_apis,
+        chat_probes=facts.chat_probes,
     )
     if bundle.engine_vocabulary and not member.text_apis:
         raise ValueError(

@@ -13,13 +13,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from cache.types import HASH_BYTES
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineModel, EngineRefusedError, EventSource
 from worker.adapter.http import understood
+from worker.adapter.text import CHAT
+from worker.common.chat_probes import CHAT_PROBES, probes_digest
 from worker.files.errors import CheckpointError
 from worker.files.model_files import folder_statuses
 from worker.files.tokenizer_files import fields_of_folder, fingerprint
-from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams
+from worker.wire import ChoiceState, EngineCall, GenerateRequest, SamplingDefaults, SamplingParams
 
 PROBE_TEXTS: Final = (
     "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
@@ -49,6 +53,10 @@ class EngineFacts:
     """Digest of the local tokenizer files, and of the weights if these determine the revision."""
     defaults: SamplingDefaults | None
     """Sampling parameters that the engine fills in; None if unknown."""
+    text_apis: tuple[str, ...]
+    """See `WorkerMember`."""
+    chat_probes: str
+    """See `WorkerMember`."""
     answer: str
     """Digest of a short greedy answer with log probabilities, if the number format is unknown."""
 
@@ -61,8 +69,12 @@ class EngineFacts:
 class FactsReader:
     """Reads the facts of one engine."""
 
-    def __init__(self, api: EngineApi, folder: Path, *, digests_weights: bool) -> None:
-        """`folder`: the tokenizer's files. `digests_weights`: the revision is a digest of the weights in it."""
+    def __init__(self, api: EngineApi, folder: Path, *, digests_weights: bool, renders: bool = False) -> None:
+        """`folder`: the tokenizer's files. `digests_weights`: the revision is a digest of the weights in it.
+
+        `renders`: the digest of chat prompts is a fact. A template that writes the date has none.
+        """
+        self._renders = renders
         self._api = api
         self._folder = folder
         self._digests_weights = digests_weights
@@ -92,6 +104,7 @@ class FactsReader:
         model = replace(await api.model(), loras=())
         number_format = await api.number_format()
         probes = await self._probe_ids()
+        text_apis = await api.text_apis()
         facts = EngineFacts(
             version=version,
             model=model,
@@ -102,6 +115,8 @@ class FactsReader:
             tokens=_digest(probes) if probes else "",
             files=await asyncio.to_thread(self._digest_files),
             defaults=await api.sampling_defaults(),
+            text_apis=text_apis,
+            chat_probes=await prompts_digest(api) if self._renders and CHAT in text_apis else "",
             answer="",
         )
         if number_format:
@@ -156,6 +171,17 @@ class EngineIdentity:
         Raises EngineLostError, EngineRefusedError.
         """
         return await self.reader.read(self.facts, self.counts.started_s, is_suspect=is_suspect)
+
+
+async def prompts_digest(api: EngineApi) -> str:
+    """Return the digest of the engine's ids of `CHAT_PROBES`. Raises EngineLostError."""
+    prompts: list[tuple[int, ...] | None] = []
+    for body in CHAT_PROBES:
+        try:
+            prompts.append((await api.render(EngineCall(CHAT, msgspec.json.encode(body)))).prompts[0])
+        except EngineRefusedError:
+            prompts.append(None)
+    return probes_digest(prompts)
 
 
 def probe(prompt_ids: list[int], root: bytes, num_tokens: int, logprobs: int | None = None) -> GenerateRequest:

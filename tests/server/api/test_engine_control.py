@@ -79,7 +79,16 @@ class TemplateWorker(EngineWorker):
         call = unpack(await http.body(), EngineCall)
         body = json.loads(call.body)
         self.rendered.append(body)
-        chat = as_chat(call.path, body)
+        ids = self.prompt_ids(call.path, body)
+        self.lengths.append(len(ids))
+        if len(ids) + (body.get("max_tokens") or body.get("max_output_tokens") or 0) > MAX_LEN:
+            failed = Failed("context_length_exceeded", "too long", retryable=False)
+            return Response(pack_frame(failed), status_code=400)
+        return Response(pack(Rendered((tuple(ids),), (100,))))
+
+    def prompt_ids(self, path: str, body: dict[str, Any]) -> list[int]:
+        """Return the engine's ids of a body's prompt."""
+        chat = as_chat(path, json.loads(json.dumps(body)))
         for message in chat["messages"]:
             for each in message.get("tool_calls", ()):
                 each["function"]["arguments"] = json.loads(each["function"]["arguments"])  # as vLLM does
@@ -87,14 +96,11 @@ class TemplateWorker(EngineWorker):
                 message["content"] = text_of(message["content"])
         environment = jinja2.Environment()
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        text = environment.from_string(self.template).render(chat | chat.get("chat_template_kwargs", {}))
+        fields = {"add_generation_prompt": True} | chat | chat.get("chat_template_kwargs", {})
+        text = environment.from_string(self.template).render(fields)
         assert self.tokenizer is not None
-        ids = self.tokenizer.encode(text).ids[-(body.get("truncate_prompt_tokens") or MAX_LEN) :]
-        self.lengths.append(len(ids))
-        if len(ids) + (body.get("max_tokens") or body.get("max_output_tokens") or 0) > MAX_LEN:
-            failed = Failed("context_length_exceeded", "too long", retryable=False)
-            return Response(pack_frame(failed), status_code=400)
-        return Response(pack(Rendered((tuple(ids),), (100,))))
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids[-(body.get("truncate_prompt_tokens") or MAX_LEN) :]
 
 
 @pytest.fixture

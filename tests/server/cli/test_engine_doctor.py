@@ -16,6 +16,7 @@ import pytest
 from server import cli
 from server.cli import doctor
 from server.cli.doctor import verdict
+from server.cli.engine_templates import check_template
 from tests import smollm2
 from tests.e2e.serving import free_ports
 from tests.fake_engine.server import FakeEngine, parse
@@ -142,6 +143,6 @@ async def test_the_replay_is_checked_even_if_the_port_is_taken(folder: Path) -> 
 
 
 async def test_templates_that_one_side_lacks(bundle: TokenizerBundle) -> None:
-    assert (await doctor.template({"ids": None})).status == "ok"
+    assert (await check_template({"ids": None})).status == "ok"
     packed = base64.b64encode(pack(replace(bundle, chat_template=None))).decode()
-    assert (await doctor.template({"ids": [1], "bundle": packed})).status == "fail"
+    assert (await check_template({"ids": [1], "bundle": packed})).status == "fail"

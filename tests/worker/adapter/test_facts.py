@@ -25,13 +25,13 @@ from tests.faults.part import ROOT
 from tests.waiting import HANG_S, until, wait_until
 from tests.worker.adapter.rig import BLOCK, Rig, ScriptedApi, fake_engine, make_request, token_ids
 from worker.adapter import watch
-from worker.adapter.api import EngineLoad, EngineLostError
+from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError
 from worker.adapter.connect import connect
 from worker.adapter.facts import FactsReader
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineDeadError
 from worker.contracts.metrics import WorkerMetrics
-from worker.wire import End, Failed, Frame, Tokens
+from worker.wire import End, EngineCall, Failed, Frame, Rendered, Tokens
 
 SLOW = ("--token-s", "0.02")
 CHANGES = {
@@ -249,6 +249,46 @@ async def test_facts_are_those_of_one_process(engine_folder: Path) -> None:
     reader = FactsReader(RestartingApi(), engine_folder, digests_weights=True)
     with pytest.raises(EngineLostError, match="restarted while"):
         await reader.read()
+
+
+class RenderingApi(ScriptedApi):
+    """An engine that renders chats, except those with tools."""
+
+    apis = ("/v1/chat/completions",)
+    first_id = 1
+
+    async def tokenize(self, text: str) -> list[int]:
+        return [1]
+
+    async def number_format(self) -> str:
+        return "float32/dense"
+
+    async def text_apis(self) -> tuple[str, ...]:
+        return self.apis
+
+    async def render(self, call: EngineCall) -> Rendered:
+        body = json.loads(call.body)
+        if "tools" in body:
+            raise EngineRefusedError(400, "no tools")
+        return Rendered(((self.first_id, len(body["messages"])),), (9,))
+
+
+async def test_other_prompts_or_apis_are_another_engine(engine_folder: Path) -> None:
+    """An engine that restarts with another template must not pass for the old one."""
+    api = RenderingApi()
+    reader = FactsReader(api, engine_folder, digests_weights=True, renders=True)
+    before, _ = await reader.read()
+    again, _ = await reader.read()
+    assert before.changes(again) == []
+    api.first_id = 2
+    other, _ = await reader.read()
+    assert [change.split(":")[0] for change in before.changes(other)] == ["chat_probes"]
+    api.apis = ()
+    without, _ = await reader.read()
+    assert without.chat_probes == ""
+    assert "text_apis" in " ".join(other.changes(without))
+    dated, _ = await FactsReader(RenderingApi(), engine_folder, digests_weights=True).read()
+    assert dated.chat_probes == "", "of a template with the date"
 
 
 async def test_changed_files_of_the_model_are_another_engine(engine: EngineProcess) -> None:

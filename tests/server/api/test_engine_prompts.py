@@ -1,0 +1,113 @@
+"""Prompts of chats that the gateway renders for the engine, where both have the same template."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from cache.records import WorkerMember
+from tests.server.api.test_engine_control import TEMPLATE, TemplateWorker, calling, chat_of, responses, tool, user
+from tests.server.api.test_engine_text import engine_gateway
+from tests.server.conftest import bundle_of
+from tests.server.test_app import post
+from worker.common.chat_probes import CHAT_PROBES, probes_digest
+
+CHAT = "/v1/chat/completions"
+SHARED = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}
+{{- call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
+
+
+@dataclass(eq=False)
+class ProbedWorker(TemplateWorker):
+    """An adapter that has rendered the probes by its engine."""
+
+    template: str = SHARED
+
+    def member(self) -> WorkerMember:
+        digest = probes_digest([self.prompt_ids(CHAT, probe) for probe in CHAT_PROBES])
+        return replace(super().member(), chat_probes=digest)
+
+
+@pytest.fixture
+def engine(raw_tokenizer: Tokenizer) -> ProbedWorker:
+    return ProbedWorker(bundle_of(raw_tokenizer, chat_template=SHARED), tokenizer=raw_tokenizer)
+
+
+FUNCTION = {"name": "f", "arguments": '{"a": [1.5, null, true, "é"]}'}
+KNOWN: list[dict[str, Any]] = [
+    chat_of(user("Größe, 日本語 🙂\t\r\n <b> & 'x'")),
+    chat_of({"role": "system", "content": "Be brief."}, user(), {"role": "assistant", "content": " a "}, user()),
+    chat_of(user(), tools=[tool(parameters={"type": "object", "properties": {"é": {"type": "string"}}})]),
+    chat_of(user(), calling(**FUNCTION), {"role": "tool", "tool_call_id": "c", "content": "sunny"}, user()),
+    chat_of(chat_template_kwargs={"enable_thinking": False}, temperature=0.5, max_tokens=9, stop=["x"]),
+]
+
+
+async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) -> None:
+    """The ids that the engine gets are its own."""
+    async with engine_gateway(engine) as target:
+        for body in KNOWN:
+            status, _, raw = await post(target.url, body)
+            assert status == 200, raw
+    assert engine.rendered == []
+    assert [list(request.prompt_ids) for request in engine.received] == [engine.prompt_ids(CHAT, b) for b in KNOWN]
+    assert engine.received[-1].sampling.max_tokens == 9
+    assert engine.received[0].sampling.max_tokens == 2048 - len(engine.received[0].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat_of(user([{"type": "text", "text": "a"}]))),
+        (CHAT, chat_of(user(name="Bob"))),
+        (CHAT, chat_of({"role": "developer", "content": "a"})),
+        (CHAT, chat_of(user(), {"role": "assistant", "content": "a", "reasoning_content": "b"})),
+        (CHAT, chat_of(tools=[tool(strict=True)])),
+        (CHAT, chat_of(tools=[tool()], tool_choice="required")),
+        (CHAT, chat_of(documents=[{"title": "t", "text": "a"}])),
+        (CHAT, chat_of(chat_template_kwargs={"title": "t"})),
+        (CHAT, chat_of(reasoning_effort="low")),
+        (CHAT, chat_of(response_format={"type": "json_object"})),
+        (CHAT, chat_of(an_unknown_field=1)),
+        (CHAT, chat_of(max_tokens=100_000)),
+        ("/v1/messages", chat_of()),
+        ("/v1/responses", responses(user())),
+    ],
+)
+async def test_other_bodies_are_rendered_by_the_engine(engine: ProbedWorker, path: str, body: dict[str, Any]) -> None:
+    async with engine_gateway(engine) as target:
+        await post(target.url, body, path)
+    assert engine.rendered
+
+
+async def test_another_template_is_the_engines(engine: ProbedWorker) -> None:
+    engine.template = TEMPLATE
+    async with engine_gateway(engine) as target:
+        status, _, _ = await post(target.url, chat_of())
+    assert status == 200
+    assert engine.rendered
+
+
+async def test_all_workers_must_share_the_template(engine: ProbedWorker) -> None:
+    other = TemplateWorker(engine.bundle, "w2", tokenizer=engine.tokenizer, template=SHARED)
+    async with engine_gateway(engine, other) as target:
+        await post(target.url, chat_of())
+    assert engine.rendered or other.rendered
+
+
+async def test_control_tokens_are_refused_as_ever(engine: ProbedWorker) -> None:
+    async with engine_gateway(engine) as target:
+        status, _, raw = await post(target.url, chat_of(user("<|im_end|>")))
+        assert (status, json.loads(raw)["error"]["code"]) == (400, "control_token")
+    async with engine_gateway(engine, control_tokens_in_content=True) as target:
+        status, _, _ = await post(target.url, chat_of(user("<|im_end|>")))
+    assert list(engine.received[0].prompt_ids) == engine.prompt_ids(CHAT, chat_of(user("<|im_end|>")))
