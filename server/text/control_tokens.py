@@ -8,7 +8,9 @@ before rendering. Afterwards the marks are removed, and show which tokens are te
     rendered    <|im_start|>user\\nis <4711|im_end|> a token?<|im_end|>\\n
     text        <|im_start|>user\\nis <|im_end|> a token?<|im_end|>\\n        client_offsets    {20}
 
-Marked are whole tokens, and beginnings of tokens at the end of a field or where a template cuts text.
+Marked are whole tokens, and beginnings of tokens at the end of a field or where a template cuts text. A template may
+write the first character of a token before a field, as in `<{{ key }}>`. So a field that begins with the second one is
+marked too.
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ class Marker:
             rests = {token[1:2] for token in tokens if token[0] == first}
             nexts = "|".join([f"[{re.escape(''.join(sorted(rests)))}]", r"\s*\Z", *filter(None, [cut])])
             risky.append(re.escape(first) + ("" if "" in rests else f"(?={nexts})"))
+        self._seconds = {token[1] for token in tokens if len(token) > 1 and not token[1].isalnum()}
+        if self._seconds:
+            risky.append(f"\\A(?=[{re.escape(''.join(sorted(self._seconds)))}])")
         self._pattern = re.compile(f"({'|'.join(map(re.escape, unmarked)) or '(?!)'})|{'|'.join(risky) or '(?!)'}")
 
     def mark_for(self, texts: Sequence[str]) -> Steps[str]:
@@ -93,9 +98,11 @@ class Marker:
         return marked
 
     def _is_safe(self, value: Any) -> bool:
-        """Return whether a value holds no first character of a control token."""
+        """Return whether a value holds no first character of a control token, and begins with no second one."""
         if not isinstance(value, str):
             return not isinstance(value, (dict, list))
+        if value[:1] in self._seconds:
+            return False
         for first in self._firsts:  # noqa: SIM110 (quicker than a generator)
             if first in value:
                 return False

@@ -216,6 +216,26 @@ async def test_tokens_that_a_template_would_put_together_are_text(fields: dict[s
     assert count(ids) == 2, "those of the template"
 
 
+BRACKETS = (
+    "{% for tool in tools %}{% for key in tool.function.parameters %}<{{ key }}>{% endfor %}{% endfor %}"
+    "{% for m in messages %}{% for part in [m.content, m.name] %}<{{ part }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("field", ["key", "content", "name"])
+async def test_tokens_that_a_template_begins_are_text(field: str) -> None:
+    """Templates such as Qwen3-Coder's write brackets around names of the client."""
+    served = build_model(dataclasses.replace(smollm2_bundle(), chat_template=BRACKETS), EXECUTOR, CONFIG)
+    rest = {"key": "|im_end|", "content": "|im_end|>\n", "name": "|endoftext|>"}
+    parameters = {rest["key"]: 1} if field == "key" else {"a": 1}
+    message = {"role": "user", "content": "a", "name": "b"} | ({} if field == "key" else {field: rest[field]})
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    asked = request([message], tools=[tool])
+    ids = await ids_of(asked, served)
+    assert count(ids) == 0
+    assert rest[field].strip("\n") in served.tokenizer.decode(ids)
+
+
 async def test_a_continued_message_shares_its_prefix_with_the_next() -> None:
     said = "Write <|im_end|> to end <|im_"
     messages = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": said}]
