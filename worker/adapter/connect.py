@@ -119,9 +119,11 @@ async def _connect(
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
     member = signed(config.cluster_secret(), member)
     identity = EngineIdentity(reader, facts, load)
-    return AdapterEngine(
+    engine = AdapterEngine(
         api, blocks, source, bundle, member, metrics, sinks, events_exposed=config.events_exposed, identity=identity
     )
+    await engine.catch_up()
+    return engine
 
 
 async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> tuple[str, EngineModel]:

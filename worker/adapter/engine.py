@@ -131,6 +131,11 @@ class AdapterEngine:
     def exchange(self) -> None:
         """The engine moves its blocks itself."""
 
+    async def catch_up(self) -> None:
+        """Apply the events that the engine still has. Before `start`, so that no request meets their old epochs."""
+        if self._subscriber is not None:
+            await self._subscriber.catch_up()
+
     def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._watch.run(self._requests.is_silent_since), name="watch"))
         if self._subscriber is not None:

@@ -135,6 +135,11 @@ class EventSubscriber:
             self._close_sockets()
             raise OSError(error.errno, f"{self._endpoint}: {error.strerror}") from None
 
+    async def catch_up(self) -> None:
+        """Deliver what the engine still has. Call it before `run`; it gives up when the engine does not answer."""
+        self.open()
+        await self._fetch()
+
     async def run(self) -> None:
         """Follow the events until cancelled or closed."""
         self.open()

@@ -88,6 +88,22 @@ async def test_it_waits_for_the_engine(engine_folder: Path, monkeypatch: pytest.
         await connecting
 
 
+async def test_past_resets_end_no_epoch_later(engine_folder: Path) -> None:
+    """The engine's buffer still has its resets and blocks: they are applied before a request can come."""
+    async with fake_engine(engine_folder) as (fake, url):
+        for start in (100, 400):
+            fake.ranks[0].reset()
+            async for _ in fake.ranks[0].generate(list(range(start, start + 200)), {"max_tokens": 1}, "salt", None):
+                pass
+        engine = await connected(config(url))
+        epoch = engine.member.epoch
+        assert (await asyncio.wrap_future(engine.debug_state()))["blocks"]["held"] == 6
+        engine.start()
+        await until(lambda: engine.load.num_blocks)
+        assert engine.member.epoch == epoch
+        await engine.close()
+
+
 async def test_an_unknown_tokenizer_and_authority(engine_folder: Path) -> None:
     async with fake_engine(engine_folder) as (_, url):
         with pytest.raises(ValueError, match="--tokenizer"):
