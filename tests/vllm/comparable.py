@@ -72,11 +72,12 @@ def _split(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _take_tokens(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return ids and log probabilities of each choice, and take them out of its events, which share them at chance."""
+    """Return ids and log probabilities of each choice. Its events, which share them at chance, get null for them."""
     found: dict[int, dict[str, Any]] = {}
     for event in events:
         for choice in event.get("choices", ()):
-            here = {name: choice.pop(name) for name in ("token_ids", "logprobs") if choice.get(name)}
+            here = {name: choice[name] for name in ("token_ids", "logprobs") if choice.get(name)}
+            choice |= dict.fromkeys(here)
             before = found.setdefault(choice["index"], {})
             for name, value in here.items():
                 before[name] = _grown_value(name, before[name], value) if name in before else value

@@ -41,7 +41,7 @@ def calls(called: Sequence[tuple[str, Mapping[str, str]]]) -> str:
 
 def write_model(folder: Path) -> Path:
     """Write SmolLM2's tokenizer with the marks instead of tokens that no text has, and random weights."""
-    write_tiny_model(folder, max_position_embeddings=1024, hidden_size=128)
+    write_tiny_model(folder, max_position_embeddings=4096, hidden_size=128)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     marks = [mark for name in _NAMES for mark in (f"<ifm|{name}>", f"</ifm|{name}>")]
@@ -62,4 +62,4 @@ def options(folder: Path) -> Options:
     """Return those of an engine with the model in `folder`."""
     parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "k2_horizon", "--reasoning-parser", "k2_horizon")
     constraints = ("--structured-outputs-config", '{"backend": "xgrammar", "enable_in_reasoning": true}')
-    return Options(model=folder, num_blocks=64, max_model_len=1024, niceness=5, args=(*parsers, *constraints))
+    return Options(model=folder, num_blocks=256, max_model_len=4096, niceness=5, args=(*parsers, *constraints))

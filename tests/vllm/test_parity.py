@@ -30,7 +30,7 @@ NUM_BODIES: Final = 75
 """The number for each path."""
 NUM_CHATS: Final = 100
 ABORT_S: Final = 1.0
-NUM_TOKENS: Final = 900
+NUM_TOKENS: Final = 3000
 NUM_BEFORE_KILL: Final = 6
 """The number of events."""
 HI: Final = [{"role": "user", "content": "Hi"}]
@@ -221,8 +221,9 @@ def test_a_worker_lost_before_the_answer(horizon_fleet: VllmFleet, kind: str) ->
     undisturbed = post(fleet, kind)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, fleet, kind)
-        wait_until(lambda: any(map(running, fleet.engines)), what="an engine generates")
-        adapter = next(each for each in fleet.adapters if running(each.engine))
+        adapter = wait_until(
+            lambda: next((each for each in fleet.adapters if running(each.engine)), None), what="an engine generates"
+        )
         adapter.kill()
         lost = asked.result()
     adapter.start()
