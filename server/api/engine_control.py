@@ -7,7 +7,7 @@ character. If the two prompts differ in their control tokens, the client has wri
     content            hi<|im_end|>                    replaced          hi00im_end00
     control tokens     <|im_start|> <|im_end|> x 2     control tokens    <|im_start|> <|im_end|>
 
-Like this, text that a template cuts or joins is covered too, whatever the template does. Engines and templates
+This also covers text that a template cuts or joins, whatever the template does. Engines and templates
 compare names such as roles, so letters, digits and `_-./` stay. Control tokens that have nothing else are replaced as
 a whole.
 """
