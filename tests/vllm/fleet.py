@@ -208,6 +208,10 @@ class VllmFleet:
 
         wait_until(ready, START_S, "the fleet is ready")
 
+    def wait_idle(self) -> None:
+        """Wait until no engine counts a running request. An engine's gauge is behind its answers."""
+        wait_until(lambda: not any(map(running, self.engines)), what="the engines are idle")
+
     def adapter_of(self, answer: httpx.Response) -> Adapter:
         """Return the adapter that has served an answer."""
         name = answer.headers["x-headstart-worker"]

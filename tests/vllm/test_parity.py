@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,7 @@ def test_a_worker_lost_before_the_answer(horizon_fleet: VllmFleet, kind: str) ->
     """An unstreamed answer begins again at another worker, and is equal to an undisturbed one."""
     fleet = horizon_fleet
     undisturbed = post(fleet, kind)
+    fleet.wait_idle()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, fleet, kind)
         adapter = wait_until(
@@ -243,11 +245,17 @@ def generated(engine: Engine) -> int:
 def test_a_client_that_leaves(horizon_fleet: VllmFleet, kind: str, stream: bool) -> None:
     """The engine ends all choices within a second, long before their last token."""
     fleet, (path, body) = horizon_fleet, KINDS[kind]
+    fleet.wait_idle()
     before = sum(map(generated, fleet.engines))
     connection = HTTPConnection("127.0.0.1", fleet.text_gateway.port, timeout=LONG_S)
     headers = fleet.headers("red") | {"content-type": "application/json"}
     connection.request("POST", path, json.dumps({"model": MODEL, "stream": stream} | body), headers)
-    wait_until(lambda: any(map(running, fleet.engines)), what="an engine generates")
+
+    def is_answered() -> bool:
+        return not stream and bool(select.select([connection.sock], [], [], 0)[0])
+
+    wait_until(lambda: any(map(running, fleet.engines)) or is_answered(), what="an engine generates")
+    assert not is_answered(), connection.getresponse().read()
     connection.close()
     fleet.stopwatch().wait_until(lambda: not any(map(running, fleet.engines)), ABORT_S, "aborted")
     num_generated = sum(map(generated, fleet.engines)) - before
