@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace as with_fields
 from starlette.responses import JSONResponse, Response
 
+from cache.types import MediaStart
 from tests.worker.adapter.rig import MEMBER, Rig, finishes, make_request, running, token_ids
 from tests.worker.adapter.scripted_http import ScriptedHttp, sse
 from tests.worker.adapter.test_vllm import api as api
@@ -91,11 +92,41 @@ async def test_render(server: ScriptedHttp, api: VllmApi) -> None:
     prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "features": None}
     server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt)
     server.answers[f"POST {COMPLETIONS}/render"] = JSONResponse([prompt, prompt])
-    server.answers[f"POST {MESSAGES}/render"] = JSONResponse(prompt | {"features": {"mm_hashes": {}}})
     assert (await api.render(EngineCall(CHAT, b"{}"))).prompts == ((1, 2),)
     assert (await api.render(EngineCall(COMPLETIONS, b"{}"))).max_tokens == (9, 9)
-    with pytest.raises(EngineRefusedError, match="images"):
-        await api.render(EngineCall(MESSAGES, b"{}"))
+    assert (await api.render(EngineCall(CHAT, b"{}"))).media == ()
+
+
+def features(**identities: list[str]) -> dict[str, Any]:
+    """Return those of a prompt with media, of ten tokens each, in reverse order."""
+    places = {
+        kind: [{"offset": 90 - 10 * at, "length": 10} for at in range(len(of))] for kind, of in identities.items()
+    }
+    return {"mm_hashes": identities, "mm_placeholders": places, "kwargs_data": None}
+
+
+async def test_render_returns_the_places_of_images(server: ScriptedHttp, api: VllmApi) -> None:
+    """Their pixels are not asked for. Other media are refused."""
+    prompt: dict[str, Any] = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "features": None}
+    server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt | {"features": features(image=["a", "b"])})
+    rendered = await api.render(EngineCall(CHAT, b"{}"))
+    assert rendered.media == ((MediaStart("b", 80), MediaStart("a", 90)),)
+    assert server.bodies[-1]["mm_payload"] == "none"
+    assert await api.media() == ("image",)
+    server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt | {"features": features(image=["a"], audio=["b"])})
+    with pytest.raises(EngineRefusedError, match="audio and video"):
+        await api.render(EngineCall(CHAT, b"{}"))
+    server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt)
+    assert await api.media() == ()
+    server.answers[f"POST {CHAT}/render"] = JSONResponse({"error": "not a multimodal model"}, status_code=400)
+    assert await api.media() == ()
+
+
+async def test_answers_to_images_come_from_messages(server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM renders such chats again."""
+    server.answers[f"POST {CHAT}"] = sse(delta("a", [5]))
+    await parts_of(api, with_fields(asking(messages=[]), media=(MediaStart("a", 3),)))
+    assert "kv_transfer_params" not in server.bodies[-1]
 
 
 @contextlib.asynccontextmanager
