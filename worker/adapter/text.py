@@ -20,6 +20,7 @@ from worker.adapter.http import (
     refused,
     understood,
 )
+from worker.common.black_image import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
 CHAT: Final = "/v1/chat/completions"
@@ -33,10 +34,6 @@ _RENDER_TIMEOUT_S: Final = 60.0
 _PROBE: Final = b'{"input": "a"}'
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
 """vLLM's names for them."""
-_IMAGE_PROBE: Final = (
-    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
-)
-"""A PNG of 64 by 64 black pixels."""
 _ABSENT: Final = frozenset({404, 405, 501})
 _LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
 
@@ -165,7 +162,7 @@ class TextCalls:
 
     async def media(self) -> tuple[str, ...]:
         """Return what chats take next to text: `image`, if the engine renders one."""
-        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_IMAGE_PROBE}"}}
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BLACK_PNG}"}}
         body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
         try:
             rendered = await self.render(EngineCall(CHAT, msgspec.json.encode(body)))
