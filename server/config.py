@@ -112,7 +112,9 @@ class GatewayConfig(SharedConfig):
     )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
     max_images: int = _api(32, "images of a request, for engines that take them; 0: none (default 32)", least=0)
-    max_image_bytes: int = _api(20 << 20, "largest image, decoded (default 20M)", "SIZE", type=num_bytes)
+    max_image_bytes: int = _api(
+        20 << 20, "largest image, decoded (default 20M)", "SIZE", flag="--max-image-bytes", type=num_bytes
+    )
     image_hosts: frozenset[str] = _api(
         frozenset(),
         "hosts of image URLs that engines may fetch, each HOST or HOST:PORT (default: none; images come as data: URLs)",

@@ -118,7 +118,8 @@ class _Reader:
             why = "which is not served where the engine writes the text"
             if type_ in self._types and _IMAGE_KEYS.issuperset(found):
                 why = "and this model takes no images here"
-            raise unsupported(place, f"holds {found[0]}, {why}: send text")
+            name = next((name for name in found if name not in _IMAGE_KEYS), found[0])
+            raise unsupported(place, f"holds {name}, {why}: send text")
         new = {}
         for name in _LISTS:
             if name in part and (value := (yield from self.value(part[name], f"{place}.{name}"))) is not None:

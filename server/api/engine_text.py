@@ -40,7 +40,7 @@ from server.errors import (
     anthropic_error,
     responses_error,
 )
-from server.event_loop import run_sliced
+from server.event_loop import Steps, run_sliced
 from server.http.stream import DONE, sse
 from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
@@ -72,6 +72,7 @@ _STATEFUL: Final = (
 """Fields of a body after which the tokens so far are not enough to continue an answer."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_values_of: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class _Head(Struct):
@@ -149,7 +150,7 @@ class EngineTexts:
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
                 known, wrong = _Known(), error
             salt = request_salt(identity, known.cache_salt)
-            media = await run_sliced(read_media(fields, path, self._image_rules if sees else None, salt))
+            media = await _media(body, read_media(fields, path, self._image_rules if sees else None, salt))
             if not writes and not media.images:
                 return None
             await _check_text(body, media, limit())
@@ -207,6 +208,15 @@ class EngineTexts:
             except WorkerLost:
                 continue
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
+
+
+async def _media(body: bytes, reading: Steps[Media]) -> Media:
+    """Return the images of a body. Raises InvalidRequestError for one whose strings are no UTF-8, too."""
+    try:
+        return await run_sliced(reading)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        await read_json(body, _values_of)
+        raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
 
 
 async def _check_text(body: bytes, media: Media, limit: TextLimit) -> None:
