@@ -130,10 +130,15 @@ class Models:
         is_unknown |= model.tokenizer.is_of_engine
         return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
 
+    @property
+    def has_images(self) -> bool:
+        """Return whether any request may have images."""
+        return bool(self._seeing) and self._config.text != "gateway"
+
     def takes_images(self, path: str, model: ServedModel) -> bool:
         """Return whether a request of this route for the model may have images, which an engine reads."""
         is_offered = path in self._text_apis.get(model.name, ()) and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
-        return is_offered and model.name in self._seeing and self._config.text != "gateway"
+        return is_offered and self.has_images and model.name in self._seeing
 
     def has_engine_text(self, path: str) -> bool:
         """Return whether an engine may answer requests of this route."""
