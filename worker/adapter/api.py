@@ -23,11 +23,13 @@ SAME_FIELDS: Final = (
 
 
 class EngineLostError(Exception):
-    """The engine cannot be reached, or its answer is incomplete. `gone`: nothing listens there."""
+    """The engine cannot be reached, or its answer is incomplete."""
 
-    def __init__(self, message: str, *, gone: bool = False) -> None:
+    def __init__(self, message: str, *, gone: bool = False, closed: bool = False) -> None:
+        """`gone`: nothing listens there. `closed`: it has closed the connection without an answer."""
         super().__init__(message)
         self.gone = gone
+        self.closed = closed
 
 
 class EngineRefusedError(Exception):

@@ -150,7 +150,13 @@ class TextCalls:
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
         # Without its processed images, which take megabytes.
         body = msgspec.json.encode(await self._with_model(call, "") | {"mm_payload": "none"})
-        status, answer = await self._server.post(f"{call.path}/render", body, _RENDER_TIMEOUT_S)
+        try:
+            status, answer = await self._server.post(f"{call.path}/render", body, _RENDER_TIMEOUT_S)
+        except EngineLostError as error:
+            if not error.closed:
+                raise
+            # vLLM closes a connection after a fault of its own, as for an image of too many pixels.
+            status, answer = await self._server.post(f"{call.path}/render", body, _RENDER_TIMEOUT_S)
         if status != 200:
             raise refused(status, answer)
         with understood(f"{call.path}/render"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -120,6 +122,30 @@ async def test_render_returns_the_places_of_images(server: ScriptedHttp, api: Vl
     assert await api.media() == ()
     server.answers[f"POST {CHAT}/render"] = JSONResponse({"error": "not a multimodal model"}, status_code=400)
     assert await api.media() == ()
+
+
+async def test_prompts_are_rendered_again_on_another_connection() -> None:
+    """vLLM answers 500 to an image of too many pixels, and then closes the connection, which may be in use."""
+    prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}}
+    bodies: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await reader.readuntil(b"\r\n\r\n")) and len(bodies) != 1:
+            bodies.append(await reader.readexactly(int(re.search(rb"content-length: (\d+)", head, re.I)[1])))  # type: ignore[index]
+            status, answer = (b"500 Fault", {}) if len(bodies) == 1 else (b"200 OK", prompt)
+            data = json.dumps(answer).encode()
+            writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
+        bodies.append(b"closed")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        api = VllmApi(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        call = EngineCall(CHAT, b'{"model": "m"}')
+        with pytest.raises(EngineRefusedError):
+            await api.render(call)
+        assert (await api.render(call)).prompts == ((1, 2),)
+        await api.close()
+    assert bodies[1] == b"closed"
 
 
 async def test_answers_to_images_come_from_messages(server: ScriptedHttp, api: VllmApi) -> None:
