@@ -5,6 +5,7 @@ The gateway decides on the prompt's ids and the salt. Everything else in a body 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
@@ -31,6 +32,9 @@ TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 """Types of the last event of a stream without [DONE]."""
 _RENDER_TIMEOUT_S: Final = 60.0
+_RENDER_ATTEMPTS: Final = 3
+_CLOSING_S: Final = 0.05
+"""Time until the ends of connections that the engine has closed are known."""
 _PROBE: Final = b'{"input": "a"}'
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
 """vLLM's names for them."""
@@ -150,13 +154,7 @@ class TextCalls:
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
         # Without its processed images, which take megabytes.
         body = msgspec.json.encode(await self._with_model(call, "") | {"mm_payload": "none"})
-        try:
-            status, answer = await self._server.post(f"{call.path}/render", body, _RENDER_TIMEOUT_S)
-        except EngineLostError as error:
-            if not error.closed:
-                raise
-            # vLLM closes a connection after a fault of its own, as for an image of too many pixels.
-            status, answer = await self._server.post(f"{call.path}/render", body, _RENDER_TIMEOUT_S)
+        status, answer = await self._post_render(call.path, body)
         if status != 200:
             raise refused(status, answer)
         with understood(f"{call.path}/render"):
@@ -165,6 +163,17 @@ class TextCalls:
             media = tuple([() if prompt.features is None else prompt.features.starts() for prompt in prompts])
         lengths = tuple(max(0, prompt.sampling_params.max_tokens or 0) for prompt in prompts)
         return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths, media if any(media) else ())
+
+    async def _post_render(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Post it again if the engine closes the connection: vLLM does so after a fault of its own, as for a bomb."""
+        for attempts_left in reversed(range(_RENDER_ATTEMPTS)):
+            try:
+                return await self._server.post(f"{path}/render", body, _RENDER_TIMEOUT_S)
+            except EngineLostError as error:
+                if not (error.closed and attempts_left):
+                    raise
+            await asyncio.sleep(_CLOSING_S)
+        raise AssertionError
 
     async def media(self) -> tuple[str, ...]:
         """Return what chats take next to text: `image`, if the engine renders one."""
