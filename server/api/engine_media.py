@@ -113,6 +113,8 @@ class _Reader:
         type_ = _value_of(part["type"]) if first_char(part.get("type", _NULL)) == '"' else None
         named = [type_, *[key for key, item in part.items() if first_char(item) != "n"]]
         if found := [name for name in named if name in MEDIA]:
+            if type_ is None and first_char(part.get("type", _NULL)) != "n":
+                raise invalid(f"{place}.type", "must be a string")
             if self._rules is not None and type_ in self._types and _IMAGE_KEYS.issuperset(found):
                 return (yield from self._image(part, place, self._rules))
             why = "which is not served where the engine writes the text"
@@ -135,6 +137,7 @@ class _Reader:
         inner = _dict_of(raw) if first_char(raw) == "{" else None
         new = {name: _value_of(item) for name, item in part.items() if name != key}
         if key == "image_url":
+            new["type"] = new.get("type") or "image_url"
             url = raw if inner is None else inner.get("url", _NULL)
             new["uuid"] = yield from image_name(url, place, rules, self._salt)
             new[key] = url if inner is None else {**_others(inner, "url"), "url": url}

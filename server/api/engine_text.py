@@ -9,6 +9,7 @@ Source: docs/architecture/engine_text.md.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,8 @@ from server.text.detokenizer import TextRules
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
+
+log = logging.getLogger(__name__)
 
 MAX_CHOICES: Final = 128
 MAX_RENDER_ATTEMPTS: Final = 3
@@ -205,8 +208,9 @@ class EngineTexts:
             except WorkerRefused as error:
                 if not error.failed.retryable:
                     raise _refusal(error) from error
-            except WorkerLost:
-                continue
+                log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
+            except WorkerLost as error:
+                log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 

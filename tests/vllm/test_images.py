@@ -48,6 +48,7 @@ def images() -> Iterator[ThreadingHTTPServer]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture(scope="module")

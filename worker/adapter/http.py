@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import ssl
 import time
@@ -170,7 +171,8 @@ class EngineServer:
 
     def _lost(self, error: Exception) -> EngineLostError:
         gone = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
-        closed = isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError))
+        closed = isinstance(error, aiohttp.ServerDisconnectedError)
+        closed = closed or (isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE))
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
 
 

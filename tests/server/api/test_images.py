@@ -221,6 +221,17 @@ async def test_other_media_are_refused_by_name(engine: SeeingWorker) -> None:
     assert engine.rendered == []
 
 
+async def test_types_of_parts_are_strings(engine: SeeingWorker) -> None:
+    """vLLM fails at another type. One that is missing is written for it."""
+    image = part_of(CHAT, data_url(png()))
+    async with engine_gateway(engine) as target:
+        for wrong in ([], {}, 5, True):
+            status, _, raw = await post(target.url, body_of(CHAT, image | {"type": wrong}))
+            assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content[0].type")
+        assert (await post(target.url, body_of(CHAT, image | {"type": None})))[0] == 200
+    assert engine.rendered[0]["messages"][0]["content"][0]["type"] == "image_url"
+
+
 async def test_only_bodies_with_images_leave_the_gateways_text(engine: SeeingWorker) -> None:
     """By default, the gateway writes what it can."""
     async with engine_gateway(engine, text="auto") as target:
