@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import ssl
 import time
@@ -171,8 +170,9 @@ class EngineServer:
 
     def _lost(self, error: Exception) -> EngineLostError:
         gone = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
-        closed = isinstance(error, aiohttp.ServerDisconnectedError)
-        closed = closed or (isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE))
+        closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)) and not (
+            isinstance(error, aiohttp.ClientConnectorError)
+        )
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
 
 
