@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from cache.types import HASH_BYTES, INDEX_ENTRY_BYTES, BlockHash, IndexEntry
+from cache.types import HASH_BYTES, INDEX_ENTRY_BYTES, BlockHash, IndexEntry, MediaStart
 
 FORMAT_VERSION: Final = b"1"
 _ROOT_PERSON: Final = b"headstart-root"
@@ -29,8 +29,10 @@ _TOKEN_BYTES: Final = 4
 class Namespace:
     """All properties that must agree before two caches may share block hashes.
 
-    root = H(format version, model, revision, tokenizer fingerprint, block size, adapter, tenant salt)
-    h_i  = H(h_{i-1} || token ids of block i as u32 little-endian)            full blocks only
+        root = H(format version, model, revision, tokenizer fingerprint, block size, adapter, tenant salt)
+        h_i  = H(h_{i-1} || token ids of block i as u32 little-endian || media)   full blocks only
+
+    `media` is empty for most blocks. See `encode_media`.
     """
 
     model: str
@@ -77,9 +79,30 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
     return encoded.tobytes()
 
 
-def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the hashes of the full blocks of `token_ids`, in order; a partial last block has none."""
+def encode_media(media: Sequence[MediaStart], block_size: int) -> dict[int, bytes]:
+    """Return what media append to the hashed input of blocks, by the number of the block.
+
+    It is u32 length || identity || u32 offset in the block, for each medium that begins there. Later blocks of a medium
+    need nothing: their hashes cover that block.
+    """
+    encoded: dict[int, bytes] = {}
+    for each in media:
+        number, offset = divmod(each.position, block_size)
+        identity = each.identity.encode()
+        entry = len(identity).to_bytes(4, "little") + identity + offset.to_bytes(4, "little")
+        encoded[number] = encoded.get(number, b"") + entry
+    return encoded
+
+
+def hash_chain(
+    parent: BlockHash, token_ids: Sequence[int], block_size: int, media: Sequence[MediaStart] = ()
+) -> list[BlockHash]:
+    """Return the hashes of the full blocks of `token_ids`, in order; a partial last block has none.
+
+    `media`: those that begin in `token_ids`, in order.
+    """
     encoded = encode_tokens(token_ids)
+    of_media = encode_media(media, block_size) if media else None
     stride = block_size * _TOKEN_BYTES
     hashes: list[BlockHash] = []
     last = parent
@@ -87,6 +110,8 @@ def hash_chain(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> 
         link = _LINK.copy()
         link.update(last)
         link.update(encoded[start : start + stride])
+        if of_media is not None and (entries := of_media.get(start // stride)) is not None:
+            link.update(entries)
         last = BlockHash(link.digest())
         hashes.append(last)
     return hashes

@@ -93,6 +93,8 @@ class WorkerMember:
     """Paths of its engine's APIs that read prompts and write answers themselves; none at the built-in engine."""
     chat_probes: str = ""
     """Digest of the engine's own ids of `worker.common.chat_probes`; empty if it is not known."""
+    media: tuple[str, ...] = ()
+    """Kinds of parts that its engine's chats, Messages and Responses take next to text: "image", or none."""
 
 
 @dataclass(frozen=True, slots=True)

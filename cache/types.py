@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, NewType, get_args
 
+from msgspec import Struct
+
 BlockId = NewType("BlockId", int)
 """Index of a physical block in the KV pool. Block 0 is the null block and is never handed out."""
 
@@ -31,3 +33,12 @@ TIERS: Final = frozenset(get_args(Tier))
 NULL_BLOCK: Final = BlockId(0)
 HASH_BYTES: Final = 16
 INDEX_ENTRY_BYTES: Final = 8
+
+
+class MediaStart(Struct, frozen=True, array_like=True, gc=False):
+    """An image in a prompt, or another medium that an engine takes."""
+
+    identity: str
+    """The engine's name for its content."""
+    position: int
+    """The first of its placeholder tokens."""

@@ -73,9 +73,12 @@ class PublicApi:
         ]
 
     def max_body_bytes(self) -> int | None:
-        """Return the largest useful body for the served models, with token ids in their longest spelling."""
+        """Return the largest useful body for the served models, with token ids in their longest spelling.
+
+        None: it is unknown, or has images.
+        """
         text = self._models.batch_text_limit().num_bytes
-        return None if text is None else text + ID_BYTES * MAX_VALUES
+        return None if text is None or self._models.has_images else text + ID_BYTES * MAX_VALUES
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version("headstart")})

@@ -18,6 +18,7 @@ from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes
 
 NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_IMAGE_HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 
 
@@ -28,6 +29,10 @@ _api = partial(option, "API")
 
 def _comma_separated(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _hosts(text: str) -> frozenset[str]:
+    return frozenset(text.lower().split(","))
 
 
 def model_alias(text: str) -> tuple[str, str]:
@@ -106,6 +111,16 @@ class GatewayConfig(SharedConfig):
         3.0, "a request that would wait longer at its worker waits at the gateway; 0: none does (default 3)", least=0
     )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
+    max_images: int = _api(32, "images of a request, for engines that take them; 0: none (default 32)", least=0)
+    max_image_bytes: int = _api(
+        20 << 20, "largest image, decoded (default 20M)", "SIZE", flag="--max-image-bytes", type=num_bytes
+    )
+    image_hosts: frozenset[str] = _api(
+        frozenset(),
+        "hosts of image URLs that engines may fetch, each HOST or HOST:PORT (default: none; images come as data: URLs)",
+        "HOST,...",
+        type=_hosts,
+    )
     cors_origin: tuple[str, ...] = _api(
         (), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...", type=_comma_separated
     )
@@ -149,6 +164,9 @@ class GatewayConfig(SharedConfig):
         for name in self.ops_hosts:
             if _HOST_NAME.fullmatch(name) is None:
                 raise ValueError(f"--ops-hosts takes names without scheme and port, got {name!r}")
+        for name in self.image_hosts:
+            if _IMAGE_HOST.fullmatch(name) is None:
+                raise ValueError(f"--image-hosts takes HOST or HOST:PORT, got {name!r}")
         for origin in self.cors_origin:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")

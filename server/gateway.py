@@ -36,6 +36,7 @@ from server.api.client_lines import CLIENT_LINES
 from server.api.endpoint import EndpointServices
 from server.api.engine_text import EngineTexts
 from server.api.ignored_tools import IgnoredTools
+from server.api.images import ImageRules
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
@@ -140,6 +141,7 @@ class Gateway:
                 self._client,
                 self.fleet.candidates,
                 keeps_control_tokens=config.control_tokens_in_content,
+                image_rules=ImageRules(config.max_images, config.max_image_bytes, config.image_hosts),
             ).prepare,
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)

@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 
 from cache.hashing import Namespace
 from cache.records import WorkerMember
-from cache.types import HASH_BYTES, Tier
+from cache.types import HASH_BYTES, MediaStart, Tier
 
 PROTOCOL_VERSION: Final = 1
 """The newest that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
@@ -157,6 +157,8 @@ class Rendered(Struct, frozen=True):
 
     prompts: tuple[tuple[_U32, ...], ...]
     max_tokens: tuple[_U32, ...]
+    media: tuple[tuple[MediaStart, ...], ...] = ()
+    """The media in each prompt, in order; empty if no prompt has any."""
 
 
 class GenerateRequest(Struct, frozen=True):
@@ -189,6 +191,8 @@ class GenerateRequest(Struct, frozen=True):
     """Ask for an embedding; only of a worker whose member has an `embedding_size`."""
     call: EngineCall | None = None
     """Ask for the engine's own text; only of a worker whose member has the path among its `text_apis`."""
+    media: tuple[MediaStart, ...] = ()
+    """The media in the prompt, in order, which the engine reads from the call."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):

@@ -1,18 +1,26 @@
-"""Images, audio, video and files in requests whose text the engine writes: refused by name.
+"""Images, audio, video and files in requests whose text the engine writes.
 
-An engine drops some of them, and renders others to placeholders, whose ids are the same for every image.
+Images pass where engines take them: each gets a name (`images.py`), which replaces a client's own. Everything else is
+refused by name. An engine drops some media, and renders others to placeholders, which are alike for all of a kind.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
-from server.schema.decoding import unsupported
+from server.api.formatting import encode_json
+from server.api.images import ImageRules, check_base64, first_char, image_name
+from server.errors import MESSAGES_PATH, RESPONSES_PATH
+from server.event_loop import Steps
+from server.schema.decoding import invalid, unsupported
+from worker.wire import EngineCall
 
+CHAT_PATH: Final = "/v1/chat/completions"
 MEDIA: Final = frozenset(
     {
         *("image", "image_url", "input_image", "image_pil", "image_embeds", "computer_screenshot"),
@@ -21,33 +29,137 @@ MEDIA: Final = frozenset(
     }
 )
 """Types of parts, and keys of parts without a type."""
+_IMAGE_TYPES: Final[Mapping[str, frozenset[str | None]]] = {
+    CHAT_PATH: frozenset({None, "image_url", "input_image"}),
+    RESPONSES_PATH: frozenset({"input_image"}),
+    MESSAGES_PATH: frozenset({"image"}),
+}
+"""Types of parts that are images, by the route."""
+_IMAGE_KEYS: Final = frozenset({"image", "image_url", "input_image"})
+_MEDIA_TYPE: Final = re.compile(r"[\w.+/-]{1,80}", re.ASCII)
+_NULL: Final = Raw(b"null")
 _LISTS: Final = ("content", "output")
 """Fields of a message, an item or a part that hold parts."""
 _value_of: Final = msgspec.json.Decoder().decode
+_list_of: Final = msgspec.json.Decoder(list[Raw]).decode
+_dict_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def check_media(fields: Mapping[str, Raw]) -> None:
-    """Raises InvalidRequestError for a part that is no text, and for an answer that would be none."""
+class Image(NamedTuple):
+    """An image in a body."""
+
+    place: str
+    part: dict[str, Any]
+    """Its part of the body. Its bytes are `Raw`."""
+
+    def alone(self, call: EngineCall) -> EngineCall:
+        """Return a call of the same API with this image and nothing else."""
+        turns = [{"role": "user", "content": [self.part]}]
+        body = {"input": turns} if call.path == RESPONSES_PATH else {"messages": turns, "max_tokens": 1}
+        return EngineCall(call.path, encode_json(body))
+
+
+class Media(NamedTuple):
+    """The images of a body."""
+
+    fields: Mapping[str, Any]
+    """Those of the body, with the images' names. Fields with images are decoded, but for the images' bytes."""
+    images: tuple[Image, ...]
+    num_bytes: int
+    """Bytes of their text in the body."""
+
+
+def read_media(fields: Mapping[str, Raw], path: str, rules: ImageRules | None, salt: bytes) -> Steps[Media]:
+    """Return the images of a body. `rules`: None if no engine of the model takes images.
+
+    Raises InvalidRequestError for any other part that is no text, and for an answer that would be none.
+    """
+    reader, found = _Reader(path, rules, salt), {}
     for name in ("messages", "input", "system"):
-        if name in fields:
-            _check(_value_of(fields[name]), name)
+        if name in fields and (value := (yield from reader.value(fields[name], name))) is not None:
+            found[name] = value
     for name in ("prompt_embeds", "audio"):
         if name in fields and bytes(fields[name]) != b"null":
             raise unsupported(name, "is not served where the engine writes the text: leave it out")
     if "modalities" in fields and _value_of(fields["modalities"]) not in (None, ["text"]):
         raise unsupported("modalities", "can only be ['text']: this server makes text")
+    return Media({**fields, **found}, tuple(reader.images), reader.num_bytes)
 
 
-def _check(value: Any, place: str) -> None:
-    """Check a part, or a list of them, with all parts inside."""
-    if isinstance(value, list):
-        for index, part in enumerate(value):
-            _check(part, f"{place}[{index}]")
-    elif isinstance(value, dict):
-        named = [value.get("type"), *[key for key, item in value.items() if item is not None]]
-        if found := [name for name in named if isinstance(name, str) and name in MEDIA]:
-            message = f"holds {found[0]}, which is not served where the engine writes the text: send text"
-            raise unsupported(place, message)
+class _Reader:
+    """Reads the parts of one body."""
+
+    def __init__(self, path: str, rules: ImageRules | None, salt: bytes) -> None:
+        self.images: list[Image] = []
+        self.num_bytes = 0
+        self._types = _IMAGE_TYPES.get(path, frozenset())
+        self._rules = rules
+        self._salt = salt
+
+    def value(self, raw: Raw, place: str) -> Steps[Any]:
+        """Return a part, or a list of them, with the names of its images; None if it has no image."""
+        if first_char(raw) == "[":
+            items = _list_of(raw)
+            read = []
+            for index, item in enumerate(items):
+                read.append((yield from self.value(item, f"{place}[{index}]")))
+                yield
+            if all(each is None for each in read):
+                return None
+            return [_value_of(item) if new is None else new for item, new in zip(items, read, strict=True)]
+        return (yield from self._part(_dict_of(raw), place)) if first_char(raw) == "{" else None
+
+    def _part(self, part: dict[str, Raw], place: str) -> Steps[Any]:
+        type_ = _value_of(part["type"]) if first_char(part.get("type", _NULL)) == '"' else None
+        named = [type_, *[key for key, item in part.items() if first_char(item) != "n"]]
+        if found := [name for name in named if name in MEDIA]:
+            if type_ is None and first_char(part.get("type", _NULL)) != "n":
+                raise invalid(f"{place}.type", "must be a string")
+            if self._rules is not None and type_ in self._types and _IMAGE_KEYS.issuperset(found):
+                return (yield from self._image(part, place, self._rules))
+            why = "which is not served where the engine writes the text"
+            if type_ in self._types and _IMAGE_KEYS.issuperset(found):
+                why = "and this model takes no images here"
+            name = next((name for name in found if name not in _IMAGE_KEYS), found[0])
+            raise unsupported(place, f"holds {name}, {why}: send text")
+        new = {}
         for name in _LISTS:
-            if name in value:
-                _check(value[name], f"{place}.{name}")
+            if name in part and (value := (yield from self.value(part[name], f"{place}.{name}"))) is not None:
+                new[name] = value
+        return {name: _value_of(item) for name, item in part.items() if name not in new} | new if new else None
+
+    def _image(self, part: dict[str, Raw], place: str, rules: ImageRules) -> Steps[dict[str, Any]]:
+        if len(self.images) == rules.max_images:
+            raise invalid(place, f"is one image too many: send at most {rules.max_images} in a request")
+        key = "source" if "image" in self._types else "image_url"
+        place = f"{place}.{key}"
+        raw = part.get(key, _NULL)
+        inner = _dict_of(raw) if first_char(raw) == "{" else None
+        new = {name: _value_of(item) for name, item in part.items() if name != key}
+        if key == "image_url":
+            new["type"] = new.get("type") or "image_url"
+            url = raw if inner is None else inner.get("url", _NULL)
+            new["uuid"] = yield from image_name(url, place, rules, self._salt)
+            new[key] = url if inner is None else {**_others(inner, "url"), "url": url}
+        else:
+            new[key], url = yield from self._source(inner or {}, place, rules)
+        self.num_bytes += len(memoryview(url))
+        self.images.append(Image(place, new))
+        return new
+
+    def _source(self, source: dict[str, Raw], place: str, rules: ImageRules) -> Steps[tuple[dict[str, Any], Raw]]:
+        """Check the source of a block of the Messages API. The engine names these images itself."""
+        kind = _value_of(source["type"]) if "type" in source else None
+        if kind not in ("base64", "url"):
+            raise unsupported(f"{place}.type", "must be `base64` or `url`")
+        media_type = _value_of(source.get("media_type", Raw(b'"image/png"')))
+        if not isinstance(media_type, str) or not _MEDIA_TYPE.fullmatch(media_type):
+            raise invalid(f"{place}.media_type", "must be the type of an image, as `image/png`")
+        key = "data" if kind == "base64" else "url"
+        value = source.get(key, _NULL)
+        yield from (check_base64 if kind == "base64" else image_name)(value, place, rules, self._salt)
+        return {**_others(source, key), key: value}, value
+
+
+def _others(fields: dict[str, Raw], name: str) -> dict[str, Any]:
+    return {key: _value_of(item) for key, item in fields.items() if key != name}

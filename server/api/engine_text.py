@@ -9,9 +9,11 @@ Source: docs/architecture/engine_text.md.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -21,9 +23,10 @@ from msgspec import Raw, Struct
 from cache.records import Candidate
 from server.api.endpoint import PreparedRequest
 from server.api.engine_control import check_control_tokens
-from server.api.engine_media import check_media
+from server.api.engine_media import CHAT_PATH, Media, read_media
 from server.api.engine_prompts import EnginePrompts
 from server.api.formatting import ResponseFormatter, encode_json, response_id
+from server.api.images import ImageRules
 from server.api.params import choice_seeds
 from server.api.pooling import ENGINE_PATHS, prepared_pooling
 from server.auth.identity import Identity, allowed_priority, request_salt
@@ -38,6 +41,7 @@ from server.errors import (
     anthropic_error,
     responses_error,
 )
+from server.event_loop import Steps, run_sliced
 from server.http.stream import DONE, sse
 from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
@@ -45,13 +49,14 @@ from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_ask import EngineAsk
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import invalid, located, read_json, unsupported
+from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
 from server.text.detokenizer import TextRules
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
-CHAT_PATH: Final = "/v1/chat/completions"
+log = logging.getLogger(__name__)
+
 MAX_CHOICES: Final = 128
 MAX_RENDER_ATTEMPTS: Final = 3
 _PREFIXES: Final = {CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"}
@@ -70,6 +75,7 @@ _STATEFUL: Final = (
 """Fields of a body after which the tokens so far are not enough to continue an answer."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_values_of: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class _Head(Struct):
@@ -110,11 +116,13 @@ class EngineTexts:
         candidates: Callable[[str, None], Sequence[Candidate]],
         *,
         keeps_control_tokens: bool,
+        image_rules: ImageRules,
     ) -> None:
         """`candidates` returns the workers of a model that a request could be sent to.
 
         `keeps_control_tokens`: clients may write control tokens.
         """
+        self._image_rules = image_rules
         self._models = models
         self._client = client
         self._candidates = candidates
@@ -131,47 +139,68 @@ class EngineTexts:
             return None
         with trace_stage("validate"):
             limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
-            head = await read_json(body, _head_of, limit)
+            head = await read_json(body, _head_of, lambda: self._image_rules.widened(limit()))
             try:
                 model = self._models.allowed(head.model, identity)
             except (NotFoundError, UnavailableError):
                 return None
-            if not self._models.engine_writes(path, model):
+            writes, sees = self._models.engine_writes(path, model), self._models.takes_images(path, model)
+            if not writes and not sees:
                 return None
             fields, wrong = _fields_of(body), None
             try:
                 known = _known_of(body)
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
                 known, wrong = _Known(), error
+            salt = request_salt(identity, known.cache_salt)
+            media = await _media(body, read_media(fields, path, self._image_rules if sees else None, salt))
+            if not writes and not media.images:
+                return None
+            await _check_text(body, media, limit())
             _check(known, fields)
-            check_media(fields)
-        call = _call(path, known, fields, model, keeps_all=wrong is not None)
+        sent = _body(path, known, media.fields, model, keeps_all=wrong is not None)
+        call = EngineCall(path, encode_json(sent), bool(known.stream) and path not in POOLING_PATHS)
         if path in POOLING_PATHS:
             if wrong is not None:
                 raise located(str(wrong))
-            form, salt, user = EngineFormatter(path), known.cache_salt, known.user
+            form, salt_name, user = EngineFormatter(path), known.cache_salt, known.user
             return prepared_pooling(
-                call, head.model, model, identity, form, cache_salt=salt, priority=known.priority, user=user
+                call, head.model, model, identity, form, cache_salt=salt_name, priority=known.priority, user=user
             )
         with trace_stage("tokenise"):
             own = None
-            if path == CHAT_PATH and wrong is None:
+            if path == CHAT_PATH and wrong is None and not media.images:
                 own = await self._prompts.render(body, fields, model, self._candidates_for(call, model))
-            rendered = own or await self._render(call, model)
+            rendered = own or await self._rendered(call, media, model)
             if wrong is not None:
                 raise located(str(wrong))
             if own is None and path != COMPLETIONS_PATH and not self._keeps_control_tokens:
-                await check_control_tokens(call, rendered, model, partial(self._render, model=model))
+                render = partial(self._render, model=model, has_images=bool(media.images))
+                await check_control_tokens(call, sent, rendered, model, render)
         if len(rendered.prompts) != 1:
             raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
         return _prepared(call, head.model, model, known, fields, rendered, identity)
 
-    def _candidates_for(self, call: EngineCall, model: ServedModel) -> list[Candidate]:
-        return [each for each in self._candidates(model.name, None) if call.path in each.member.text_apis]
+    def _candidates_for(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> list[Candidate]:
+        found = [each for each in self._candidates(model.name, None) if call.path in each.member.text_apis]
+        return [each for each in found if "image" in each.member.media] if has_images else found
 
-    async def _render(self, call: EngineCall, model: ServedModel) -> Rendered:
+    async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
+        """Return the engine's prompts of a call. Raises ApiError, which names the image that the engine cannot read."""
+        try:
+            return await self._render(call, model, has_images=bool(media.images))
+        except (InvalidRequestError, InternalError):
+            for image in media.images:
+                try:
+                    await self._render(image.alone(call), model, has_images=True)
+                except (InvalidRequestError, InternalError) as error:
+                    why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
+                    raise invalid(image.place, f"is an image that the engine cannot read{why}") from error
+            raise
+
+    async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError."""
-        candidates = self._candidates_for(call, model)
+        candidates = self._candidates_for(call, model, has_images=has_images)
         candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
         for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
             try:
@@ -179,9 +208,26 @@ class EngineTexts:
             except WorkerRefused as error:
                 if not error.failed.retryable:
                     raise _refusal(error) from error
-            except WorkerLost:
-                continue
+                log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
+            except WorkerLost as error:
+                log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
+
+
+async def _media(body: bytes, reading: Steps[Media]) -> Media:
+    """Return the images of a body. Raises InvalidRequestError for one whose strings are no UTF-8, too."""
+    try:
+        return await run_sliced(reading)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        await read_json(body, _values_of)
+        raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
+
+
+async def _check_text(body: bytes, media: Media, limit: TextLimit) -> None:
+    """Raises ContextLengthError for more text than the limit, next to the images."""
+    if limit.num_bytes is not None and len(body) > limit.num_bytes:
+        limit = replace(limit, num_bytes=limit.num_bytes + media.num_bytes)
+        await read_json(body, _head_of, lambda: limit)
 
 
 def _refusal(error: WorkerRefused) -> ApiError:
@@ -206,8 +252,10 @@ def _check(known: _Known, fields: Mapping[str, Raw]) -> None:
             raise invalid(name, f"is at most {MAX_CHOICES}")
 
 
-def _call(path: str, known: _Known, fields: Mapping[str, Raw], model: ServedModel, *, keeps_all: bool) -> EngineCall:
-    """Return the call with the client's fields that are the engine's business. `keeps_all`: with the others too."""
+def _body(
+    path: str, known: _Known, fields: Mapping[str, Any], model: ServedModel, *, keeps_all: bool
+) -> dict[str, Any]:
+    """Return the client's fields that are the engine's business. `keeps_all`: with the others too."""
     own = ("model",) if keeps_all else _OWN_FIELDS
     body: dict[str, Any] = {name: value for name, value in fields.items() if name not in own}
     if model.adapter:
@@ -218,7 +266,7 @@ def _call(path: str, known: _Known, fields: Mapping[str, Raw], model: ServedMode
             body["stream_options"] = fields["stream_options"]
         elif known.stream and (known.n or 1) == 1:  # with more, the engine's fingerprint would go to another event
             body["stream_options"] = {"include_usage": True}
-    return EngineCall(path, encode_json(body), bool(known.stream) and path not in POOLING_PATHS)
+    return body
 
 
 def _prepared(
@@ -233,13 +281,14 @@ def _prepared(
     id_, options, num_choices = response_id(_PREFIXES[call.path]), known.stream_options, known.n or 1
     echoes = bytes(fields.get("echo", b"null")) == b"true"
     is_stateful = any(bytes(fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
+    media = rendered.media[0] if rendered.media else ()
     ask = EngineAsk(
         call=call,
         head={"id": _raw(id_), "created": _raw(int(time.time())), "model": _raw(name)},
         shows_usage=options is not None and bool(options.include_usage),
         has_usage=num_choices == 1 or (options is not None and bool(options.include_usage)),
         shows_ids=bool(known.return_token_ids) or echoes,
-        is_resumable=call.path in (CHAT_PATH, COMPLETIONS_PATH) and num_choices == 1 and not is_stateful,
+        is_resumable=call.path in (CHAT_PATH, COMPLETIONS_PATH) and num_choices == 1 and not (is_stateful or media),
     )
     spec = GenerationSpec(
         request_id=id_,
@@ -256,6 +305,7 @@ def _prepared(
         tenant=identity.tag,
         affinity_key=known.prompt_cache_key or known.user,
         ask=ask,
+        media=media,
     )
     return PreparedRequest((spec,), EngineFormatter(call.path), bool(known.stream))
 

@@ -72,6 +72,8 @@ class Models:
         """By model: the most numbers in an embedding of the workers that take token ids."""
         self._text_apis: dict[str, frozenset[str]] = {}
         """By model: APIs of its workers' engines, by path."""
+        self._seeing: frozenset[str] = frozenset()
+        """Models whose workers' engines take images."""
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
@@ -127,6 +129,16 @@ class Models:
         is_unknown = path != COMPLETIONS_PATH and (model.template is None or model.tool_format is None)
         is_unknown |= model.tokenizer.is_of_engine
         return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether any request may have images."""
+        return bool(self._seeing) and self._config.text != "gateway"
+
+    def takes_images(self, path: str, model: ServedModel) -> bool:
+        """Return whether a request of this route for the model may have images, which an engine reads."""
+        is_offered = path in self._text_apis.get(model.name, ()) and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
+        return is_offered and self.has_images and model.name in self._seeing
 
     def has_engine_text(self, path: str) -> bool:
         """Return whether an engine may answer requests of this route."""
@@ -237,6 +249,7 @@ class Models:
             sizes.setdefault(member.model, set()).add(member.embedding_size)
             apis[member.model] = apis.get(member.model, frozenset()).union(member.text_apis)
         self._embedding_sizes, self._text_apis = sizes, apis
+        self._seeing = frozenset(member.model for member in members if "image" in member.media)
         self._own_sizes = {name: max(of_model) for name, of_model in sizes.items() if not apis[name]}
         takers = {member.model for member in members if "grammar:grammar" not in member.unsupported}
         for name, model in self._by_name.items():

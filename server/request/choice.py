@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from cache.hashing import hash_chain
-from cache.types import BlockHash
+from cache.types import BlockHash, MediaStart
 from server.models.served_model import ServedModel
 from server.request.engine_ask import EngineAsk
 from server.request.hints import NO_HINTS, RoutingHints
@@ -55,6 +55,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """Set if the request is for an embedding instead of text."""
     ask: EngineAsk | None = None
     """Set if the engine writes the text."""
+    media: tuple[MediaStart, ...] = ()
+    """The images in the prompt."""
 
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
@@ -65,7 +67,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             request_id=self.request_id,
             model=self.model.name,
             num_prompt_tokens=num_tokens,
-            hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size),
+            hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size, self.media),
             affinity_key=f"{self.tenant}/{session}" if session else None,
             hard_affinity=hints.hard_affinity,
             lora=self.model.adapter,
@@ -73,6 +75,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             priority=self.priority,
             tenant=self.tenant,
             embeds=self.embed is not None or (self.ask is not None and self.ask.call.pools),
+            has_images=bool(self.media),
             text_api="" if self.ask is None else self.ask.call.path,
             num_context_tokens=num_tokens + num_demanded,
         )

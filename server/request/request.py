@@ -296,6 +296,7 @@ class Generation:
             source=source,
             embed=spec.embed,
             call=None if spec.ask is None else spec.ask.call,
+            media=spec.media,
             protocol=shared_protocol(worker) or PROTOCOL_VERSION,
         )
 
@@ -327,8 +328,7 @@ class Generation:
                 await deliver(deltas)
 
     def _embedding_size(self, worker: WorkerMember) -> int:
-        dimensions = None if self.spec.embed is None else self.spec.embed.dimensions
-        return worker.embedding_size if dimensions is None else dimensions
+        return (self.spec.embed and self.spec.embed.dimensions) or worker.embedding_size
 
     def _choice(self, index: int) -> Choice:
         """Raises WorkerLost."""

@@ -287,6 +287,8 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return OTHER_TASK
     if request.text_api and request.text_api not in member.text_apis:
         return UNSUPPORTED
+    if request.has_images and "image" not in member.media:
+        return UNSUPPORTED
     if member.unsupported and not set(request.required).isdisjoint(member.unsupported):
         return UNSUPPORTED
     if request.lora and request.lora not in member.adapters:

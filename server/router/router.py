@@ -246,6 +246,7 @@ def _no_worker(decision: Decision) -> NoWorkerError:
     reasons = sorted({str(worker.guard) for worker in workers if worker.guard != OTHER_TASK} or {OTHER_TASK})
     if reasons == [UNSUPPORTED]:
         lacking = [name for name in decision.request.required if any(name in w.member.unsupported for w in workers)]
+        lacking += ["images"] if decision.request.has_images else []
         message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"
         return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"

@@ -63,6 +63,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Features that the worker must have (`worker.common.features.required_features`)."""
     text_api: str = ""
     """Only workers whose engine has this API, by its path."""
+    has_images: bool = False
+    """Only workers whose engine takes images."""
     embeds: bool = False
     """Only workers that make embeddings; else only those that generate text."""
     num_context_tokens: int = 0

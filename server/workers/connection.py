@@ -39,6 +39,7 @@ from worker.common.proof import (
 )
 from worker.wire import CONTENT_TYPE, Failed, WireError, unpack
 
+_LARGE_BYTES: Final = 64 * 1024
 HIGH_WATER_BYTES: Final = 256 * 1024
 """At this many unread bytes the worker must wait, so that a slow client does not fill the gateway's memory."""
 MAX_IDLE_S: Final = 20.0
@@ -152,7 +153,12 @@ class HttpConnection(asyncio.Protocol):
         self._cancel_timer()
         self._status, self._complete, self._released, self._num_head_bytes = None, False, False, 0
         headers = self._address.headers + self._authorization
-        self._transport.write(b"%b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n%b" % (call, headers, len(body), body))
+        head = b"%b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (call, headers, len(body))
+        if len(body) <= _LARGE_BYTES:
+            self._transport.write(head + body)
+        else:  # without a copy
+            self._transport.write(head)
+            self._transport.write(body)
 
     @property
     def is_proven(self) -> bool:

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.hashing import Namespace, encode_tokens, hash_chain, index_entry
-from cache.types import BlockHash
+from cache.types import BlockHash, MediaStart
 
 NAMESPACE = Namespace(model="SmolLM2-135M-Instruct", revision="r1", tokenizer="t1", block_size=4)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+STARTS = st.tuples(st.sampled_from(["", "a", "ab", "b"]), st.integers(0, 50))
+MEDIA = st.lists(STARTS, max_size=4, unique_by=lambda start: start[1])
 
 
 def test_golden_vectors() -> None:
@@ -31,6 +33,34 @@ def test_chain_by_hand() -> None:
     first = blake2b(root + struct.pack("<4I", 9, 8, 7, 6), digest_size=16, person=b"headstart-block").digest()
     assert hash_chain(root, [9, 8, 7, 6], 4) == [first]
     assert index_entry(BlockHash(first)) == first[:8]
+
+
+def test_golden_vectors_with_media() -> None:
+    """Two media in the first block: only that block's input grows, and all hashes after it change."""
+    media = [MediaStart("a", 1), MediaStart("é", 2)]
+    chain = hash_chain(NAMESPACE.root(salt=b"salt"), range(12), 4, media)
+    entries = b"\1\0\0\0a\1\0\0\0" + b"\2\0\0\0" + "é".encode() + b"\2\0\0\0"
+    hashed = NAMESPACE.root(salt=b"salt") + struct.pack("<4I", 0, 1, 2, 3) + entries
+    first = BlockHash(blake2b(hashed, digest_size=16, person=b"headstart-block").digest())
+    assert chain == [first, *hash_chain(first, range(4, 12), 4)]
+    assert [link.hex() for link in chain] == [
+        "3935ddb98bb4c0b89776afc5c68d1251",
+        "5dde532cb851212e04020430d1c5ff54",
+        "eef62ccec757d8fa635d7852531e82ca",
+    ]
+
+
+@given(st.integers(4, 40), st.integers(1, 5), MEDIA, MEDIA)
+def test_media_count_from_their_block_on(
+    num_tokens: int, block_size: int, left: list[tuple[str, int]], right: list[tuple[str, int]]
+) -> None:
+    """Chains over equal tokens are equal up to the first block whose media differ."""
+    chains, media = [], [sorted((MediaStart(*m) for m in side), key=lambda m: m.position) for side in (left, right)]
+    for side in media:
+        chains.append(hash_chain(NAMESPACE.root(salt=b""), range(num_tokens), block_size, side))
+    for block, hashes in enumerate(zip(*chains, strict=True)):
+        begun = [[m for m in side if m.position < (block + 1) * block_size] for side in media]
+        assert (hashes[0] == hashes[1]) == (begun[0] == begun[1])
 
 
 @given(TOKENS, st.integers(1, 5))

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
-    yield from _running(VllmFleet(tmp_path_factory.mktemp("vllm")), request)
+    yield from run_fleet(VllmFleet(tmp_path_factory.mktemp("vllm")), request)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,11 @@ def horizon_fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
     """Engines with the parsers of a model whose format is not in the gateway's table."""
     folder = tmp_path_factory.mktemp("horizon")
     options = horizon.options(horizon.write_model(folder / "model"))
-    yield from _running(VllmFleet(folder, base=options), request)
+    yield from run_fleet(VllmFleet(folder, base=options), request)
 
 
-def _running(fleet: VllmFleet, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
+def run_fleet(fleet: VllmFleet, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
+    """Yield the fleet while it runs, and report its start."""
     capture: Any = request.config.pluginmanager.get_plugin("capturemanager")
 
     def say(text: str) -> None:

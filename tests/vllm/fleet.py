@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -139,8 +140,10 @@ class VllmFleet:
     The first adapter uses the engine's advertised endpoint; the events of the second pass through `proxy`.
     """
 
-    def __init__(self, folder: Path, num_engines: int = 2, base: Options = WITH_HERMES) -> None:
-        """`base`: the options of the engines, without their endpoints."""
+    def __init__(
+        self, folder: Path, num_engines: int = 2, base: Options = WITH_HERMES, text_args: Sequence[str] = ()
+    ) -> None:
+        """`base`: the options of the engines, without their endpoints. `text_args`: more options of `text_gateway`."""
         binary = newest_redis()
         ports = iter(free_ports(5 * num_engines + 6))
         self.folder = folder
@@ -167,7 +170,7 @@ class VllmFleet:
         keys.write_text("".join(entries))
         args = ["--redis", redis, "--api-keys", str(keys)]
         self.gateway = Gateway("g0", next(ports), next(ports), folder / "g0.log", args)
-        text_args = [*args, "--text", "engine"]
+        text_args = [*args, "--text", "engine", *text_args]
         self.text_gateway = Gateway("g1", next(ports), next(ports), folder / "g1.log", text_args)
         """Another gateway of the same workers. The engines write its prompts and answers."""
         self._client = httpx.Client(base_url=self.gateway.url, timeout=LONG_S)

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
+from cache.types import Epoch, MediaStart, WorkerId
 from worker import wire
 from worker.common.frames import FrameReader
 from worker.common.proof import gateway_token
@@ -36,7 +36,7 @@ FRAMES: list[wire.Frame] = [
 
 @pytest.mark.parametrize("embed", [None, wire.Embed(), wire.Embed(64)])
 def test_request_round_trip(embed: wire.Embed | None) -> None:
-    request = replace(REQUEST, embed=embed)
+    request = replace(REQUEST, embed=embed, media=(MediaStart("a", 3),))
     assert wire.unpack_request(wire.pack_request(request)) == request
 
 

@@ -23,11 +23,13 @@ SAME_FIELDS: Final = (
 
 
 class EngineLostError(Exception):
-    """The engine cannot be reached, or its answer is incomplete. `gone`: nothing listens there."""
+    """The engine cannot be reached, or its answer is incomplete."""
 
-    def __init__(self, message: str, *, gone: bool = False) -> None:
+    def __init__(self, message: str, *, gone: bool = False, closed: bool = False) -> None:
+        """`gone`: nothing listens there. `closed`: it has closed the connection without an answer."""
         super().__init__(message)
         self.gone = gone
+        self.closed = closed
 
 
 class EngineRefusedError(Exception):
@@ -153,6 +155,9 @@ class EngineApi(Protocol):
 
     async def text_apis(self) -> tuple[str, ...]:
         """Return the paths of the APIs whose answers the engine can write for gateways."""
+
+    async def media(self) -> tuple[str, ...]:
+        """Return what these APIs take next to text (`WorkerMember.media`)."""
 
     async def embedding_size(self) -> int:
         """Return the numbers in an embedding: 0 for an engine that generates text, 1 if it ranks or classifies."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cache.hashing import hash_chain
-from cache.types import HASH_BYTES, BlockHash
+from cache.types import HASH_BYTES, BlockHash, MediaStart
 from worker.adapter.claims import UNSALTED_ROOT
 from worker.adapter.kv_events import BlockStored, EngineHash
 
+_Keys = tuple[Any, ...] | None
+"""Further inputs of a block's hash: LoRA name, (identity, offset) of each image, salt of the first block."""
 _SALT: Final = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
@@ -38,6 +40,8 @@ class Node:
     """The hash of our last block up to its end, or the root; None while the root is unknown."""
     tail: Sequence[int] = ()
     """The tokens after `last`."""
+    tail_media: Sequence[MediaStart] = ()
+    """The media that begin in `tail`, by their positions in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Names:
     root: BlockHash
     tokens: list[int]
     """The parent's tail, and the tokens of the named blocks."""
+    media: list[MediaStart]
+    """The media that begin in `tokens`, by their positions in it."""
     hashes: list[BlockHash]
     """The parent's last hash, and the hashes of `tokens`."""
     first: int
@@ -67,18 +73,28 @@ class Names:
         keys = event.extra_keys or (None,) * num_blocks
         if is_orphan or len(event.token_ids) != size * num_blocks or len(keys) != num_blocks:
             return _NO_NAMES
-        is_plain = _is_plain(keys[first], event.lora_name)
+        media: list[MediaStart] = []
         if parent is not None:
-            root, last, tail = (parent.root if is_plain else None), parent.last, parent.tail
+            root, own_keys = parent.root, keys[first]
+            last, tail, media = parent.last, parent.tail, [*parent.tail_media]
         else:
-            root = (UNSALTED_ROOT if is_plain else None) if unsalted else _salt(keys[first], event.lora_name)
+            root, own_keys = (UNSALTED_ROOT, keys[first]) if unsalted else _salt(keys[first], event.lora_name)
             last, tail = root, ()
         if root is None or last is None:
             return _NO_NAMES
-        end = next((at for at in range(first + 1, num_blocks) if not _is_plain(keys[at], event.lora_name)), num_blocks)
+        end = first
+        while end < num_blocks:
+            entries = _entries(own_keys if end == first else keys[end], event.lora_name, size)
+            if entries is None or (unsalted and entries):
+                break
+            begin = len(tail) + (end - first) * size
+            media += [MediaStart(identity, begin + offset) for identity, offset in entries if offset >= 0]
+            end += 1
+        if end == first:
+            return _NO_NAMES
         tokens = [*tail, *event.token_ids[first * size : end * size]]
-        hashes = [last, *hash_chain(last, tokens, block_size)]
-        return cls(root, tokens, hashes, first, end, len(tail), size, block_size)
+        hashes = [last, *hash_chain(last, tokens, block_size, media)]
+        return cls(root, tokens, media, hashes, first, end, len(tail), size, block_size)
 
     def assign(self, node: Node, position: int) -> None:
         """Give the node at a position of the event its hashes, if it is in the named range."""
@@ -88,23 +104,45 @@ class Names:
         end = begin + self.engine_block_size
         # The first block completes a block that its parent's tail began; the tail is everything before `begin`.
         num_before, num_done = begin // self.block_size, end // self.block_size
+        done = num_done * self.block_size
         node.root = self.root
         node.hashes = self.hashes[num_before + 1 : num_done + 1]
         node.last = self.hashes[num_done]
-        node.tail = self.tokens[num_done * self.block_size : end] if end % self.block_size else ()
+        node.tail = self.tokens[done:end] if end % self.block_size else ()
+        node.tail_media = (
+            ()
+            if not node.tail
+            else [MediaStart(each.identity, each.position - done) for each in self.media if done <= each.position < end]
+        )
 
 
-_NO_NAMES: Final = Names(UNSALTED_ROOT, [], [], 0, 0, 0, 1, 1)
+_NO_NAMES: Final = Names(UNSALTED_ROOT, [], [], [], 0, 0, 0, 1, 1)
 
 
-def _salt(keys: tuple[Any, ...] | None, lora_name: str | None) -> BlockHash | None:
-    """Return the root that a first block's keys carry as salt, after the LoRA name if there is one."""
-    names = () if lora_name is None else (lora_name,)
-    if not keys or keys[:-1] != names or not isinstance(keys[-1], str) or not _SALT.fullmatch(keys[-1]):
-        return None
-    return BlockHash(bytes.fromhex(keys[-1]))
+def _salt(keys: _Keys, lora_name: str | None) -> tuple[BlockHash | None, _Keys]:
+    """Return the root that a first block's keys carry as salt, and the keys before it."""
+    if not keys or not isinstance(keys[-1], str) or not _SALT.fullmatch(keys[-1]):
+        return None, None
+    if lora_name is not None and keys[:-1][:1] != (lora_name,):
+        return None, None
+    return BlockHash(bytes.fromhex(keys[-1])), keys[:-1]
 
 
-def _is_plain(keys: tuple[Any, ...] | None, lora_name: str | None) -> bool:
-    """Return whether a block's hash covers only its tokens, its parent and the LoRA name."""
-    return not keys or (lora_name is not None and keys == (lora_name,))
+def _entries(keys: _Keys, lora_name: str | None, size: int) -> Sequence[tuple[str, int]] | None:
+    """Return the media in a block of `size` tokens, each with its offset, which is negative if it began earlier.
+
+    None: the block's hash covers more than tokens, parent, LoRA name and media.
+    """
+    if not keys:
+        return ()
+    if lora_name is not None:
+        if keys[0] != lora_name:
+            return None
+        keys = keys[1:]
+    for each in keys:
+        if not isinstance(each, (list, tuple)) or len(each) != 2:
+            return None
+        identity, offset = each
+        if type(identity) is not str or type(offset) is not int or offset >= size:
+            return None
+    return keys

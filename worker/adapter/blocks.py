@@ -5,7 +5,7 @@ The engine names its blocks by hashes of its own and lists the tokens in them. E
 with any block size of the index. The hashes of visible nodes with a known root are published (`holders.py`). They are
 a prefix-closed set.
 
-Blocks without a Headstart salt, or with multimodal input, are counted but not published. After lost events no block
+Blocks without a Headstart salt, or with prompt embeddings, are counted but not published. After lost events no block
 counts as held, but names stay: a block stored after a parent marks all its ancestors as held.
 Source: vllm/v1/core/block_pool.py.
 """
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from cache.events import BlockEvent, Stored
 from cache.hashing import hash_chain
-from cache.types import BlockHash
+from cache.types import BlockHash, MediaStart
 from worker.adapter.block_names import Names, Node
 from worker.adapter.block_tree import BlockTree, with_descendants
 from worker.adapter.claims import UNSALTED_ROOT, RequestClaims
@@ -101,16 +101,21 @@ class EngineBlocks:
         return self._holders.take_events()
 
     def remove_missing(
-        self, root: BlockHash, prompt_ids: Sequence[int], num_found: int, promised_at: int
+        self,
+        root: BlockHash,
+        prompt_ids: Sequence[int],
+        num_found: int,
+        promised_at: int,
+        media: Sequence[MediaStart] = (),
     ) -> list[BlockEvent]:
         """Remove the blocks of a prompt that the engine did not find, and all blocks after them.
 
         `num_found`: the prompt's tokens that it found. `promised_at`: `num_batches` at the time of the promise. Blocks
-        that a later batch has stored or marked as held stay.
+        that a later batch has stored or marked as held stay. `media`: those in the prompt.
         """
         key_root = UNSALTED_ROOT if self.matches_requests else root
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
-        hashes = hash_chain(key_root, prompt_ids[: end - end % self._block_size], self._block_size)
+        hashes = hash_chain(key_root, prompt_ids[: end - end % self._block_size], self._block_size, media)
         if self.problem is not None or not hashes or len(hashes) * self._block_size <= num_found:
             return []
         for node in self._holders.of(hashes[-1]):

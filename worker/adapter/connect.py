@@ -109,6 +109,7 @@ async def _connect(
         embedding_size=embedding_size,
         text_apis=facts.text_apis,
         chat_probes=facts.chat_probes,
+        media=facts.media,
     )
     if bundle.engine_vocabulary and not member.text_apis:
         raise ValueError(

@@ -54,7 +54,8 @@ class EngineFacts:
     defaults: SamplingDefaults | None
     """Sampling parameters that the engine fills in; None if unknown."""
     text_apis: tuple[str, ...]
-    """See `WorkerMember`."""
+    """See `WorkerMember`, as for `media`."""
+    media: tuple[str, ...]
     chat_probes: str
     """See `WorkerMember`."""
     answer: str
@@ -116,6 +117,7 @@ class FactsReader:
             files=await asyncio.to_thread(self._digest_files),
             defaults=await api.sampling_defaults(),
             text_apis=text_apis,
+            media=await api.media() if CHAT in text_apis else (),
             chat_probes=await prompts_digest(api) if self._renders and CHAT in text_apis else "",
             answer="",
         )

@@ -170,7 +170,10 @@ class EngineServer:
 
     def _lost(self, error: Exception) -> EngineLostError:
         gone = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
-        return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone)
+        closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)) and not (
+            isinstance(error, aiohttp.ClientConnectorError)
+        )
+        return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
 
 
 def _type_of(data: bytes) -> bytes:

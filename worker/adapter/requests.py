@@ -222,7 +222,7 @@ class EngineRequests:
         num_found, request = active.num_cached, active.request
         if num_found is not None and num_found < num_promised:
             root = BlockHash(request.root)
-            self._report(self._blocks.remove_missing(root, request.prompt_ids, num_found, promised_at))
+            self._report(self._blocks.remove_missing(root, request.prompt_ids, num_found, promised_at, request.media))
 
     async def _run_choices(
         self, active: ActiveRequest, prefill: Prefill, num_cached: int, until_first_token: contextlib.AsyncExitStack
@@ -379,7 +379,7 @@ class EngineRequests:
 
     def _num_matched_tokens(self, request: GenerateRequest) -> int:
         """Return the prompt tokens that the engine should find cached."""
-        chain = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size)
+        chain = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
         return self._blocks.num_matched_tokens(chain, len(request.prompt_ids))
 
 

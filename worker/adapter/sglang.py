@@ -127,6 +127,9 @@ class SglangApi(EngineServer):
     async def text_apis(self) -> tuple[str, ...]:
         return ()
 
+    async def media(self) -> tuple[str, ...]:
+        return ()
+
     async def embedding_size(self) -> int:
         return 0
 

@@ -5,11 +5,13 @@ The gateway decides on the prompt's ids and the salt. Everything else in a body 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 import msgspec
 
+from cache.types import MediaStart
 from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart, stream_error
 from worker.adapter.http import (
     CALL_TIMEOUT_S,
@@ -19,6 +21,7 @@ from worker.adapter.http import (
     refused,
     understood,
 )
+from worker.common.black_image import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
 CHAT: Final = "/v1/chat/completions"
@@ -29,7 +32,12 @@ TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 """Types of the last event of a stream without [DONE]."""
 _RENDER_TIMEOUT_S: Final = 60.0
+_RENDER_ATTEMPTS: Final = 3
+_CLOSING_S: Final = 0.05
+"""Time until the ends of connections that the engine has closed are known."""
 _PROBE: Final = b'{"input": "a"}'
+_IMAGES: Final = frozenset({"image", "vision_chunk"})
+"""vLLM's names for them."""
 _ABSENT: Final = frozenset({404, 405, 501})
 _LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
 
@@ -77,10 +85,30 @@ class _Sampling(msgspec.Struct):
     max_tokens: int | None = None
 
 
+class _Range(msgspec.Struct):
+    offset: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[_Range]] = {}
+
+    def starts(self) -> tuple[MediaStart, ...]:
+        """Return the images in order. Raises EngineRefusedError for other media."""
+        if not self.mm_hashes.keys() <= _IMAGES:
+            raise EngineRefusedError(400, "messages: audio and video are not served by this route")
+        found = [
+            MediaStart(identity, place.offset)
+            for kind, identities in self.mm_hashes.items()
+            for identity, place in zip(identities, self.mm_placeholders[kind], strict=True)
+        ]
+        return tuple(sorted(found, key=lambda start: start.position))
+
+
 class _Prompt(msgspec.Struct):
     token_ids: tuple[int, ...]
     sampling_params: _Sampling
-    features: Any = None
+    features: _Features | None = None
 
 
 _decode_answer: Final = msgspec.json.Decoder(_Answer).decode
@@ -124,17 +152,38 @@ class TextCalls:
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
-        body = msgspec.json.encode(await self._with_model(call, ""))
-        status, answer = await self._server.post(f"{call.path}/render", body, _RENDER_TIMEOUT_S)
+        # Without its processed images, which take megabytes.
+        body = msgspec.json.encode(await self._with_model(call, "") | {"mm_payload": "none"})
+        status, answer = await self._post_render(call.path, body)
         if status != 200:
             raise refused(status, answer)
         with understood(f"{call.path}/render"):
             found = _decode_prompts(answer)
-        prompts = found if isinstance(found, list) else [found]
-        if any(prompt.features for prompt in prompts):
-            raise EngineRefusedError(400, "messages: images, audio and video are not served by this route")
+            prompts = found if isinstance(found, list) else [found]
+            media = tuple([() if prompt.features is None else prompt.features.starts() for prompt in prompts])
         lengths = tuple(max(0, prompt.sampling_params.max_tokens or 0) for prompt in prompts)
-        return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths)
+        return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths, media if any(media) else ())
+
+    async def _post_render(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Post it again if the engine closes the connection: vLLM does so after a fault of its own, as for a bomb."""
+        for attempts_left in reversed(range(_RENDER_ATTEMPTS)):
+            try:
+                return await self._server.post(f"{path}/render", body, _RENDER_TIMEOUT_S)
+            except EngineLostError as error:
+                if not (error.closed and attempts_left):
+                    raise
+            await asyncio.sleep(_CLOSING_S)
+        raise AssertionError
+
+    async def media(self) -> tuple[str, ...]:
+        """Return what chats take next to text: `image`, if the engine renders one."""
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BLACK_PNG}"}}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+        try:
+            rendered = await self.render(EngineCall(CHAT, msgspec.json.encode(body)))
+        except EngineRefusedError:
+            return ()
+        return ("image",) if rendered.media else ()
 
     async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
@@ -193,7 +242,7 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
     echoes = bytes(body.get("echo", b"")) == b"true"
     output_ids = request.choices[0].output_ids
     prompt_ids = [*request.prompt_ids, *output_ids]
-    if call.path in (CHAT, MESSAGES):
+    if call.path in (CHAT, MESSAGES) and not request.media:  # with images, vLLM renders again
         body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
     elif call.path == COMPLETIONS and not echoes:
         body["prompt"] = prompt_ids

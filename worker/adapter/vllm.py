@@ -91,7 +91,7 @@ class VllmApi(EngineServer):
         self._decode = msgspec.json.Decoder(_Event).decode
         self._calls = calls = TextCalls(self)
         self.text_apis, self.render, self.text = calls.apis, calls.render, calls.answer
-        self.embedding_size = calls.embedding_size
+        self.embedding_size, self.media = calls.embedding_size, calls.media
 
     async def version(self) -> str:
         status, _ = await self.call("GET", TOKEN_API)  # 405: it takes POST only

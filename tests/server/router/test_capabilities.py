@@ -42,6 +42,16 @@ async def test_the_error_names_every_feature_that_no_worker_has() -> None:
     assert caught.value.unsupported == ["bad_words"]
 
 
+async def test_images_go_to_workers_that_take_them() -> None:
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    fleets.index.register(member("b", media=("image", "of a newer version")))
+    assert {await fleets.worker(chain(3), has_images=True) for _ in range(5)} == {"b"}
+    blind = fleet_of(a=(), b=LIMITED)
+    with pytest.raises(NoWorkerError, match=r"^images: no worker of model 'm' can serve this"):
+        await blind.place(chain(3), has_images=True)
+
+
 async def test_a_draining_worker_that_could_is_worth_waiting_for() -> None:
     fleets = fleet_of(a=LIMITED, b=())
     fleets.index.memory.publish(member("b").worker_id, load=WorkerLoad(draining=True))

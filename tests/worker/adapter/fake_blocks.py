@@ -1,4 +1,7 @@
-"""The block pool of a simulated engine, and the events that it sends: vLLM's, and those that changes to it propose."""
+"""The block pool of a simulated engine, and the events that it sends: vLLM's, and those that changes to it propose.
+
+A prompt is a list of token ids and marks: `CAT` and `DOG` begin an image, and `MORE` goes on with it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from cache.hashing import hash_chain
-from cache.types import BlockHash
+from cache.types import BlockHash, MediaStart
 from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 ROOT = BlockHash(b"A" * 16)
@@ -18,9 +21,35 @@ ROOTS = (ROOT, OTHER, None)
 LORAS = (None, "adapter", "0" * 32)
 LORA_ROOTS = {"adapter": BlockHash(b"C" * 16), "0" * 32: BlockHash(b"D" * 16)}
 """A gateway's root depends on the adapter, so one root never stands with and without it."""
+CAT, DOG, MORE = -1, -2, -3
+IMAGES = {CAT: "cat", DOG: "dog"}
+PLACEHOLDER = 7
 Removals = Literal["each", "last", "counted"]
 """A removal is sent for each copy (vLLM 0.32), only for the last, or with the number of remaining copies."""
 REMOVALS: tuple[Removals, ...] = ("each", "last", "counted")
+
+
+def ids_of(prompt: Sequence[int]) -> list[int]:
+    """Return the engine's token ids of a prompt."""
+    return [PLACEHOLDER if each < 0 else each for each in prompt]
+
+
+def media_of(prompt: Sequence[int]) -> list[MediaStart]:
+    return [MediaStart(IMAGES[each], position) for position, each in enumerate(prompt) if each in IMAGES]
+
+
+def entries_of(prompt: Sequence[int], begin: int, end: int) -> tuple[list[object], ...]:
+    """Return the images in a range of a prompt, as vLLM's extra keys name them."""
+    found: list[list[object]] = []
+    for start in media_of(prompt[:end]):
+        length = next((at for at, each in enumerate(prompt[start.position + 1 :], 1) if each != MORE), len(prompt))
+        if start.position + length > begin:
+            found.append([start.identity, start.position - begin])
+    return tuple(found)
+
+
+def our_chain(root: BlockHash, prompt: Sequence[int], block_size: int) -> list[BlockHash]:
+    return hash_chain(root, ids_of(prompt), block_size, media_of(prompt))
 
 
 @dataclass(frozen=True)
@@ -89,13 +118,14 @@ class FakeEngine:
             return
         salts = [root.hex()] if root is not None else []
         names = [lora] if lora is not None else []
-        later = tuple(names) or None
-        keys = (tuple(names + salts) or None, *(later for _ in chain[1:]))
+        size = self.block_size
+        entries = [entries_of(tokens, at * size, (at + 1) * size) for at in range(len(chain))]
+        keys = tuple((*names, *each, *(() if at else salts)) or None for at, each in enumerate(entries))
         self.events.append(
             BlockStored(
                 tuple(block.key for block in stored),
                 stored[0].parent,
-                tuple(tokens[first * self.block_size : len(chain) * self.block_size]),
+                tuple(ids_of(tokens[first * size : len(chain) * size])),
                 self.block_size,
                 None,
                 "GPU",
@@ -135,7 +165,7 @@ class FakeEngine:
     def held(self, block_size: int) -> set[BlockHash]:
         """The hashes of our blocks that the engine holds with all before them."""
         found = [self.blocks[key] for key in self.copies if self.is_findable(key)]
-        chains = [hash_chain(block.root, block.tokens, block_size) for block in found if block.root is not None]
+        chains = [our_chain(block.root, block.tokens, block_size) for block in found if block.root is not None]
         return {block_hash for chain in chains for block_hash in chain}
 
 

@@ -271,6 +271,9 @@ class ScriptedApi:
     async def text_apis(self) -> tuple[str, ...]:
         return ()
 
+    async def media(self) -> tuple[str, ...]:
+        return ()
+
     async def embedding_size(self) -> int:
         return 0
 

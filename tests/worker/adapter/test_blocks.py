@@ -17,17 +17,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from cache.events import Removed, Stored
 from cache.hashing import hash_chain
-from cache.types import BlockHash
+from cache.types import BlockHash, MediaStart
 from tests.block_events import replay
 from tests.worker.adapter.fake_blocks import (
+    CAT,
+    DOG,
     LORA_ROOTS,
     LORAS,
+    MORE,
     OTHER,
     REMOVALS,
     ROOT,
     ROOTS,
     FakeEngine,
     Removals,
+    ids_of,
+    media_of,
+    our_chain,
     stored,
 )
 from worker.adapter.blocks import EngineBlocks
@@ -76,8 +82,8 @@ class BlocksMachine(RuleBasedStateMachine):
         if root is not None and lora is not None:
             root = LORA_ROOTS[lora]
         most = max(8, 3 * self.block_size // self.unit)
-        runs = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=most))
-        tokens = [token for token in runs for _ in range(self.unit)]
+        runs = data.draw(st.lists(st.sampled_from((0, 1, 0, 1, CAT, DOG, MORE)), min_size=1, max_size=most))
+        tokens = [token for run in runs for token in (run, *[run if run >= 0 else MORE] * (self.unit - 1))]
         if self.prompts and go_on:
             before, root, lora = data.draw(st.sampled_from(self.prompts))
             kept = data.draw(st.integers(0, len(before) // self.unit)) * self.unit
@@ -119,7 +125,7 @@ class BlocksMachine(RuleBasedStateMachine):
         if root is None:
             return
         self.publish()
-        chain = hash_chain(root, tokens, self.block_size)
+        chain = our_chain(root, tokens, self.block_size)
         promised_at, num_promised = self.blocks.num_batches, self.blocks.num_matched_tokens(chain, len(tokens))
         num_found = self.engine.num_found(tokens, root, lora)
         if computes_before:
@@ -127,7 +133,8 @@ class BlocksMachine(RuleBasedStateMachine):
             self.publish()
         if num_found < num_promised:
             assert not self.is_honest
-            replay(self.blocks.remove_missing(root, tokens, num_found, promised_at), self.published)
+            found = num_found, promised_at, media_of(tokens)
+            replay(self.blocks.remove_missing(root, ids_of(tokens), *found), self.published)
         self.check()
         assert self.blocks.num_matched_tokens(chain, len(tokens)) <= self.engine.num_found(tokens, root, lora)
 
@@ -189,7 +196,7 @@ class BlocksMachine(RuleBasedStateMachine):
     def compute(self, tokens: list[int], root: BlockHash | None, lora: str | None, copy_from: int | None) -> None:
         self.prompts = [*self.prompts[-9:], (tokens, root, lora)]
         if root is not None:
-            chain = [root, *hash_chain(root, tokens, self.block_size)]
+            chain = [root, *our_chain(root, tokens, self.block_size)]
             self.parents |= zip(chain[1:], chain[:-1], strict=True)
         self.engine.serve(tokens, root, lora, copy_from)
 
@@ -261,7 +268,11 @@ def test_a_chain_of_any_depth_goes_and_comes_back() -> None:
         (None, (), None, 0),
         (None, ("salt",), None, 0),
         (None, (ROOT.hex().upper().replace("4", "A"),), None, 0),
-        (None, (["image", 0], ROOT.hex()), None, 0),
+        (None, (["image", 0],), None, 0),
+        (None, (["image", "0"], ROOT.hex()), None, 0),
+        (None, (["image", 0, 1], ROOT.hex()), None, 0),
+        (None, (ROOT.hex(), ["image", 0]), None, 0),
+        ("lora", (["image", 0], "lora", ROOT.hex()), ("lora",), 0),
         (None, (ROOT.hex(), "embeddings"), None, 0),
         (None, (ROOT.hex(),), (["image", 3],), 1),
         (None, (ROOT.hex(),), (None,), 1),
@@ -284,6 +295,17 @@ def test_only_blocks_with_a_salt_and_nothing_else_are_published(
     assert blocks.apply([stored(3, parent=2, tokens=(5, 5))]).events == [
         Stored(hash_chain(ROOT if root is ROOT else OTHER, [0, 1, 2, 3, 5, 5], 2)[2]) for _ in range(num_published == 2)
     ]
+
+
+def test_images_are_hashed_as_the_gateway_does() -> None:
+    """An image is in two blocks of the engine, from token 6 to 45."""
+    tokens = [*range(6), *[7] * 39, *range(45, 64)]
+    keys = ((["cat", 6], ROOT.hex()), (["cat", -26],))
+    for size in (16, 32, 48):
+        blocks = EngineBlocks(size, max_names=100)
+        events = blocks.apply([stored(1, tokens=tokens[:32], size=32, extra=keys[:1])]).events
+        events += blocks.apply([stored(2, parent=1, tokens=tokens[32:], size=32, extra=keys[1:])]).events
+        assert replay(events) == set(hash_chain(ROOT, tokens, size, [MediaStart("cat", 6)]))
 
 
 def test_an_event_with_a_wrong_number_of_tokens_is_opaque() -> None:

@@ -255,6 +255,7 @@ class RenderingApi(ScriptedApi):
     """An engine that renders chats, except those with tools."""
 
     apis = ("/v1/chat/completions",)
+    kinds: tuple[str, ...] = ()
     first_id = 1
 
     async def tokenize(self, text: str) -> list[int]:
@@ -265,6 +266,9 @@ class RenderingApi(ScriptedApi):
 
     async def text_apis(self) -> tuple[str, ...]:
         return self.apis
+
+    async def media(self) -> tuple[str, ...]:
+        return self.kinds
 
     async def render(self, call: EngineCall) -> Rendered:
         body = json.loads(call.body)
@@ -283,6 +287,9 @@ async def test_other_prompts_or_apis_are_another_engine(engine_folder: Path) -> 
     api.first_id = 2
     other, _ = await reader.read()
     assert [change.split(":")[0] for change in before.changes(other)] == ["chat_probes"]
+    api.first_id, api.kinds = 1, ("image",)
+    seeing, _ = await reader.read()
+    assert [change.split(":")[0] for change in before.changes(seeing)] == ["media"]
     api.apis = ()
     without, _ = await reader.read()
     assert without.chat_probes == ""

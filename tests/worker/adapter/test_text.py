@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from msgspec.structs import replace as with_fields
 from starlette.responses import JSONResponse, Response
 
+from cache.types import MediaStart
 from tests.worker.adapter.rig import MEMBER, Rig, finishes, make_request, running, token_ids
 from tests.worker.adapter.scripted_http import ScriptedHttp, sse
 from tests.worker.adapter.test_vllm import api as api
@@ -91,11 +94,65 @@ async def test_render(server: ScriptedHttp, api: VllmApi) -> None:
     prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "features": None}
     server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt)
     server.answers[f"POST {COMPLETIONS}/render"] = JSONResponse([prompt, prompt])
-    server.answers[f"POST {MESSAGES}/render"] = JSONResponse(prompt | {"features": {"mm_hashes": {}}})
     assert (await api.render(EngineCall(CHAT, b"{}"))).prompts == ((1, 2),)
     assert (await api.render(EngineCall(COMPLETIONS, b"{}"))).max_tokens == (9, 9)
-    with pytest.raises(EngineRefusedError, match="images"):
-        await api.render(EngineCall(MESSAGES, b"{}"))
+    assert (await api.render(EngineCall(CHAT, b"{}"))).media == ()
+
+
+def features(**identities: list[str]) -> dict[str, Any]:
+    """Return those of a prompt with media, of ten tokens each, in reverse order."""
+    places = {
+        kind: [{"offset": 90 - 10 * at, "length": 10} for at in range(len(of))] for kind, of in identities.items()
+    }
+    return {"mm_hashes": identities, "mm_placeholders": places, "kwargs_data": None}
+
+
+async def test_render_returns_the_places_of_images(server: ScriptedHttp, api: VllmApi) -> None:
+    """Their pixels are not asked for. Other media are refused."""
+    prompt: dict[str, Any] = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "features": None}
+    server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt | {"features": features(image=["a", "b"])})
+    rendered = await api.render(EngineCall(CHAT, b"{}"))
+    assert rendered.media == ((MediaStart("b", 80), MediaStart("a", 90)),)
+    assert server.bodies[-1]["mm_payload"] == "none"
+    assert await api.media() == ("image",)
+    server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt | {"features": features(image=["a"], audio=["b"])})
+    with pytest.raises(EngineRefusedError, match="audio and video"):
+        await api.render(EngineCall(CHAT, b"{}"))
+    server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt)
+    assert await api.media() == ()
+    server.answers[f"POST {CHAT}/render"] = JSONResponse({"error": "not a multimodal model"}, status_code=400)
+    assert await api.media() == ()
+
+
+async def test_prompts_are_rendered_again_on_another_connection() -> None:
+    """vLLM answers 500 to an image of too many pixels, and then closes the connection, which may be in use."""
+    prompt = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}}
+    bodies: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await reader.readuntil(b"\r\n\r\n")) and len(bodies) != 1:
+            bodies.append(await reader.readexactly(int(re.search(rb"content-length: (\d+)", head, re.I)[1])))  # type: ignore[index]
+            status, answer = (b"500 Fault", {}) if len(bodies) == 1 else (b"200 OK", prompt)
+            data = json.dumps(answer).encode()
+            writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
+        bodies.append(b"closed")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        api = VllmApi(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        call = EngineCall(CHAT, b'{"model": "m"}')
+        with pytest.raises(EngineRefusedError):
+            await api.render(call)
+        assert (await api.render(call)).prompts == ((1, 2),)
+        await api.close()
+    assert bodies[1] == b"closed"
+
+
+async def test_answers_to_images_come_from_messages(server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM renders such chats again."""
+    server.answers[f"POST {CHAT}"] = sse(delta("a", [5]))
+    await parts_of(api, with_fields(asking(messages=[]), media=(MediaStart("a", 3),)))
+    assert "kv_transfer_params" not in server.bodies[-1]
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,153 @@
+"""An adapter whose engine takes images: PNG files with any pixels, but no others."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cache.records import WorkerMember
+from cache.types import MediaStart
+from tests.server.api.test_engine_text import EngineWorker
+from tests.server.scripted_worker import ScriptedWorker
+from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, pack, pack_frame, unpack
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+NUM_PLACEHOLDERS: Final = 20
+MAX_PIXELS: Final = 178_956_970
+"""Pillow refuses more, which vLLM reports as its own fault."""
+
+
+def png(colour: int = 0, size: tuple[int, int] = (8, 8), pixels: bytes | None = None) -> bytes:
+    """Return an image of one colour."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    if pixels is None:
+        pixels = (b"\0" + bytes([colour]) * size[0]) * size[1]
+    head = struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+def in_base64(image: bytes) -> str:
+    return base64.b64encode(image).decode()
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image/png;base64,{in_base64(image)}"
+
+
+def part_of(path: str, url: str, **fields: Any) -> dict[str, Any]:
+    """Return the part with an image at a URL, in the form of an API."""
+    if path == CHAT:
+        return {"type": "image_url", "image_url": {"url": url}} | fields
+    if path == RESPONSES:
+        return {"type": "input_image", "image_url": url} | fields
+    is_data = url.startswith("data:")
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]} if is_data else {"url": url}
+    return {"type": "image", "source": {"type": "url"} | source} | fields
+
+
+def body_of(path: str, *parts: Any, **fields: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": list(parts)}]
+    of_api = {"input": turns} if path == RESPONSES else {"messages": turns, "max_tokens": 8}
+    return {"model": "tiny"} | of_api | fields
+
+
+def place_of(path: str, number: int = 0, turn: int = 0) -> str:
+    """Return the place of an image as an error names it."""
+    key = "source" if path == MESSAGES else "image_url"
+    return f"{'input' if path == RESPONSES else 'messages'}[{turn}].content[{number}].{key}"
+
+
+def urls_in(value: Any) -> Iterator[tuple[str, str | None]]:
+    """Yield the images of a body, each with the name that it is given."""
+    if isinstance(value, list):
+        for each in value:
+            yield from urls_in(each)
+    elif isinstance(value, dict):
+        if value.get("type") == "image":
+            source = value["source"]
+            yield source.get("url") or f"data:image/png;base64,{source['data']}", None
+        elif "image_url" in value and value.get("type") in (None, "image_url", "input_image"):
+            url = value["image_url"]
+            yield url["url"] if isinstance(url, dict) else url, value.get("uuid")
+        else:
+            for name in ("content", "output"):
+                yield from urls_in(value.get(name))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_in(each.get("text", each.get("content", "")) if isinstance(each, dict) else each)
+
+
+@dataclass(eq=False)
+class SeeingWorker(EngineWorker):
+    """Renders the texts of a body, and a run of placeholders for each image before them."""
+
+    media: tuple[str, ...] = ("image",)
+    seen: list[tuple[str, str | None]] = field(default_factory=list)
+    """The URLs of images in bodies, with the names that they were given."""
+
+    def member(self) -> WorkerMember:
+        return replace(super().member(), media=self.media)
+
+    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
+        """Answer as the engine, or with tokens to a prompt of the gateway."""
+        answers = ScriptedWorker.answer if request.call is None else EngineWorker.answer
+        async for frame in answers(self, request):
+            yield frame
+
+    async def _render(self, http: Request) -> Response:
+        call = unpack(await http.body(), EngineCall)
+        try:
+            body = json.loads(call.body)
+            self.rendered.append(body)
+            return Response(pack(self._rendered(body)))
+        except Unreadable as error:
+            return Response(pack_frame(error.failed), status_code=400)
+        except Exception:  # a body of another form
+            return Response(pack_frame(Failed("invalid_request", "a field is wrong", retryable=False)), status_code=400)
+
+    def _rendered(self, body: dict[str, Any]) -> Rendered:
+        turns = body.get("messages") or body.get("input")
+        images = list(urls_in(turns))
+        self.seen += images
+        for url, _ in images:
+            check(url)
+        assert self.tokenizer is not None
+        text_ids = self.tokenizer.encode("<|im_start|>" + "\n".join(texts_in(turns)) + "<|im_end|>").ids
+        ids = [3] * (NUM_PLACEHOLDERS * len(images)) + text_ids
+        names = [name or sha256(url.encode()).hexdigest() for url, name in images]
+        starts = tuple(MediaStart(name, NUM_PLACEHOLDERS * number) for number, name in enumerate(names))
+        return Rendered((tuple(ids),), (100,), (starts,) if starts else ())
+
+
+class Unreadable(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        self.failed = Failed(code, message, retryable=False)
+
+
+def check(url: str) -> None:
+    """Raise Unreadable as vLLM does for an image."""
+    if not url.startswith("data:"):
+        return
+    image = base64.b64decode(url.partition(",")[2])
+    if image[:8] != b"\x89PNG\r\n\x1a\n" or len(image) < 33 or not image.endswith(png()[-12:]):
+        raise Unreadable("invalid_request", "Failed to load image: cannot identify image file")
+    width, height = struct.unpack(">II", image[16:24])
+    if width * height > MAX_PIXELS:
+        raise Unreadable("engine_error", "Image size exceeds limit")
