@@ -5,10 +5,11 @@
     queue_s         delay by prefills that are there already          `queue_delay`
     num_displaced   prefills there that this one would delay          `queue_delay`
     kv_wait_s       wait until its blocks fit into the pool           `CostModel.kv_wait_s`
+    eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
     beta            delay of later requests by one second of work     `CostModel.beta`
     fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
 
-    cost            = queue_s + 4 * kv_wait_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
+    cost            = queue_s + kv_wait_s + eviction_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
@@ -47,8 +48,7 @@ class CostModel:
     max_beta: float = 8.0
     recent_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
-    kv_wait_weight: float = 4.0
-    """0.0 ignores how full the pools are."""
+    max_return_odds: float = 8.0
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
@@ -56,22 +56,30 @@ class CostModel:
         """Return the prefill seconds of `num_tokens` uncached tokens."""
         return self.request_s + num_tokens / tokens_per_s
 
-    def kv_wait_s(self, usage: float, num_slots: float, mean_residency_s: float, eviction_weight: float = 1.0) -> float:
-        """Return the expected wait for blocks in a pool. `usage` is the share held, this request's blocks included.
+    def kv_wait_s(self, usage: float, mean_residency_s: float) -> float:
+        """Return the wait until the pool has room. `usage` is the share held, this request's blocks included.
 
-        The pool has slots for `num_slots` such requests. All are taken with a probability of about
-        usage ** (sqrt(2 (num_slots + 1)) - 1); beyond usage = 1 the pool must turn over. `eviction_weight` is the
-        price of an eviction, which happens long before a request waits.
+        Running requests release the whole pool once in `mean_residency_s`.
+        """
+        return mean_residency_s * max(0.0, usage - 1.0)
+
+    def eviction_s(self, usage: float, num_slots: float, refill_s: float, return_share: float) -> float:
+        """Return the work to get back what a request evicts from a pool with slots for `num_slots` such requests.
+
+        All slots are taken with a probability of about usage ** (sqrt(2 (num_slots + 1)) - 1). Then another prompt is
+        evicted, and comes back with a chance of `return_share`. Getting it back takes `refill_s` and evicts again: so
+        the expected number of returns is the odds of one.
         Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
         """
-        usage = max(0.0, usage)
-        bounded = min(1.0, usage)
-        taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
-        return mean_residency_s * (taken * eviction_weight + usage - bounded)
+        taken = math.pow(min(1.0, max(0.0, usage)), math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
+        odds = return_share / (1.0 - return_share) if return_share < 1.0 else math.inf
+        return taken * min(self.max_return_odds, odds) * refill_s
 
-    def eviction_weight(self, tokens_per_s: float, fetch_tokens_per_s: float) -> float:
-        """Return the cost of getting an evicted block back, relative to computing it: a peer may have it."""
-        return min(1.0, max(self.copy_weight, tokens_per_s / fetch_tokens_per_s)) if fetch_tokens_per_s else 1.0
+    def refill_weight(self, prefill_tokens_per_s: float, fetch_tokens_per_s: float) -> float:
+        """Return the cost of getting an evicted block back, relative to computing it: a peer or a tier may have it."""
+        if not fetch_tokens_per_s:
+            return 1.0
+        return min(1.0, max(self.copy_weight, prefill_tokens_per_s / fetch_tokens_per_s))
 
     def beta(self, assigned_s: float, num_workers: int) -> float:
         """Return how much one more second of work delays later requests. The cap keeps it finite in overload.
@@ -89,7 +97,8 @@ class CostModel:
         """Return the cost of the request at each worker."""
         return [
             worker.queue_s
-            + self.kv_wait_weight * worker.kv_wait_s
+            + worker.kv_wait_s
+            + worker.eviction_s
             + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
             + self.recent_weight * worker.assigned_s
             for worker in workers
@@ -272,6 +281,8 @@ class WorkerView(msgspec.Struct, eq=False):
     """Share of the pool that running requests and this one would hold; above 1 they do not fit."""
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""
+    eviction_s: float
+    """Work to get back the blocks that it evicts there."""
     assigned_s: float
     """Prefill seconds assigned to the worker, decayed over a minute."""
     report_age_s: float
@@ -299,7 +310,7 @@ class WorkerView(msgspec.Struct, eq=False):
     @property
     def wait_s(self) -> float:
         """Predicted time from the decision to the prefill, without fetches."""
-        return self.queue_s + (self.kv_wait_s if self.kv_usage > 1.0 else 0.0)  # below, it is the price of evictions
+        return self.queue_s + self.kv_wait_s
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -329,6 +340,8 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """Prefill rate of a worker that has measured none, so that a new worker is not preferred."""
     mean_residency_s: float
     """How long recent requests held a block; 0.0 if unknown."""
+    return_share: float
+    """Share of recent prompt tokens that some worker held already; 0.0 if unknown."""
     now_s: float
 
 
@@ -346,7 +359,7 @@ def view(
     cached_tokens = matched_tokens if plan is None else plan.end_tokens
     prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
     queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
-    kv_usage, kv_wait_s = _pool_wait(candidate, estimate, matched_tokens, tokens_per_s, context)
+    kv_usage, kv_wait_s, eviction_s = _pool_terms(candidate, estimate, matched_tokens, tokens_per_s, context)
     return WorkerView(  # by position: keywords cost more than the arithmetic above
         member,
         candidate.load,
@@ -360,6 +373,7 @@ def view(
         num_displaced,
         kv_usage,
         kv_wait_s,
+        eviction_s,
         estimate.assigned.at(now_s),
         estimate.report_age_s(now_s),
         0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
@@ -368,20 +382,20 @@ def view(
     )
 
 
-def _pool_wait(
+def _pool_terms(
     candidate: Candidate, estimate: WorkerLoadEstimate, matched: int, tokens_per_s: float, context: DecisionContext
-) -> tuple[float, float]:
-    """Return `kv_usage` and `kv_wait_s`: both 0.0 for a worker that reports no pool."""
-    member, load, cost = candidate.member, candidate.load, context.cost
+) -> tuple[float, float, float]:
+    """Return `kv_usage`, `kv_wait_s` and `eviction_s`: all 0.0 for a worker that reports no pool."""
+    member, load, cost, num_tokens = candidate.member, candidate.load, context.cost, context.request.num_prompt_tokens
     if not load.num_blocks:
-        return 0.0, 0.0
-    num_blocks = -(-context.request.num_prompt_tokens // member.block_size)
+        return 0.0, 0.0, 0.0
+    num_blocks = -(-num_tokens // member.block_size)
     num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(context.now_s)
     usage = (num_held + num_blocks - matched // member.block_size) / load.num_blocks
-    if not context.mean_residency_s:
-        return usage, 0.0
-    weight = cost.eviction_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
-    return usage, cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), context.mean_residency_s, weight)
+    weight = cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
+    num_slots = load.num_blocks / max(1, num_blocks)
+    eviction_s = cost.eviction_s(usage, num_slots, weight * num_tokens / tokens_per_s, context.return_share)
+    return usage, cost.kv_wait_s(usage, context.mean_residency_s), eviction_s
 
 
 def idle_best_matches(workers: Sequence[WorkerView]) -> list[int]:

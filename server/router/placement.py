@@ -116,6 +116,8 @@ class Scorer:
         self._pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
+        self._return_share = DecayedRatio(self._cost.window_s)
+        """Recent prompt tokens that some worker held already, to all of them."""
         self._gateway_id = gateway_id
         self._policy = policy
         self._rng = rng
@@ -152,6 +154,8 @@ class Scorer:
         request, best, now_s = decision.request, decision.best, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
         self._policy.on_dispatch(request, chosen)
+        longest = max([worker.matched_tokens for worker in decision.workers])
+        self._return_share.add(longest, request.num_prompt_tokens, now_s)
         member = chosen.member
         source = None
         if chosen.peers is not None:
@@ -264,6 +268,7 @@ class Scorer:
             max(0, request.num_prompt_tokens - 1),
             rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S,
             self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0,
+            self._return_share.at(now_s, 1.0) or 0.0,
             now_s,
         )
         views = []

@@ -34,7 +34,7 @@ COMPARED: Final = {**POLICIES, **RIVALS}
 COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
 so only for these."""
-REFERENCE_COST: Final = CostModel(recent_weight=0.001, kv_wait_weight=0.0)
+REFERENCE_COST: Final = CostModel(recent_weight=0.001)
 """The constants of the reference figures, whose engine runs prefills one by one; gateways have the default."""
 _CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)(?:_x(\d+))?")
 
