@@ -6,6 +6,9 @@ cell is a workload, a cache size and a number of workers:
     conv25_n8   Mooncake conversations at load 0.95, the fleet's caches hold 25 % of the distinct blocks, 8 workers
     agent40_n8  coding-agent sessions, closed loop, 40 %, 8 workers
     tau60_n16   tool conversations with one system prompt, closed loop, 60 %, 16 workers
+    swe25_n8_x8 a coding agent's text, closed loop, 25 %, 8 workers, answers of 8 times the recorded length
+
+`worst_ratio` is headstart's mean time to first token over that of the best other policy, in the worst cell.
 """
 
 from __future__ import annotations

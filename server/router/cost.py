@@ -5,10 +5,11 @@
     queue_s         delay by prefills that are there already          `queue_delay`
     num_displaced   prefills there that this one would delay          `queue_delay`
     kv_wait_s       wait until its blocks fit into the pool           `CostModel.kv_wait_s`
+    eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
     beta            delay of later requests by one second of work     `CostModel.beta`
     fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
 
-    cost            = queue_s + 4 * kv_wait_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
+    cost            = queue_s + kv_wait_s + eviction_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
@@ -27,6 +28,7 @@ import msgspec
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId, WorkerIncarnation
+from server.router.fetch_plan import FetchPlan, cheapest_plan
 from server.router.load_tracker import PrefillQueue, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
@@ -47,8 +49,7 @@ class CostModel:
     max_beta: float = 8.0
     recent_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
-    kv_wait_weight: float = 4.0
-    """0.0 ignores how full the pools are."""
+    max_return_odds: float = 8.0
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
@@ -56,22 +57,30 @@ class CostModel:
         """Return the prefill seconds of `num_tokens` uncached tokens."""
         return self.request_s + num_tokens / tokens_per_s
 
-    def kv_wait_s(self, usage: float, num_slots: float, mean_residency_s: float, eviction_weight: float = 1.0) -> float:
-        """Return the expected wait for blocks in a pool. `usage` is the share held, this request's blocks included.
+    def kv_wait_s(self, usage: float, mean_residency_s: float) -> float:
+        """Return the wait until the pool has room. `usage` is the share held, this request's blocks included.
 
-        The pool has slots for `num_slots` such requests. All are taken with a probability of about
-        usage ** (sqrt(2 (num_slots + 1)) - 1); beyond usage = 1 the pool must turn over. `eviction_weight` is the
-        price of an eviction, which happens long before a request waits.
+        Running requests release the whole pool once in `mean_residency_s`.
+        """
+        return mean_residency_s * max(0.0, usage - 1.0)
+
+    def eviction_s(self, usage: float, num_slots: float, refill_s: float, return_share: float) -> float:
+        """Return the work to get back what a request evicts from a pool with slots for `num_slots` such requests.
+
+        All slots are taken with a probability of about usage ** (sqrt(2 (num_slots + 1)) - 1). Then another prompt is
+        evicted, and comes back with a chance of `return_share`. Getting it back takes `refill_s` and evicts again: so
+        the expected number of returns is the odds of one.
         Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
         """
-        usage = max(0.0, usage)
-        bounded = min(1.0, usage)
-        taken = math.pow(bounded, math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
-        return mean_residency_s * (taken * eviction_weight + usage - bounded)
+        taken = math.pow(min(1.0, max(0.0, usage)), math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
+        odds = return_share / (1.0 - return_share) if return_share < 1.0 else math.inf
+        return taken * min(self.max_return_odds, odds) * refill_s
 
-    def eviction_weight(self, tokens_per_s: float, fetch_tokens_per_s: float) -> float:
-        """Return the cost of getting an evicted block back, relative to computing it: a peer may have it."""
-        return min(1.0, max(self.copy_weight, tokens_per_s / fetch_tokens_per_s)) if fetch_tokens_per_s else 1.0
+    def refill_weight(self, prefill_tokens_per_s: float, fetch_tokens_per_s: float) -> float:
+        """Return the cost of getting an evicted block back, relative to computing it: a peer or a tier may have it."""
+        if not fetch_tokens_per_s:
+            return 1.0
+        return min(1.0, max(self.copy_weight, prefill_tokens_per_s / fetch_tokens_per_s))
 
     def beta(self, assigned_s: float, num_workers: int) -> float:
         """Return how much one more second of work delays later requests. The cap keeps it finite in overload.
@@ -89,7 +98,8 @@ class CostModel:
         """Return the cost of the request at each worker."""
         return [
             worker.queue_s
-            + self.kv_wait_weight * worker.kv_wait_s
+            + worker.kv_wait_s
+            + worker.eviction_s
             + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
             + self.recent_weight * worker.assigned_s
             for worker in workers
@@ -100,24 +110,6 @@ class CostModel:
         rate = best.prefill_tokens_per_s
         like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= SIMILAR_RATE * rate])
         return (1.0 + beta) * (best.prefill_s * rate / like + best.fetch_cost_s)
-
-
-class FetchPlan(msgspec.Struct, frozen=True, gc=False):
-    """How a worker gets the blocks that its pool lacks, in the least time of fetching and computing together.
-
-        |<- in the pool ->|<- tier 1 ->|<- tier 2 ->|<- from a peer ->|<- computed ->|
-                        start         t1           t2              peer end       prompt
-
-    Blocks are fetched in this order and the rest is computed: a plan is the point at which each place stops. All costs
-    are linear, so each place gives nothing or all that it can.
-    """
-
-    end_tokens: int
-    """Prompt tokens that need not be computed."""
-    tier_tokens: tuple[int, ...] = ()
-    """From each tier, up to the last one used."""
-    peer_tokens: int = 0
-    fetch_s: float = 0.0
 
 
 class Peers(msgspec.Struct, frozen=True):
@@ -183,53 +175,6 @@ def plan_fetch(
     return plan, peers if plan is not None and plan.peer_tokens else None
 
 
-def cheapest_plan(
-    num_prompt_tokens: int,
-    start_tokens: int,
-    prefill_tokens_per_s: float,
-    tiers: Iterable[tuple[int, float]] = (),
-    peer_end_tokens: int = 0,
-    fetch_tokens_per_s: float = 0.0,
-) -> FetchPlan | None:
-    """Plan from `start_tokens`, the end of the prefix in the pool. Return None to compute everything after it.
-
-    `tiers`: the end of the prefix in each tier, and its tokens/s. A tier of unknown rate, 0.0, gives nothing, and
-    tiers after it cannot be reached across its blocks. A peer matters where it holds more than pool and tiers.
-    """
-    ends, fetches_s = [start_tokens], [0.0]
-    end_tokens, fetch_s = start_tokens, 0.0
-    for tier_end_tokens, tokens_per_s in tiers:
-        if tier_end_tokens > end_tokens:
-            if not tokens_per_s:
-                break
-            fetch_s += (tier_end_tokens - end_tokens) / tokens_per_s
-            end_tokens = tier_end_tokens
-        ends.append(end_tokens)
-        fetches_s.append(fetch_s)
-    has_peer = fetch_tokens_per_s > 0.0 and peer_end_tokens > end_tokens
-    if end_tokens == start_tokens and not has_peer:
-        return None
-    computed_s = (num_prompt_tokens - peer_end_tokens) / prefill_tokens_per_s
-    best_s, best_stop, uses_peer = math.inf, 0, False
-    for stop, end_tokens in enumerate(ends):
-        fetch_s = fetches_s[stop]
-        total_s = fetch_s + (num_prompt_tokens - end_tokens) / prefill_tokens_per_s
-        if total_s < best_s:
-            best_s, best_stop, uses_peer = total_s, stop, False
-        if has_peer:
-            total_s = fetch_s + (peer_end_tokens - end_tokens) / fetch_tokens_per_s + computed_s
-            if total_s < best_s:
-                best_s, best_stop, uses_peer = total_s, stop, True
-    if not (best_stop or uses_peer):
-        return None
-    end_tokens, fetch_s = ends[best_stop], fetches_s[best_stop]
-    tier_tokens = tuple([ends[stop + 1] - ends[stop] for stop in range(best_stop)])
-    if not uses_peer:
-        return FetchPlan(end_tokens, tier_tokens, 0, fetch_s)
-    peer_tokens = peer_end_tokens - end_tokens
-    return FetchPlan(peer_end_tokens, tier_tokens, peer_tokens, fetch_s + peer_tokens / fetch_tokens_per_s)
-
-
 def queue_delay(queue: PrefillQueue | None, prefill_s: float) -> tuple[float, float]:
     """Return how long the prefills at a worker delay a new one of `prefill_s`, and how many it would displace.
 
@@ -272,6 +217,8 @@ class WorkerView(msgspec.Struct, eq=False):
     """Share of the pool that running requests and this one would hold; above 1 they do not fit."""
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""
+    eviction_s: float
+    """Work to get back the blocks that it evicts there."""
     assigned_s: float
     """Prefill seconds assigned to the worker, decayed over a minute."""
     report_age_s: float
@@ -299,7 +246,7 @@ class WorkerView(msgspec.Struct, eq=False):
     @property
     def wait_s(self) -> float:
         """Predicted time from the decision to the prefill, without fetches."""
-        return self.queue_s + (self.kv_wait_s if self.kv_usage > 1.0 else 0.0)  # below, it is the price of evictions
+        return self.queue_s + self.kv_wait_s
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -329,6 +276,8 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """Prefill rate of a worker that has measured none, so that a new worker is not preferred."""
     mean_residency_s: float
     """How long recent requests held a block; 0.0 if unknown."""
+    return_share: float
+    """Share of recent prompt tokens that some worker held already; 0.0 if unknown."""
     now_s: float
 
 
@@ -346,7 +295,7 @@ def view(
     cached_tokens = matched_tokens if plan is None else plan.end_tokens
     prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
     queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
-    kv_usage, kv_wait_s = _pool_wait(candidate, estimate, matched_tokens, tokens_per_s, context)
+    kv_usage, kv_wait_s, eviction_s = _pool_terms(candidate, estimate, matched_tokens, tokens_per_s, context)
     return WorkerView(  # by position: keywords cost more than the arithmetic above
         member,
         candidate.load,
@@ -360,6 +309,7 @@ def view(
         num_displaced,
         kv_usage,
         kv_wait_s,
+        eviction_s,
         estimate.assigned.at(now_s),
         estimate.report_age_s(now_s),
         0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
@@ -368,30 +318,31 @@ def view(
     )
 
 
-def _pool_wait(
+def _pool_terms(
     candidate: Candidate, estimate: WorkerLoadEstimate, matched: int, tokens_per_s: float, context: DecisionContext
-) -> tuple[float, float]:
-    """Return `kv_usage` and `kv_wait_s`: both 0.0 for a worker that reports no pool."""
-    member, load, cost = candidate.member, candidate.load, context.cost
+) -> tuple[float, float, float]:
+    """Return `kv_usage`, `kv_wait_s` and `eviction_s`: all 0.0 for a worker that reports no pool."""
+    member, load, cost, num_tokens = candidate.member, candidate.load, context.cost, context.request.num_prompt_tokens
     if not load.num_blocks:
-        return 0.0, 0.0
-    num_blocks = -(-context.request.num_prompt_tokens // member.block_size)
+        return 0.0, 0.0, 0.0
+    num_blocks = -(-num_tokens // member.block_size)
     num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(context.now_s)
     usage = (num_held + num_blocks - matched // member.block_size) / load.num_blocks
-    if not context.mean_residency_s:
-        return usage, 0.0
-    weight = cost.eviction_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
-    return usage, cost.kv_wait_s(usage, load.num_blocks / max(1, num_blocks), context.mean_residency_s, weight)
+    weight = cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
+    num_slots = load.num_blocks / max(1, num_blocks)
+    eviction_s = cost.eviction_s(usage, num_slots, weight * num_tokens / tokens_per_s, context.return_share)
+    return usage, cost.kv_wait_s(usage, context.mean_residency_s), eviction_s
 
 
-def idle_best_matches(workers: Sequence[WorkerView]) -> list[int]:
+def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None = None) -> list[int]:
     """Return the positions of the workers with the longest match that could start at once; none if most have it.
 
-    Nothing waits or prefills there, and the request's blocks fit next to those of running requests.
+    Nothing waits or prefills there, and the request's blocks fit next to those of running requests. `common_tokens`:
+    the match that most of the fleet has, where these workers are a part of it.
     """
     matches = [worker.matched_tokens for worker in workers]
     longest = max(matches)
-    if longest == sorted(matches)[(len(matches) - 1) // 2]:
+    if longest <= (sorted(matches)[(len(matches) - 1) // 2] if common_tokens is None else common_tokens):
         return []
     return [
         at

@@ -98,6 +98,6 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
         "found_tokens": None,
         "index_answered": index_answered,
         "resumed": request.numerics is not None,
-        "num_candidates": len(decision.workers),
+        "num_candidates": decision.num_candidates,
         "candidates": candidates,
     }

@@ -9,9 +9,12 @@ import itertools
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
+from typing import Final
 
 from cache.types import BlockHash, WorkerIncarnation
 
+_MAX_COMPARED: Final = 64
 _Entry = tuple[float, WorkerIncarnation, Sequence[BlockHash]]
 """Its expiry, and the blocks that count as cached at a worker."""
 
@@ -34,6 +37,8 @@ class PendingPrefixes:
         """Entries without a first token, in the order in which they expire, since the TTL is the same for all."""
         self._confirmed: deque[_Entry] = deque()
         """In the order in which they expire."""
+        self._beginning: dict[BlockHash, dict[WorkerIncarnation, None]] = {}
+        """By first block, where prompts that begin with it are pending; the latest are last."""
 
     def add(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash], now_s: float) -> int:
         """Add the blocks of one request, and return a number for the entry."""
@@ -41,6 +46,9 @@ class PendingPrefixes:
         blocks = self._num_references.setdefault(incarnation, {})
         for block_hash in hashes:
             blocks[block_hash] = blocks.get(block_hash, 0) + 1
+        beginning = self._beginning.setdefault(hashes[0], {})
+        beginning.pop(incarnation, None)
+        beginning[incarnation] = None
         self._open[number] = (now_s + self._ttl_s, incarnation, hashes)
         return number
 
@@ -70,8 +78,22 @@ class PendingPrefixes:
                 blocks[block_hash] = count
             else:
                 del blocks[block_hash]
+        if hashes[0] not in blocks:
+            beginning = self._beginning[hashes[0]]
+            del beginning[incarnation]
+            if not beginning:
+                del self._beginning[hashes[0]]
         if not blocks:
             del self._num_references[incarnation]
+
+    def holders(self, hashes: Sequence[BlockHash], limit: int) -> list[WorkerIncarnation]:
+        """Return where the longest prefixes of `hashes` are pending, of the latest 64 workers that have any."""
+        if not hashes or not (beginning := self._beginning.get(hashes[0])):
+            return []
+        latest = list(islice(reversed(beginning), _MAX_COMPARED))
+        if len(latest) <= limit:
+            return latest
+        return sorted(latest, key=lambda incarnation: self.match(incarnation, hashes), reverse=True)[:limit]
 
     def match(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that is pending there. The pending set is prefix-closed."""

@@ -22,6 +22,7 @@ from server.router.cost import CostModel, DecisionContext, PeersByLayout, Worker
 from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
 from server.router.policies import FleetView, Policy, rendezvous_worker
+from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
 from server.router.types import RouteRequest
 from worker.wire import BlockSource
 
@@ -44,12 +45,14 @@ BREAKER: Final = "breaker open"
 
 
 class Decision(msgspec.Struct, frozen=True, eq=False):
-    """The view and score of every worker for one request, and the workers with the lowest score."""
+    """The view and score of every worker that was considered for one request, and the workers with the lowest score."""
 
     request: RouteRequest
     workers: Sequence[WorkerView]
     best: Sequence[WorkerView]
     """Empty when every worker is guarded, or predicted to miss the request's budget."""
+    num_candidates: int
+    """Workers of the model in the fleet; `workers` may be a short list."""
 
     @property
     def wait_s(self) -> float:
@@ -116,11 +119,15 @@ class Scorer:
         self._pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
+        self._return_share = DecayedRatio(self._cost.window_s)
+        """Recent prompt tokens that some worker held already, to all of them."""
         self._gateway_id = gateway_id
         self._policy = policy
         self._rng = rng
         self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
         self._max_estimates = MIN_ESTIMATES
+        self._short_lists: dict[str, ShortList] = {}
+        """By model."""
 
     def decide(
         self,
@@ -130,29 +137,57 @@ class Scorer:
         *,
         dry_run: bool = False,
     ) -> Decision:
-        """Score every unguarded candidate. Without one, score slow workers, and then those that are `broken`.
+        """Score every unguarded candidate; in a large fleet, those of a short list.
 
-        `dry_run` draws no random numbers: the policy gets 0.5 each time.
+        Without one, score slow workers, and then those that are `broken`. `dry_run` scores all and draws no random
+        numbers: the policy gets 0.5 each time.
         """
+        if len(candidates) > SCORE_ALL and self._policy.takes_short_list and not dry_run:
+            decision = self._decide_by_list(request, candidates, broken)
+            if decision is not None:
+                return decision
         workers = self._views(request, candidates, broken)
-        for worker in workers:
-            worker.guard = _guard(request, worker, broken)
-        eligible = _eligible(workers)
-        if not eligible:
-            return Decision(request, workers, ())
         assigned_s = sum([worker.assigned_s for worker in workers])
         draw = (lambda: 0.5) if dry_run else self._rng.random
-        scores = self._policy.scores(request, eligible, FleetView(self._cost, assigned_s, len(workers), draw))
+        best = self._best(request, workers, FleetView(self._cost, assigned_s, len(workers), draw))
+        return Decision(request, workers, best, len(workers))
+
+    def _decide_by_list(
+        self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
+    ) -> Decision | None:
+        """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
+        short_list = self._short_lists.setdefault(request.model, ShortList())
+        listed = short_list.choose(request, candidates, self._pending.holders(request.hashes, MAX_HOLDERS))
+        workers = self._views(request, listed.candidates, broken)
+        short_list.scored(workers, self._cost.recent_weight)
+        unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}
+        if not unguarded or (listed.own is not None and listed.own not in unguarded):
+            return None
+        common_tokens = listed.common_blocks * candidates[0].member.block_size
+        fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
+        best = self._best(request, workers, fleet)
+        return Decision(request, workers, best, len(candidates)) if best else None
+
+    def _best(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[WorkerView]:
+        """Score the unguarded workers, and return those with the lowest score."""
+        eligible = _eligible(workers)
+        if not eligible:
+            return ()
+        scores = self._policy.scores(request, eligible, fleet)
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score
-        return Decision(request, workers, _best(request, eligible))
+        return _best(request, eligible)
 
     def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
         request, best, now_s = decision.request, decision.best, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
         self._policy.on_dispatch(request, chosen)
+        longest = max([worker.matched_tokens for worker in decision.workers])
+        self._return_share.add(longest, request.num_prompt_tokens, now_s)
         member = chosen.member
+        if (short_list := self._short_lists.get(request.model)) is not None:
+            short_list.placed(member.worker_id, chosen.prefill_s)
         source = None
         if chosen.peers is not None:
             peer = self.choose_peer(chosen.peers.holders)
@@ -264,6 +299,7 @@ class Scorer:
             max(0, request.num_prompt_tokens - 1),
             rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S,
             self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0,
+            self._return_share.at(now_s, 1.0) or 0.0,
             now_s,
         )
         views = []
@@ -272,7 +308,9 @@ class Scorer:
             estimate = self.estimate(member)
             estimate.observe(candidate.load, now_s - candidate.load_age_s, self._gateway_id)
             num_pending = self._pending.match((member.worker_id, member.epoch), request.hashes)
-            views.append(view(candidate, estimate, num_pending, context))
+            worker = view(candidate, estimate, num_pending, context)
+            worker.guard = _guard(request, worker, broken)
+            views.append(worker)
         return views
 
 

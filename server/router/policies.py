@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import ClassVar, Final, TypeVar
 
 import msgspec
 
+from cache.records import Candidate
 from server.router.cost import CostModel, WorkerView, idle_best_matches
 from server.router.types import RouteRequest
 
+_Worker = TypeVar("_Worker", WorkerView, Candidate)
 AFFINITY: Final = 0.1
 """Discount for the affinity key's worker, as a fraction of the full prompt's prefill time."""
 _RENDEZVOUS_SEED: Final = b"3"
@@ -31,6 +33,8 @@ class FleetView(msgspec.Struct, frozen=True):
     num_workers: int
     draw: Callable[[], float]
     """Returns a random number in [0, 1); always 0.5 in a dry run."""
+    common_tokens: int | None = None
+    """The match that most of a large fleet has, of which only some workers are scored."""
 
 
 class Policy:
@@ -38,6 +42,9 @@ class Policy:
 
     The lowest score wins. `inf` loses to any finite score; if all are `inf`, one worker is drawn at random.
     """
+
+    takes_short_list: ClassVar[bool] = False
+    """In a large fleet only some workers are scored (`short_list`)."""
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         """Return one score per worker, in order; the lowest wins, ties are broken at random.
@@ -60,6 +67,8 @@ class Headstart(Policy):
     would choose the same idle worker. The affinity key's worker gets a small discount, less than any match or queue.
     """
 
+    takes_short_list = True
+
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         cost = fleet.cost
         beta = cost.beta(fleet.assigned_s, fleet.num_workers)
@@ -67,7 +76,7 @@ class Headstart(Policy):
             cost_s + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
             for cost_s, worker in zip(cost.costs_s(workers, beta), workers, strict=True)
         ]
-        idle = idle_best_matches(workers)
+        idle = idle_best_matches(workers, fleet.common_tokens)
         for at in idle:
             costs_s[at] = cost.idle_best_cost_s(workers[at], workers, beta)
         if request.affinity_key and not idle:
@@ -117,7 +126,7 @@ class ConsistentHash(Policy):
         return rendezvous_weights(key or request.request_id.encode(), workers)
 
 
-def rendezvous_weights(key: bytes, workers: Sequence[WorkerView]) -> list[int]:
+def rendezvous_weights(key: bytes, workers: Sequence[WorkerView | Candidate]) -> list[int]:
     """Return one weight per worker; the key's worker has the lowest.
 
     The key's worker changes only when it leaves or a worker with a lower weight joins.
@@ -126,7 +135,7 @@ def rendezvous_weights(key: bytes, workers: Sequence[WorkerView]) -> list[int]:
     return [_weight(key, worker.member.worker_id.encode()) for worker in workers]
 
 
-def rendezvous_worker(key: str, workers: Sequence[WorkerView]) -> WorkerView:
+def rendezvous_worker(key: str, workers: Sequence[_Worker]) -> _Worker:
     """Return the key's worker."""
     weights = rendezvous_weights(key.encode(), workers)
     return workers[weights.index(min(weights))]

@@ -203,6 +203,7 @@ class Router:
             "pending_tokens": worker.pending_tokens,
             "wait_s": worker.queue_s,
             "kv_wait_s": worker.kv_wait_s,
+            "eviction_s": worker.eviction_s,
             "num_displaced": worker.num_displaced,
             "overlay_tokens": worker.pending_tokens,  # until 0.2: the former names
             "room_wait_s": worker.kv_wait_s,

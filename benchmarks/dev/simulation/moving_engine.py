@@ -18,7 +18,7 @@ from benchmarks.dev.simulation.engine import Job
 from benchmarks.dev.simulation.shared_engine import SharedWorker
 from benchmarks.dev.simulation.traces import ROOT, TraceRequest
 from cache.allocators.hash import HashAllocator
-from server.router.cost import FetchPlan, cheapest_plan
+from server.router.fetch_plan import FetchPlan, cheapest_plan
 
 
 @dataclass(slots=True, eq=False)

@@ -217,7 +217,7 @@ class Replay:
     def _place(self, arrival: Arrival, decision: Decision) -> None:
         gateway_id, scorer = self._gateways[arrival.gateway]
         placement = scorer.place(decision)
-        worker = self._workers[int(placement.worker.worker_id[-2:])]
+        worker = self._workers[int(placement.worker.worker_id.rpartition("-")[2])]
         job = Job(arrival.request, gateway_id, arrival.arrived_s, placement, arrival.session, arrival.turn)
         worker.submit(job, self._now_s)
         self._begin(worker)

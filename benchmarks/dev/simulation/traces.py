@@ -11,11 +11,11 @@ import json
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cache.hashing import hash_chain
 from cache.types import HASH_BYTES, BlockHash
@@ -23,6 +23,7 @@ from cache.types import HASH_BYTES, BlockHash
 ROOT: Final = BlockHash(b"\0" * HASH_BYTES)
 CONVERSATION: Final = "mooncake_conversation_first40min.jsonl.gz"
 TOOL_CHAT: Final = "taubench_airline_text_dev.jsonl.gz"
+SWE_AGENT: Final = "swe_agent_text_dev.jsonl.gz"
 CODING_AGENT: Final = "cc_agent_sessions_devhalf.jsonl.gz"
 _BUCKET_S: Final = 3.0
 _REST: Final = 1 << 31
@@ -188,19 +189,11 @@ class ToolChatTrace:
     START_S: Final = 30.0
 
     def __init__(self, path: Path, half: int | None = None) -> None:
-        from benchmarks.dev.gateway_load.processes import make_bundle
-        from benchmarks.replay_load.workload import Shape, load
-        from server.text.chat_template import TemplateEnvironment
-
-        bundle, tokenizer = make_bundle()
-        template = TemplateEnvironment().from_string(bundle.chat_template or "")
         numbers = count()
         self._sessions: list[list[TraceRequest]] = []
-        for conversation in islice(load(path, Shape()), half, None, 1 if half is None else 2):
+        for prompts in _text_prompts(path, half):
             requests = []
-            for turn in conversation.turns:
-                messages = [{**message, "content": message.get("content") or ""} for message in turn.messages]
-                ids = tokenizer.encode(template.render(messages=messages, add_generation_prompt=True)).ids
+            for ids, _, _ in prompts:
                 if len(ids) > self.MAX_PROMPT_TOKENS:
                     break
                 size = self.BLOCK_SIZE
@@ -218,6 +211,85 @@ class ToolChatTrace:
         sessions.sort(key=lambda session: session.start_s)
         num_requests = sum(map(len, self._sessions))
         return Workload(sessions, self.BLOCK_SIZE, num_requests, self._num_distinct, self.PREFILL_TOKENS_PER_S)
+
+
+class SweAgentTrace:
+    """Recorded steps of a coding agent, as text: closed loop, tokenised for SmolLM2.
+
+    Trajectories are few, so each is replayed several times. Copies share only the system prompt.
+    """
+
+    BLOCK_SIZE: Final = 16
+    PREFILL_TOKENS_PER_S: Final = 2500.0
+    COPIES_PER_WORKER: Final = 4
+    MIN_THINK_S: Final = 1.0
+    MAX_THINK_S: Final = 10.0
+    """A tool runs between two steps."""
+    START_S: Final = 600.0
+
+    def __init__(self, path: Path, half: int | None = None) -> None:
+        self._trajectories = list(_text_prompts(path, half))
+
+    def workload(self, *, num_workers: int, load: float, seed: int) -> Workload:
+        """Sessions begin at random within ten minutes; `load` does not apply to a closed loop."""
+        rng = random.Random(seed)
+        numbers = count()
+        sessions = []
+        for copy in range(self.COPIES_PER_WORKER * num_workers):
+            for trajectory in self._trajectories:
+                requests = [self._request(next(numbers), prompt, copy) for prompt in trajectory]
+                think_s = [rng.uniform(self.MIN_THINK_S, self.MAX_THINK_S) for _ in requests]
+                sessions.append(Session(rng.uniform(0.0, self.START_S), requests, think_s))
+        sessions.sort(key=lambda session: session.start_s)
+        listed = [request for session in sessions for request in session.requests]
+        num_distinct = len({block_hash for request in listed for block_hash in request.hashes})
+        return Workload(sessions, self.BLOCK_SIZE, len(listed), num_distinct, self.PREFILL_TOKENS_PER_S)
+
+    def _request(self, number: int, prompt: TextPrompt, copy: int) -> TraceRequest:
+        size, ids = self.BLOCK_SIZE, prompt.token_ids
+        blocks = [_name_of(ids[i : i + size]) for i in range(0, len(ids) - size, size)]
+        head = prompt.num_system_tokens // size
+        if head < len(blocks):
+            blocks[head] = _name("copy", copy, blocks[head])
+        return _request(number, len(ids), prompt.num_output_tokens, blocks)
+
+
+class TextPrompt(NamedTuple):
+    token_ids: Sequence[int]
+    num_output_tokens: int
+    """Tokens of the recorded answer."""
+    num_system_tokens: int
+
+
+def _text_prompts(path: Path, half: int | None) -> Iterator[list[TextPrompt]]:
+    """Yield the prompts of each recorded conversation."""
+    from benchmarks.dev.gateway_load.processes import make_bundle
+    from server.text.chat_template import TemplateEnvironment
+
+    bundle, tokenizer = make_bundle()
+    template = TemplateEnvironment().from_string(bundle.chat_template or "")
+
+    def encoded(messages: Sequence[dict[str, Any]], *, complete: bool = False) -> list[int]:
+        texts = [{**message, "content": message.get("content") or ""} for message in messages]
+        return tokenizer.encode(template.render(messages=texts, add_generation_prompt=not complete)).ids
+
+    for record in islice(_lines(path), half, None, 1 if half is None else 2):
+        messages = record["messages"]
+        num_system_tokens = len(encoded(messages[:1], complete=True))
+        yield [
+            TextPrompt(encoded(messages[:at]), len(tokenizer.encode(message["content"] or "").ids), num_system_tokens)
+            for at, message in enumerate(messages)
+            if at and message["role"] == "assistant"
+        ]
+
+
+def with_longer_answers(workload: Workload, times: int) -> Workload:
+    """Return the workload with answers of `times` the length. Prompts and arrivals stay."""
+    sessions = [
+        replace(session, requests=[replace(r, num_output_tokens=times * r.num_output_tokens) for r in session.requests])
+        for session in workload.sessions
+    ]
+    return replace(workload, sessions=sessions)
 
 
 def _name(kind: str, group: int, number: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.dev.simulation.rivals import RIVALS, Dynamo, LlmD, LlmDTiers, Sglang
-from server.router.cost import FetchPlan
+from server.router.fetch_plan import FetchPlan
 from tests.server.router.test_policies import chosen, make_request, view
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.dev.route import options_of
-from benchmarks.dev.route_load.runs import execute, parse_cell, plan, processes
+from benchmarks.dev.route_load.figures import lower_bound, ratio_figures
+from benchmarks.dev.route_load.runs import DATA, execute, parse_cell, plan, processes
 from benchmarks.dev.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
-from benchmarks.dev.simulation.traces import ConversationTrace
+from benchmarks.dev.simulation.traces import (
+    SWE_AGENT,
+    ConversationTrace,
+    SweAgentTrace,
+    TraceRequest,
+    with_longer_answers,
+)
 from server.router.policies import make_policy
 
 CELL = "conv25_n8"
@@ -130,3 +138,50 @@ def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:
 def test_blocks_move_only_between_workers_that_share_their_time() -> None:
     with pytest.raises(SystemExit):
         options_of(["--fetch", "20"])
+
+
+def test_copies_of_a_trajectory_share_the_system_prompt() -> None:
+    workload = SweAgentTrace(DATA / SWE_AGENT).workload(num_workers=1, load=1.0, seed=0)
+    by_size: dict[int, list[TraceRequest]] = {}
+    for session in workload.sessions:
+        by_size.setdefault(session.requests[-1].num_prompt_tokens, []).append(session.requests[-1])
+    one, other, *_ = max(by_size.items())[1]
+    shared = [a == b for a, b in zip(one.hashes, other.hashes, strict=True)]
+    assert 0 < sum(shared) < len(shared)
+    assert not any(shared[sum(shared) :])
+
+
+def test_longer_answers_change_only_their_length() -> None:
+    workload = SweAgentTrace(DATA / SWE_AGENT, half=0).workload(num_workers=1, load=1.0, seed=0)
+    longer = with_longer_answers(workload, 8)
+    for session, same in zip(longer.sessions, workload.sessions, strict=True):
+        assert [r.num_output_tokens for r in session.requests] == [8 * r.num_output_tokens for r in same.requests]
+        assert session.start_s == same.start_s
+    assert parse_cell("swe25_n8_x8").answer_times == 8
+    assert parse_cell("swe25_n8").answer_times == 1
+
+
+def outcome(ttft_s: float) -> Outcome:
+    return Outcome(0.5, ttft_s, ttft_s, ttft_s, ttft_s, 1.0, 1.0)
+
+
+def test_the_worst_ratio_is_of_the_best_rival() -> None:
+    """Spreadings are compared in pairs: what both have in common does not count."""
+    outcomes = {
+        ("headstart", "a"): [outcome(1.0), outcome(2.0)],
+        ("llm-d", "a"): [outcome(2.0), outcome(4.0)],
+        ("headstart", "b"): [outcome(1.5), outcome(3.0)],
+        ("llm-d", "b"): [outcome(9.0), outcome(9.0)],
+        ("dynamo", "b"): [outcome(1.0), outcome(2.0)],
+        (POOLED, "b"): [outcome(0.1), outcome(0.1)],
+    }
+    figures = {figure.name: figure for figure in ratio_figures(outcomes)}
+    assert figures["headstart.a.ttft_over_rival"].value == pytest.approx(0.5)
+    assert figures["worst_ratio"].value == pytest.approx(1.5)
+    assert figures["worst_ratio"].note == "b"
+
+
+def test_the_lower_bound_is_below_the_mean() -> None:
+    values = [1.0, 1.1, 0.9, 1.05]
+    assert lower_bound(values) == pytest.approx(1.0125 - 2.353 * statistics.stdev(values) / 2)
+    assert lower_bound([1.2]) == 1.2

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId
-from server.router.cost import CostModel, FetchPlan, cheapest_plan, find_peers
+from server.router.cost import CostModel, find_peers
+from server.router.fetch_plan import FetchPlan, cheapest_plan
 from server.router.placement import Decision
 from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
 
@@ -243,9 +244,7 @@ def test_the_decision_log_tells_what_is_moved() -> None:
 )
 def test_an_eviction_costs_what_getting_the_block_back_costs(fetch_rate: float, weight: float) -> None:
     cost = CostModel()
-    assert cost.eviction_weight(RATE, fetch_rate) == weight
-    assert cost.kv_wait_s(0.9, 4.0, 2.0, weight) == pytest.approx(weight * cost.kv_wait_s(0.9, 4.0, 2.0))
-    assert cost.kv_wait_s(2.0, 4.0, 2.0, weight) >= 2.0, "blocks that do not fit are waited for"
+    assert cost.refill_weight(RATE, fetch_rate) == weight
 
 
 def test_a_copy_costs_a_share_of_computing_it() -> None:

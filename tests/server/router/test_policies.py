@@ -44,6 +44,7 @@ def view(
         "num_displaced": 0.0,
         "kv_usage": 0.0,
         "kv_wait_s": 0.0,
+        "eviction_s": 0.0,
         "assigned_s": 0.0,
         "report_age_s": 0.0,
     }
@@ -73,27 +74,30 @@ def test_headstart_weighs_the_prefill_more_the_busier_the_fleet() -> None:
     assert chosen(policy, make_request(), warm, idle, assigned_s=0.8 * 120) == {"warm"}
 
 
-def test_the_wait_for_blocks_grows_with_the_fill_of_the_pool() -> None:
-    waits_s = [COST.kv_wait_s(0.01 * percent, 10.0, mean_residency_s=2.0) for percent in range(0, 150)]
-    assert waits_s == sorted(waits_s)
-    assert waits_s[10] < 0.001, "it would have the pool to itself"
-    assert waits_s[30] < 0.05
-    assert waits_s[95] > 1.0
-    assert COST.kv_wait_s(3.0, 10.0, 2.0) - COST.kv_wait_s(2.0, 10.0, 2.0) == pytest.approx(2.0), (
-        "a pool must turn over"
-    )
-    assert COST.kv_wait_s(0.5, 2.0, 2.0) > 10 * COST.kv_wait_s(0.5, 50.0, 2.0), "fewer slots for large requests"
-    assert COST.kv_wait_s(0.95, 10.0, 0.0) == 0.0, "no request has ended yet: nothing is known"
+def test_the_price_of_evictions_grows_with_the_fill() -> None:
+    prices_s = [COST.eviction_s(0.01 * percent, 10.0, 2.0, 0.5) for percent in range(0, 150)]
+    assert prices_s == sorted(prices_s)
+    assert prices_s[10] < 0.001, "it would have the pool to itself"
+    assert prices_s[30] < 0.05
+    assert prices_s[100] == prices_s[149] == 2.0, "one prompt comes back for each that does not"
+    assert COST.eviction_s(0.5, 2.0, 2.0, 0.5) > 10 * COST.eviction_s(0.5, 50.0, 2.0, 0.5), "fewer slots"
+    assert COST.eviction_s(1.0, 10.0, 2.0, 0.0) == 0.0, "nobody comes back"
 
 
 def test_a_pool_of_one_slot_is_taken_as_often_as_it_is_used() -> None:
     for usage in (0.2, 0.5, 0.9):
-        assert COST.kv_wait_s(usage, 1.0, 3.0) == pytest.approx(3.0 * usage)
+        assert COST.eviction_s(usage, 1.0, 3.0, 0.5) == pytest.approx(3.0 * usage)
+
+
+def test_only_blocks_that_do_not_fit_are_waited_for() -> None:
+    assert [COST.kv_wait_s(usage, 2.0) for usage in (0.5, 1.0, 1.5, 3.0)] == [0.0, 0.0, 1.0, 4.0]
+    assert COST.kv_wait_s(3.0, 0.0) == 0.0, "no request has ended yet: nothing is known"
 
 
 @pytest.mark.parametrize(("usage", "num_slots"), [(1e15, 0.1), (-7.0, 10.0), (1e-15, 1e15)])
 def test_an_impossible_report_raises_nothing(usage: float, num_slots: float) -> None:
-    assert COST.kv_wait_s(usage, num_slots, 3.0) >= 0.0
+    assert COST.kv_wait_s(usage, 3.0) >= 0.0
+    assert COST.eviction_s(usage, num_slots, 3.0, 1.0) >= 0.0
 
 
 def test_headstart_avoids_a_holder_with_a_full_pool() -> None:
