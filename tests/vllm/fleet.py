@@ -212,7 +212,7 @@ class VllmFleet:
         wait_until(ready, START_S, "the fleet is ready")
 
     def wait_idle(self) -> None:
-        """Wait until no engine counts a running request. An engine's gauge is behind its answers."""
+        """Wait until no engine counts a running request. An engine's gauge comes after its answers."""
         wait_until(lambda: not any(map(running, self.engines)), what="the engines are idle")
 
     def adapter_of(self, answer: httpx.Response) -> Adapter:
