@@ -188,7 +188,7 @@ class EngineTexts:
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
         """Return the engine's prompts of a call. Raises ApiError, which names the image that the engine cannot read."""
         try:
-            return await self._render(call, model, has_images=bool(media.images))
+            rendered = await self._render(call, model, has_images=bool(media.images))
         except (InvalidRequestError, InternalError):
             for image in media.images:
                 try:
@@ -197,6 +197,11 @@ class EngineTexts:
                     why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
                     raise invalid(image.place, f"is an image that the engine cannot read{why}") from error
             raise
+        num_read = sum(map(len, rendered.media))
+        if num_read < len(media.images):
+            message = f"The engine reads {num_read} of {len(media.images)} images: send them in messages of the user."
+            raise InvalidRequestError(message, param=media.images[0].place)
+        return rendered
 
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError."""
