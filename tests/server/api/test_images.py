@@ -221,6 +221,17 @@ async def test_other_media_are_refused_by_name(engine: SeeingWorker) -> None:
     assert engine.rendered == []
 
 
+@pytest.mark.parametrize("broken", [b"\xff", b"\\ud800", b"\\udc00"])
+async def test_broken_strings_are_refused(engine: SeeingWorker, broken: bytes) -> None:
+    """They may be in names of fields, in parts, or in what only the engine reads."""
+    image = part_of(CHAT, data_url(png()), cache_control="HERE")
+    async with engine_gateway(engine) as target:
+        for name in ("cache_salt", "messages", "cache_control", "HERE", "temperature"):
+            body = json.dumps(body_of(CHAT, image, cache_salt="s", temperature="x")).encode()
+            status, _, raw = await post(target.url, body.replace(name.encode(), name.encode() + broken))
+            assert status == 400, raw
+
+
 async def test_no_image_is_dropped(engine: SeeingWorker) -> None:
     """This engine reads none in `system`, as vLLM does."""
     image = part_of(MESSAGES, data_url(png()))
