@@ -37,6 +37,8 @@ _IMAGE_TYPES: Final[Mapping[str, frozenset[str | None]]] = {
 """Types of parts that are images, by the route."""
 _IMAGE_KEYS: Final = frozenset({"image", "image_url", "input_image"})
 _MEDIA_TYPE: Final = re.compile(r"[\w.+/-]{1,80}", re.ASCII)
+_PROCESSING: Final = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields of bodies by which a client could make images of any size out of small ones."""
 _NULL: Final = Raw(b"null")
 _LISTS: Final = ("content", "output")
 """Fields of a message, an item or a part that hold parts."""
@@ -83,6 +85,9 @@ def read_media(fields: Mapping[str, Raw], path: str, rules: ImageRules | None, s
             raise unsupported(name, "is not served where the engine writes the text: leave it out")
     if "modalities" in fields and _value_of(fields["modalities"]) not in (None, ["text"]):
         raise unsupported("modalities", "can only be ['text']: this server makes text")
+    for name in _PROCESSING if reader.images else ():
+        if name in fields and bytes(fields[name]) not in (b"null", b"{}"):
+            raise unsupported(name, "is not offered: images are processed by the engine's own settings")
     return Media({**fields, **found}, tuple(reader.images), reader.num_bytes)
 
 

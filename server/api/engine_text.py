@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -41,7 +42,7 @@ from server.errors import (
     anthropic_error,
     responses_error,
 )
-from server.event_loop import Steps, run_sliced
+from server.event_loop import run_sliced
 from server.http.stream import DONE, sse
 from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
@@ -75,7 +76,6 @@ _STATEFUL: Final = (
 """Fields of a body after which the tokens so far are not enough to continue an answer."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
-_values_of: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class _Head(Struct):
@@ -147,13 +147,14 @@ class EngineTexts:
             writes, sees = self._models.engine_writes(path, model), self._models.takes_images(path, model)
             if not writes and not sees:
                 return None
-            fields, wrong = _fields_of(body), None
-            try:
-                known = _known_of(body)
-            except msgspec.ValidationError as error:  # the engine refuses it in its own words
-                known, wrong = _Known(), error
-            salt = request_salt(identity, known.cache_salt)
-            media = await _media(body, read_media(fields, path, self._image_rules if sees else None, salt))
+            with _decoding():
+                fields, wrong = _fields_of(body), None
+                try:
+                    known = _known_of(body)
+                except msgspec.ValidationError as error:  # the engine refuses it in its own words
+                    known, wrong = _Known(), error
+                salt = request_salt(identity, known.cache_salt)
+                media = await run_sliced(read_media(fields, path, self._image_rules if sees else None, salt))
             if not writes and not media.images:
                 return None
             await _check_text(body, media, limit())
@@ -188,7 +189,7 @@ class EngineTexts:
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
         """Return the engine's prompts of a call. Raises ApiError, which names the image that the engine cannot read."""
         try:
-            return await self._render(call, model, has_images=bool(media.images))
+            rendered = await self._render(call, model, has_images=bool(media.images))
         except (InvalidRequestError, InternalError):
             for image in media.images:
                 try:
@@ -197,6 +198,11 @@ class EngineTexts:
                     why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
                     raise invalid(image.place, f"is an image that the engine cannot read{why}") from error
             raise
+        num_read = sum(map(len, rendered.media))
+        if num_read < len(media.images):
+            message = f"The engine reads {num_read} of {len(media.images)} images: send them in messages of the user."
+            raise InvalidRequestError(message, param=media.images[0].place)
+        return rendered
 
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError."""
@@ -214,12 +220,12 @@ class EngineTexts:
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 
-async def _media(body: bytes, reading: Steps[Media]) -> Media:
-    """Return the images of a body. Raises InvalidRequestError for one whose strings are no UTF-8, too."""
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Raise InvalidRequestError for strings that are no UTF-8, or halves of surrogate pairs."""
     try:
-        return await run_sliced(reading)
+        yield
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        await read_json(body, _values_of)
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
 
 

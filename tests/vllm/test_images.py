@@ -18,7 +18,9 @@ from tests.vllm import vision
 from tests.vllm.conftest import run_fleet
 from tests.vllm.engines import MODEL
 from tests.vllm.fleet import BLOCK_SIZE, LONG_S, VllmFleet, found, promised
+from tests.vllm.replay import batches
 from tests.vllm.test_cache import STORY
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 NUM_PROMPTS: Final = 200
@@ -78,7 +80,10 @@ def text(words: str) -> dict[str, Any]:
 
 
 def counts(fleet: VllmFleet, body: dict[str, Any], tenant: str = "red", *, is_auto: bool = False) -> tuple[int, int]:
-    """Return the tokens of a chat that were promised, and those that were found."""
+    """Return the tokens of a chat that were promised, and those that were found, after all events so far."""
+    [adapter] = fleet.adapters
+    replay = adapter.engine.options.replay
+    wait_until(lambda: adapter.counted("batch") >= len(batches(replay)), what="the adapter has all events")
     answer = ask(fleet, CHAT, body, tenant, is_auto=is_auto)
     assert answer.status_code == 200, answer.text
     return promised(answer), found(answer)

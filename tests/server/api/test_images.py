@@ -221,6 +221,37 @@ async def test_other_media_are_refused_by_name(engine: SeeingWorker) -> None:
     assert engine.rendered == []
 
 
+@pytest.mark.parametrize("broken", [b"\xff", b"\\ud800", b"\\udc00"])
+async def test_broken_strings_are_refused(engine: SeeingWorker, broken: bytes) -> None:
+    """They may be in names of fields, in parts, or in what only the engine reads."""
+    image = part_of(CHAT, data_url(png()), cache_control="HERE")
+    async with engine_gateway(engine) as target:
+        for name in ("cache_salt", "messages", "cache_control", "HERE", "temperature"):
+            body = json.dumps(body_of(CHAT, image, cache_salt="s", temperature="x")).encode()
+            status, _, raw = await post(target.url, body.replace(name.encode(), name.encode() + broken))
+            assert status == 400, raw
+
+
+async def test_no_image_is_dropped(engine: SeeingWorker) -> None:
+    """This engine reads none in `system`, as vLLM does."""
+    image = part_of(MESSAGES, data_url(png()))
+    async with engine_gateway(engine) as target:
+        status, _, raw = await post(target.url, body_of(MESSAGES, image, system=[image]), MESSAGES)
+    assert status == 400
+    assert "reads 1 of 2 images" in json.loads(raw)["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
+async def test_clients_do_not_set_how_images_are_processed(engine: SeeingWorker, name: str) -> None:
+    """One could have a small image made into a huge one."""
+    image = part_of(CHAT, data_url(png()))
+    async with engine_gateway(engine) as target:
+        status, _, raw = await post(target.url, body_of(CHAT, image, **{name: {"size": {"longest_edge": 10**6}}}))
+        assert (status, json.loads(raw)["error"]["param"]) == (400, name)
+        assert engine.rendered == []
+        assert (await post(target.url, body_of(CHAT, image, **{name: None})))[0] == 200
+
+
 async def test_types_of_parts_are_strings(engine: SeeingWorker) -> None:
     """vLLM fails at another type. One that is missing is written for it."""
     image = part_of(CHAT, data_url(png()))
