@@ -62,19 +62,23 @@ class CostModel:
 
         Running requests release the whole pool once in `mean_residency_s`.
         """
-        return mean_residency_s * max(0.0, usage - 1.0)
+        return mean_residency_s * (usage - 1.0) if usage > 1.0 else 0.0
 
-    def eviction_s(self, usage: float, num_slots: float, refill_s: float, return_share: float) -> float:
+    def return_odds(self, return_share: float) -> float:
+        """Return how often an evicted prompt comes back, if each use is followed by another with `return_share`."""
+        return min(self.max_return_odds, return_share / max(1e-9, 1.0 - return_share))
+
+    def eviction_s(self, usage: float, num_slots: float, refill_s: float, return_odds: float) -> float:
         """Return the work to get back what a request evicts from a pool with slots for `num_slots` such requests.
 
         All slots are taken with a probability of about usage ** (sqrt(2 (num_slots + 1)) - 1). Then another prompt is
-        evicted, and comes back with a chance of `return_share`. Getting it back takes `refill_s` and evicts again: so
-        the expected number of returns is the odds of one.
+        evicted. Each time it comes back, getting it takes `refill_s` and evicts again.
         Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
         """
-        taken = math.pow(min(1.0, max(0.0, usage)), math.sqrt(2.0 * (max(1.0, num_slots) + 1.0)) - 1.0)
-        odds = return_share / (1.0 - return_share) if return_share < 1.0 else math.inf
-        return taken * min(self.max_return_odds, odds) * refill_s
+        if usage >= 1.0:
+            return return_odds * refill_s
+        taken = usage ** (math.sqrt(2.0 * num_slots + 2.0) - 1.0) if usage > 0.0 else 0.0
+        return taken * return_odds * refill_s
 
     def refill_weight(self, prefill_tokens_per_s: float, fetch_tokens_per_s: float) -> float:
         """Return the cost of getting an evicted block back, relative to computing it: a peer or a tier may have it."""
@@ -276,8 +280,8 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """Prefill rate of a worker that has measured none, so that a new worker is not preferred."""
     mean_residency_s: float
     """How long recent requests held a block; 0.0 if unknown."""
-    return_share: float
-    """Share of recent prompt tokens that some worker held already; 0.0 if unknown."""
+    return_odds: float
+    """How often an evicted prompt comes back; 0.0 if unknown."""
     now_s: float
 
 
@@ -328,9 +332,11 @@ def _pool_terms(
     num_blocks = -(-num_tokens // member.block_size)
     num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(context.now_s)
     usage = (num_held + num_blocks - matched // member.block_size) / load.num_blocks
-    weight = cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s) if member.layout else 1.0
-    num_slots = load.num_blocks / max(1, num_blocks)
-    eviction_s = cost.eviction_s(usage, num_slots, weight * num_tokens / tokens_per_s, context.return_share)
+    refill_s = num_tokens / tokens_per_s
+    if member.layout:
+        refill_s *= cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s)
+    num_slots = load.num_blocks / num_blocks if load.num_blocks > num_blocks > 0 else 1.0
+    eviction_s = cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
     return usage, cost.kv_wait_s(usage, context.mean_residency_s), eviction_s
 
 

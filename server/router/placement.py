@@ -299,7 +299,7 @@ class Scorer:
             max(0, request.num_prompt_tokens - 1),
             rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S,
             self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0,
-            self._return_share.at(now_s, 1.0) or 0.0,
+            self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0),
             now_s,
         )
         views = []

@@ -98,13 +98,17 @@ class ShortList:
                 continue
             load_s = view.wait_s + recent_weight * assigned_s if view.guard is None else math.inf
             self._set(worker_id, load_s)
-            self.assigned_s += assigned_s - self._assigned_s[worker_id]
-            self._assigned_s[worker_id] = assigned_s
+            self._assign(worker_id, assigned_s)
 
     def placed(self, worker_id: WorkerId, prefill_s: float) -> None:
         """Count a request there until the next view."""
         if worker_id in self._load_s:
             self._set(worker_id, self._load_s[worker_id] + prefill_s)
+            self._assign(worker_id, self._assigned_s[worker_id] + prefill_s)
+
+    def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
+        self.assigned_s += assigned_s - self._assigned_s[worker_id]
+        self._assigned_s[worker_id] = assigned_s
 
     def _set(self, worker_id: WorkerId, load_s: float) -> None:
         if self._load_s[worker_id] != load_s:

@@ -75,18 +75,21 @@ def test_headstart_weighs_the_prefill_more_the_busier_the_fleet() -> None:
 
 
 def test_the_price_of_evictions_grows_with_the_fill() -> None:
-    prices_s = [COST.eviction_s(0.01 * percent, 10.0, 2.0, 0.5) for percent in range(0, 150)]
+    prices_s = [COST.eviction_s(0.01 * percent, 10.0, 2.0, 1.0) for percent in range(0, 150)]
     assert prices_s == sorted(prices_s)
     assert prices_s[10] < 0.001, "it would have the pool to itself"
     assert prices_s[30] < 0.05
     assert prices_s[100] == prices_s[149] == 2.0, "one prompt comes back for each that does not"
-    assert COST.eviction_s(0.5, 2.0, 2.0, 0.5) > 10 * COST.eviction_s(0.5, 50.0, 2.0, 0.5), "fewer slots"
-    assert COST.eviction_s(1.0, 10.0, 2.0, 0.0) == 0.0, "nobody comes back"
+    assert COST.eviction_s(0.5, 2.0, 2.0, 1.0) > 10 * COST.eviction_s(0.5, 50.0, 2.0, 1.0), "fewer slots"
+
+
+def test_the_odds_of_a_return_are_bounded() -> None:
+    assert [COST.return_odds(share) for share in (0.0, 0.5, 0.75, 0.99, 1.0)] == [0.0, 1.0, 3.0, 8.0, 8.0]
 
 
 def test_a_pool_of_one_slot_is_taken_as_often_as_it_is_used() -> None:
     for usage in (0.2, 0.5, 0.9):
-        assert COST.eviction_s(usage, 1.0, 3.0, 0.5) == pytest.approx(3.0 * usage)
+        assert COST.eviction_s(usage, 1.0, 3.0, 1.0) == pytest.approx(3.0 * usage)
 
 
 def test_only_blocks_that_do_not_fit_are_waited_for() -> None:
