@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from cache.events import BlockEvent, Removed, Stored
+from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, RegistryEntry, SetChange, WriterSettings
+from cache.redis_index import EndsChange, IndexWriter, RegistryEntry, SetChange, WriterSettings
 from cache.types import IndexEntry, Tier, TierName
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,51 @@ class Changes:
             self._pending[entry] = is_held
 
 
+class EndChanges:
+    """Where hits stop in a pool with ends, and how the published ends differ. Has one owner; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.held: dict[IndexEntry, int] = {}
+        """For each block, after how many blocks a hit stops that matches up to it, if not 0."""
+        self._published: dict[IndexEntry, int] = {}
+        self._pending: dict[IndexEntry, None] = {}
+        """The entries that may differ."""
+
+    def apply(self, events: Sequence[BlockEvent]) -> None:
+        """Apply events in order."""
+        for event in events:
+            entry = index_entry(event.block_hash)
+            if isinstance(event, Stops) and event.num_blocks:
+                self.held[entry] = event.num_blocks
+            elif isinstance(event, Stored) or self.held.pop(entry, None) is None:
+                continue
+            self._pending[entry] = None
+
+    def settle(self) -> None:
+        """Forget the differences: the published ends are those held."""
+        self._published = dict(self.held)
+        self._pending = {}
+
+    def take(self, limit: int) -> EndsChange:
+        """Take the next changes, at most `limit`. They count as published."""
+        stored, removed = list[tuple[IndexEntry, int]](), list[IndexEntry]()
+        for entry in list(islice(self._pending, limit)):
+            del self._pending[entry]
+            stop = self.held.get(entry)
+            if stop == self._published.get(entry):
+                continue
+            if stop is None:
+                removed.append(entry)
+                del self._published[entry]
+            else:
+                stored.append((entry, stop))
+                self._published[entry] = stop
+        return EndsChange(stored, removed, len(self._published))
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+
 class PublisherInbox:
     """`worker.contracts.engine.EventPublisher` for a Publisher that takes the items in its event loop."""
 
@@ -151,6 +196,7 @@ class Publisher:
         self._writer = IndexWriter(url, member, writer_settings, count=count)
         self._count = count
         self._changes = _changes_of(member)
+        self._ends = EndChanges() if member.ends else None
         self._load = WorkerLoad()
         self.inbox = inbox
         self._pruned_s = 0.0
@@ -240,11 +286,14 @@ class Publisher:
             item = self.inbox.items.popleft()
             if isinstance(item, WorkerMember):
                 self._changes = _changes_of(item)
+                self._ends = EndChanges() if item.ends else None
                 self._writer.begin_epoch(item)
                 continue
             tier, events, load = item
             self._load = load or self._load
             self._changes[tier].apply(events)
+            if tier is None and self._ends is not None:
+                self._ends.apply(events)
 
     async def _publish(self) -> bool:
         """Bring the index up to date. False: it failed, retry soon."""
@@ -255,10 +304,12 @@ class Publisher:
                 return False
             self._rewritten_s = time.monotonic()
             held, *held_in_tiers = [list(changes.held) for changes in self._changes.values()]
-            if not await self._writer.rewrite(held, self._load, held_in_tiers):
+            all_ends = None if self._ends is None else dict(self._ends.held)
+            if not await self._writer.rewrite(held, self._load, held_in_tiers, all_ends):
                 return False
-            for changes in self._changes.values():
-                changes.settle()
+            for changes in (*self._changes.values(), self._ends):
+                if changes is not None:
+                    changes.settle()
             return True
         while True:
             room, taken = _MAX_BATCH, list[SetChange]()
@@ -267,9 +318,10 @@ class Publisher:
                 room -= len(stored) + len(removed)
                 taken.append(SetChange(stored, removed, changes.num_published))
             pool, *tiers = taken
-            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers):
+            ends = None if self._ends is None else self._ends.take(room)
+            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers, ends):
                 return False
-            if not any(self._changes.values()):
+            if not any(self._changes.values()) and not self._ends:
                 return True
 
     async def _pause(self, minimum_s: float) -> None:

@@ -12,10 +12,12 @@ from typing import Final
 
 from cache.redis_index.schema import MAX_STATE_BYTES
 
-# KEYS: states, version, then the set of each worker's pool, then the sets of tiers. ARGV: the prompt's 16-byte block
-# hashes in one string (the first 8 bytes of each are its entry); for each set of a tier, in two bytes, the place in
-# `matched`, from 0 on, of the match that it continues; then ids of workers, or `*` for all: their states are returned.
-# After a `?`, only those that are not too long.
+# KEYS: states, version, then the set of each worker's pool, then the sets of tiers, then the hashes of ends. ARGV:
+# 1. the prompt's 16-byte block hashes in one string: the first 8 bytes of each are its entry. A byte more follows if
+#    they cover the whole prompt, whose last token is always computed.
+# 2. for each set of a tier, the place in `matched` of the match that it continues: two bytes, from 0 on.
+# 3. for each hash of ends, in the same way, the place of the match that it shortens.
+# 4. ids of workers, or `*` for all: their states are returned. After a `?`, only those that are not too long.
 #
 # A set is prefix-closed, so the match ends where membership flips from yes to no. The previous worker's answer is the
 # search hint, because neighbours often agree (nothing, or the shared system prompt). One call asks for the block at the
@@ -24,11 +26,14 @@ from cache.redis_index.schema import MAX_STATE_BYTES
 #
 # A tier's match begins where the one before it ends. So its call also asks for the block after that: most often the
 # tier does not go on there. Its hint is the end of the last match that a tier has continued.
+#
+# Where a hit may stop is no prefix-closed set, so it is not searched: the worker writes it for every block.
 LOOKUP: Final = """
 local pcall, sub, byte, floor = redis.pcall, string.sub, string.byte, math.floor
-local blob, links = ARGV[1], ARGV[2]
-local last_pool = #KEYS - #links / 2
-local num_blocks = #blob / 16
+local blob, links, ends = ARGV[1], ARGV[2], ARGV[3]
+local last_set = #KEYS - #ends / 2
+local last_pool = last_set - #links / 2
+local num_blocks = floor(#blob / 16)
 local entries = setmetatable({}, {__index = function(known, at)
   local entry = sub(blob, at * 16 - 15, at * 16 - 8)
   known[at] = entry
@@ -87,7 +92,7 @@ for i = 3, last_pool do
   matched[i - 2] = held
 end
 hint = 0
-for i = last_pool + 1, #KEYS do
+for i = last_pool + 1, last_set do
   local key = KEYS[i]
   local high, low = byte(links, 2 * (i - last_pool) - 1, 2 * (i - last_pool))
   local base = matched[256 * high + low + 1]
@@ -113,20 +118,31 @@ for i = last_pool + 1, #KEYS do
   if held > base then hint = held end
   matched[i - 2] = held
 end
+for i = last_set + 1, #KEYS do
+  local high, low = byte(ends, 2 * (i - last_set) - 1, 2 * (i - last_set))
+  local place = 256 * high + low + 1
+  local held = matched[place]
+  local stop = held > 0 and tonumber(pcall('HMGET', KEYS[i], entries[held])[1])
+  if stop == num_blocks and #blob % 16 == 1 then
+    held = held - 1
+    stop = held > 0 and tonumber(pcall('HMGET', KEYS[i], entries[held])[1])
+  end
+  matched[place] = stop and stop > 0 and stop <= held and floor(stop) or 0
+end
 local states = {}
-if ARGV[3] == '*' then
+if ARGV[4] == '*' then
   states = pcall('HVALS', KEYS[1])
-elseif ARGV[3] == '?' then
-  for i = 4, #ARGV do
+elseif ARGV[4] == '?' then
+  for i = 5, #ARGV do
     local size = pcall('HSTRLEN', KEYS[1], ARGV[i])
     if type(size) == 'table' then  -- another type, or a user without that right
-      states = pcall('HMGET', KEYS[1], unpack(ARGV, 4))
+      states = pcall('HMGET', KEYS[1], unpack(ARGV, 5))
       break
     end
-    states[i - 3] = size <= %d and pcall('HMGET', KEYS[1], ARGV[i])[1]
+    states[i - 4] = size <= %d and pcall('HMGET', KEYS[1], ARGV[i])[1]
   end
-elseif #ARGV > 2 then
-  states = pcall('HMGET', KEYS[1], unpack(ARGV, 3))
+elseif #ARGV > 3 then
+  states = pcall('HMGET', KEYS[1], unpack(ARGV, 4))
 end
 local version = pcall('GETRANGE', KEYS[2], 0, 63)  -- of any size
 if type(version) == 'table' then version = pcall('GET', KEYS[2]) end  -- a user without that right

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from cache.records import WorkerLoad, WorkerMember
@@ -42,6 +42,16 @@ class SetChange(NamedTuple):
     """Children first."""
     num_entries: int
     """The size of the set afterwards."""
+
+
+class EndsChange(NamedTuple):
+    """A change of the ends of a pool."""
+
+    stored: Sequence[tuple[IndexEntry, int]]
+    """Entries, each with the block at which a hit stops."""
+    removed: Sequence[IndexEntry]
+    num_entries: int
+    """The number of entries with an end afterwards."""
 
 
 class IndexWriter:
@@ -80,6 +90,8 @@ class IndexWriter:
         self._batch = 0
         self._set_keys: list[bytes] = []
         """The keys of the current version: the pool, then the tiers. Empty before the first rewrite."""
+        self._ends_key: bytes | None = None
+        """The key of its ends, if the member has any."""
         self._old_sets: deque[bytes] = deque(maxlen=_MAX_OLD_SETS)
         self._last_state: bytes | None = None
         self._offset_ms: float | None = None
@@ -106,11 +118,12 @@ class IndexWriter:
         load: WorkerLoad,
         num_entries: int,
         tiers: Sequence[SetChange] = (),
+        ends: EndsChange | None = None,
     ) -> bool:
         """Publish changes in one MULTI, and restore an entry that others have overwritten.
 
         `stored`, `removed` and `num_entries` are the pool's `SetChange`; `tiers` has one for each of the member's
-        tiers. False: the sets are in doubt, and `rewrite` must follow.
+        tiers. `ends` comes if the member has ends. False: the sets are in doubt, and `rewrite` must follow.
         """
         assert not self.in_doubt
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
@@ -122,8 +135,13 @@ class IndexWriter:
             commands += self._chunked("SADD", key, change.stored)
             commands += self._chunked("SREM", key, change.removed)
             commands.append(("PEXPIRE", key, ttl_ms))
+        if ends is not None and self._ends_key is not None:
+            commands += self._ends_commands(self._ends_key, ends.stored)
+            commands += self._chunked("HDEL", self._ends_key, ends.removed)
+            commands.append(("PEXPIRE", self._ends_key, ttl_ms))
+            num_held.append(ends.num_entries)
         commands.append(("HSET", self._keys.states, worker_id, state))
-        commands += [("SCARD", key) for key in self._set_keys]
+        commands += self._sizes()
         commands.append(("TIME",))
         self.in_doubt = True  # until the reply has arrived
         replies = await self._transactions.run(commands)
@@ -153,38 +171,46 @@ class IndexWriter:
         return state.epoch == self.member.epoch and is_verified
 
     async def rewrite(
-        self, held: Sequence[IndexEntry], load: WorkerLoad, tiers: Sequence[Sequence[IndexEntry]] = ()
+        self,
+        held: Sequence[IndexEntry],
+        load: WorkerLoad,
+        tiers: Sequence[Sequence[IndexEntry]] = (),
+        ends: Mapping[IndexEntry, int] | None = None,
     ) -> bool:
         """Write a new version of all sets, parents first, and switch to it. False: try again later.
 
-        `held` is the pool's; `tiers` has what each of the member's tiers holds.
+        `held` is the pool's; `tiers` has what each of the member's tiers holds. `ends` comes if the member has ends.
         """
         replies = await self._transactions.ask(("TIME",))
         if replies is None or not self._take_clock(replies[0]):
             return False
-        self._old_sets.extend(self._set_keys)
+        self._old_sets.extend(self._all_keys())
         # After a failure, choose an unpredictable one: another process may own this key.
         self._set_version += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
-        self._set_keys = [
-            self._keys.blocks(worker_id, self.member.epoch, self._set_version, tier)
-            for tier in (None, *self.member.tiers)
-        ]
+        self._set_keys = [self._keys.pool(self.member, self._set_version)]
+        for tier in self.member.tiers:
+            self._set_keys.append(self._keys.blocks(worker_id, self.member.epoch, self._set_version, tier))
+        self._ends_key = None if ends is None else self._keys.ends(self.member, self._set_version)
         num_held = []
         for key, entries in zip(self._set_keys, (held, *tiers), strict=True):
-            if not await self._fill(key, entries, ttl_ms):
+            if not await self._fill(key, self._chunked("SADD", key, entries), ttl_ms):
                 return False
             num_held.append(len(entries))
         state = self._state(load, num_held)
+        if ends is not None and self._ends_key is not None:
+            if not await self._fill(self._ends_key, self._ends_commands(self._ends_key, list(ends.items())), ttl_ms):
+                return False
+            num_held.append(len(ends))
         unlink: list[Command] = [("UNLINK", *self._old_sets)] if self._old_sets else []
         replies = await self._transactions.run(
             [
                 *self._registration(),
                 ("HSET", self._keys.states, worker_id, state),
-                *(("PEXPIRE", key, ttl_ms) for key in self._set_keys),
+                *(("PEXPIRE", key, ttl_ms) for key in self._all_keys()),
                 *unlink,
-                *(("SCARD", key) for key in self._set_keys),
+                *self._sizes(),
                 ("TIME",),
             ]
         )
@@ -202,7 +228,9 @@ class IndexWriter:
         replies = await self._transactions.ask(("HGET", self._keys.members, worker_id))
         if replies is None or replies[0] != self._record or not self._set_keys:
             return
-        await self._transactions.run([*removal(self._keys, [worker_id]), ("UNLINK", *self._set_keys, *self._old_sets)])
+        await self._transactions.run(
+            [*removal(self._keys, [worker_id]), ("UNLINK", *self._all_keys(), *self._old_sets)]
+        )
         self.in_doubt = True
 
     # --- commands ---------------------------------------------------------------------------------------------------
@@ -217,12 +245,26 @@ class IndexWriter:
         size = self._settings.chunk
         return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
 
-    async def _fill(self, key: bytes, held: Sequence[IndexEntry], ttl_ms: int) -> bool:
-        """SADD in chunks, a few at a time, so that lookups run in between.
+    def _ends_commands(self, key: bytes, ends: Sequence[tuple[IndexEntry, int]]) -> list[Command]:
+        size = max(1, self._settings.chunk // 2)
+        parts = [ends[start : start + size] for start in range(0, len(ends), size)]
+        return [("HSET", key, *(word for entry, stop in part for word in (entry, stop))) for part in parts]
+
+    def _all_keys(self) -> list[bytes]:
+        """Return the keys of the sets, then the key of the ends, if there is one."""
+        return self._set_keys if self._ends_key is None else [*self._set_keys, self._ends_key]
+
+    def _sizes(self) -> list[Command]:
+        """Return the commands that read how many entries each of `_all_keys` has."""
+        sizes: list[Command] = [("SCARD", key) for key in self._set_keys]
+        return sizes if self._ends_key is None else [*sizes, ("HLEN", self._ends_key)]
+
+    async def _fill(self, key: bytes, chunks: Sequence[Command], ttl_ms: int) -> bool:
+        """Run the chunks, a few at a time, so that lookups run in between.
 
         Each chunk sets the TTL in its own MULTI: no set is ever without one, even if the worker dies.
         """
-        chunks, size = self._chunked("SADD", key, held), self._settings.chunks_in_flight
+        size = self._settings.chunks_in_flight
         for start in range(0, len(chunks), size):
             sent = [self._transactions.run([chunk, ("PEXPIRE", key, ttl_ms)]) for chunk in chunks[start : start + size]]
             if None in await asyncio.gather(*sent):

@@ -92,7 +92,7 @@ class Router:
     async def _decide(self, request: RouteRequest) -> tuple[Sequence[Candidate] | None, Decision]:
         """Return the candidates from the index, None without an answer, and the decision made with them."""
         begun_s = self._clock()
-        found = await self._index.lookup(request.hashes, request.model)
+        found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         found_s = self._clock()
         self._metrics.route_s.observe(found_s - begun_s, "lookup")
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken())
@@ -137,7 +137,7 @@ class Router:
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return how `place` would score each worker, and which it would choose. Places nothing."""
-        found = await self._index.lookup(request.hashes, request.model)
+        found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken(), dry_run=True)
         return {
             "policy": self.policy,
