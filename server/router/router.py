@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import msgspec
 
-from cache.records import Candidate, PrefixIndex
-from cache.types import GatewayId
+from cache.records import Candidate, PrefixIndex, WorkerMember
+from cache.types import GatewayId, WorkerIncarnation
 from server.metrics import GatewayMetrics
 from server.router.cost import WorkerView
 from server.router.decisions import DecisionLog
@@ -201,6 +201,7 @@ class Router:
             "matched_tokens": worker.matched_tokens,
             "index_tokens": worker.index_tokens,
             "pending_tokens": worker.pending_tokens,
+            "ends": worker.member.ends,
             "wait_s": worker.queue_s,
             "kv_wait_s": worker.kv_wait_s,
             "num_displaced": worker.num_displaced,
@@ -223,7 +224,10 @@ class Router:
         }
 
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
-        """Return the workers of the model. Without an answer of the index, match own recent placements."""
+        """Return the workers of the model. Without an answer of the index, match own recent placements.
+
+        They do not count at a worker with ends.
+        """
         candidates = self.fleet.candidates(request.model, found)
         if found is not None:
             self._answered_s = self._clock()
@@ -231,9 +235,13 @@ class Router:
         self._failed_s = self._clock()
         recent = self._recent.match(request.hashes)
         return [
-            Candidate(c.member, c.load, recent.get((c.member.worker_id, c.member.epoch), 0), c.load_age_s)
+            Candidate(c.member, c.load, 0 if c.member.ends else recent.get(_incarnation(c.member), 0), c.load_age_s)
             for c in candidates
         ]
+
+
+def _incarnation(member: WorkerMember) -> WorkerIncarnation:
+    return member.worker_id, member.epoch
 
 
 def _no_worker(decision: Decision) -> NoWorkerError:

@@ -52,13 +52,11 @@ class EngineBlocks:
         max_names: int,
         matches_requests: bool = False,
         drops_last_block: bool = False,
-        has_ends: bool = False,
     ) -> None:
         """`max_names` bounds the blocks that are remembered without being held; use a few times the pool.
 
         `matches_requests`: the engine's events carry no salt (SGLang), so `claim` assigns blocks to tenants.
         `drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP).
-        `has_ends`: its reader understands `Stops`. Otherwise nothing is published for a model with windows or states.
         """
         self._stopped: str | None = None
         self.engine_block_size = 1
@@ -69,7 +67,6 @@ class EngineBlocks:
         self._block_size = block_size
         self._holders = BlockHolders(RequestClaims(block_size, max_names) if matches_requests else None)
         self.tree = BlockTree(self._holders, max_names)
-        self._has_ends = has_ends
         self._groups = KvGroups(self.tree, drops_last_block=drops_last_block)
 
     @property
@@ -211,11 +208,9 @@ class EngineBlocks:
 
     def _apply_part(self, event: BlockStored | BlockRemoved) -> None:
         """Apply an event of a group next to the tree's."""
-        if not self._has_ends or self.matches_requests:
-            self._stop(event)
-        elif isinstance(event, BlockRemoved):
+        if isinstance(event, BlockRemoved) and not self.matches_requests:
             self._groups.remove(event)
-        elif not self._groups.store(event):
+        elif self.matches_requests or isinstance(event, BlockRemoved) or not self._groups.store(event):
             self._stop(event)
 
     def _take_events(self) -> list[BlockEvent]:

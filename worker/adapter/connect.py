@@ -93,7 +93,6 @@ async def _connect(
         max_names=max_names,
         matches_requests=api.kind == "sglang",
         drops_last_block=load.drops_last_block,
-        has_ends=True,
     )
     embedding_size = await api.embedding_size()
     source = None if embedding_size else await event_source(api, config)

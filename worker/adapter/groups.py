@@ -11,7 +11,7 @@ Source: vllm/v1/core/kv_cache_coordinator.py, single_type_kv_cache_manager.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -26,8 +26,8 @@ FULL_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attenti
 """Kinds of a group in which every block of a prefix is needed, and kept, in order."""
 _WINDOW_KINDS: Final = ("sliding_window", "sliding_window_mla")
 _STATE_KIND: Final = "mamba"
-_CHUNK_KIND: Final = "chunked_local_attention"
-"""Events do not carry the length of a chunk. So every block counts as needed: that promises less, never more."""
+_MAX_COPIED: Final = 100_000
+"""With more copies in a group, every event that could be a report counts as one."""
 _ALL: Final = 1 << 40
 """The run of a block if the group holds every block up to it."""
 
@@ -41,6 +41,8 @@ class KvGroup:
     """The blocks before an end that must be held, or `_ALL`."""
     is_state: bool
     held: set[EngineHash] = field(default_factory=set)
+    copied: set[EngineHash] = field(default_factory=set)
+    """Names that were stored while they were held. After a removal, a copy may be left that does not count."""
     before: dict[EngineHash, EngineHash] = field(default_factory=dict)
     """The name before each name, where the tree's blocks are longer than this group's."""
     nodes: dict[EngineHash, set[EngineHash]] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class KvGroup:
             return cls(size, -(-(window - 1) // size), False)
         if kind == _STATE_KIND:
             return cls(size, 1, True)
-        return cls(size, _ALL, False) if kind == _CHUNK_KIND or kind in FULL_KINDS[1:] else None
+        return cls(size, _ALL, False) if kind in FULL_KINDS[1:] else None
 
 
 class KvGroups:
@@ -77,6 +79,7 @@ class KvGroups:
         self._tree_group: int | None = None
         self._tree_block_size = 1
         self._has_lost_events = False
+        """Blocks may be held that do not count."""
         self._changed: dict[int, set[EngineHash]] = {}
         """The names to look at, by group."""
         self._sparse: list[tuple[KvGroup, Sequence[EngineHash]]] = []
@@ -105,9 +108,10 @@ class KvGroups:
     def is_tree(self, event: BlockStored | BlockRemoved) -> bool:
         """Return whether an event is of the tree's group: the first of full attention."""
         index = event.group_idx or 0
-        if isinstance(event, BlockStored) and self._tree_group is None and index not in self._groups:
-            is_first = event.kv_cache_spec_kind in FULL_KINDS[1:] or (event.kv_cache_spec_kind is None and index == 0)
-            self._tree_group = index if is_first else None
+        if isinstance(event, BlockStored) and self._tree_group is None and _is_full(event):
+            self._tree_group = index
+            self._groups.pop(index, None)
+            self._add_unknown(range(index))
         if index == self._tree_group and isinstance(event, BlockStored) and event.block_size > self._tree_block_size:
             self._tree_block_size = event.block_size
             self._look_at_all()
@@ -129,6 +133,7 @@ class KvGroups:
             names = self._without_report(group, names)
         changed = self._changed.setdefault(index, set())
         changed.update(names)
+        group.copied.update(group.held.intersection(names))
         group.held.update(names)
         if group.block_size < self._tree_block_size or self._tree_group is None:
             if is_whole:
@@ -143,12 +148,13 @@ class KvGroups:
         index = event.group_idx or 0
         group = self._groups.get(index)
         if group is None:
-            self._groups[index] = KvGroup.unknown()
-            self._look_at_all()
+            self._add_unknown([index] if index else [])
             return
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(event.block_hashes):
             counts = (0,) * len(event.block_hashes)
+        else:
+            group.copied.difference_update(event.block_hashes)
         gone = [name for name, num_left in zip(event.block_hashes, counts, strict=True) if not num_left]
         self._changed.setdefault(index, set()).update(gone)
         group.held.difference_update(gone)
@@ -156,7 +162,7 @@ class KvGroups:
     def clear(self) -> None:
         """Forget every block, and keep what is known of the groups."""
         for group in self._groups.values():
-            group.held, group.before, group.nodes = set(), {}, {}
+            group.held, group.copied, group.before, group.nodes = set(), set(), {}, {}
         self._changed, self._sparse = {}, []
         self._has_lost_events = False
 
@@ -205,6 +211,13 @@ class KvGroups:
                     look_at(child)
         return moved
 
+    def _add_unknown(self, indices: Iterable[int]) -> None:
+        """Add the groups that must exist, as the engine numbers its groups from 0."""
+        for index in indices:
+            if index not in self._groups:
+                self._groups[index] = KvGroup.unknown()
+                self._look_at_all()
+
     def _look_at_all(self) -> None:
         if self.is_needed:
             self._tree.place_all()
@@ -213,16 +226,15 @@ class KvGroups:
         """Return which names of an event that begins a prompt are held for sure.
 
         An engine may report again what a request reuses (`kv_cache_report_mode`). It then names every block of the
-        prefix, also those that this group does not hold. Such a report ends at an end.
+        prefix, also those that this group does not hold. It ends at an end, so the group holds the last ones.
         """
-        node = self._tree.get(names[-1])
-        if node is not None and node.root is not None:
-            proofs = _descendants(node, self.step) if self._drops_last_block else (node,)
-            if any(proof.stop == node.num_tokens for proof in proofs):
-                return ()
-        if not self._has_lost_events and (node is None or node.root is not None):
-            return names
-        return () if group.num_needed == _ALL else names[max(0, len(names) - group.num_needed) :]
+        last = names[max(0, len(names) - group.num_needed) :]
+        if len(group.copied) > _MAX_COPIED:
+            group.copied.clear()
+            self._has_lost_events = True
+        if self._has_lost_events or all(name in group.held or name in group.copied for name in last):
+            return last
+        return names
 
     def _link(self, group: KvGroup, names: Sequence[EngineHash]) -> None:
         """Note the order of names of adjacent blocks."""
@@ -299,6 +311,11 @@ class KvGroups:
             elif (run := runs.get(index, 0)) < _ALL and run < group.num_needed + margin // group.block_size:
                 return before
         return end
+
+
+def _is_full(event: BlockStored) -> bool:
+    """Return whether an event is of a group of full attention. Older engines have one group, and name no kind."""
+    return event.kv_cache_spec_kind in FULL_KINDS if not event.group_idx else event.kv_cache_spec_kind in FULL_KINDS[1:]
 
 
 def _descendants(node: Node, distance: int) -> Iterator[Node]:

@@ -21,6 +21,7 @@ async def test_the_measurements_measure_what_they_say() -> None:
                 assert result.lookup.p50_s > 0.0
             on_disk = await measure_lookup(url, client, 24, 128, "shared", num_rounds=2, on_disk="deep")
             assert on_disk.lookup.p50_s > 0.0
+            assert (await measure_lookup(url, client, 24, 128, "deep", num_rounds=2, has_ends=True)).lookup.p50_s > 0.0
             assert (await measure_decision(url, client, count=10)).p50_s > 0.0
             blocks_per_s, bytes_per_entry = await measure_publish(url, client)
             assert blocks_per_s > 0.0

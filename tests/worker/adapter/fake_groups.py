@@ -28,7 +28,7 @@ class Group:
     kind: str
     block_size: int
     length: int = 0
-    """The window, or a chunk, in tokens."""
+    """The window, in tokens."""
 
     @property
     def is_full(self) -> bool:
@@ -50,6 +50,9 @@ class GroupedEngine:
     events: list[Event] = field(default_factory=list)
     parted: set[tuple[int, int]] = field(default_factory=set)
     """Blocks of which one copy was removed and another is left: a reader that does not count misses them."""
+
+    has_doubtful_events: bool = False
+    """It has sent an event that could also be a report of blocks in use."""
 
     @cached_property
     def hash_size(self) -> int:
@@ -99,9 +102,6 @@ class GroupedEngine:
         if group.kind == "mamba":
             ends = [(at + 1) * size for at, is_held in enumerate(held) if is_held]
             return max((end for end in ends if end % self.step == 0), default=0)
-        if group.kind == "chunked_local_attention":
-            first = most // group.length * group.length // size
-            return next((at for at in range(first, len(held)) if not held[at]), max(first, len(held))) * size
         needed = group.num_needed(drops)
         for end in range(len(held), 0, -1):  # blocks up to the end of the run, of which the last may be dropped
             kept = end - drops
@@ -144,13 +144,17 @@ class GroupedEngine:
             for at in range(first, last)
             if self._keeps(group, at, len(prompt[1]), last - 1) and at * size + size > begin - max(1, group.length)
         ]
+        needed = 1 if group.kind == "mamba" else group.num_needed(False)
+        if not group.is_full and not first and len(kept) == last and len(kept) > needed:
+            known = [(index, name) in self.copies for name in kept[len(kept) - needed :]]
+            self.has_doubtful_events = self.has_doubtful_events or all(known)
         self._say_stored(index, prompt, first * size, last * size, kept)
         for name in kept:
             self.copies[index, name] = self.copies.get((index, name), 0) + 1
             self.parted.discard((index, name))
 
     def _keeps(self, group: Group, at: int, num_tokens: int, last: int) -> bool:
-        if group.is_full or group.kind == "chunked_local_attention":
+        if group.is_full:
             return True
         if group.kind == "mamba":
             return at == last
@@ -196,7 +200,7 @@ class GroupedEngine:
         self.events.append(BlockRemoved((block[1],), "GPU", block[0], counts))
 
     def reset(self) -> None:
-        self.copies, self.parted = {}, set()
+        self.copies, self.parted, self.has_doubtful_events = {}, set(), False
         self.events.append(AllBlocksCleared())
 
     def take_events(self) -> list[Event]:
