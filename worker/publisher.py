@@ -25,7 +25,7 @@ from typing import Final
 from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import EndsChange, IndexWriter, RegistryEntry, SetChange, WriterSettings
+from cache.redis_index import IndexWriter, RegistryEntry, SetChange, WriterSettings
 from cache.types import IndexEntry, Tier, TierName
 
 logger = logging.getLogger(__name__)
@@ -107,34 +107,42 @@ class Changes:
             self._pending[entry] = is_held
 
 
-class EndChanges:
-    """Where hits stop in a pool with ends, and how the published ends differ. Has one owner; not thread-safe."""
+class StopChanges:
+    """`Changes` of a pool with ends: the blocks, and where hits stop that match up to them."""
 
     def __init__(self) -> None:
         self.held: dict[IndexEntry, int] = {}
-        """For each block, after how many blocks a hit stops that matches up to it, if not 0."""
+        """For each block, after how many blocks a hit stops; parents first."""
         self._published: dict[IndexEntry, int] = {}
         self._pending: dict[IndexEntry, None] = {}
         """The entries that may differ."""
+
+    @property
+    def num_published(self) -> int:
+        return len(self._published)
 
     def apply(self, events: Sequence[BlockEvent]) -> None:
         """Apply events in order."""
         for event in events:
             entry = index_entry(event.block_hash)
-            if isinstance(event, Stops) and event.num_blocks:
-                self.held[entry] = event.num_blocks
-            elif isinstance(event, Stored) or self.held.pop(entry, None) is None:
-                continue
+            match event:
+                case Stored():
+                    self.held.setdefault(entry, 0)
+                case Stops(_, num_blocks):
+                    if entry in self.held:
+                        self.held[entry] = num_blocks
+                case Removed():
+                    self.held.pop(entry, None)
             self._pending[entry] = None
 
     def settle(self) -> None:
-        """Forget the differences: the published ends are those held."""
+        """Forget the differences: the published hash is what is held."""
         self._published = dict(self.held)
         self._pending = {}
 
-    def take(self, limit: int) -> EndsChange:
-        """Take the next changes, at most `limit`. They count as published."""
-        stored, removed = list[tuple[IndexEntry, int]](), list[IndexEntry]()
+    def take(self, limit: int) -> tuple[list[IndexEntry], list[IndexEntry], list[int]]:
+        """Take the next entries to store and to remove, at most `limit`, and the stops of the first."""
+        stored, removed, stops = list[IndexEntry](), list[IndexEntry](), list[int]()
         for entry in list(islice(self._pending, limit)):
             del self._pending[entry]
             stop = self.held.get(entry)
@@ -144,9 +152,10 @@ class EndChanges:
                 removed.append(entry)
                 del self._published[entry]
             else:
-                stored.append((entry, stop))
+                stored.append(entry)
+                stops.append(stop)
                 self._published[entry] = stop
-        return EndsChange(stored, removed, len(self._published))
+        return stored, removed, stops
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -196,7 +205,6 @@ class Publisher:
         self._writer = IndexWriter(url, member, writer_settings, count=count)
         self._count = count
         self._changes = _changes_of(member)
-        self._ends = EndChanges() if member.ends else None
         self._load = WorkerLoad()
         self.inbox = inbox
         self._pruned_s = 0.0
@@ -286,14 +294,11 @@ class Publisher:
             item = self.inbox.items.popleft()
             if isinstance(item, WorkerMember):
                 self._changes = _changes_of(item)
-                self._ends = EndChanges() if item.ends else None
                 self._writer.begin_epoch(item)
                 continue
             tier, events, load = item
             self._load = load or self._load
             self._changes[tier].apply(events)
-            if tier is None and self._ends is not None:
-                self._ends.apply(events)
 
     async def _publish(self) -> bool:
         """Bring the index up to date. False: it failed, retry soon."""
@@ -304,24 +309,27 @@ class Publisher:
                 return False
             self._rewritten_s = time.monotonic()
             held, *held_in_tiers = [list(changes.held) for changes in self._changes.values()]
-            all_ends = None if self._ends is None else dict(self._ends.held)
-            if not await self._writer.rewrite(held, self._load, held_in_tiers, all_ends):
+            of_pool = self._changes[None]
+            stops: Sequence[int] = list(of_pool.held.values()) if isinstance(of_pool, StopChanges) else ()
+            if not await self._writer.rewrite(held, self._load, held_in_tiers, stops):
                 return False
-            for changes in (*self._changes.values(), self._ends):
-                if changes is not None:
-                    changes.settle()
+            for changes in self._changes.values():
+                changes.settle()
             return True
         while True:
             room, taken = _MAX_BATCH, list[SetChange]()
+            stops = ()
             for changes in self._changes.values():
-                stored, removed = changes.take(room)
+                if isinstance(changes, StopChanges):
+                    stored, removed, stops = changes.take(room)
+                else:
+                    stored, removed = changes.take(room)
                 room -= len(stored) + len(removed)
                 taken.append(SetChange(stored, removed, changes.num_published))
             pool, *tiers = taken
-            ends = None if self._ends is None else self._ends.take(room)
-            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers, ends):
+            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers, stops):
                 return False
-            if not any(self._changes.values()) and not self._ends:
+            if not any(self._changes.values()):
                 return True
 
     async def _pause(self, minimum_s: float) -> None:
@@ -337,6 +345,7 @@ class Publisher:
                     await self.inbox.wake.wait()
 
 
-def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes]:
+def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes | StopChanges]:
     """Return empty `Changes` for the pool (None), then for each tier, in the order of the index."""
-    return {tier: Changes() for tier in (None, *member.tiers)}
+    pool: Changes | StopChanges = StopChanges() if member.ends else Changes()
+    return {None: pool} | {tier: Changes() for tier in member.tiers}

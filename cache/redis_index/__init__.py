@@ -12,11 +12,10 @@ from cache.redis_index.connection import ClientSettings, WriterSettings, check_u
 from cache.redis_index.lookup import ReaderSettings, RedisIndex
 from cache.redis_index.registry import RegistryEntry
 from cache.redis_index.schema import check_key_part
-from cache.redis_index.writer import EndsChange, IndexWriter, SetChange
+from cache.redis_index.writer import IndexWriter, SetChange
 
 __all__ = [
     "ClientSettings",
-    "EndsChange",
     "IndexWriter",
     "ReaderSettings",
     "RedisDownError",

@@ -226,7 +226,7 @@ class Shard:
             self.registry.warn_once(b"shards", f"{len(workers)} workers in one shard: configure more shards")
             del workers[MAX_WORKERS_PER_SHARD:]
         sets = [self._keys.pool(w.member, w.state.set_version) for w in workers]
-        with_ends = [at for at, w in enumerate(workers) if w.member.ends in schema.KNOWN_ENDS]
+        has_ends = [w.member.ends in schema.KNOWN_ENDS for w in workers]
         places = [[at] for at in range(len(workers))]
         links = []
         # All first tiers, then all second ones: the neighbour's answer is the search hint.
@@ -239,16 +239,16 @@ class Shard:
                     links.append(own[-1])
                     own.append(len(sets))
                     sets.append(self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.set_version, tier))
-        ends = [self._keys.ends(workers[at].member, workers[at].state.set_version) for at in with_ends]
-        keys = [self._keys.states, self._keys.version, *sets, *ends]
+        keys = [self._keys.states, self._keys.version, *sets]
         # Names cost more than unneeded states. But foreign values may be of any size and number.
         by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)
         guard = [SHORT_STATES] if self.registry.has_foreign_states else []
         ids = [*guard, *(w.member.worker_id for w in workers)] if by_name else [ALL_STATES]
-        packed = [b"".join(at.to_bytes(2, "big") for at in places) for places in (links, with_ends)]
-        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", *packed, *ids]
+        packed_links = b"".join(link.to_bytes(2, "big") for link in links)
+        ends = bytes(has_ends) if any(has_ends) else b""
+        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", packed_links, ends, *ids]
         head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the place for the hashes: no key has a zero byte
-        block_sizes = frozenset(workers[at].member.block_size for at in with_ends)
+        block_sizes = frozenset(w.member.block_size for w, has in zip(workers, has_ends, strict=True) if has)
         return _Query(tuple(workers), head, tail, tuple(links), tuple(tuple(own[1:]) for own in places), block_sizes)
 
     def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:

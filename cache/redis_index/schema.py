@@ -74,9 +74,8 @@ class Keys:
     {prefix:shard}:version    STRING, random, changes with `members`
     {prefix:shard}:b:<worker id>:<epoch>:<version>           SET of 8-byte entries of the pool, with a TTL
     {prefix:shard}:b:<worker id>:<epoch>:<version>:<tier>    the same of a store below it
-    {prefix:shard}:d:<worker id>:<epoch>:<version>           the same of a pool with ends, which older readers never see
-    {prefix:shard}:e:<worker id>:<epoch>:<version>           HASH, an entry of that pool -> where a hit stops that
-                                                             matches up to it, in blocks, if not at 0; with a TTL
+    {prefix:shard}:e:<worker id>:<epoch>:<version>           HASH of a pool with ends, with a TTL: an entry -> where a
+                                                             hit stops that matches up to it, in blocks
     """
 
     __slots__ = ("_tag", "members", "states", "version")
@@ -93,13 +92,9 @@ class Keys:
         return f"{self._tag}:b:{worker_id}:{epoch}:{version}{end}".encode()
 
     def pool(self, member: WorkerMember, version: int) -> bytes:
-        """Return the key of the pool's set, with or without ends."""
+        """Return the key of the pool's set, or of its hash if it has ends. Older readers never read the latter."""
         if member.ends not in KNOWN_ENDS:
             return self.blocks(member.worker_id, member.epoch, version)
-        return f"{self._tag}:d:{member.worker_id}:{member.epoch}:{version}".encode()
-
-    def ends(self, member: WorkerMember, version: int) -> bytes:
-        """Return the key of the pool's ends."""
         return f"{self._tag}:e:{member.worker_id}:{member.epoch}:{version}".encode()
 
 

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from cache.records import WorkerLoad, WorkerMember
@@ -42,16 +42,6 @@ class SetChange(NamedTuple):
     """Children first."""
     num_entries: int
     """The size of the set afterwards."""
-
-
-class EndsChange(NamedTuple):
-    """A change of the ends of a pool."""
-
-    stored: Sequence[tuple[IndexEntry, int]]
-    """Entries, each with the block at which a hit stops."""
-    removed: Sequence[IndexEntry]
-    num_entries: int
-    """The number of entries with an end afterwards."""
 
 
 class IndexWriter:
@@ -90,8 +80,6 @@ class IndexWriter:
         self._batch = 0
         self._set_keys: list[bytes] = []
         """The keys of the current version: the pool, then the tiers. Empty before the first rewrite."""
-        self._ends_key: bytes | None = None
-        """The key of its ends, if the member has any."""
         self._old_sets: deque[bytes] = deque(maxlen=_MAX_OLD_SETS)
         self._last_state: bytes | None = None
         self._offset_ms: float | None = None
@@ -118,12 +106,13 @@ class IndexWriter:
         load: WorkerLoad,
         num_entries: int,
         tiers: Sequence[SetChange] = (),
-        ends: EndsChange | None = None,
+        stops: Sequence[int] = (),
     ) -> bool:
         """Publish changes in one MULTI, and restore an entry that others have overwritten.
 
         `stored`, `removed` and `num_entries` are the pool's `SetChange`; `tiers` has one for each of the member's
-        tiers. `ends` comes if the member has ends. False: the sets are in doubt, and `rewrite` must follow.
+        tiers. `stops` are those of `stored` if the member has ends. False: the sets are in doubt, and `rewrite` must
+        follow.
         """
         assert not self.in_doubt
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
@@ -132,14 +121,10 @@ class IndexWriter:
         state = self._state(load, num_held)
         commands: list[Command] = [("HGET", self._keys.states, worker_id), ("HGET", self._keys.members, worker_id)]
         for key, change in zip(self._set_keys, changes, strict=True):
-            commands += self._chunked("SADD", key, change.stored)
-            commands += self._chunked("SREM", key, change.removed)
+            is_hash = self._has_ends and change is changes[0]
+            commands += self._stored(key, change.stored, stops if is_hash else None)
+            commands += self._chunked("HDEL" if is_hash else "SREM", key, change.removed)
             commands.append(("PEXPIRE", key, ttl_ms))
-        if ends is not None and self._ends_key is not None:
-            commands += self._ends_commands(self._ends_key, ends.stored)
-            commands += self._chunked("HDEL", self._ends_key, ends.removed)
-            commands.append(("PEXPIRE", self._ends_key, ttl_ms))
-            num_held.append(ends.num_entries)
         commands.append(("HSET", self._keys.states, worker_id, state))
         commands += self._sizes()
         commands.append(("TIME",))
@@ -175,16 +160,17 @@ class IndexWriter:
         held: Sequence[IndexEntry],
         load: WorkerLoad,
         tiers: Sequence[Sequence[IndexEntry]] = (),
-        ends: Mapping[IndexEntry, int] | None = None,
+        stops: Sequence[int] = (),
     ) -> bool:
         """Write a new version of all sets, parents first, and switch to it. False: try again later.
 
-        `held` is the pool's; `tiers` has what each of the member's tiers holds. `ends` comes if the member has ends.
+        `held` is the pool's; `tiers` has what each of the member's tiers holds. `stops` are those of
+        `held` if the member has ends.
         """
         replies = await self._transactions.ask(("TIME",))
         if replies is None or not self._take_clock(replies[0]):
             return False
-        self._old_sets.extend(self._all_keys())
+        self._old_sets.extend(self._set_keys)
         # After a failure, choose an unpredictable one: another process may own this key.
         self._set_version += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
@@ -192,23 +178,19 @@ class IndexWriter:
         self._set_keys = [self._keys.pool(self.member, self._set_version)]
         for tier in self.member.tiers:
             self._set_keys.append(self._keys.blocks(worker_id, self.member.epoch, self._set_version, tier))
-        self._ends_key = None if ends is None else self._keys.ends(self.member, self._set_version)
         num_held = []
         for key, entries in zip(self._set_keys, (held, *tiers), strict=True):
-            if not await self._fill(key, self._chunked("SADD", key, entries), ttl_ms):
+            is_hash = self._has_ends and key is self._set_keys[0]
+            if not await self._fill(key, self._stored(key, entries, stops if is_hash else None), ttl_ms):
                 return False
             num_held.append(len(entries))
         state = self._state(load, num_held)
-        if ends is not None and self._ends_key is not None:
-            if not await self._fill(self._ends_key, self._ends_commands(self._ends_key, list(ends.items())), ttl_ms):
-                return False
-            num_held.append(len(ends))
         unlink: list[Command] = [("UNLINK", *self._old_sets)] if self._old_sets else []
         replies = await self._transactions.run(
             [
                 *self._registration(),
                 ("HSET", self._keys.states, worker_id, state),
-                *(("PEXPIRE", key, ttl_ms) for key in self._all_keys()),
+                *(("PEXPIRE", key, ttl_ms) for key in self._set_keys),
                 *unlink,
                 *self._sizes(),
                 ("TIME",),
@@ -228,9 +210,7 @@ class IndexWriter:
         replies = await self._transactions.ask(("HGET", self._keys.members, worker_id))
         if replies is None or replies[0] != self._record or not self._set_keys:
             return
-        await self._transactions.run(
-            [*removal(self._keys, [worker_id]), ("UNLINK", *self._all_keys(), *self._old_sets)]
-        )
+        await self._transactions.run([*removal(self._keys, [worker_id]), ("UNLINK", *self._set_keys, *self._old_sets)])
         self.in_doubt = True
 
     # --- commands ---------------------------------------------------------------------------------------------------
@@ -245,19 +225,23 @@ class IndexWriter:
         size = self._settings.chunk
         return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
 
-    def _ends_commands(self, key: bytes, ends: Sequence[tuple[IndexEntry, int]]) -> list[Command]:
-        size = max(1, self._settings.chunk // 2)
-        parts = [ends[start : start + size] for start in range(0, len(ends), size)]
-        return [("HSET", key, *(word for entry, stop in part for word in (entry, stop))) for part in parts]
+    def _stored(self, key: bytes, entries: Sequence[IndexEntry], stops: Sequence[int] | None) -> list[Command]:
+        """Return the commands that store entries in a set, or with their `stops` in a hash."""
+        if stops is None:
+            return self._chunked("SADD", key, entries)
+        size = self._settings.chunk
+        pairs = list(zip(entries, stops, strict=True))
+        parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        return [("HSET", key, *(word for pair in part for word in pair)) for part in parts]
 
-    def _all_keys(self) -> list[bytes]:
-        """Return the keys of the sets, then the key of the ends, if there is one."""
-        return self._set_keys if self._ends_key is None else [*self._set_keys, self._ends_key]
+    @property
+    def _has_ends(self) -> bool:
+        return self.member.ends in schema.KNOWN_ENDS
 
     def _sizes(self) -> list[Command]:
-        """Return the commands that read how many entries each of `_all_keys` has."""
+        """Return the commands that read how many entries each of `_set_keys` has."""
         sizes: list[Command] = [("SCARD", key) for key in self._set_keys]
-        return sizes if self._ends_key is None else [*sizes, ("HLEN", self._ends_key)]
+        return [("HLEN", self._set_keys[0]), *sizes[1:]] if self._has_ends else sizes
 
     async def _fill(self, key: bytes, chunks: Sequence[Command], ttl_ms: int) -> bool:
         """Run the chunks, a few at a time, so that lookups run in between.

@@ -24,7 +24,7 @@ from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.waiting import HANG_S
-from worker.publisher import Changes, EndChanges, Publisher, PublisherInbox, PublisherSettings
+from worker.publisher import Changes, Publisher, PublisherInbox, PublisherSettings, StopChanges
 
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
 
@@ -293,25 +293,27 @@ async def test_a_worker_without_redis_reports_a_problem() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3), st.integers(0, 4))))
-def test_taken_changes_of_ends_lead_to_what_is_held(steps: list[tuple[int, int, int]]) -> None:
+def test_taken_changes_of_stops_lead_to_what_is_held(steps: list[tuple[int, int, int]]) -> None:
     """`steps`: a block, where a hit stops at it (-1: the block is removed), and how many changes are taken after it."""
-    hashes, changes = [BlockHash(bytes([n]) * 16) for n in range(6)], EndChanges()
+    hashes, changes = [BlockHash(bytes([n]) * 16) for n in range(6)], StopChanges()
     held: dict[bytes, int] = {}
     published: dict[bytes, int] = {}
 
     def take(limit: int) -> None:
-        taken = changes.take(limit)
-        published.update(taken.stored)
-        for entry in taken.removed:
+        stored, removed, stops = changes.take(limit)
+        published.update(zip(stored, stops, strict=True))
+        for entry in removed:
             del published[entry]
-        assert taken.num_entries == len(published)
+        assert changes.num_published == len(published)
 
     for block, stop, limit in steps:
-        event = Removed(hashes[block]) if stop < 0 else Stops(hashes[block], stop)
-        changes.apply([Stored(hashes[block]), event])
-        held.pop(index_entry(hashes[block]), None)
-        if stop > 0:
-            held[index_entry(hashes[block])] = stop
+        entry = index_entry(hashes[block])
+        if stop < 0:
+            changes.apply([Removed(hashes[block])])
+            held.pop(entry, None)
+        else:
+            changes.apply([Stored(hashes[block]), Stops(hashes[block], stop)])
+            held[entry] = stop
         take(limit)
     take(100)
     assert published == changes.held == held

@@ -108,10 +108,11 @@ async def populate(
         for tier, kind in tiers:
             held = [index_entry(h) for h in hashes[: depth(kind, number, len(hashes), num_workers, rng)]]
             key = keys.pool(member, 1) if tier is None else keys.blocks(member.worker_id, member.epoch, 1, tier)
-            ends = [word for at, entry in enumerate(held, 1) if at >= STEP for word in (entry, at - at % STEP)]
             if has_ends:
+                stops = [word for at, entry in enumerate(held, 1) for word in (entry, at - at % STEP)]
                 others = [word for entry in entries(OTHER_ENDS) for word in (entry, 100)]
-                await client.call(("HSET", keys.ends(member, 1), *ends, *others), timeout_s=30)
+                await client.call(("HSET", key, *stops, *others), timeout_s=30)
+                continue
             await client.call(("SADD", key, *held, *entries(OTHER_BLOCKS)), timeout_s=30)
         await client.call(
             ("HSET", keys.members, member.worker_id, SIGNER.sign_member(member.worker_id, encode_member(member))),

@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import EndsChange, IndexWriter, RedisIndex
-from cache.types import BlockHash, IndexEntry
+from cache.redis_index import IndexWriter, RedisIndex
+from cache.types import BlockHash
 from tests.cache.redis_index.index_parts import EAGER, LASTING, becomes, chain, entries, linked, matches, member
 from tests.redis_server import RedisServer
 from tests.waiting import until
 
-POOL_KEY = "{headstart:0}:d:w0:epoch-of-w0:1"
-ENDS_KEY = "{headstart:0}:e:w0:epoch-of-w0:1"
+POOL_KEY = "{headstart:0}:e:w0:epoch-of-w0:1"
 SIZE = 16
 
 
@@ -23,15 +22,9 @@ def with_ends(name: str = "w0", ends: str = "exact") -> WorkerMember:
     return replace(member(name), ends=ends)
 
 
-def stops(hashes: list[BlockHash], ends: set[int]) -> dict[IndexEntry, int]:
-    """Return the last end at or before each block, if there is one."""
-    last = 0
-    found: dict[IndexEntry, int] = {}
-    for at, entry in enumerate(entries(hashes), 1):
-        last = at if at in ends else last
-        if last:
-            found[entry] = last
-    return found
+def stops(hashes: list[BlockHash], ends: set[int]) -> list[int]:
+    """Return the last end at or before each block, or 0."""
+    return [max((end for end in ends if end <= at), default=0) for at in range(1, len(hashes) + 1)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -42,7 +35,7 @@ async def test_a_match_stops_at_its_last_end(redis_server: RedisServer, seed: in
     members += [replace(member(f"x{n}"), tiers=("disk",)) for n in range(3)]
     prompts = [chain(rng.choice([0, 1, 2, 17, 64])) for _ in range(30)]
     held: dict[str, list[BlockHash]] = {m.worker_id: [] for m in members}
-    ends: dict[str, dict[IndexEntry, int]] = {m.worker_id: {} for m in members}
+    ends: dict[str, list[int]] = {m.worker_id: [] for m in members}
     expected: list[dict[str, int]] = []
     whole: list[dict[str, int]] = []
     for hashes in prompts:
@@ -54,7 +47,7 @@ async def test_a_match_stops_at_its_last_end(redis_server: RedisServer, seed: in
             held[m.worker_id] += hashes[:length]
             some = {at for at in range(1, length + 1) if rng.random() < 0.3} if m.ends else set(range(length + 1))
             if m.ends:
-                ends[m.worker_id] |= stops(hashes[:length], some)
+                ends[m.worker_id] += stops(hashes[:length], some)
             expected[-1][m.worker_id] = max((at for at in some if at <= length), default=0)
             most = length if length < len(hashes) or not m.ends else length - 1
             whole[-1][m.worker_id] = max((at for at in some if at <= most), default=0)
@@ -64,8 +57,7 @@ async def test_a_match_stops_at_its_last_end(redis_server: RedisServer, seed: in
         for writer in writers:
             own = writer.member.worker_id
             tiers = [entries(hashes) for hashes in prompts[:1]] if writer.member.tiers else []
-            ended = ends[own] if writer.member.ends else None
-            assert await writer.rewrite(entries(held[own]), WorkerLoad(), tiers, ended)
+            assert await writer.rewrite(entries(held[own]), WorkerLoad(), tiers, ends[own])
         await until(becomes(index, [], {m.worker_id: 0 for m in members}))
         for hashes, found, of_whole in zip(prompts, expected, whole, strict=True):
             assert await matches(index, hashes) == found
@@ -81,8 +73,8 @@ async def test_older_readers_see_no_block_of_such_a_pool(redis_server: RedisServ
     writer = IndexWriter(redis_server.url, with_ends(), LASTING)
     async with linked(writer):
         assert await writer.rewrite(entries(hashes), WorkerLoad(), (), stops(hashes, {2}))
-        assert redis_server.command("EXISTS", POOL_KEY, ENDS_KEY) == b":2\r\n"
-        assert redis_server.command("EXISTS", POOL_KEY.replace(":d:", ":b:")) == b":0\r\n"
+        assert redis_server.command("EXISTS", POOL_KEY) == b":1\r\n"
+        assert redis_server.command("EXISTS", POOL_KEY.replace(":e:", ":b:")) == b":0\r\n"
 
 
 async def test_an_unknown_kind_of_ends_is_no_match(redis_server: RedisServer) -> None:
@@ -104,13 +96,14 @@ async def test_changes_of_ends_are_published(redis_server: RedisServer) -> None:
     async with linked(writer, index):
         assert await writer.rewrite(entry[:4], WorkerLoad(), (), stops(hashes[:4], {2}))
         await until(becomes(index, hashes, {"w0": 2}))
-        more = EndsChange([(entry[4], 5), (entry[5], 5)], [], 5)
-        assert await writer.publish(entry[4:], [], WorkerLoad(), 6, (), more)
+        assert await writer.publish(entry[4:], [], WorkerLoad(), 6, (), [5, 5])
         assert await matches(index, hashes) == {"w0": 5}
-        assert await writer.publish([], [], WorkerLoad(), 6, (), EndsChange([(entry[5], 2)], [entry[4]], 4))
+        assert await writer.publish(entry[4:], [], WorkerLoad(), 6, (), [0, 2])
         assert await matches(index, hashes) == {"w0": 2}
         assert await matches(index, hashes[:5]) == {"w0": 0}
-        assert int(redis_server.command("PTTL", ENDS_KEY)[1:]) > 0
+        assert await writer.publish([], entry[3:], WorkerLoad(), 3, (), [])
+        assert await matches(index, hashes) == {"w0": 2}
+        assert int(redis_server.command("PTTL", POOL_KEY)[1:]) > 0
 
 
 async def test_lost_ends_are_written_again(redis_server: RedisServer) -> None:
@@ -119,9 +112,9 @@ async def test_lost_ends_are_written_again(redis_server: RedisServer) -> None:
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad(), (), stops(hashes, {2}))
         await until(becomes(index, hashes, {"w0": 2}))
-        redis_server.command("DEL", ENDS_KEY)
+        redis_server.command("DEL", POOL_KEY)
         assert await matches(index, hashes) == {"w0": 0}
-        assert not await writer.publish([], [], WorkerLoad(), 4, (), EndsChange([], [], 3))
+        assert not await writer.publish([], [], WorkerLoad(), 4)
         assert await writer.rewrite(entries(hashes), WorkerLoad(), (), stops(hashes, {2}))
         await until(becomes(index, hashes, {"w0": 2}))
         assert redis_server.command("EXISTS", POOL_KEY) == b":0\r\n", "the old version is unlinked"
@@ -134,10 +127,10 @@ async def test_a_foreign_end_is_never_beyond_the_match(redis_server: RedisServer
     async with linked(writer, index):
         assert await writer.rewrite(entries(hashes), WorkerLoad(), (), stops(hashes, {2}))
         await until(becomes(index, hashes, {"w0": 2}))
-        redis_server.command("HSET", ENDS_KEY, entries(hashes)[3], value)
+        redis_server.command("HSET", POOL_KEY, entries(hashes)[3], value)
         assert await matches(index, hashes) in ({"w0": 0}, {"w0": 2})
-        redis_server.command("DEL", ENDS_KEY)
-        redis_server.command("SET", ENDS_KEY, value)
+        redis_server.command("DEL", POOL_KEY)
+        redis_server.command("SET", POOL_KEY, value)
         assert await matches(index, hashes) == {"w0": 0}
 
 
