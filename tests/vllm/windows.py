@@ -18,6 +18,9 @@ def write_model(folder: Path) -> Path:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     write_tiny_model(folder)
+    path = folder / "tokenizer_config.json"
+    # Without the class, transformers takes Gemma's tokenizer for a model of this type.
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     config = Gemma3TextConfig(
         vocab_size=vocab_size,
