@@ -108,6 +108,11 @@ class BlockTree:
             each.hashes = each.tail = ()
             self._set_held(each, was_held)
 
+    @property
+    def has_placed(self) -> bool:
+        """True once it keeps the nodes that are placed, for `take_placed`."""
+        return self._placed is not None
+
     def place_all(self) -> None:
         """Count every node as placed, and later also those of new events."""
         self._placed = set(self._nodes.values())

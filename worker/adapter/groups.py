@@ -28,6 +28,8 @@ _WINDOW_KINDS: Final = ("sliding_window", "sliding_window_mla")
 _STATE_KIND: Final = "mamba"
 _MAX_COPIED: Final = 100_000
 """With more copies in a group, every event that could be a report counts as one."""
+_MAX_STEP: Final = 1 << 13
+"""With a longer step between ends, no end is published: no engine has block sizes that differ so much."""
 _ALL: Final = 1 << 40
 """The run of a block if the group holds every block up to it."""
 
@@ -84,7 +86,8 @@ class KvGroups:
         """The names to look at, by group."""
         self._sparse: list[tuple[KvGroup, Sequence[EngineHash]]] = []
         """The names of events that leave out blocks, to be placed when the tree has the batch."""
-        self._look_at_all()
+        self._has_new_rule = False
+        """A group or a block size is new: every node is looked at."""
 
     @property
     def is_needed(self) -> bool:
@@ -109,12 +112,15 @@ class KvGroups:
         """Return whether an event is of the tree's group: the first of full attention."""
         index = event.group_idx or 0
         if isinstance(event, BlockStored) and self._tree_group is None and _is_full(event):
-            self._tree_group = index
-            self._groups.pop(index, None)
-            self._add_unknown(range(index))
+            group = self._groups.get(index)
+            if group is None or group.is_unknown:
+                self._tree_group = index
+                self._groups.pop(index, None)
+                self._changed.pop(index, None)
+                self._add_unknown(range(index))
         if index == self._tree_group and isinstance(event, BlockStored) and event.block_size > self._tree_block_size:
             self._tree_block_size = event.block_size
-            self._look_at_all()
+            self._has_new_rule = True
         return index == self._tree_group and (isinstance(event, BlockRemoved) or event.kv_cache_spec_kind in FULL_KINDS)
 
     def store(self, event: BlockStored) -> bool:
@@ -126,7 +132,7 @@ class KvGroups:
             if group is None or index == self._tree_group:
                 return False
             self._groups[index] = group
-            self._look_at_all()
+            self._has_new_rule = True
         names: Sequence[EngineHash] = event.block_hashes
         is_whole = len(names) * event.block_size == len(event.token_ids)
         if is_whole and event.parent_block_hash is None and names:
@@ -170,11 +176,14 @@ class KvGroups:
         """Count no block as held, because events were lost."""
         self.clear()
         self._has_lost_events = True
-        self._look_at_all()
+        self._has_new_rule = True
 
     def settle(self) -> list[Node]:
         """Bring the stops up to date after a batch. Return the nodes whose stop has changed."""
         self._link_sparse()
+        if self._has_new_rule or not self._tree.has_placed:
+            self._has_new_rule = False
+            self._tree.place_all()
         queue: list[tuple[int, int, Node]] = []
         queued: set[Node] = set()
 
@@ -201,7 +210,7 @@ class KvGroups:
             _, _, node = heappop(queue)
             self._tree.num_walked += 1
             if self._update_runs(node, margin):
-                for later in _descendants(node, step):
+                for later in _descendants(node, min(step, _MAX_STEP)):
                     look_at(later)
             stop = self._stop(node, step, margin)
             if stop != node.stop:
@@ -216,11 +225,7 @@ class KvGroups:
         for index in indices:
             if index not in self._groups:
                 self._groups[index] = KvGroup.unknown()
-                self._look_at_all()
-
-    def _look_at_all(self) -> None:
-        if self.is_needed:
-            self._tree.place_all()
+                self._has_new_rule = True
 
     def _without_report(self, group: KvGroup, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
         """Return which names of an event that begins a prompt are held for sure.
@@ -298,7 +303,7 @@ class KvGroups:
         """Return the last end at or before a node."""
         end = node.num_tokens - margin
         before = 0 if node.parent is None else node.parent.stop
-        if end <= 0 or end % step:
+        if end <= 0 or end % step or step > _MAX_STEP:
             return before
         runs = node.runs or {}
         for index, group in self._groups.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ from cache.types import BlockHash
 from tests.worker.adapter.fake_blocks import OTHER, ROOT
 from tests.worker.adapter.fake_groups import Group, GroupedEngine, Prompt
 from worker.adapter.blocks import EngineBlocks
+from worker.adapter.kv_events import BlockRemoved, BlockStored, Event
 
 FULL, MLA = Group("full_attention", 2), Group("mla_attention", 2)
 WINDOW = Group("sliding_window", 2, 5)
@@ -169,6 +171,41 @@ def test_an_engine_that_drops_the_last_block(layout: str) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 def test_any_block_size_of_the_index(block_size: int) -> None:
     run("windows first", block_size, is_complete=block_size == 1)
+
+
+@pytest.mark.parametrize("eagle", [False, True])
+def test_events_that_no_engine_sends(eagle: bool) -> None:
+    """Whatever comes, the published blocks and stops are those that a new epoch would publish."""
+    rng = random.Random(eagle)
+    for _ in range(20):
+        blocks = EngineBlocks(rng.choice((1, 2, 3)), max_names=20, drops_last_block=eagle)
+        published: dict[BlockHash, int] = {}
+        for _ in range(40):
+            applied = blocks.apply([chaotic_event(rng) for _ in range(rng.randrange(1, 8))])
+            if applied.cleared:
+                published = {}
+            for event in [*applied.events, *(blocks.forget_held() if rng.random() < 0.05 else ())]:
+                if isinstance(event, Removed):
+                    del published[event.block_hash]
+                else:
+                    published[event.block_hash] = event.num_blocks if isinstance(event, Stops) else 0
+            again: dict[BlockHash, int] = {}
+            for event in blocks.visible_events():
+                again[event.block_hash] = event.num_blocks if isinstance(event, Stops) else 0
+            assert again == published
+
+
+def chaotic_event(rng: random.Random) -> Event:
+    names = tuple(rng.randrange(8) for _ in range(rng.randrange(1, 6)))
+    group = rng.randrange(4)
+    if rng.random() < 0.3:
+        return BlockRemoved(names, "GPU", group, rng.choice((None, tuple(rng.randrange(2) for _ in names))))
+    kind = rng.choice(("full_attention", "full_attention", "sliding_window", "mamba")) if group else "full_attention"
+    size = rng.choice((2, 2, 2, 4, 3))
+    tokens = tuple(rng.randrange(2) for _ in range(size * len(names) + rng.choice((0, 0, size))))
+    salts = (rng.choice(((ROOT.hex(),), None)), *(None for _ in names[1:]))
+    parent = rng.choice((None, names[0], rng.randrange(8)))
+    return BlockStored(names, parent, tokens, size, None, "GPU", None, salts, group, kind, rng.choice((None, 1, 5)))
 
 
 @pytest.mark.deep
