@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Final
 
 from tests.tiny_model import write_tiny_model
 from tests.vllm.engines import Options
 
-WINDOW = 64
-NUM_BLOCKS = 110
+WINDOW: Final = 64
+NUM_BLOCKS: Final = 200
+"""Too few for all prompts of the test, in four groups."""
 
 
 def write_model(folder: Path) -> Path:
