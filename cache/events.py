@@ -25,4 +25,15 @@ class Removed:
     block_hash: BlockHash
 
 
-BlockEvent = Stored | Removed
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """A hit that matches a prompt up to `block_hash`, and no further, stops after `num_blocks` blocks.
+
+    Only pools send it in which a hit may stop before the end of a match. A stored block starts with 0.
+    """
+
+    block_hash: BlockHash
+    num_blocks: int
+
+
+BlockEvent = Stored | Removed | Stops

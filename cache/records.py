@@ -95,6 +95,11 @@ class WorkerMember:
     """Digest of the engine's own ids of `worker.common.chat_probes`; empty if it is not known."""
     media: tuple[str, ...] = ()
     """Kinds of parts that its engine's chats, Messages and Responses take next to text: "image", or none."""
+    ends: Annotated[str, Literal["", "exact", "inexact"]] = ""
+    """Set if a hit may stop before the end of a match: its model keeps only windows or states of some layers.
+
+    "inexact": no engine has confirmed the rule. A worker with an unknown value seems to hold no block.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     member: WorkerMember
     load: WorkerLoad
     matched_blocks: int
-    """Length of the prompt's prefix in the worker's pool, in blocks."""
+    """Length of the prompt's prefix in the worker's pool, in blocks, up to the last end if it has ends."""
     load_age_s: float = 0.0
     tier_blocks: tuple[int, ...] = ()
     """For each of `member.tiers`, the length of the prefix in the pool and all tiers up to it."""
@@ -150,8 +155,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 class PrefixIndex(Protocol):
     """The reader's side of the shared index."""
 
-    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+    async def lookup(
+        self, hashes: Sequence[BlockHash], model: str | None = None, num_tokens: int = 0
+    ) -> list[Candidate] | None:
         """Return every live worker (of `model`, if given) with its match, in one round trip.
 
+        `num_tokens`: the whole prompt, if known. Its last token is always computed, so a hit stops before it.
         None after the deadline or any error.
         """

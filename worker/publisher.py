@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from cache.events import BlockEvent, Removed, Stored
+from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, RegistryEntry, SetChange, WriterSettings
@@ -105,6 +105,60 @@ class Changes:
         """Drop the opposite change if it is pending, else note this one."""
         if self._pending.pop(entry, is_held) == is_held:
             self._pending[entry] = is_held
+
+
+class StopChanges:
+    """`Changes` of a pool with ends: the blocks, and where hits stop that match up to them."""
+
+    def __init__(self) -> None:
+        self.held: dict[IndexEntry, int] = {}
+        """For each block, after how many blocks a hit stops; parents first."""
+        self._published: dict[IndexEntry, int] = {}
+        self._pending: dict[IndexEntry, None] = {}
+        """The entries that may differ."""
+
+    @property
+    def num_published(self) -> int:
+        return len(self._published)
+
+    def apply(self, events: Sequence[BlockEvent]) -> None:
+        """Apply events in order."""
+        for event in events:
+            entry = index_entry(event.block_hash)
+            match event:
+                case Stored():
+                    self.held.setdefault(entry, 0)
+                case Stops(_, num_blocks):
+                    if entry in self.held:
+                        self.held[entry] = num_blocks
+                case Removed():
+                    self.held.pop(entry, None)
+            self._pending[entry] = None
+
+    def settle(self) -> None:
+        """Forget the differences: the published hash is what is held."""
+        self._published = dict(self.held)
+        self._pending = {}
+
+    def take(self, limit: int) -> tuple[list[IndexEntry], list[IndexEntry], list[int]]:
+        """Take the next entries to store and to remove, at most `limit`, and the stops of the first."""
+        stored, removed, stops = list[IndexEntry](), list[IndexEntry](), list[int]()
+        for entry in list(islice(self._pending, limit)):
+            del self._pending[entry]
+            stop = self.held.get(entry)
+            if stop == self._published.get(entry):
+                continue
+            if stop is None:
+                removed.append(entry)
+                del self._published[entry]
+            else:
+                stored.append(entry)
+                stops.append(stop)
+                self._published[entry] = stop
+        return stored, removed, stops
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
 
 
 class PublisherInbox:
@@ -255,19 +309,25 @@ class Publisher:
                 return False
             self._rewritten_s = time.monotonic()
             held, *held_in_tiers = [list(changes.held) for changes in self._changes.values()]
-            if not await self._writer.rewrite(held, self._load, held_in_tiers):
+            of_pool = self._changes[None]
+            stops: Sequence[int] = list(of_pool.held.values()) if isinstance(of_pool, StopChanges) else ()
+            if not await self._writer.rewrite(held, self._load, held_in_tiers, stops):
                 return False
             for changes in self._changes.values():
                 changes.settle()
             return True
         while True:
             room, taken = _MAX_BATCH, list[SetChange]()
+            stops = ()
             for changes in self._changes.values():
-                stored, removed = changes.take(room)
+                if isinstance(changes, StopChanges):
+                    stored, removed, stops = changes.take(room)
+                else:
+                    stored, removed = changes.take(room)
                 room -= len(stored) + len(removed)
                 taken.append(SetChange(stored, removed, changes.num_published))
             pool, *tiers = taken
-            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers):
+            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers, stops):
                 return False
             if not any(self._changes.values()):
                 return True
@@ -285,6 +345,7 @@ class Publisher:
                     await self.inbox.wake.wait()
 
 
-def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes]:
+def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes | StopChanges]:
     """Return empty `Changes` for the pool (None), then for each tier, in the order of the index."""
-    return {tier: Changes() for tier in (None, *member.tiers)}
+    pool: Changes | StopChanges = StopChanges() if member.ends else Changes()
+    return {None: pool} | {tier: Changes() for tier in member.tiers}

@@ -17,6 +17,7 @@ from benchmarks.dev.index_load.lookups import (
     measure_changed,
     measure_decision,
     measure_during_rewrite,
+    measure_ends,
     measure_lookup,
     measure_throughput,
 )
@@ -35,6 +36,7 @@ async def measure(url: str) -> list[Figure]:
     async with running(client):
         listed = await _lookup_figures(url, client)
         on_disk = (await measure_lookup(url, client, 64, 512, "shared", on_disk="deep")).lookup
+        ends = max([await measure_ends(url, client, pattern) for pattern in PATTERNS])
         changed = await measure_changed(url, client)
         decision = (await measure_decision(url, client)).whole
         decisions = await _decision_figures(url, client)
@@ -47,6 +49,7 @@ async def measure(url: str) -> list[Figure]:
         await redis_py_client.aclose()
     listed += [
         Figure("lookup_64x512_disk_p50_s", on_disk.p50_s, "s", "shared in the pools, and deep on all 64 disks"),
+        Figure("lookup_64x512_ends_over_plain", ends, "x", "all 64 workers with ends, the worst of four", "<= 1.3"),
         Figure("lookup_64x512_changed_p50_s", changed.p50_s, "s", "all 64 signed states new since the last lookup"),
         Figure("decision_p50_s", decision.p50_s, "s", "hash 4,096 tokens, look up, choose among 64", "<= 0.0015"),
         Figure("decision_p99_s", decision.p99_s, "s"),

@@ -81,7 +81,9 @@ class RedisIndex:
                 group.create_task(shard.client.run())
                 group.create_task(shard.probe())
 
-    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+    async def lookup(
+        self, hashes: Sequence[BlockHash], model: str | None = None, num_tokens: int = 0
+    ) -> list[Candidate] | None:
         """See `PrefixIndex`. Read the shards in parallel; those that fail contribute no candidate."""
         blob = b"".join(hashes[:MAX_BLOCKS])
         assert len(blob) % HASH_BYTES == 0
@@ -89,8 +91,8 @@ class RedisIndex:
         if len(open_shards) < len(self._shards):
             self._count("skipped")
         if len(open_shards) == 1:
-            return await open_shards[0].lookup_in_time(blob, model)
-        answers = await asyncio.gather(*(shard.lookup_in_time(blob, model) for shard in open_shards))
+            return await open_shards[0].lookup_in_time(blob, model, num_tokens)
+        answers = await asyncio.gather(*(shard.lookup_in_time(blob, model, num_tokens) for shard in open_shards))
         answered = [answer for answer in answers if answer is not None]
         return [candidate for answer in answered for candidate in answer] if answered else None
 
@@ -123,6 +125,8 @@ class _Query:
     """For each set of a tier, the index of the match that it continues."""
     places: tuple[tuple[int, ...], ...]
     """For each worker, the indices of its tiers' matches."""
+    block_sizes: frozenset[int]
+    """Those of the workers with ends."""
 
     def split(self, matches: list[int], num_blocks: int) -> tuple[list[int], Sequence[tuple[int, ...]]]:
         """Return each worker's match in its pool, and those in its tiers. A bad reply may raise anything."""
@@ -160,11 +164,11 @@ class Shard:
 
     # --- lookup -----------------------------------------------------------------------------------------------------
 
-    async def lookup_in_time(self, blob: bytes, model: str | None) -> list[Candidate] | None:
+    async def lookup_in_time(self, blob: bytes, model: str | None, num_tokens: int = 0) -> list[Candidate] | None:
         """Look up within the deadline, or return None and count a failure."""
         try:
             async with asyncio.timeout(self._settings.deadline_s):
-                candidates = await self.lookup(blob, model)
+                candidates = await self.lookup(blob, model, num_tokens)
         except (TimeoutError, RedisDownError) as error:
             logger.debug("lookup failed: %r", error)
             self._count("timeout" if isinstance(error, TimeoutError) else "down")
@@ -177,17 +181,20 @@ class Shard:
         self.failed()
         return None
 
-    async def lookup(self, blob: bytes, model: str | None) -> list[Candidate]:
+    async def lookup(self, blob: bytes, model: str | None, num_tokens: int = 0) -> list[Candidate]:
         """Look up the joined hashes of a prompt. Raises only RedisDownError; the caller sets the deadline."""
+        num_blocks = len(blob) // HASH_BYTES
         if self._version is None and self.client.up:
             await asyncio.shield(self._start_refresh())
         if self._version is None:
             raise RedisDownError("the registry has not been read")
         for _ in range(_MAX_TRIES):
             query = self._query(model)
-            (reply,) = await self.client.submit((query.head, b"$%d\r\n" % len(blob), blob, query.tail), 1)
+            is_whole = any(size * num_blocks == num_tokens for size in query.block_sizes)
+            sent = blob + b"\0" if is_whole else blob
+            (reply,) = await self.client.submit((query.head, b"$%d\r\n" % len(sent), sent, query.tail), 1)
             if not isinstance(reply, ResponseError):
-                return self._candidates(query, len(blob) // HASH_BYTES, reply)
+                return self._candidates(query, num_blocks, reply)
             await self._prepare_server(reply)
         raise RedisDownError(f"lookup: {brief(reply)}")
 
@@ -218,14 +225,15 @@ class Shard:
         if len(workers) > MAX_WORKERS_PER_SHARD:
             self.registry.warn_once(b"shards", f"{len(workers)} workers in one shard: configure more shards")
             del workers[MAX_WORKERS_PER_SHARD:]
-        sets = [self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.set_version) for w in workers]
+        sets = [self._keys.pool(w.member, w.state.set_version) for w in workers]
+        has_ends = [w.member.ends in schema.KNOWN_ENDS for w in workers]
         places = [[at] for at in range(len(workers))]
         links = []
         # All first tiers, then all second ones: the neighbour's answer is the search hint.
         for depth in range(max((len(w.member.tiers) for w in workers), default=0)):
             for w, own in zip(workers, places, strict=True):
                 for tier in w.member.tiers[depth : depth + 1]:
-                    if tier not in TIERS:
+                    if tier not in TIERS or w.member.ends:
                         own.append(own[-1])
                         continue
                     links.append(own[-1])
@@ -237,9 +245,11 @@ class Shard:
         guard = [SHORT_STATES] if self.registry.has_foreign_states else []
         ids = [*guard, *(w.member.worker_id for w in workers)] if by_name else [ALL_STATES]
         packed_links = b"".join(link.to_bytes(2, "big") for link in links)
-        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", packed_links, *ids]
+        ends = bytes(has_ends) if any(has_ends) else b""
+        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", packed_links, ends, *ids]
         head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the place for the hashes: no key has a zero byte
-        return _Query(tuple(workers), head, tail, tuple(links), tuple(tuple(own[1:]) for own in places))
+        block_sizes = frozenset(w.member.block_size for w, has in zip(workers, has_ends, strict=True) if has)
+        return _Query(tuple(workers), head, tail, tuple(links), tuple(tuple(own[1:]) for own in places), block_sizes)
 
     def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:
         try:

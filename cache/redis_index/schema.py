@@ -25,6 +25,8 @@ MAX_NAME_BYTES: Final = 128
 """The length of a worker's id."""
 MAX_TIERS: Final = 8
 """Further tiers are ignored."""
+KNOWN_ENDS: Final = ("exact", "inexact")
+"""Values of `WorkerMember.ends` of pools with ends."""
 _STATE_FORMAT: Final = 1
 _KEY_PART: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _MAC_BYTES: Final = 16
@@ -72,6 +74,8 @@ class Keys:
     {prefix:shard}:version    STRING, random, changes with `members`
     {prefix:shard}:b:<worker id>:<epoch>:<version>           SET of 8-byte entries of the pool, with a TTL
     {prefix:shard}:b:<worker id>:<epoch>:<version>:<tier>    the same of a store below it
+    {prefix:shard}:e:<worker id>:<epoch>:<version>           HASH of a pool with ends, with a TTL: an entry -> where a
+                                                             hit stops that matches up to it, in blocks
     """
 
     __slots__ = ("_tag", "members", "states", "version")
@@ -86,6 +90,12 @@ class Keys:
         """Return the key of the pool's set, or of a tier's."""
         end = "" if tier is None else f":{tier}"
         return f"{self._tag}:b:{worker_id}:{epoch}:{version}{end}".encode()
+
+    def pool(self, member: WorkerMember, version: int) -> bytes:
+        """Return the key of the pool's set, or of its hash if it has ends. Older readers never read the latter."""
+        if member.ends not in KNOWN_ENDS:
+            return self.blocks(member.worker_id, member.epoch, version)
+        return f"{self._tag}:e:{member.worker_id}:{member.epoch}:{version}".encode()
 
 
 class Signer:

@@ -12,10 +12,12 @@ from typing import Final
 
 from cache.redis_index.schema import MAX_STATE_BYTES
 
-# KEYS: states, version, then the set of each worker's pool, then the sets of tiers. ARGV: the prompt's 16-byte block
-# hashes in one string (the first 8 bytes of each are its entry); for each set of a tier, in two bytes, the place in
-# `matched`, from 0 on, of the match that it continues; then ids of workers, or `*` for all: their states are returned.
-# After a `?`, only those that are not too long.
+# KEYS: states, version, the set of each worker's pool (a hash if it has ends), then the sets of tiers. ARGV:
+# 1. the prompt's 16-byte block hashes in one string: the first 8 bytes of each are its entry. A byte more follows if
+#    they cover the whole prompt, whose last token is always computed.
+# 2. for each set of a tier, the place in `matched` of the match that it continues: two bytes, from 0 on.
+# 3. for each pool, a byte: 1 if it has ends. Empty if none has.
+# 4. ids of workers, or `*` for all: their states are returned. After a `?`, only those that are not too long.
 #
 # A set is prefix-closed, so the match ends where membership flips from yes to no. The previous worker's answer is the
 # search hint, because neighbours often agree (nothing, or the shared system prompt). One call asks for the block at the
@@ -24,11 +26,15 @@ from cache.redis_index.schema import MAX_STATE_BYTES
 #
 # A tier's match begins where the one before it ends. So its call also asks for the block after that: most often the
 # tier does not go on there. Its hint is the end of the last match that a tier has continued.
+#
+# Where a hit may stop is no prefix-closed set, so it is not searched: the hash has it for every block. The call that
+# finds the last matching block returns it.
 LOOKUP: Final = """
 local pcall, sub, byte, floor = redis.pcall, string.sub, string.byte, math.floor
-local blob, links = ARGV[1], ARGV[2]
+local blob, links, ends = ARGV[1], ARGV[2], ARGV[3]
+local has_ends = #ends > 0
 local last_pool = #KEYS - #links / 2
-local num_blocks = #blob / 16
+local num_blocks = floor(#blob / 16)
 local entries = setmetatable({}, {__index = function(known, at)
   local entry = sub(blob, at * 16 - 15, at * 16 - 8)
   known[at] = entry
@@ -53,38 +59,96 @@ local function search(key, held, missing, up, step)  -- the match is at least he
   end
   return held
 end
-local matched = {}
-local hint, agreed = 0, true
-for i = 3, last_pool do
-  local key = KEYS[i]
-  local held, missing = 0, num_blocks + 1
+local function find_stop(key, hint, agreed)  -- returns the match, and where a hit stops
+  local held, missing, value = 0, num_blocks + 1, false
   local up, step = true, 1
   if hint > 0 and hint < num_blocks then
     local found
     if agreed or hint + 1 == num_blocks then
-      found = pcall('SMISMEMBER', key, entries[hint], entries[hint + 1])
+      found = pcall('HMGET', key, entries[hint], entries[hint + 1])
     else
-      found = pcall('SMISMEMBER', key, entries[hint], entries[hint + 1], entries[hint + 2])
+      found = pcall('HMGET', key, entries[hint], entries[hint + 1], entries[hint + 2])
     end
-    if found[1] ~= 1 then
+    if not found[1] then
       missing, up = hint, false
-    elseif found[2] ~= 1 then
-      held, missing = hint, hint + 1
+    elseif not found[2] then
+      held, missing, value = hint, hint + 1, found[1]
     elseif found[3] == nil then
-      held = hint + 1
-    elseif found[3] ~= 1 then
-      held, missing = hint + 1, hint + 2
+      held, value = hint + 1, found[2]
+    elseif not found[3] then
+      held, missing, value = hint + 1, hint + 2, found[2]
     else
-      held, step = hint + 2, 2
+      held, value, step = hint + 2, found[3], 2
     end
   elseif num_blocks > 0 then
     local at = hint > 0 and hint or 1
-    if pcall('SISMEMBER', key, entries[at]) == 1 then held = at else missing, up = at, false end
+    value = pcall('HMGET', key, entries[at])[1]
+    if value then held = at else missing, up = at, false end
   end
-  if missing - held > 1 then held = search(key, held, missing, up, step) end
-  agreed = held == hint
-  hint = held
-  matched[i - 2] = held
+  while missing - held > 1 do
+    local at = step > 0 and (up and held + step or missing - step) or 0
+    if at <= held or at >= missing then
+      step = 0
+      at = floor((held + missing) / 2)
+    else
+      step = step * 2
+    end
+    local found = pcall('HMGET', key, entries[at])[1]
+    if found then
+      held, value = at, found
+      if not up then step = 0 end
+    else
+      missing = at
+      if up then step = 0 end
+    end
+  end
+  local stop = value and tonumber(value)
+  if stop == num_blocks and #blob % 16 == 1 then
+    value = held > 1 and pcall('HMGET', key, entries[held - 1])[1]
+    stop = value and tonumber(value)
+  end
+  local last = num_blocks - #blob % 16
+  return held, stop and stop > 0 and stop <= held and stop <= last and floor(stop) or 0
+end
+local matched = {}
+local hint, agreed = 0, true
+for i = 3, last_pool do
+  local key = KEYS[i]
+  if has_ends and byte(ends, i - 2) == 1 then
+    local held, stop = find_stop(key, hint, agreed)
+    agreed = held == hint
+    hint = held
+    matched[i - 2] = stop
+  else
+    local held, missing = 0, num_blocks + 1
+    local up, step = true, 1
+    if hint > 0 and hint < num_blocks then
+      local found
+      if agreed or hint + 1 == num_blocks then
+        found = pcall('SMISMEMBER', key, entries[hint], entries[hint + 1])
+      else
+        found = pcall('SMISMEMBER', key, entries[hint], entries[hint + 1], entries[hint + 2])
+      end
+      if found[1] ~= 1 then
+        missing, up = hint, false
+      elseif found[2] ~= 1 then
+        held, missing = hint, hint + 1
+      elseif found[3] == nil then
+        held = hint + 1
+      elseif found[3] ~= 1 then
+        held, missing = hint + 1, hint + 2
+      else
+        held, step = hint + 2, 2
+      end
+    elseif num_blocks > 0 then
+      local at = hint > 0 and hint or 1
+      if pcall('SISMEMBER', key, entries[at]) == 1 then held = at else missing, up = at, false end
+    end
+    if missing - held > 1 then held = search(key, held, missing, up, step) end
+    agreed = held == hint
+    hint = held
+    matched[i - 2] = held
+  end
 end
 hint = 0
 for i = last_pool + 1, #KEYS do
@@ -114,19 +178,19 @@ for i = last_pool + 1, #KEYS do
   matched[i - 2] = held
 end
 local states = {}
-if ARGV[3] == '*' then
+if ARGV[4] == '*' then
   states = pcall('HVALS', KEYS[1])
-elseif ARGV[3] == '?' then
-  for i = 4, #ARGV do
+elseif ARGV[4] == '?' then
+  for i = 5, #ARGV do
     local size = pcall('HSTRLEN', KEYS[1], ARGV[i])
     if type(size) == 'table' then  -- another type, or a user without that right
-      states = pcall('HMGET', KEYS[1], unpack(ARGV, 4))
+      states = pcall('HMGET', KEYS[1], unpack(ARGV, 5))
       break
     end
-    states[i - 3] = size <= %d and pcall('HMGET', KEYS[1], ARGV[i])[1]
+    states[i - 4] = size <= %d and pcall('HMGET', KEYS[1], ARGV[i])[1]
   end
-elseif #ARGV > 2 then
-  states = pcall('HMGET', KEYS[1], unpack(ARGV, 3))
+elseif #ARGV > 3 then
+  states = pcall('HMGET', KEYS[1], unpack(ARGV, 4))
 end
 local version = pcall('GETRANGE', KEYS[2], 0, 63)  -- of any size
 if type(version) == 'table' then version = pcall('GET', KEYS[2]) end  -- a user without that right

@@ -106,11 +106,13 @@ class IndexWriter:
         load: WorkerLoad,
         num_entries: int,
         tiers: Sequence[SetChange] = (),
+        stops: Sequence[int] = (),
     ) -> bool:
         """Publish changes in one MULTI, and restore an entry that others have overwritten.
 
         `stored`, `removed` and `num_entries` are the pool's `SetChange`; `tiers` has one for each of the member's
-        tiers. False: the sets are in doubt, and `rewrite` must follow.
+        tiers. `stops` are those of `stored` if the member has ends. False: the sets are in doubt, and `rewrite` must
+        follow.
         """
         assert not self.in_doubt
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
@@ -119,11 +121,12 @@ class IndexWriter:
         state = self._state(load, num_held)
         commands: list[Command] = [("HGET", self._keys.states, worker_id), ("HGET", self._keys.members, worker_id)]
         for key, change in zip(self._set_keys, changes, strict=True):
-            commands += self._chunked("SADD", key, change.stored)
-            commands += self._chunked("SREM", key, change.removed)
+            is_hash = self._has_ends and change is changes[0]
+            commands += self._stored(key, change.stored, stops if is_hash else None)
+            commands += self._chunked("HDEL" if is_hash else "SREM", key, change.removed)
             commands.append(("PEXPIRE", key, ttl_ms))
         commands.append(("HSET", self._keys.states, worker_id, state))
-        commands += [("SCARD", key) for key in self._set_keys]
+        commands += self._sizes()
         commands.append(("TIME",))
         self.in_doubt = True  # until the reply has arrived
         replies = await self._transactions.run(commands)
@@ -153,11 +156,16 @@ class IndexWriter:
         return state.epoch == self.member.epoch and is_verified
 
     async def rewrite(
-        self, held: Sequence[IndexEntry], load: WorkerLoad, tiers: Sequence[Sequence[IndexEntry]] = ()
+        self,
+        held: Sequence[IndexEntry],
+        load: WorkerLoad,
+        tiers: Sequence[Sequence[IndexEntry]] = (),
+        stops: Sequence[int] = (),
     ) -> bool:
         """Write a new version of all sets, parents first, and switch to it. False: try again later.
 
-        `held` is the pool's; `tiers` has what each of the member's tiers holds.
+        `held` is the pool's; `tiers` has what each of the member's tiers holds. `stops` are those of
+        `held` if the member has ends.
         """
         replies = await self._transactions.ask(("TIME",))
         if replies is None or not self._take_clock(replies[0]):
@@ -167,13 +175,13 @@ class IndexWriter:
         self._set_version += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
-        self._set_keys = [
-            self._keys.blocks(worker_id, self.member.epoch, self._set_version, tier)
-            for tier in (None, *self.member.tiers)
-        ]
+        self._set_keys = [self._keys.pool(self.member, self._set_version)]
+        for tier in self.member.tiers:
+            self._set_keys.append(self._keys.blocks(worker_id, self.member.epoch, self._set_version, tier))
         num_held = []
         for key, entries in zip(self._set_keys, (held, *tiers), strict=True):
-            if not await self._fill(key, entries, ttl_ms):
+            is_hash = self._has_ends and key is self._set_keys[0]
+            if not await self._fill(key, self._stored(key, entries, stops if is_hash else None), ttl_ms):
                 return False
             num_held.append(len(entries))
         state = self._state(load, num_held)
@@ -184,7 +192,7 @@ class IndexWriter:
                 ("HSET", self._keys.states, worker_id, state),
                 *(("PEXPIRE", key, ttl_ms) for key in self._set_keys),
                 *unlink,
-                *(("SCARD", key) for key in self._set_keys),
+                *self._sizes(),
                 ("TIME",),
             ]
         )
@@ -217,12 +225,30 @@ class IndexWriter:
         size = self._settings.chunk
         return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
 
-    async def _fill(self, key: bytes, held: Sequence[IndexEntry], ttl_ms: int) -> bool:
-        """SADD in chunks, a few at a time, so that lookups run in between.
+    def _stored(self, key: bytes, entries: Sequence[IndexEntry], stops: Sequence[int] | None) -> list[Command]:
+        """Return the commands that store entries in a set, or with their `stops` in a hash."""
+        if stops is None:
+            return self._chunked("SADD", key, entries)
+        size = self._settings.chunk
+        pairs = list(zip(entries, stops, strict=True))
+        parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        return [("HSET", key, *(word for pair in part for word in pair)) for part in parts]
+
+    @property
+    def _has_ends(self) -> bool:
+        return self.member.ends in schema.KNOWN_ENDS
+
+    def _sizes(self) -> list[Command]:
+        """Return the commands that read how many entries each of `_set_keys` has."""
+        sizes: list[Command] = [("SCARD", key) for key in self._set_keys]
+        return [("HLEN", self._set_keys[0]), *sizes[1:]] if self._has_ends else sizes
+
+    async def _fill(self, key: bytes, chunks: Sequence[Command], ttl_ms: int) -> bool:
+        """Run the chunks, a few at a time, so that lookups run in between.
 
         Each chunk sets the TTL in its own MULTI: no set is ever without one, even if the worker dies.
         """
-        chunks, size = self._chunked("SADD", key, held), self._settings.chunks_in_flight
+        size = self._settings.chunks_in_flight
         for start in range(0, len(chunks), size):
             sent = [self._transactions.run([chunk, ("PEXPIRE", key, ttl_ms)]) for chunk in chunks[start : start + size]]
             if None in await asyncio.gather(*sent):

@@ -116,6 +116,12 @@ class Overview(Collector):
         """
         blind, num_outstanding = self.router.index_state()["blind"], self.router.scorer.num_outstanding()
         yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
+        num_inexact = sum(worker.ends not in ("", "exact") for worker in self.fleet.workers())
+        yield _gauge(
+            "headstart_index_inexact_workers",
+            "Workers whose cached tokens the index promises by a rule that no engine has confirmed.",
+            value=float(num_inexact),
+        )
         yield _gauge(
             "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_outstanding)
         )

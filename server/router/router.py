@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import msgspec
 
-from cache.records import Candidate, PrefixIndex
-from cache.types import GatewayId
+from cache.records import Candidate, PrefixIndex, WorkerMember
+from cache.types import GatewayId, WorkerIncarnation
 from server.metrics import GatewayMetrics
 from server.router.cost import WorkerView
 from server.router.decisions import DecisionLog
@@ -92,7 +92,7 @@ class Router:
     async def _decide(self, request: RouteRequest) -> tuple[Sequence[Candidate] | None, Decision]:
         """Return the candidates from the index, None without an answer, and the decision made with them."""
         begun_s = self._clock()
-        found = await self._index.lookup(request.hashes, request.model)
+        found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         found_s = self._clock()
         self._metrics.route_s.observe(found_s - begun_s, "lookup")
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken())
@@ -137,7 +137,7 @@ class Router:
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return how `place` would score each worker, and which it would choose. Places nothing."""
-        found = await self._index.lookup(request.hashes, request.model)
+        found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken(), dry_run=True)
         return {
             "policy": self.policy,
@@ -201,6 +201,7 @@ class Router:
             "matched_tokens": worker.matched_tokens,
             "index_tokens": worker.index_tokens,
             "pending_tokens": worker.pending_tokens,
+            "ends": worker.member.ends,
             "wait_s": worker.queue_s,
             "kv_wait_s": worker.kv_wait_s,
             "eviction_s": worker.eviction_s,
@@ -224,7 +225,10 @@ class Router:
         }
 
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
-        """Return the workers of the model. Without an answer of the index, match own recent placements."""
+        """Return the workers of the model. Without an answer of the index, match own recent placements.
+
+        They do not count at a worker with ends.
+        """
         candidates = self.fleet.candidates(request.model, found)
         if found is not None:
             self._answered_s = self._clock()
@@ -232,9 +236,13 @@ class Router:
         self._failed_s = self._clock()
         recent = self._recent.match(request.hashes)
         return [
-            Candidate(c.member, c.load, recent.get((c.member.worker_id, c.member.epoch), 0), c.load_age_s)
+            Candidate(c.member, c.load, 0 if c.member.ends else recent.get(_incarnation(c.member), 0), c.load_age_s)
             for c in candidates
         ]
+
+
+def _incarnation(member: WorkerMember) -> WorkerIncarnation:
+    return member.worker_id, member.epoch
 
 
 def _no_worker(decision: Decision) -> NoWorkerError:

@@ -43,7 +43,9 @@ class RegistryIndex(PrefixIndex, Protocol):
 class NoIndex:
     """Replaces the index in a gateway without Redis, which has only `--workers`."""
 
-    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+    async def lookup(
+        self, hashes: Sequence[BlockHash], model: str | None = None, num_tokens: int = 0
+    ) -> list[Candidate] | None:
         return None
 
     def members(self) -> list[WorkerMember]:

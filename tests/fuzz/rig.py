@@ -171,7 +171,9 @@ class Gateway:
     def _count(self, event: str) -> None:
         self.counts[event] += 1
 
-    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = MODEL) -> list[Candidate] | None:
+    async def lookup(
+        self, hashes: Sequence[BlockHash], model: str | None = MODEL, num_tokens: int = 0
+    ) -> list[Candidate] | None:
         """Checked: a list of sound candidates, or None, which is counted."""
         before = self.counts.total()
         found = await self.index.lookup(hashes, model)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
@@ -103,9 +104,10 @@ def fleet_metrics(
     broken: Sequence[str] = (),
     blind: bool = False,
     held_prefills_s: Sequence[float] = (),
+    ends: str = "",
 ) -> Overview:
     fleet = SimpleNamespace(
-        workers=lambda: [SimpleNamespace(model=model) for model in models],
+        workers=lambda: [SimpleNamespace(model=model, ends=ends) for model in models],
         candidates=lambda model, root: list(candidates),
         broken=lambda: set(broken),
     )
@@ -127,6 +129,13 @@ def test_a_model_without_workers_counts_as_zero() -> None:
     assert registry.get_sample_value("headstart_workers", labels) == 0.0
     assert registry.get_sample_value("headstart_index_blind") == 1.0
     assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "gone"}) == 0.0
+
+
+@pytest.mark.parametrize(("ends", "num_inexact"), [("", 0.0), ("exact", 0.0), ("inexact", 2.0)])
+def test_workers_with_inexact_ends_are_counted(ends: str, num_inexact: float) -> None:
+    registry = CollectorRegistry()
+    registry.register(fleet_metrics(models=["a", "b"], ends=ends))
+    assert registry.get_sample_value("headstart_index_inexact_workers") == num_inexact
 
 
 def test_states_and_loads_are_summed_over_the_workers() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events import BlockEvent, Removed, Stored
+from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import ReaderSettings, RedisIndex
@@ -24,7 +24,7 @@ from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.waiting import HANG_S
-from worker.publisher import Changes, Publisher, PublisherInbox, PublisherSettings
+from worker.publisher import Changes, Publisher, PublisherInbox, PublisherSettings, StopChanges
 
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
 
@@ -290,3 +290,48 @@ async def test_a_worker_without_redis_reports_a_problem() -> None:
     publisher = Publisher("redis://127.0.0.1:1", member(), PublisherInbox(), settings=PublisherSettings(silent_s=0.05))
     async with running(publisher):
         await holds(lambda: "no connection" in (publisher.problem or ""))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3), st.integers(0, 4))))
+def test_taken_changes_of_stops_lead_to_what_is_held(steps: list[tuple[int, int, int]]) -> None:
+    """`steps`: a block, where a hit stops at it (-1: the block is removed), and how many changes are taken after it."""
+    hashes, changes = [BlockHash(bytes([n]) * 16) for n in range(6)], StopChanges()
+    held: dict[bytes, int] = {}
+    published: dict[bytes, int] = {}
+
+    def take(limit: int) -> None:
+        stored, removed, stops = changes.take(limit)
+        published.update(zip(stored, stops, strict=True))
+        for entry in removed:
+            del published[entry]
+        assert changes.num_published == len(published)
+
+    for block, stop, limit in steps:
+        entry = index_entry(hashes[block])
+        if stop < 0:
+            changes.apply([Removed(hashes[block])])
+            held.pop(entry, None)
+        else:
+            changes.apply([Stored(hashes[block]), Stops(hashes[block], stop)])
+            held[entry] = stop
+        take(limit)
+    take(100)
+    assert published == changes.held == held
+    assert not changes
+
+
+async def test_ends_are_published_with_their_blocks(redis_server: RedisServer) -> None:
+    publisher = Publisher(redis_server.url, make_member("w", "e0", ends="exact"), PublisherInbox(), settings=FAST)
+    index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
+    hashes = chain(4)
+    async with running(publisher, index):
+        events = [Stored(block_hash) for block_hash in hashes]
+        publisher.inbox.offer([*events, *(Stops(block_hash, 2) for block_hash in hashes[1:])], WorkerLoad())
+        await matches(index, hashes, 2)
+        publisher.inbox.offer([Stops(hashes[3], 4)], WorkerLoad())
+        await matches(index, hashes, 4)
+        publisher.inbox.offer([Removed(hashes[3]), Stored(hashes[3])], WorkerLoad())
+        await matches(index, hashes, 0)
+        publisher.inbox.begin_epoch(make_member("w", "e1"))
+        publisher.inbox.offer(events, WorkerLoad())
+        await matches(index, hashes, 4, "e1")

@@ -76,6 +76,8 @@ class EngineLoad:
     """Totals since the start: tokens computed in prefills, and the seconds spent."""
     reuses_prefixes: bool | None = None
     """Prefix caching is on; None: unknown."""
+    drops_last_block: bool = False
+    """It may compute the last matching block again: it speculates (vLLM does so with EAGLE and MTP)."""
 
 
 @dataclass(frozen=True, slots=True)

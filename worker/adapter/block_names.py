@@ -42,6 +42,23 @@ class Node:
     """The tokens after `last`."""
     tail_media: Sequence[MediaStart] = ()
     """The media that begin in `tail`, by their positions in it."""
+    num_tokens: int = 0
+    """The tokens up to its end, if the root is known."""
+    runs: dict[int, int] | None = None
+    """By KV group, how many adjacent blocks up to this one it holds; see `groups.py`."""
+    stop: int = 0
+    """Where a hit stops that matches up to this block, in tokens; kept if the engine has ends (`groups.py`)."""
+
+    def later_hashes(self) -> list[BlockHash]:
+        """Return the hashes whose stops depend on this block's: its own, and those inside the next blocks."""
+        return [*self.hashes, *(block_hash for child in self.children or () for block_hash in child.hashes)]
+
+    def stop_at(self, block_hash: BlockHash, block_size: int) -> int:
+        """Return where a hit stops that matches up to one of `hashes`, in tokens."""
+        is_end = block_hash == self.last and self.num_tokens % block_size == 0
+        if is_end:
+            return self.stop
+        return 0 if self.parent is None else self.parent.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +75,8 @@ class Names:
     first: int
     end: int
     num_tail: int
+    num_before: int
+    """The tokens before the first of these blocks."""
     engine_block_size: int
     block_size: int
 
@@ -94,7 +113,8 @@ class Names:
             return _NO_NAMES
         tokens = [*tail, *event.token_ids[first * size : end * size]]
         hashes = [last, *hash_chain(last, tokens, block_size, media)]
-        return cls(root, tokens, media, hashes, first, end, len(tail), size, block_size)
+        num_before = 0 if parent is None else parent.num_tokens
+        return cls(root, tokens, media, hashes, first, end, len(tail), num_before, size, block_size)
 
     def assign(self, node: Node, position: int) -> None:
         """Give the node at a position of the event its hashes, if it is in the named range."""
@@ -106,6 +126,7 @@ class Names:
         num_before, num_done = begin // self.block_size, end // self.block_size
         done = num_done * self.block_size
         node.root = self.root
+        node.num_tokens = self.num_before + end - self.num_tail
         node.hashes = self.hashes[num_before + 1 : num_done + 1]
         node.last = self.hashes[num_done]
         node.tail = self.tokens[done:end] if end % self.block_size else ()
@@ -116,7 +137,7 @@ class Names:
         )
 
 
-_NO_NAMES: Final = Names(UNSALTED_ROOT, [], [], [], 0, 0, 0, 1, 1)
+_NO_NAMES: Final = Names(UNSALTED_ROOT, [], [], [], 0, 0, 0, 0, 1, 1)
 
 
 def _salt(keys: _Keys, lora_name: str | None) -> tuple[BlockHash | None, _Keys]:

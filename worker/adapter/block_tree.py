@@ -38,6 +38,8 @@ class BlockTree:
         self._has_lost_events = False
         self._has_copies = False
         """A held block was stored again."""
+        self._placed: set[Node] | None = None
+        """The nodes with new hashes, for `KvGroups`; None for an engine without ends."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -64,6 +66,8 @@ class BlockTree:
                 parent.children.add(node)
         node.is_orphan = is_orphan
         names.assign(node, position)
+        if self._placed is not None:
+            self._placed.add(node)
         self._set_held(node, was_held)
 
     def hold(self, node: Node) -> None:
@@ -104,9 +108,24 @@ class BlockTree:
             each.hashes = each.tail = ()
             self._set_held(each, was_held)
 
+    @property
+    def has_placed(self) -> bool:
+        """True once it keeps the nodes that are placed, for `take_placed`."""
+        return self._placed is not None
+
+    def place_all(self) -> None:
+        """Count every node as placed, and later also those of new events."""
+        self._placed = set(self._nodes.values())
+
+    def take_placed(self) -> set[Node]:
+        """Return the nodes that were placed since the last call."""
+        placed, self._placed = self._placed or set(), set()
+        return placed
+
     def clear(self) -> None:
         """Forget every node. The holders are the owner's to clear."""
         self._nodes = {}
+        self._placed = None if self._placed is None else set()
         self._idle = OrderedDict()
         self.num_held = self.num_opaque = self.num_orphans = self.num_walked = 0
         self._has_lost_events = False

@@ -5,6 +5,9 @@ The engine names its blocks by hashes of its own and lists the tokens in them. E
 with any block size of the index. The hashes of visible nodes with a known root are published (`holders.py`). They are
 a prefix-closed set.
 
+A model with windows or states has further KV groups (`groups.py`). Then each published block also has the position at
+which a hit stops that matches up to it.
+
 Blocks without a Headstart salt, or with prompt embeddings, are counted but not published. After lost events no block
 counts as held, but names stay: a block stored after a parent marks all its ancestors as held.
 Source: vllm/v1/core/block_pool.py.
@@ -13,22 +16,21 @@ Source: vllm/v1/core/block_pool.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from cache.events import BlockEvent, Stored
+from cache.events import BlockEvent, Stops, Stored
 from cache.hashing import hash_chain
 from cache.types import BlockHash, MediaStart
 from worker.adapter.block_names import Names, Node
 from worker.adapter.block_tree import BlockTree, with_descendants
 from worker.adapter.claims import UNSALTED_ROOT, RequestClaims
+from worker.adapter.groups import KvGroups
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 MIN_WALKED: Final = 100_000
 WALKS_PER_NODE: Final = 4
 """Bound of the nodes that one batch may visit. Beyond it, held blocks are forgotten and learnt again."""
-_WHOLE_PREFIX_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attention")
-"""Kinds of a KV group in which every block of a prefix is needed, and kept, in order."""
 
 
 class Applied(NamedTuple):
@@ -43,13 +45,20 @@ class Applied(NamedTuple):
 class EngineBlocks:
     """The blocks of one engine, or of one data-parallel rank. Has one owner; not thread-safe."""
 
-    def __init__(self, block_size: int, *, max_names: int, matches_requests: bool = False) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        max_names: int,
+        matches_requests: bool = False,
+        drops_last_block: bool = False,
+    ) -> None:
         """`max_names` bounds the blocks that are remembered without being held; use a few times the pool.
 
         `matches_requests`: the engine's events carry no salt (SGLang), so `claim` assigns blocks to tenants.
+        `drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP).
         """
-        self.problem: str | None = None
-        """Why nothing is published any more, or None."""
+        self._stopped: str | None = None
         self.engine_block_size = 1
         """The largest seen."""
         self.num_batches = 0
@@ -58,6 +67,21 @@ class EngineBlocks:
         self._block_size = block_size
         self._holders = BlockHolders(RequestClaims(block_size, max_names) if matches_requests else None)
         self.tree = BlockTree(self._holders, max_names)
+        self._groups = KvGroups(self.tree, drops_last_block=drops_last_block)
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing is published, or None."""
+        if self._stopped is None and self._groups.is_needed and self._groups.has_only_parts:
+            return "the engine's model has no full attention, so the positions of its blocks are not known"
+        return self._stopped
+
+    @property
+    def ends(self) -> Literal["", "exact", "inexact"]:
+        """Set if a hit may stop before the end of a match: `WorkerMember.ends`."""
+        if not self._groups.is_needed:
+            return ""
+        return "inexact" if self._groups.has_states else "exact"
 
     def apply(self, events: Iterable[Event]) -> Applied:
         """Apply a batch. Call `forget_held` first if batches before it were lost."""
@@ -70,10 +94,10 @@ class EngineBlocks:
                 self.clear()
                 cleared = True
                 walked_too_far = False
-            elif walked_too_far or self.problem is not None or event.medium not in (None, GPU):
+            elif walked_too_far or self._stopped is not None or event.medium not in (None, GPU):
                 continue
-            elif event.group_idx or not _keeps_whole_prefixes(event):
-                self._stop(event)
+            elif not self._groups.is_tree(event):
+                self._apply_part(event)
             elif isinstance(event, BlockStored):
                 self._store(event)
             else:
@@ -82,23 +106,21 @@ class EngineBlocks:
                 # No engine evicts and stores the same chains repeatedly in a step: treat the batch as lost.
                 walked_too_far = True
                 self._forget_held()
-        self.tree.forget_names()
-        return Applied(self._holders.take_events(), cleared)
+        return Applied(self._take_events(), cleared)
 
     def claim(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockEvent]:
         """Assign these tokens to the tenant of `root`, if the engine's events carry no salt.
 
         Call it before the engine gets the prompt, and at the end with the output.
         """
-        if self.problem is None:
+        if self._stopped is None:
             self._holders.claim(root, token_ids)
         return self._holders.take_events()
 
     def forget_held(self) -> list[BlockEvent]:
         """Count no block as held, because events were lost. Later events mark blocks as held again, by name."""
         self._forget_held()
-        self.tree.forget_names()
-        return self._holders.take_events()
+        return self._take_events()
 
     def remove_missing(
         self,
@@ -116,24 +138,25 @@ class EngineBlocks:
         key_root = UNSALTED_ROOT if self.matches_requests else root
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
         hashes = hash_chain(key_root, prompt_ids[: end - end % self._block_size], self._block_size, media)
-        if self.problem is not None or not hashes or len(hashes) * self._block_size <= num_found:
+        if self._stopped is not None or not hashes or len(hashes) * self._block_size <= num_found:
             return []
         for node in self._holders.of(hashes[-1]):
             missing = with_descendants(node)
             if all(each.stored_at <= promised_at for each in missing):
                 for each in missing:
                     self.tree.release(each)
-        self.tree.forget_names()
-        return self._holders.take_events()
+        return self._take_events()
 
     def clear(self) -> None:
         """Forget everything: the engine was reset or has restarted, and a new epoch begins. Emits no events."""
         self._holders.clear()
         self.tree.clear()
+        self._groups.clear()
 
-    def visible_events(self) -> list[Stored]:
-        """Return all published blocks, parents first, to publish them in a new epoch."""
-        return [Stored(block_hash) for block_hash in self._holders.published]
+    def visible_events(self) -> list[BlockEvent]:
+        """Return all published blocks, parents first, and their stops, to publish them in a new epoch."""
+        stops = [Stops(block_hash, num_blocks) for block_hash, num_blocks in self._holders.stops.items()]
+        return [*map(Stored, self._holders.published), *stops]
 
     def num_matched_tokens(self, hashes: Sequence[BlockHash], num_prompt_tokens: int) -> int:
         """Return how many tokens of a prompt the engine should find, given the hashes of its full blocks.
@@ -146,6 +169,9 @@ class EngineBlocks:
             if block_hash not in published:
                 break
             num_matched += 1
+        if self._groups.is_needed:
+            stops = (self._holders.stops.get(hashes[at - 1], 0) for at in (num_matched, num_matched - 1) if at > 0)
+            return next((num * self._block_size for num in stops if num * self._block_size < num_prompt_tokens), 0)
         num_tokens = min(num_matched * self._block_size, num_prompt_tokens - 1)
         return max(0, num_tokens - num_tokens % self.engine_block_size)
 
@@ -185,20 +211,32 @@ class EngineBlocks:
             if node is not None and node.is_held and not num_left:
                 self.tree.release(node)
 
+    def _apply_part(self, event: BlockStored | BlockRemoved) -> None:
+        """Apply an event of a group next to the tree's."""
+        if isinstance(event, BlockRemoved) and not self.matches_requests:
+            self._groups.remove(event)
+        elif self.matches_requests or isinstance(event, BlockRemoved) or not self._groups.store(event):
+            self._stop(event)
+
+    def _take_events(self) -> list[BlockEvent]:
+        """End a batch: return its events, with the stops that have changed."""
+        if self._groups.is_needed:
+            self._holders.publish_stops(self._groups.settle(), self._block_size)
+        self.tree.forget_names()
+        return self._holders.take_events()
+
     def _forget_held(self) -> None:
         self._holders.remove_all()
         self.tree.forget_held()
+        self._groups.forget_held()
 
     def _stop(self, event: BlockStored | BlockRemoved) -> None:
-        """Publish nothing any more: the engine's KV groups keep parts of a prefix."""
+        """Publish nothing any more: the rule of a KV group is not known."""
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
-        self.problem = (
+        self._stopped = (
             f"the engine's model keeps KV in groups (group {event.group_idx}, {kind or 'of unknown kind'}): "
             "a prefix counts only if all groups have it, so nothing is published"
         )
         self._holders.remove_all()
         self.tree.clear()
-
-
-def _keeps_whole_prefixes(event: BlockStored | BlockRemoved) -> bool:
-    return isinstance(event, BlockRemoved) or event.kv_cache_spec_kind in _WHOLE_PREFIX_KINDS
+        self._groups.clear()

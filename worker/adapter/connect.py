@@ -88,7 +88,12 @@ async def _connect(
             break
         report("the engine has restarted: its facts are read again")
     max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
-    blocks = EngineBlocks(config.block_size, max_names=max_names, matches_requests=api.kind == "sglang")
+    blocks = EngineBlocks(
+        config.block_size,
+        max_names=max_names,
+        matches_requests=api.kind == "sglang",
+        drops_last_block=load.drops_last_block,
+    )
     embedding_size = await api.embedding_size()
     source = None if embedding_size else await event_source(api, config)
     member = WorkerMember(

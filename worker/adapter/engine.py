@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from cache.allocators.base import CacheStats
-from cache.events import BlockEvent, Stored
+from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.adapter.api import EngineApi, EngineLostError, EngineRefusedError, EventSource, failed_by
@@ -65,7 +65,7 @@ class AdapterEngine:
         `identity`: the facts behind `member` and `bundle`; None: they are never read again.
         """
         sinks = sinks or EngineSinks()
-        self.member = member
+        self.member = replace(member, ends=blocks.ends)
         self.bundle = bundle
         self._api = api
         self._blocks = blocks
@@ -244,7 +244,11 @@ class AdapterEngine:
 
     def _on_batch(self, batch: EventBatch) -> None:
         applied = self._blocks.apply(batch.events)
-        if applied.cleared:
+        if self._blocks.ends != self.member.ends:
+            logger.info("the engine's model keeps windows or states of its KV: the index gets its ends")
+            self.member = replace(self.member, ends=self._blocks.ends)
+            self._begin_epoch(self._blocks.visible_events())
+        elif applied.cleared:
             self._begin_epoch(self._blocks.visible_events())
         else:
             self._report(applied.events)
@@ -282,7 +286,7 @@ class AdapterEngine:
         self._publish()
         self._on_death(error)
 
-    def _begin_epoch(self, held: Sequence[Stored] | None = None) -> None:
+    def _begin_epoch(self, held: Sequence[BlockEvent] | None = None) -> None:
         """Begin a new epoch, in which the engine holds `held`, by default nothing."""
         if held is None:
             self._blocks.clear()

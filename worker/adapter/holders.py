@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cache.events import BlockEvent, Removed, Stored
+from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.types import BlockHash
 from worker.adapter.block_names import Node
 from worker.adapter.claims import UNSALTED_ROOT, RequestClaims
@@ -23,6 +23,10 @@ class BlockHolders:
         self._events: list[BlockEvent] = []
         self._holders: dict[BlockHash, Node | set[Node]] = {}
         """In the order of storing, so parents come first."""
+        self.stops: dict[BlockHash, int] = {}
+        """After how many blocks a hit stops that matches up to a block, if not 0; empty for an engine without ends."""
+        self._new: set[BlockHash] | None = None
+        """Blocks whose stop is not published yet; None for an engine without ends."""
 
     @property
     def published(self) -> dict[BlockHash, Any]:
@@ -42,6 +46,8 @@ class BlockHolders:
             self._holders[block_hash] = {found, node}
         else:
             self._holders[block_hash] = node
+            if self._new is not None:
+                self._new.add(block_hash)
             if node.root is not UNSALTED_ROOT:
                 self._events.append(Stored(block_hash))
             elif self._claims is not None:
@@ -53,10 +59,25 @@ class BlockHolders:
             found.remove(node)
             return
         del self._holders[block_hash]
+        self.stops.pop(block_hash, None)
         if node.root is not UNSALTED_ROOT:
             self._events.append(Removed(block_hash))
         elif self._claims is not None:
             self._events += self._claims.remove(block_hash)
+
+    def publish_stops(self, moved: Iterable[Node], block_size: int) -> None:
+        """Add an event for each block whose stop has changed. `moved`: the nodes whose stops have."""
+        new = set(self._holders) if self._new is None else self._new
+        new.update(block_hash for node in moved if node.is_visible for block_hash in node.later_hashes())
+        for block_hash in new:
+            if block_hash in self._holders:
+                num_blocks = min(node.stop_at(block_hash, block_size) for node in self.of(block_hash)) // block_size
+                if num_blocks != self.stops.get(block_hash, 0):
+                    self._events.append(Stops(block_hash, num_blocks))
+                self.stops[block_hash] = num_blocks
+                if not num_blocks:
+                    del self.stops[block_hash]
+        self._new = set()
 
     def claim(self, root: BlockHash, token_ids: Sequence[int]) -> None:
         """Assign these tokens to the tenant of `root`, if the events carry no salt."""
@@ -80,5 +101,7 @@ class BlockHolders:
 
     def _forget(self) -> None:
         self._holders = {}
+        self.stops = {}
+        self._new = None if self._new is None else set()
         if self._claims is not None:
             self._claims.forget_held()

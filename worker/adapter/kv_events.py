@@ -44,6 +44,7 @@ class BlockStored(Struct, frozen=True, tag=True):
     group_idx: int | None = None
     """The KV group, for models whose layers differ in their attention."""
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag=True):

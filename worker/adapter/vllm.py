@@ -44,6 +44,7 @@ _WANTED: Final = (
     b"vllm:cache_config_info",
     b"vllm:request_prefill_kv_computed_tokens_sum",
     b"vllm:request_prefill_time_seconds_sum",
+    b"vllm:spec_decode_num_drafts_total",
 )
 
 
@@ -303,6 +304,7 @@ def parse_load(text: bytes, rank: int) -> EngineLoad:
             prefill_tokens=values.get(_WANTED[5], 0.0),
             prefill_s=values.get(_WANTED[6], 0.0),
             reuses_prefixes={b"True": True, b"False": False}.get(cache.get(b"enable_prefix_caching", b"")),
+            drops_last_block=_WANTED[7] in values,
         )
     except (KeyError, ValueError, OverflowError) as error:
         raise EngineLostError(f"/metrics is not vLLM's: {error}") from error

@@ -27,6 +27,10 @@ from worker.wire import PROTOCOL_VERSION
 PATTERNS: Final = ("three", "head", "shared", "deep")
 OTHER_BLOCKS: Final = 200
 """Blocks a worker holds besides those of the prompt."""
+OTHER_ENDS: Final = 600
+"""Those with ends: Redis keeps a hash of up to 512 entries as a list, which no pool of a usual size has."""
+STEP: Final = 8
+"""Blocks between two ends."""
 LOAD: Final = WorkerLoad({GatewayId("gateway-1"): 1.5, GatewayId("gateway-2"): 0.25}, 1000.0, 8000.0, 5, 3, 900, 2000)
 SECRET: Final = b"cluster secret"
 """Entries are signed, as those of `headstart serve` are."""
@@ -57,7 +61,7 @@ def entries(length: int) -> list[IndexEntry]:
     return [IndexEntry(os.urandom(8)) for _ in range(length)]
 
 
-def member_of(number: int, tiers: tuple[Tier, ...] = ()) -> WorkerMember:
+def member_of(number: int, tiers: tuple[Tier, ...] = (), ends: str = "") -> WorkerMember:
     name = f"worker-{number:04}"
     return WorkerMember(
         WorkerId(name),
@@ -70,6 +74,7 @@ def member_of(number: int, tiers: tuple[Tier, ...] = ()) -> WorkerMember:
         131072,
         PROTOCOL_VERSION,
         tiers=tiers,
+        ends=ends,
     )
 
 
@@ -80,20 +85,34 @@ def state_of(member: WorkerMember, batch: int) -> bytes:
 
 
 async def populate(
-    client: RedisClient, hashes: Sequence[BlockHash], num_workers: int, pattern: str, on_disk: str = ""
+    client: RedisClient,
+    hashes: Sequence[BlockHash],
+    num_workers: int,
+    pattern: str,
+    on_disk: str = "",
+    *,
+    has_ends: bool = False,
 ) -> None:
-    """A registry of live workers, each with its set, as their writers leave it; `on_disk` is the pattern of a tier."""
+    """A registry of live workers, each with its set, as their writers leave it; `on_disk` is the pattern of a tier.
+
+    With `has_ends`, a hit may stop at every eighth block.
+    """
     rng = random.Random(0)
     keys = Keys(READER.prefix, 0)
     await client.call(("FLUSHALL",), timeout_s=30)
     for number in range(num_workers):
-        member = member_of(number, ("disk",) if on_disk else ())
+        member = member_of(number, ("disk",) if on_disk else (), "exact" if has_ends else "")
         tiers: list[tuple[Tier | None, str]] = [(None, pattern)]
         if on_disk:
             tiers.append(("disk", on_disk))
         for tier, kind in tiers:
             held = [index_entry(h) for h in hashes[: depth(kind, number, len(hashes), num_workers, rng)]]
-            key = keys.blocks(member.worker_id, member.epoch, 1, tier)
+            key = keys.pool(member, 1) if tier is None else keys.blocks(member.worker_id, member.epoch, 1, tier)
+            if has_ends:
+                stops = [word for at, entry in enumerate(held, 1) for word in (entry, at - at % STEP)]
+                others = [word for entry in entries(OTHER_ENDS) for word in (entry, 100)]
+                await client.call(("HSET", key, *stops, *others), timeout_s=30)
+                continue
             await client.call(("SADD", key, *held, *entries(OTHER_BLOCKS)), timeout_s=30)
         await client.call(
             ("HSET", keys.members, member.worker_id, SIGNER.sign_member(member.worker_id, encode_member(member))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -52,9 +53,11 @@ async def measure_lookup(
     pattern: str,
     num_rounds: int = 20,
     on_disk: str = "",
+    *,
+    has_ends: bool = False,
 ) -> LookupResult:
     hashes = chain(num_blocks)
-    await populate(client, hashes, num_workers, pattern, on_disk)
+    await populate(client, hashes, num_workers, pattern, on_disk, has_ends=has_ends)
     index = RedisIndex(url, READER)
     ping = pack([("PING",)])
 
@@ -73,6 +76,17 @@ async def measure_lookup(
             pings_s += await timed(ping_once, 50)
             lookups_s += await timed(lambda: index.lookup(hashes), 50 if num_workers <= 100 else 5)
     return LookupResult(timing(pings_s), timing(lookups_s))
+
+
+async def measure_ends(url: str, client: RedisClient, pattern: str, num_pairs: int = 10) -> float:
+    """Return the time of a lookup of 512 blocks at 64 workers with ends, over that without: the median of pairs."""
+    ratios = []
+    for number in range(num_pairs):
+        pair = {}
+        for has_ends in (False, True) if number % 2 else (True, False):
+            pair[has_ends] = await measure_lookup(url, client, 64, 512, pattern, 4, has_ends=has_ends)
+        ratios.append(pair[True].lookup.p50_s / pair[False].lookup.p50_s)
+    return statistics.median(ratios)
 
 
 async def measure_changed(url: str, client: RedisClient, num_workers: int = 64, num_lookups: int = 500) -> Timing:

@@ -69,7 +69,9 @@ class MemoryIndex:
         """Forget every worker, as FLUSHALL does."""
         self._entries.clear()
 
-    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+    async def lookup(
+        self, hashes: Sequence[BlockHash], model: str | None = None, num_tokens: int = 0
+    ) -> list[Candidate] | None:
         """Answer `match` through the protocol of a reader."""
         return self.match(hashes, model)
 

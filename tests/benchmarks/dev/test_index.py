@@ -21,6 +21,7 @@ async def test_the_measurements_measure_what_they_say() -> None:
                 assert result.lookup.p50_s > 0.0
             on_disk = await measure_lookup(url, client, 24, 128, "shared", num_rounds=2, on_disk="deep")
             assert on_disk.lookup.p50_s > 0.0
+            assert (await measure_lookup(url, client, 24, 128, "deep", num_rounds=2, has_ends=True)).lookup.p50_s > 0.0
             decision = await measure_decision(url, client, 80, "deep", count=10)
             assert decision.whole.p50_s > 0.0
             assert min(decision.cpu_s, decision.choice_cpu_s) > 0.0

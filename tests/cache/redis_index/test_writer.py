@@ -250,7 +250,7 @@ async def test_unrenewed_sets_expire(redis_server: RedisServer) -> None:
         redis_server.command("PEXPIRE", key, "50000")
         assert await writer.publish([], [], WorkerLoad(), 3)
         assert left_ms(key) > 900_000
-        assert await writer._fill(b"broken off", entries(hashes), 500_000)
+        assert await writer._fill(b"broken off", [("SADD", b"broken off", *entries(hashes))], 500_000)
         assert 0 < left_ms("broken off") <= 500_000, "a rewrite that does not come to its end leaves nothing for ever"
 
 

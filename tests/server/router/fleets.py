@@ -42,7 +42,9 @@ class Index:
         self.registered[member.worker_id] = member
         self.memory.register(member, held, load or WorkerLoad(prefill_tokens_per_s=RATE))
 
-    async def lookup(self, hashes: Sequence[BlockHash], model: str | None = None) -> list[Candidate] | None:
+    async def lookup(
+        self, hashes: Sequence[BlockHash], model: str | None = None, num_tokens: int = 0
+    ) -> list[Candidate] | None:
         return None if self.away else self.memory.match(hashes, model)
 
     def members(self) -> list[WorkerMember]:

@@ -320,3 +320,17 @@ async def test_the_price_of_a_full_pool_ignores_long_answers(three: Fleets) -> N
     three.router.closed(placement)
     assert before > 0.0
     assert await price() == pytest.approx(before)
+
+
+async def test_pending_blocks_do_not_count_at_a_worker_with_ends() -> None:
+    """The positions at which hits in them may stop are not known yet; explain names the kind of its ends."""
+    fleets = Fleets()
+    fleets.index.register(member("a", ends="inexact"))
+    hashes = chain(40)
+    placement = await fleets.place(hashes)
+    assert placement.worker.worker_id == "a"
+    found = await row(fleets, "a", hashes)
+    assert (found["ends"], found["pending_tokens"], found["matched_tokens"]) == ("inexact", 0, 0)
+    fleets.router.first_token(placement)
+    fleets.index.away = True
+    assert (await row(fleets, "a", hashes))["matched_tokens"] == 0

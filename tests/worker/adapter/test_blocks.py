@@ -383,11 +383,13 @@ def test_a_name_behind_two_parents_is_published_for_neither() -> None:
     "event",
     [
         stored(9, extra=SALTED, group_idx=1),
-        BlockRemoved((9,), "GPU", 2),
+        stored(9, extra=SALTED, group_idx=1, kv_cache_spec_kind="chunked_local_attention"),
+        stored(9, extra=SALTED, group_idx=1, kv_cache_spec_kind="sliding_window"),
         stored(9, extra=SALTED, group_idx=0, kv_cache_spec_kind="sliding_window"),
     ],
+    ids=["no kind", "unknown kind", "no window", "of the tree"],
 )
-def test_a_hybrid_model_publishes_nothing(event: Event) -> None:
+def test_a_group_without_a_known_rule_ends_it(event: Event) -> None:
     blocks = EngineBlocks(2, max_names=100)
     held = blocks.apply([stored(1, 2, extra=(*SALTED, None), kv_cache_spec_kind="mla_attention")]).events
     assert len(held) == 2

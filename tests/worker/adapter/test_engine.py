@@ -9,10 +9,13 @@ from functools import partial
 
 import pytest
 
+from cache.hashing import hash_chain
+from cache.types import BlockHash
 from tests.waiting import HANG_S, until
 from tests.worker.adapter.rig import (
     BLOCK,
     OTHER_ROOT,
+    ROOT,
     Rig,
     ScriptedApi,
     check_order,
@@ -23,7 +26,7 @@ from tests.worker.adapter.rig import (
 )
 from worker.adapter import engine as engine_module
 from worker.adapter.api import Chunk, EngineLoad, EngineLostError, EngineRefusedError
-from worker.adapter.kv_events import BlockStored, EventBatch
+from worker.adapter.kv_events import BlockRemoved, BlockStored, EventBatch
 from worker.contracts.engine import RequestKey, StepLog
 from worker.wire import ChoiceState, End, Failed, Finished, Grammar, PromptLogprobs, Started, TokenLogprobs, Tokens
 
@@ -438,3 +441,19 @@ async def test_a_resumed_request_goes_on(api: ScriptedApi, rig: Rig) -> None:
     refused = rig.engine.refusal(make_request(output_ids=(7,), grammar=Grammar("json_object", "")))
     assert refused is not None
     assert "resume:grammar" in refused.message
+
+
+async def test_a_model_with_windows_begins_an_epoch_with_ends(api: ScriptedApi, rig: Rig) -> None:
+    """Older gateways would take its blocks for a prefix that the engine reuses."""
+    prompt_ids, salt = tuple(range(100, 100 + 3 * BLOCK)), ((ROOT.hex(),), None, None)
+    window = BlockStored((3,), None, prompt_ids, BLOCK, None, "GPU", None, (None,), 0, "sliding_window", BLOCK)
+    full = BlockStored((1, 2, 3), None, prompt_ids, BLOCK, None, "GPU", None, salt, 1, "full_attention")
+    await until(lambda: rig.engine._report_timer is None)
+    assert rig.engine.member.ends == ""
+    rig.engine._on_batch(EventBatch(1.0, (window, full), 0))
+    assert (rig.engine.member.ends, rig.epochs[-1].ends) == ("exact", "exact")
+    await until(lambda: rig.num_published(make_request(prompt_ids)) == 3 * BLOCK)
+    rig.engine._on_batch(EventBatch(2.0, (BlockRemoved((3,), "GPU", 0),), 0))
+    chain = hash_chain(BlockHash(ROOT), prompt_ids, BLOCK)
+    assert rig.engine._blocks.num_matched_tokens(chain, len(prompt_ids) + 1) == 0
+    assert len(rig.epochs) == 1

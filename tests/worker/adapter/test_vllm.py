@@ -126,6 +126,10 @@ def test_load_of_a_rank() -> None:
     assert (zero.num_running, zero.num_waiting, zero.num_blocks, zero.block_size, zero.usage) == (3, 1, 728, 32, 0.25)
     assert (zero.prefill_tokens, zero.prefill_s, zero.started_s) == (512.0, 2.0, 1795317799.93)
     assert (one.num_running, one.num_waiting, one.num_blocks, one.usage) == (5, 0, 700, 0.5)
+    assert not zero.drops_last_block
+    assert parse_load(
+        METRICS + b'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n', 0
+    ).drops_last_block
     for broken in (b"", b"<html>", METRICS.replace(b"728", b"None"), METRICS.replace(b"num_requests_running", b"x")):
         with pytest.raises(EngineLostError, match="not vLLM's"):
             parse_load(broken, 0)

@@ -1,0 +1,334 @@
+"""Where a hit may stop in an engine whose model keeps KV in several groups.
+
+Full attention needs every block of a prefix, a window only its last blocks. A state is saved at one position. So a hit
+stops at an *end*: a position where every group can go on. `KvGroups` adds the other groups to the tree of the full
+attention's blocks. Hashes carry no group: a block has the same name in each, and the tree gives its position. A name
+inside one of the tree's blocks has its position from the names around it.
+
+An engine with EAGLE or MTP computes the last matching block again. There a node's stop is one block lower.
+Source: vllm/v1/core/kv_cache_coordinator.py, single_type_kv_cache_manager.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import lcm
+from typing import Final
+
+from worker.adapter.block_names import Node
+from worker.adapter.block_tree import BlockTree
+from worker.adapter.kv_events import BlockRemoved, BlockStored, EngineHash
+
+FULL_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attention")
+"""Kinds of a group in which every block of a prefix is needed, and kept, in order."""
+_WINDOW_KINDS: Final = ("sliding_window", "sliding_window_mla")
+_STATE_KIND: Final = "mamba"
+_MAX_COPIED: Final = 100_000
+"""With more copies in a group, every event that could be a report counts as one."""
+_MAX_STEP: Final = 1 << 13
+"""With a longer step between ends, no end is published: the block sizes of real groups have small multiples in common."""
+_ALL: Final = 1 << 40
+"""The run of a block if the group holds every block up to it."""
+
+
+@dataclass(slots=True)
+class KvGroup:
+    """The blocks that the engine holds in one group."""
+
+    block_size: int
+    num_needed: int
+    """The blocks before an end that must be held, or `_ALL`."""
+    is_state: bool
+    held: set[EngineHash] = field(default_factory=set)
+    copied: set[EngineHash] = field(default_factory=set)
+    """Names that were stored while they were held. After a removal, a copy may be left that does not count."""
+    before: dict[EngineHash, EngineHash] = field(default_factory=dict)
+    """The name before each name, where the tree's blocks are longer than this group's."""
+    nodes: dict[EngineHash, set[EngineHash]] = field(default_factory=dict)
+    """The names of nodes whose runs contain a name that is inside them."""
+
+    @classmethod
+    def unknown(cls) -> KvGroup:
+        """Return a group without an end, for one whose kind is not known yet."""
+        return cls(1, _ALL, False)
+
+    @property
+    def is_unknown(self) -> bool:
+        return self.block_size == 1 and self.num_needed == _ALL and not self.held
+
+    @classmethod
+    def of(cls, event: BlockStored) -> KvGroup | None:
+        """Return the group of an event, or None for a kind whose rule is not known."""
+        kind, size, window = event.kv_cache_spec_kind, event.block_size, event.kv_cache_spec_sliding_window
+        if kind in _WINDOW_KINDS and window is not None and window > 0:
+            return cls(size, -(-(window - 1) // size), False)
+        if kind == _STATE_KIND:
+            return cls(size, 1, True)
+        return cls(size, _ALL, False) if kind in FULL_KINDS[1:] else None
+
+
+class KvGroups:
+    """The groups next to the tree's. Owned by `EngineBlocks`."""
+
+    def __init__(self, tree: BlockTree, *, drops_last_block: bool) -> None:
+        """`drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP)."""
+        self._tree = tree
+        self._drops_last_block = drops_last_block
+        self._groups: dict[int, KvGroup] = {}
+        self._tree_group: int | None = None
+        self._tree_block_size = 1
+        self._has_lost_events = False
+        """Blocks may be held that do not count."""
+        self._changed: dict[int, set[EngineHash]] = {}
+        """The names to look at, by group."""
+        self._sparse: list[tuple[KvGroup, Sequence[EngineHash]]] = []
+        """The names of events that leave out blocks, to be placed when the tree has the batch."""
+        self._has_new_rule = False
+        """A group or a block size is new: every node is looked at."""
+
+    @property
+    def is_needed(self) -> bool:
+        """True if a hit may stop before the end of a match."""
+        return bool(self._groups) or self._drops_last_block
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.is_state for group in self._groups.values())
+
+    @property
+    def has_only_parts(self) -> bool:
+        """True if blocks have come, but none of a group of full attention."""
+        return self._tree_group is None and any(group.held for group in self._groups.values())
+
+    @property
+    def step(self) -> int:
+        """Ends are multiples of this many tokens: of the blocks of every group."""
+        return lcm(self._tree_block_size, *(group.block_size for group in self._groups.values()))
+
+    def is_tree(self, event: BlockStored | BlockRemoved) -> bool:
+        """Return whether an event is of the tree's group: the first of full attention."""
+        index = event.group_idx or 0
+        if isinstance(event, BlockStored) and self._tree_group is None and _is_full(event):
+            group = self._groups.get(index)
+            if group is None or group.is_unknown:
+                self._tree_group = index
+                self._groups.pop(index, None)
+                self._changed.pop(index, None)
+                self._add_unknown(range(index))
+        if index == self._tree_group and isinstance(event, BlockStored) and event.block_size > self._tree_block_size:
+            self._tree_block_size = event.block_size
+            self._has_new_rule = True
+        return index == self._tree_group and (isinstance(event, BlockRemoved) or event.kv_cache_spec_kind in FULL_KINDS)
+
+    def store(self, event: BlockStored) -> bool:
+        """Apply an event of another group. False: its kind is not known."""
+        index = event.group_idx or 0
+        group = self._groups.get(index)
+        if group is None or group.is_unknown:
+            group = KvGroup.of(event)
+            if group is None or index == self._tree_group:
+                return False
+            self._groups[index] = group
+            self._has_new_rule = True
+        names: Sequence[EngineHash] = event.block_hashes
+        is_whole = len(names) * event.block_size == len(event.token_ids)
+        if is_whole and event.parent_block_hash is None and names:
+            names = self._without_report(group, names)
+        changed = self._changed.setdefault(index, set())
+        changed.update(names)
+        group.copied.update(group.held.intersection(names))
+        group.held.update(names)
+        if group.block_size < self._tree_block_size or self._tree_group is None:
+            if is_whole:
+                first = () if event.parent_block_hash is None else (event.parent_block_hash,)
+                self._link(group, [*first, *names])
+            elif names and not self._drops_last_block:
+                self._sparse.append((group, names))
+        return True
+
+    def remove(self, event: BlockRemoved) -> None:
+        """Apply an event of another group."""
+        index = event.group_idx or 0
+        group = self._groups.get(index)
+        if group is None:
+            self._add_unknown([index] if index else [])
+            return
+        counts = event.remaining_copy_counts
+        if counts is None or len(counts) != len(event.block_hashes):
+            counts = (0,) * len(event.block_hashes)
+        else:
+            group.copied.difference_update(event.block_hashes)
+        gone = [name for name, num_left in zip(event.block_hashes, counts, strict=True) if not num_left]
+        self._changed.setdefault(index, set()).update(gone)
+        group.held.difference_update(gone)
+
+    def clear(self) -> None:
+        """Forget every block, and keep what is known of the groups."""
+        for group in self._groups.values():
+            group.held, group.copied, group.before, group.nodes = set(), set(), {}, {}
+        self._changed, self._sparse = {}, []
+        self._has_lost_events = False
+
+    def forget_held(self) -> None:
+        """Count no block as held, because events were lost."""
+        self.clear()
+        self._has_lost_events = True
+        self._has_new_rule = True
+
+    def settle(self) -> list[Node]:
+        """Bring the stops up to date after a batch. Return the nodes whose stop has changed."""
+        self._link_sparse()
+        if self._has_new_rule or not self._tree.has_placed:
+            self._has_new_rule = False
+            self._tree.place_all()
+        queue: list[tuple[int, int, Node]] = []
+        queued: set[Node] = set()
+
+        def look_at(node: Node | None) -> None:
+            if node is not None and node.root is not None and node not in queued:
+                queued.add(node)
+                heappush(queue, (node.num_tokens, id(node), node))
+
+        for node in self._tree.take_placed():
+            look_at(node)
+        for index, names in self._changed.items():
+            group = self._groups[index]
+            for name in names:
+                look_at(self._tree.get(name))
+                for key in group.nodes.get(name, ()):
+                    look_at(self._tree.get(key))
+                if name not in group.held:
+                    group.nodes.pop(name, None)
+                    group.before.pop(name, None)
+        self._changed = {}
+        step, margin = self.step, self.step if self._drops_last_block else 0
+        moved = []
+        while queue:  # nodes in the order of their positions: each depends only on nodes before it
+            _, _, node = heappop(queue)
+            self._tree.num_walked += 1
+            if self._update_runs(node, margin):
+                for later in _descendants(node, min(step, _MAX_STEP)):
+                    look_at(later)
+            stop = self._stop(node, step, margin)
+            if stop != node.stop:
+                node.stop = stop
+                moved.append(node)
+                for child in node.children or ():
+                    look_at(child)
+        return moved
+
+    def _add_unknown(self, indices: Iterable[int]) -> None:
+        """Add the groups that must exist, as the engine numbers its groups from 0."""
+        for index in indices:
+            if index not in self._groups:
+                self._groups[index] = KvGroup.unknown()
+                self._has_new_rule = True
+
+    def _without_report(self, group: KvGroup, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
+        """Return which names of an event that begins a prompt are held for sure.
+
+        An engine may report again what a request reuses (`kv_cache_report_mode`). It then names every block of the
+        prefix, also those that this group does not hold. It ends at an end, so the group holds the last ones.
+        """
+        last = names[max(0, len(names) - group.num_needed) :]
+        if len(group.copied) > _MAX_COPIED:
+            group.copied.clear()
+            self._has_lost_events = True
+        if self._has_lost_events or all(name in group.held or name in group.copied for name in last):
+            return last
+        return names
+
+    def _link(self, group: KvGroup, names: Sequence[EngineHash]) -> None:
+        """Note the order of names of adjacent blocks."""
+        for name, later in pairwise(names):
+            group.before[later] = name
+
+    def _link_sparse(self) -> None:
+        """Place names inside the tree's blocks: an engine keeps those right before the end of a block of the tree."""
+        for group, names in self._sparse:
+            run: list[EngineHash] = []
+            for name in names:
+                run.append(name)
+                node = self._tree.get(name)
+                if node is not None:
+                    self._link(group, run[-self._tree_block_size // group.block_size :])
+                    run = []
+        self._sparse = []
+
+    def _update_runs(self, node: Node, margin: int) -> bool:
+        """Compute how many adjacent blocks each group holds that end at a node. Return whether one has changed."""
+        has_changed = False
+        for index, group in self._groups.items():
+            most = _ALL if group.num_needed == _ALL else group.num_needed + margin // group.block_size
+            run = min(self._run(index, group, node), most) if node.key in group.held else 0
+            runs = node.runs
+            if runs is None:
+                runs = node.runs = {}
+            if run != runs.get(index, 0):
+                runs[index] = run
+                has_changed = True
+        return has_changed
+
+    def _run(self, index: int, group: KvGroup, node: Node) -> int:
+        """Return the run of a held block; `_ALL` if it reaches the start of the prompt."""
+        if node.num_tokens % group.block_size:
+            return 0
+        if group.is_state:
+            return 1
+        start = node.num_tokens - group.block_size
+        parent = node.parent
+        while parent is not None and parent.num_tokens > start:
+            parent = parent.parent
+        begin = 0 if parent is None else parent.num_tokens
+        run = 1
+        name = node.key
+        while begin < start:
+            if name not in group.before or group.before[name] not in group.held:
+                return run
+            name = group.before[name]
+            group.nodes.setdefault(name, set()).add(node.key)
+            run += 1
+            start -= group.block_size
+        if begin > start:
+            return run
+        if parent is None:
+            return _ALL
+        before = parent.runs.get(index, 0) if parent.runs is not None else 0
+        return min(_ALL, before + run)
+
+    def _stop(self, node: Node, step: int, margin: int) -> int:
+        """Return the last end at or before a node."""
+        end = node.num_tokens - margin
+        before = 0 if node.parent is None else node.parent.stop
+        if end <= 0 or end % step or step > _MAX_STEP:
+            return before
+        runs = node.runs or {}
+        for index, group in self._groups.items():
+            if group.is_state:
+                at: Node | None = node
+                while at is not None and at.num_tokens > end:
+                    at = at.parent
+                if at is None or at.num_tokens != end or at.key not in group.held:
+                    return before
+            elif (run := runs.get(index, 0)) < _ALL and run < group.num_needed + margin // group.block_size:
+                return before
+        return end
+
+
+def _is_full(event: BlockStored) -> bool:
+    """Return whether an event is of a group of full attention. Older engines have one group, and name no kind."""
+    return event.kv_cache_spec_kind in FULL_KINDS if not event.group_idx else event.kv_cache_spec_kind in FULL_KINDS[1:]
+
+
+def _descendants(node: Node, distance: int) -> Iterator[Node]:
+    """Yield the nodes after a node, up to a distance in tokens and at least the next ones."""
+    last = node.num_tokens + distance
+    stack = [node]
+    while stack:
+        for child in stack.pop().children or ():
+            yield child
+            if child.num_tokens < last:
+                stack.append(child)
