@@ -288,14 +288,9 @@ class DecisionContext(msgspec.Struct, frozen=True):
 def view(
     candidate: Candidate, estimate: WorkerLoadEstimate, pending_blocks: int, context: DecisionContext
 ) -> WorkerView:
-    """Compute the terms of the cost at one worker. `pending_blocks` of the prompt are being computed there.
-
-    They do not count where a hit may stop before the end of a match: it is not known yet where.
-    """
+    """Compute the terms of the cost at one worker. `pending_blocks` of the prompt are being computed there."""
     member, cost, most_tokens, now_s = candidate.member, context.cost, context.most_tokens, context.now_s
     block_size = member.block_size
-    if member.ends:
-        pending_blocks = 0
     matched_tokens = min(max(candidate.matched_blocks, pending_blocks) * block_size, most_tokens)
     tokens_per_s = max(MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(context.median_tokens_per_s, now_s))
     plan = peers = None

@@ -307,7 +307,8 @@ class Scorer:
             member = candidate.member
             estimate = self.estimate(member)
             estimate.observe(candidate.load, now_s - candidate.load_age_s, self._gateway_id)
-            num_pending = self._pending.match((member.worker_id, member.epoch), request.hashes)
+            # Where a hit in pending blocks may stop is not known.
+            num_pending = 0 if member.ends else self._pending.match((member.worker_id, member.epoch), request.hashes)
             worker = view(candidate, estimate, num_pending, context)
             worker.guard = _guard(request, worker, broken)
             views.append(worker)

@@ -29,7 +29,7 @@ _STATE_KIND: Final = "mamba"
 _MAX_COPIED: Final = 100_000
 """With more copies in a group, every event that could be a report counts as one."""
 _MAX_STEP: Final = 1 << 13
-"""With a longer step between ends, no end is published: the block sizes of real groups have small multiples in common."""
+"""With a longer step between ends, none is published: real groups have block sizes with a small common multiple."""
 _ALL: Final = 1 << 40
 """The run of a block if the group holds every block up to it."""
 
