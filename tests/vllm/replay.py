@@ -13,20 +13,20 @@ from tests.waiting import HANG_S
 END = (-1).to_bytes(8, "big", signed=True)
 
 
-def batches(replay_endpoint: str) -> list[bytes]:
-    """Return the payloads of all batches that the engine has published; assert that none is missing."""
+def batches(replay_endpoint: str, first: int = 0) -> list[bytes]:
+    """Return the payloads of the batches that the engine has published since `first`; assert that none is missing."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RCVHWM, 0)
         dealer.connect(replay_endpoint)
-        dealer.send_multipart((b"", bytes(8)))
+        dealer.send_multipart((b"", first.to_bytes(8, "big")))
         payloads: list[bytes] = []
         while True:
             assert dealer.poll(round(1000 * HANG_S)), "the engine does not answer"
             frames = dealer.recv_multipart()
             if frames[-2] == END:
                 return payloads
-            assert int.from_bytes(frames[-2], "big") == len(payloads), "the replay has a hole"
+            assert int.from_bytes(frames[-2], "big") == first + len(payloads), "the replay has a hole"
             payloads.append(frames[-1])
 
 

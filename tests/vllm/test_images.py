@@ -83,7 +83,7 @@ def counts(fleet: VllmFleet, body: dict[str, Any], tenant: str = "red", *, is_au
     """Return the tokens of a chat that were promised, and those that were found, after all events so far."""
     [adapter] = fleet.adapters
     replay = adapter.engine.options.replay
-    wait_until(lambda: adapter.counted("batch") >= len(batches(replay)), what="the adapter has all events")
+    wait_until(lambda: not batches(replay, adapter.counted("batch")), what="the adapter has all events")
     answer = ask(fleet, CHAT, body, tenant, is_auto=is_auto)
     assert answer.status_code == 200, answer.text
     return promised(answer), found(answer)
