@@ -57,7 +57,9 @@ class ActiveRequest:
     """The choices at the engine, by index."""
     aborted: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
-    """Choices with a delivered Finished."""
+    """Choices with a Finished, delivered or held."""
+    held: list[Finished] = field(default_factory=list)
+    """Those of choices that were aborted before Started, which comes first."""
 
 
 class EngineRequests:
@@ -308,7 +310,11 @@ class EngineRequests:
             del active.choices[choice.index]
         if choice.index in active.aborted:
             active.ended.add(choice.index)
-            self._emit(active, Finished(choice.index, "abort"))
+            finished = Finished(choice.index, "abort")
+            if active.is_started:
+                self._emit(active, finished)
+            else:
+                active.held.append(finished)
 
     async def _chunks(self, active: ActiveRequest, choice: ChoiceState) -> AsyncIterator[Chunk]:
         """Yield the chunks of one choice up to its finish reason. Raises EngineLostError if none arrives."""
@@ -356,6 +362,8 @@ class EngineRequests:
         if active.is_over:
             return
         active.is_over = any(isinstance(frame, (End, Failed)) for frame in frames)
+        if active.is_over and not active.is_started:
+            frames = (*active.held, *frames)
         outputs = [EngineOutput(active.key, frame) for frame in frames]
         self._metrics.count_outputs(outputs)
         self._deliver(outputs)
@@ -369,7 +377,7 @@ class EngineRequests:
             self._metrics.prompt_tokens.inc(len(active.request.prompt_ids))
             self._metrics.cached_tokens.inc(num_cached)
             self._metrics.queue_s.observe(time.monotonic() - active.begun_s)
-            self._emit(active, Started(num_cached))
+            self._emit(active, Started(num_cached), *active.held)
 
     def _start_first(self) -> None:
         """Start the request whose prefill the engine has reached."""

@@ -250,6 +250,17 @@ async def test_abort_of_a_choice_that_has_not_begun(api: ScriptedApi, rig: Rig) 
     assert len(api.calls) == 1
 
 
+async def test_abort_of_the_first_choice_before_its_start(api: ScriptedApi, rig: Rig) -> None:
+    """Its end waits for Started, which comes with the other choice."""
+    key = rig.submit(make_request(n=2))
+    await api.call()
+    rig.engine.abort(key, 0)
+    (await api.call(1)).end()
+    await until(lambda: rig.is_over(key))
+    kinds = [type(frame).__name__ for frame in rig.frames[key]]
+    assert kinds == ["Started", "Finished", "Tokens", "Finished", "End"]
+
+
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 5, 50])
 async def test_abort_of_all(api: ScriptedApi, rig: Rig, num_turns: int) -> None:
     """However far the request has come, from the very turn in which it was submitted on."""
