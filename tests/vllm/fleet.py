@@ -114,6 +114,10 @@ class Adapter(Part):
         """Return how many blocks of its engine count as held."""
         return int(json.loads(get(f"{self.url}/debug/state"))["blocks"]["held"])
 
+    def num_requests(self) -> int:
+        """Return how many requests are open at its engine. The engine's own gauges may come seconds later."""
+        return int(json.loads(get(f"{self.url}/debug/state"))["num_requests"])
+
     def published(self) -> int:
         """Return how many of its blocks are in the index."""
         return int(metrics(self.url)["headstart_worker_index_entries"])

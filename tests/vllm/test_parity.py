@@ -21,7 +21,7 @@ from tests.vllm import horizon
 from tests.vllm.bodies import FUNCTION, Bodies
 from tests.vllm.comparable import comparable, error_of
 from tests.vllm.engines import MODEL, Engine
-from tests.vllm.fleet import LONG_S, VllmFleet, running
+from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, running
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
@@ -74,7 +74,7 @@ def is_refused(path: str, body: Mapping[str, Any]) -> bool:
 def without_cached(value: Any) -> Any:
     """Return an answer without what an engine has computed before."""
     if isinstance(value, dict):
-        return {name: without_cached(item) for name, item in value.items() if "cache" not in name}
+        return {name: without_cached(item) for name, item in value.items() if "cache" not in str(name)}
     return [without_cached(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -226,8 +226,10 @@ def test_a_worker_lost_before_the_answer(horizon_fleet: VllmFleet, kind: str) ->
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, fleet, kind)
         adapter = wait_until(
-            lambda: next((each for each in fleet.adapters if running(each.engine)), None), what="an engine generates"
+            lambda: next((each for each in fleet.adapters if each.num_requests()), asked.done()),
+            what="an engine has the request",
         )
+        assert not asked.done(), asked.result().text
         adapter.kill()
         lost = asked.result()
     adapter.start()
@@ -254,10 +256,12 @@ def test_a_client_that_leaves(horizon_fleet: VllmFleet, kind: str, stream: bool)
     def is_answered() -> bool:
         return not stream and bool(select.select([connection.sock], [], [], 0)[0])
 
-    wait_until(lambda: any(map(running, fleet.engines)) or is_answered(), what="an engine generates")
+    wait_until(lambda: any(map(Adapter.num_requests, fleet.adapters)) or is_answered(), what="an engine generates")
     assert not is_answered(), connection.getresponse().read()
     connection.close()
-    fleet.stopwatch().wait_until(lambda: not any(map(running, fleet.engines)), ABORT_S, "aborted")
+    watch = fleet.stopwatch()
+    watch.wait_until(lambda: not any(map(Adapter.num_requests, fleet.adapters)), ABORT_S, "left by the adapter")
+    watch.wait_until(lambda: not any(map(running, fleet.engines)), ABORT_S, "aborted")
     num_generated = sum(map(generated, fleet.engines)) - before
     print(f"{kind}: {num_generated} tokens of {NUM_TOKENS}")
     assert num_generated < NUM_TOKENS * body.get("n", 1)
