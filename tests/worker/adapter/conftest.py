@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.worker.adapter.rig import write_tokenizer
+from tests.waiting import until
+from tests.worker.adapter.rig import Rig, ScriptedApi, running, write_tokenizer
 from worker.adapter import watch
 
 
@@ -24,3 +25,17 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is asked for its counts every few milliseconds."""
     monkeypatch.setattr(watch, "WATCH_S", 0.01)
     monkeypatch.setattr(watch, "LIST_LORAS_S", 0.0)
+
+
+@pytest.fixture
+def api() -> ScriptedApi:
+    return ScriptedApi()
+
+
+@pytest.fixture
+async def rig(api: ScriptedApi, brisk: None) -> AsyncIterator[Rig]:
+    async with running(Rig(api)) as started:
+        await until(lambda: started.load.num_blocks)
+        yield started
+        await until(started.is_idle)
+        assert not api.open_calls
