@@ -88,7 +88,12 @@ class Changes:
         self._pending.clear()
         self.num_published = len(self.held)
 
-    def take(self, limit: int) -> tuple[list[IndexEntry], list[IndexEntry]]:
+    @property
+    def stops(self) -> Sequence[int]:
+        """A pool without ends has none."""
+        return ()
+
+    def take(self, limit: int) -> SetChange:
         """Take the next entries to store and to remove, at most `limit` in all. They count as published."""
         taken = list(islice(self._pending.items(), limit))
         for entry, _ in taken:
@@ -96,7 +101,7 @@ class Changes:
         stored = [entry for entry, is_held in taken if is_held]
         removed = [entry for entry, is_held in taken if not is_held]
         self.num_published += len(stored) - len(removed)
-        return stored, removed
+        return SetChange(stored, removed, self.num_published)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -121,6 +126,11 @@ class StopChanges:
     def num_published(self) -> int:
         return len(self._published)
 
+    @property
+    def stops(self) -> Sequence[int]:
+        """After how many blocks a hit stops, for each of `held`."""
+        return list(self.held.values())
+
     def apply(self, events: Sequence[BlockEvent]) -> None:
         """Apply events in order."""
         for event in events:
@@ -140,8 +150,8 @@ class StopChanges:
         self._published = dict(self.held)
         self._pending = {}
 
-    def take(self, limit: int) -> tuple[list[IndexEntry], list[IndexEntry], list[int]]:
-        """Take the next entries to store and to remove, at most `limit`, and the stops of the first."""
+    def take(self, limit: int) -> SetChange:
+        """Take the next entries to store and to remove, at most `limit` in all. They count as published."""
         stored, removed, stops = list[IndexEntry](), list[IndexEntry](), list[int]()
         for entry in list(islice(self._pending, limit)):
             del self._pending[entry]
@@ -155,7 +165,7 @@ class StopChanges:
                 stored.append(entry)
                 stops.append(stop)
                 self._published[entry] = stop
-        return stored, removed, stops
+        return SetChange(stored, removed, self.num_published, stops)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -309,25 +319,20 @@ class Publisher:
                 return False
             self._rewritten_s = time.monotonic()
             held, *held_in_tiers = [list(changes.held) for changes in self._changes.values()]
-            of_pool = self._changes[None]
-            stops: Sequence[int] = list(of_pool.held.values()) if isinstance(of_pool, StopChanges) else ()
-            if not await self._writer.rewrite(held, self._load, held_in_tiers, stops):
+            if not await self._writer.rewrite(held, self._load, held_in_tiers, self._changes[None].stops):
                 return False
             for changes in self._changes.values():
                 changes.settle()
             return True
         while True:
             room, taken = _MAX_BATCH, list[SetChange]()
-            stops = ()
             for changes in self._changes.values():
-                if isinstance(changes, StopChanges):
-                    stored, removed, stops = changes.take(room)
-                else:
-                    stored, removed = changes.take(room)
-                room -= len(stored) + len(removed)
-                taken.append(SetChange(stored, removed, changes.num_published))
+                taken.append(changes.take(room))
+                room -= len(taken[-1].stored) + len(taken[-1].removed)
             pool, *tiers = taken
-            if not await self._writer.publish(pool.stored, pool.removed, self._load, pool.num_entries, tiers, stops):
+            if not await self._writer.publish(
+                pool.stored, pool.removed, self._load, pool.num_entries, tiers, pool.stops
+            ):
                 return False
             if not any(self._changes.values()):
                 return True

@@ -42,6 +42,8 @@ class SetChange(NamedTuple):
     """Children first."""
     num_entries: int
     """The size of the set afterwards."""
+    stops: Sequence[int] = ()
+    """In a pool with ends: after how many blocks a hit stops that matches up to each of `stored`."""
 
 
 class IndexWriter:

@@ -20,7 +20,7 @@ from benchmarks.dev.simulation.memory_index import MemoryIndex
 from cache.events import BlockEvent, Removed, Stored
 from cache.hashing import hash_chain, index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
 from cache.types import BlockHash, Tier, WorkerId
 from tests.members import make_member
 from tests.redis_server import RedisServer
@@ -81,7 +81,7 @@ class SimulatedWorker:
             for changes in self.changes.values():
                 changes.settle()
             return True
-        own, *below = [SetChange(*changes.take(1000), changes.num_published) for changes in self.changes.values()]
+        own, *below = [changes.take(1000) for changes in self.changes.values()]
         return await self.writer.publish(own.stored, own.removed, load, own.num_entries, below)
 
     async def settle(self) -> None:
