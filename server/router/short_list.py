@@ -61,11 +61,11 @@ class ShortList:
         by_id = {candidate.member.worker_id: candidate for candidate in candidates}
         if by_id.keys() != self._load_s.keys():
             self._join(by_id)
-        ends = [max(c.tier_blocks) if c.tier_blocks else c.matched_blocks for c in candidates]
-        ordered = sorted(ends)
-        common_blocks = ordered[(len(ends) - 1) // 2]
+        matches = [max(c.tier_blocks) if c.tier_blocks else c.matched_blocks for c in candidates]
+        ordered = sorted(matches)
+        common_blocks = ordered[(len(matches) - 1) // 2]
         least = max(common_blocks + 1, ordered[-MAX_HOLDERS])
-        holders = [(end, candidate) for end, candidate in zip(ends, candidates, strict=True) if end >= least]
+        holders = [(match, candidate) for match, candidate in zip(matches, candidates, strict=True) if match >= least]
         if len(holders) > MAX_HOLDERS:
             holders = heapq.nlargest(MAX_HOLDERS, holders, key=_depth_and_load)
         chosen = {candidate.member.worker_id for _, candidate in holders}
