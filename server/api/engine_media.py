@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from server.api.formatting import encode_json
-from server.api.images import ImageRules, check_base64, first_char, image_name
+from server.api.images import ImageRules, base64_image_name, first_char, image_name
 from server.errors import MESSAGES_PATH, RESPONSES_PATH
 from server.event_loop import Steps
 from server.schema.decoding import invalid, unsupported
@@ -162,7 +162,7 @@ class _Reader:
             raise invalid(f"{place}.media_type", "must be the type of an image, as `image/png`")
         key = "data" if kind == "base64" else "url"
         value = source.get(key, _NULL)
-        yield from (check_base64 if kind == "base64" else image_name)(value, place, rules, self._salt)
+        yield from (base64_image_name if kind == "base64" else image_name)(value, place, rules, self._salt)
         return {**_others(source, key), key: value}, value
 
 

@@ -190,8 +190,9 @@ class EngineTexts:
         """Return the engine's prompts of a call. Raises ApiError, which names the image that the engine cannot read."""
         try:
             rendered = await self._render(call, model, has_images=bool(media.images))
-        except (InvalidRequestError, InternalError):
-            for image in media.images:
+        except (InvalidRequestError, InternalError) as refused:
+            images = () if refused.code == "context_length_exceeded" else media.images
+            for image in images:
                 try:
                     await self._render(image.alone(call), model, has_images=True)
                 except (InvalidRequestError, InternalError) as error:

@@ -62,7 +62,7 @@ def image_name(url: Raw, place: str, rules: ImageRules, salt: bytes) -> Steps[st
     return blake2b(text, key=salt, digest_size=32, person=b"headstart-url").hexdigest()
 
 
-def check_base64(data: Raw, place: str, rules: ImageRules, salt: bytes) -> Steps[str]:
+def base64_image_name(data: Raw, place: str, rules: ImageRules, salt: bytes) -> Steps[str]:
     """Return the name of an image in base64, which is a JSON value. Raises InvalidRequestError that names `place`."""
     return (yield from _name_of_base64(_text_of(data, place, rules), place, rules, salt))
 

@@ -30,6 +30,7 @@ from tests.server.api.seeing_engine import (
     NUM_PLACEHOLDERS,
     RESPONSES,
     SeeingWorker,
+    Unreadable,
     body_of,
     data_url,
     in_base64,
@@ -40,7 +41,7 @@ from tests.server.api.seeing_engine import (
 from tests.server.api.test_engine_text import engine_gateway
 from tests.server.test_app import post
 from tests.waiting import HANG_S
-from worker.wire import Failed, TokenizerBundle, pack_frame
+from worker.wire import Failed, Rendered, TokenizerBundle, pack_frame
 
 ROUTES = (CHAT, MESSAGES, RESPONSES)
 SALT = bytes(32)
@@ -305,6 +306,20 @@ async def test_other_errors_name_no_image(bundle: TokenizerBundle, raw_tokenizer
         status, _, raw = await post(target.url, body)
     assert status == 400
     assert json.loads(raw)["error"]["message"].startswith("role: unknown")
+
+
+class ShortWorker(SeeingWorker):
+    def _rendered(self, body: dict[str, Any]) -> Rendered:
+        raise Unreadable("context_length_exceeded", "The prompt is too long.")
+
+
+async def test_a_long_prompt_is_rendered_once(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+    """No image of it is rendered by itself, as none is at fault."""
+    worker = ShortWorker(bundle, tokenizer=raw_tokenizer)
+    async with engine_gateway(worker) as target:
+        status, _, raw = await post(target.url, body_of(CHAT, *[part_of(CHAT, data_url(png()))] * 3))
+    assert (status, json.loads(raw)["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(worker.rendered) == 1
 
 
 def test_a_large_image_is_never_decoded_as_a_whole() -> None:
