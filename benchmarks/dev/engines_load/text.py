@@ -123,4 +123,5 @@ def _figures(name: str, costs: tuple[list[Cost], list[Cost]], note: str, goal: s
 
 
 def _chats(traffic: Traffic, count: int, max_tokens: int) -> list[bytes]:
-    return [traffic.chat(PROMPT_TOKENS, max_tokens=max_tokens, stream=True) for _ in range(count)]
+    # Greedy: vLLM on a CPU ends when it splits the prompt of a request with a seed.
+    return [traffic.chat(PROMPT_TOKENS, max_tokens=max_tokens, stream=True, greedy=True) for _ in range(count)]

@@ -27,8 +27,10 @@ class Traffic:
         ids = self._tokenizer.encode(" ".join(words), add_special_tokens=False).ids[:num_tokens]
         return self._tokenizer.decode(ids)
 
-    def chat(self, num_tokens: int, *, max_tokens: int = 16, stream: bool = False) -> bytes:
-        return self._body([{"role": "user", "content": self.text(num_tokens)}], max_tokens, stream)
+    def chat(self, num_tokens: int, *, max_tokens: int = 16, stream: bool = False, greedy: bool = False) -> bytes:
+        """Return the body of a chat. `greedy`: with a temperature of 0."""
+        sampling = {"temperature": 0} if greedy else {}
+        return self._body([{"role": "user", "content": self.text(num_tokens)}], max_tokens, stream, **sampling)
 
     def two_turns(self, num_tokens: int, *, max_tokens: int = 16) -> tuple[bytes, bytes]:
         """A conversation's first turn, and the second that grows from it to about `num_tokens`."""
@@ -40,8 +42,8 @@ class Traffic:
         ]
         return first, self._body(messages, max_tokens, False)
 
-    def _body(self, messages: list[dict[str, str]], max_tokens: int, stream: bool) -> bytes:
-        body: dict[str, Any] = {"model": self._model, "messages": messages, "max_tokens": max_tokens}
+    def _body(self, messages: list[dict[str, str]], max_tokens: int, stream: bool, **sampling: float) -> bytes:
+        body: dict[str, Any] = {"model": self._model, "messages": messages, "max_tokens": max_tokens} | sampling
         if stream:
             body["stream"] = True
         return json.dumps(body).encode()
