@@ -87,7 +87,7 @@ def run(command: str, serve: Serve) -> str:
     """Its output; the addresses are those of `serve`. Asserts that it succeeds."""
     local = command.replace("http://127.0.0.1:8000", serve.url).replace("http://127.0.0.1:8001", serve.ops_url)
     local = local.split(" &")[0].replace("| jq", "")
-    local = re.sub(r"^headstart ", f"{sys.executable} -m server.cli ", local)
+    local = re.sub(r"^headstart ", f"{shlex.quote(sys.executable)} -m server.cli ", local)
     if local.startswith("curl"):
         if shutil.which("curl") is None:
             pytest.skip("needs curl")

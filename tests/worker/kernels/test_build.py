@@ -148,7 +148,8 @@ def test_the_threads_are_those_of_torch(library: bytes, tmp_path: Path) -> None:
     file = tmp_path / "cpu.so"
     file.write_bytes(library)
     cpu.Kernels(file)
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
     assert {Path(path).parent for path in loaded} == {Path(torch.__file__).parent / "lib"}
 
 
