@@ -3,42 +3,64 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import sys
 from pathlib import Path
 from typing import Final
 
 from benchmarks.progress import elapsed
+from worker.common.command_line import suggestion
 from worker.common.extras import missing_extra
 
+BENCHES: Final = {
+    "batch": "a file of requests in the order of prefixes, and shuffled",
+    "cache": "the bookkeeping of the paged cache for a request, and the hashing of its blocks",
+    "replay": "recorded conversations against any OpenAI-compatible server, or two side by side",
+}
+"""Summary of each bench of the wheel."""
+DEV_BENCHES: Final = {
+    "bodies": "generated bodies, each refused or served within two bounds",
+    "dashboard": "what an open dashboard costs the gateway and the browser",
+    "engine": "the scheduler and the model on one device, without HTTP",
+    "engines": "what an adapter adds in front of a vLLM, and routers head to head",
+    "gateway": "what the gateway adds to a worker that answers at once",
+    "index": "a decision on a real Redis, against PING and the peers' schemas",
+    "limits": "single requests within every limit, each at the worst of its fields",
+    "route": "routing policies on recorded workloads in simulated time",
+    "speculation": "tokens per second with drafts and without, in pairs",
+    "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",
+}
+"""Summary of each bench that needs a checkout."""
 HAVE_A_BAR: Final = {"replay", "route"}
-NOT_BENCHES: Final = {"__main__", "device_rates", "private_redis", "progress", "random_model", "report", "requantised"}
-FOLDER: Final = Path(__file__).parent
-PACKAGES: Final = {"benchmarks": FOLDER, "benchmarks.dev": FOLDER / "dev"}
-"""The wheel has only the first."""
 
 
-def modules() -> dict[str, str]:
-    """Return the module of each bench: it has `main(argv) -> exit code`."""
-    found = [
-        (module.name, f"{package}.{module.name}")
-        for package, folder in PACKAGES.items()
-        for module in pkgutil.iter_modules([str(folder)])
-        if not module.ispkg and module.name not in NOT_BENCHES
-    ]
-    return dict(sorted(found))
+def usage() -> str:
+    """Return the list of benches. The wheel has only the first ones."""
+    lines = [f"  {name:12} {summary}" for name, summary in BENCHES.items()]
+    lines += ["", f"In a checkout{'' if has_sources() else ' (not installed here)'}:", ""]
+    lines += [f"  {name:12} {summary}" for name, summary in DEV_BENCHES.items()]
+    head = ["usage: headstart bench NAME [--json] [--plot FILE] [OPTIONS]", ""]
+    return "\n".join([*head, *lines, "", "headstart bench NAME --help lists its options."])
+
+
+def has_sources() -> bool:
+    return (Path(__file__).parent / "dev").is_dir()
 
 
 def main(argv: list[str]) -> int:
-    benches = modules()
-    if not argv or argv[0] not in benches:
-        print(f"usage: headstart bench {{{','.join(benches)}}} [--json] [--plot FILE] [OPTIONS]", file=sys.stderr)
-        if argv and not PACKAGES["benchmarks.dev"].is_dir():
-            print(f"not installed: clone the repository and run `make bench ARGS={argv[0]}` there", file=sys.stderr)
-        return 2
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
     name, *arguments = argv
+    if name not in BENCHES and name not in DEV_BENCHES:
+        hint = suggestion(name, [*BENCHES, *DEV_BENCHES])
+        print(f"headstart bench: there is no bench {name!r}{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    if name in DEV_BENCHES and not has_sources():
+        text = f"not installed: clone the repository and run `make bench ARGS={name}` there"
+        print(f"headstart bench {name}: {text}", file=sys.stderr)
+        return 2
     try:
-        module = importlib.import_module(benches[name])
+        module = importlib.import_module(f"benchmarks.{name}" if name in BENCHES else f"benchmarks.dev.{name}")
     except ImportError as error:
         print(f"headstart bench {name}: {missing_extra(error)}", file=sys.stderr)
         return 2

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.progress import CLEAR
+from worker.common.command_line import CommandParser
 
 Draw = Callable[[Any], None]
 """Draws on a matplotlib `Axes`."""
@@ -45,7 +46,7 @@ class Report:
 
 def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
     """The options that every bench has; add your own."""
-    parser = argparse.ArgumentParser(f"headstart bench {bench}", description=description)
+    parser = CommandParser(f"headstart bench {bench}", description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE (.png, .svg or .pdf)")
     return parser

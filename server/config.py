@@ -14,6 +14,7 @@ from server.router.policies import POLICIES
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
+from worker.common.command_line import CommandParser
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
 
 NO_REASONING: Final = "none"
@@ -196,11 +197,11 @@ class GatewayConfig(SharedConfig):
         return key
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     return make_parser(
         GatewayConfig,
         ("network", "workers", "shared index", "API", "observability"),
-        "headstart gateway",
+        "gateway",
         "The OpenAI API in front of the workers. Holds no model files: workers serve their tokenizers.",
     )
 

@@ -40,7 +40,7 @@ from server.api.images import ImageRules
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
-from server.config import GatewayConfig, parse
+from server.config import GatewayConfig, parse, parser
 from server.event_loop import keep_running, sample_delay
 from server.http.connections import HttpLimits
 from server.http.middleware import Application, KnownHostsMiddleware
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         config = parse(argv)
         configure_logging(config.log_level, config.log_format, add_ids)
-        warn_deprecated(GatewayConfig, argv, log)
+        warn_deprecated(GatewayConfig, parser().given(argv), log)
         config = replace(config, max_connections=affordable_connections(config.max_connections))
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))

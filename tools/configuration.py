@@ -51,10 +51,36 @@ Every option of every command, as `--help` prints it:
 | [tools](configuration/tools.md) | `headstart top`, `doctor`, `keys`, `index`, `prefix`, `batch` |
 
 - An option that ends in `-s` takes seconds. A SIZE is bytes, or a number with K, M, G or T.
-- There is no configuration file. Secrets come from files that options name.
 - A wrong value ends the command with exit code 2 and a message that names the option.
 - `headstart serve` passes options on: `--worker-args`, `--gateway-args`.
 - The Helm chart has a value for each common option, and `gateway.extraArgs` and `models[].extraArgs` for the rest.
+
+## Variables and a file
+
+An option that the command line lacks comes from the environment, else from a file, else it has its default.
+
+- **Variables**: `HEADSTART_PORT=8080` is `--port 8080` of `serve`, `gateway` and `worker`. Variables of a tool have its
+  name too: `HEADSTART_TOP_INTERVAL=5`. A flag takes `true` or `false`. Options that can be given several times take
+  words: `HEADSTART_WORKERS="http://10.0.0.1:8100 http://10.0.0.2:8100"`.
+- **A file**: `--config FILE` or `HEADSTART_CONFIG=FILE` names a TOML file with a table for each command:
+
+```toml
+[serve]
+num-workers = 1
+
+[gateway]
+alias = ["small=SmolLM2-135M-Instruct"]
+
+[worker]
+num-blocks = 2048
+```
+
+- The processes that `headstart serve` starts read `[gateway]` and `[worker]` of the same file, and the variables that
+  are not options of `serve` itself.
+- `keys` and `prefix` take options from the command line only.
+- Secrets come from files that options name. `HEADSTART_CLUSTER_SECRET` is the one secret that is also a variable.
+- In Kubernetes, a Service named `headstart` sets `HEADSTART_PORT=tcp://...` in other pods of its namespace. The chart
+  turns that off in its own pods (`enableServiceLinks: false`); do the same in yours.
 """
 PLACEHOLDERS: Final[dict[object, str]] = {int: "N", float: "X"}
 _DEFAULT: Final = re.compile(r"\s*\((?:default:? )?([^()]*)\)$")

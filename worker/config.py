@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Final, Literal
 
 from cache.allocators import PREFIX_CACHES, PrefixCache
 from cache.redis_index import WriterSettings
+from worker.common.command_line import CommandParser
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option
 from worker.scheduler.budget import BatchLimits
 
@@ -188,11 +188,11 @@ def default_step_tokens(device: str, dtype: str) -> tuple[int, int | None]:
     return 512, 2048 if dtype == "bfloat16" else None
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     return make_parser(
         WorkerConfig,
         ("model", "another engine", "network", "shared index", "observability", "KV cache", "batching"),
-        "headstart worker",
+        "worker",
         "One model on one device, for the gateways.",
     )
 

@@ -34,7 +34,7 @@ from worker.common.sockets import listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
 from worker.common.watchdog import watched
-from worker.config import WorkerConfig, parse
+from worker.config import WorkerConfig, parse, parser
 from worker.contracts.engine import Engine, EngineDeadError
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"headstart worker: {error}", file=sys.stderr)
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
-    warn_deprecated(WorkerConfig, argv, logger)
+    warn_deprecated(WorkerConfig, parser().given(argv), logger)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner, watched(runner.get_loop(), "worker"):
             status = runner.run(Worker(config, tracing, certificate, ca).run())

@@ -12,6 +12,7 @@ from typing import Final
 
 import cache  # noqa: F401 - refuses to run without assertions, before any part is started
 from server.cli.common import BAD_USAGE, CommandError
+from worker.common.command_line import suggestion
 from worker.common.modules import module_command
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
@@ -39,15 +40,15 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Modules outside of `server` replace this process: they load torch."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else BAD_USAGE
     name, *rest = arguments
-    if name == "--version":
+    if name in ("-V", "--version", "version"):
         print(f"headstart {version('headstart')}")
         return 0
     if name not in COMMANDS:
-        print(f"headstart: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
+        print(f"headstart: there is no command {name!r}{suggestion(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return BAD_USAGE
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler, and parts install theirs late
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from server.cli.common import CommandError, RedirectError, between, read_answer, reason, secret_file
+from worker.common.command_line import CommandParser
 
 PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make the prompt, in the order in which templates write them."""
@@ -291,11 +292,11 @@ async def run(args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile,
     return tally
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="headstart batch",
+        command="batch",
         description="Answer a file of requests in OpenAI's batch format. Run it again after a kill: it goes on.",
-        allow_abbrev=False,
     )
     p.add_argument(
         "requests", type=Path, metavar="IN", help="a line of JSON for each request: custom_id, method, url, body"

@@ -36,6 +36,7 @@ from server.cli.engine_templates import check_prompts, check_template
 from server.cli.serve import find_redis_server
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
+from worker.common.command_line import CommandParser
 from worker.common.modules import module_command
 
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
@@ -283,9 +284,10 @@ async def engine_checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield problem
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="headstart doctor",
+        command="doctor",
         description="Checks what a gateway and workers need on this machine, one line each, with the remedy. "
         "Exit code 1 when something would not work.",
     )

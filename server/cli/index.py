@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
 from server.cli.common import CommandError, ask_ops_port, between, plain_console, secret_file
 from server.ops.overview import index_row
+from worker.common.command_line import CommandParser
 
 TIMEOUT_S: Final = 15.0
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -30,11 +31,11 @@ PREFIXES: Final = ("hits", "tokens", "blocks", "idle s", "model", "prefix", "wor
 _TEXT: Final = {"worker", "workers", "model", "tiers", "epoch", "state", "prefix"}
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="headstart index",
+        command="index",
         description="The shared prefix index: workers and leases, the most shared prefixes, emptying a worker.",
-        allow_abbrev=False,
     )
     p.add_argument(
         "what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)"

@@ -12,6 +12,7 @@ from typing import Final
 
 from server.auth.identity import digest_text, load_keys, parse_keys
 from server.auth.limits import KeyEntry
+from worker.common.command_line import CommandParser
 
 KEY_BYTES: Final = 32
 MIN_CHARS: Final = 22
@@ -46,8 +47,8 @@ def append(path: Path, entry: str) -> None:
         file.write(text)
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="headstart keys", description="API keys for headstart gateway --api-keys FILE.")
+def parser() -> CommandParser:
+    p = CommandParser(prog="headstart keys", description="API keys for headstart gateway --api-keys FILE.")
     commands = p.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="make a key, shown once, and its entry for the file")
     digest = commands.add_parser("digest", help="make the entry of a key that exists, read from standard input")

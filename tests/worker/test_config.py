@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from worker.common.options import num_bytes, warn_deprecated
-from worker.config import WorkerConfig, parse
+from worker.config import WorkerConfig, parse, parser
 
 
 def test_every_option_reaches_the_config() -> None:
@@ -97,14 +97,14 @@ def test_argparse_errors_exit_with_status_two(argv: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as caught:
         parse(argv.split())
     assert caught.value.code == 2
-    assert "usage" in capsys.readouterr().err
+    assert "headstart worker: error: " in capsys.readouterr().err
 
 
 def test_deprecated_options_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     """A deprecated option still works, and the log has one line on its removal."""
     argv = ["--watermark", "0.01", "--aging-s=5", "--aging-s", "6", "--max-queue-s", "3"]
     assert parse(argv).aging_s == 6.0
-    warn_deprecated(WorkerConfig, argv, logging.getLogger("worker"))
+    warn_deprecated(WorkerConfig, parser().given(argv), logging.getLogger("worker"))
     assert caplog.messages == [
         "--aging-s will be removed in the next version: 30 s of waiting will count as one step of priority",
         "--watermark will be removed in the next version: admission will leave a hundredth of the pool free",

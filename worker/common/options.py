@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cache.redis_index import check_key_part, check_url
+from worker.common.command_line import CommandParser
 from worker.common.logs import LOG_FORMATS, LogFormat
 from worker.common.tls import ServerCertificate, WorkerCa
 
@@ -147,18 +148,17 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def make_parser(config: type[SharedConfig], groups: Sequence[str], name: str, text: str) -> argparse.ArgumentParser:
+def make_parser(config: type[SharedConfig], groups: Sequence[str], name: str, text: str) -> CommandParser:
     """Build the parser of a config's options. It leaves out what is not given and has no plain default."""
-    p = argparse.ArgumentParser(name, description=text, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    p = CommandParser(f"headstart {name}", command=name, description=text, argument_default=argparse.SUPPRESS)
     group_of = {title: p.add_argument_group(title) for title in groups}
     for each in fields(config):
         group_of[each.metadata["group"]].add_argument(_flag(each), dest=each.name, **each.metadata["arguments"])
     return p
 
 
-def warn_deprecated(config: type[SharedConfig], argv: Sequence[str], logger: logging.Logger) -> None:
-    """Log a warning for each deprecated option in a command line that has been parsed."""
-    given = {argument.partition("=")[0] for argument in argv}
+def warn_deprecated(config: type[SharedConfig], given: set[str], logger: logging.Logger) -> None:
+    """Log a warning for each deprecated option among those that are given."""
     for each in fields(config):
         if each.metadata["deprecated"] and _flag(each) in given:
             logger.warning("%s will be removed in the next version: %s", _flag(each), each.metadata["deprecated"])
