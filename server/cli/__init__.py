@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Final
 
 import cache  # noqa: F401 - refuses to run without assertions, before any part is started
+from server.cli import names
 from server.cli.common import BAD_USAGE, CommandError
 from worker.common.command_line import suggestion
 from worker.common.modules import module_command
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         print(f"headstart: there is no command {name!r}{suggestion(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        return BAD_USAGE
+    if (problem := names.problem()) is not None:
+        print(f"headstart: {problem}", file=sys.stderr)
         return BAD_USAGE
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler, and parts install theirs late
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))

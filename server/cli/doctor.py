@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
+from server.cli import names
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given, secret_file
 from server.cli.engine_templates import check_prompts, check_template
 from server.cli.serve import find_redis_server
@@ -133,7 +134,9 @@ def packages() -> Check:
         return Check("packages", "warn", "headstart itself is not installed", "run `make install`, or pip install it")
     if wrong := [problem for text in needed if (problem := requirement_problem(text))]:
         return Check("packages", "fail", "; ".join(wrong), "run `make install`: it installs what requirements/ pins")
-    return Check("packages", "ok", f"headstart {importlib.metadata.version('headstart')} and what it needs")
+    found = f"headstart {importlib.metadata.version('headstart')} and what it needs"
+    others = "; ".join(f"{', '.join(dists)} has a package {name!r} too" for name, dists in names.shared().items())
+    return judge("packages", found, (bool(others), "warn", f"{others}: {names.OWN_ENVIRONMENT}"))
 
 
 def requirement_problem(text: str) -> str | None:

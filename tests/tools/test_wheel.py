@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -15,20 +16,25 @@ import pytest
 from worker.common.modules import module_command
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cache", "server", "worker", "benchmarks")
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "cache", "server", "worker", "benchmarks")
+BUILD = "import sys; from hatchling import build; build.build_wheel(sys.argv[1])"
 BENCHES = ["batch", "cache", "replay"]
+
+
+def copy_sources(checkout: Path) -> None:
+    checkout.mkdir(exist_ok=True)
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, checkout / name)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked wheel of these sources."""
     checkout, built, folder = (tmp_path_factory.mktemp(name) for name in ("checkout", "built", "folder"))
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, checkout / name)
+    copy_sources(checkout)
     subprocess.run([sys.executable, "-c", BUILD, built], cwd=checkout, capture_output=True, check=True)
     [file] = built.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
@@ -48,10 +54,14 @@ def test_the_wheel_holds_the_product_and_three_benchmarks(wheel: Path) -> None:
     }
     package = wheel / "benchmarks"
     assert sorted(path.name for path in package.iterdir()) == sorted(
-        [*("__init__.py", "__main__.py", "progress.py", "report.py", "replay_load"), *(f"{n}.py" for n in BENCHES)]
+        [
+            *("__init__.py", "__main__.py", "progress.py", "py.typed", "report.py", "replay_load"),
+            *(f"{n}.py" for n in BENCHES),
+        ]
     )
     assert (package / "replay_load" / "page.html").is_file()
     for name in ("cache", "server", "worker"):
+        assert (wheel / name / "py.typed").is_file()
         sources = {path.relative_to(ROOT) for path in (ROOT / name).rglob("*.py")}
         assert {path.relative_to(wheel) for path in (wheel / name).rglob("*.py")} == sources
 
@@ -86,3 +96,43 @@ def test_the_list_of_benchmarks_is_that_of_the_files() -> None:
     assert sorted(listed) == sorted(
         path.stem for path in sources if path.read_text().startswith(f'"""`headstart bench {path.stem}`')
     )
+
+
+def test_the_same_sources_give_the_same_archives(tmp_path: Path) -> None:
+    build = "import sys; from hatchling import build; build.build_wheel(sys.argv[1]); build.build_sdist(sys.argv[1])"
+    digests = []
+    for time_s in (1_000_000_000, 1_500_000_000):
+        checkout, built = tmp_path / f"checkout-{time_s}", tmp_path / f"built-{time_s}"
+        copy_sources(checkout)
+        for path in checkout.rglob("*"):
+            os.utime(path, (time_s, time_s))
+        subprocess.run([sys.executable, "-c", build, built], cwd=checkout, capture_output=True, check=True)
+        digests.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in built.iterdir()})
+    assert {Path(name).suffix for name in digests[0]} == {".whl", ".gz"}
+    assert digests[0] == digests[1]
+
+
+def test_a_package_of_others_with_one_of_our_names(wheel: Path) -> None:
+    def keys_help() -> tuple[int, str]:
+        done = run(wheel, "server.cli", "keys", "--help")
+        return done.returncode, done.stderr
+
+    assert keys_help() == (0, "")
+    info, init = wheel / "cache_of_others-1.dist-info", wheel / "benchmarks" / "__init__.py"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cache-of-others\nVersion: 1\n")
+    (info / "RECORD").write_text("benchmarks/__init__.py,,\ncache_of_others-1.dist-info/METADATA,,\n")
+    ours = init.read_text()
+    try:
+        done = run(wheel, "server.cli", "doctor", "--gateway-only", "--port", "0", "--ops-port", "0")
+        assert "cache-of-others has a package 'benchmarks' too: install Headstart into an environment" in done.stdout
+        assert keys_help() == (0, "")
+        init.write_text("# of others\n")
+        code, printed = keys_help()
+        assert code == 2
+        assert printed.startswith(
+            "headstart: another package has overwritten benchmarks/__init__.py: install Headstart"
+        )
+    finally:
+        init.write_text(ours)
+        shutil.rmtree(info)
