@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 from base64 import urlsafe_b64encode
+from pathlib import Path
 from typing import Final
 
 NAMES: Final = ("benchmarks", "cache", "server", "worker")
@@ -40,7 +41,7 @@ _INITS: Final = {f"{name}/__init__.py" for name in NAMES}
 def _differs(file: importlib.metadata.PackagePath) -> bool:
     assert file.hash is not None
     try:
-        digest = hashlib.new(file.hash.mode, file.locate().read_bytes()).digest()
+        digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()
     except FileNotFoundError:
         return True
     return urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value
