@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import uvicorn
@@ -42,6 +43,7 @@ from worker.http.protocol import BoundedProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
+from worker.kv_transfer.warm_start import warm_start
 from worker.publisher import Publisher, PublisherInbox
 from worker.wire import POOLING_PATHS
 
@@ -51,6 +53,8 @@ T = TypeVar("T")
 
 _SHUTDOWN_S: Final = 2
 _RETIRE_S: Final = 1.0
+_CONNECT_S: Final = 1.0
+"""Time for Redis to answer a worker that joins. Without it the worker starts cold."""
 _REFUSED: Final = 2
 
 
@@ -179,18 +183,31 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._service.start(engine)
-        member = engine.member
-        _say(f"ready: {member.model} on {url}, {member.numerics}")
-        facts = {"worker_id": worker_id, "epoch": member.epoch, "model": member.model, "route": _route(member)}
-        _announce(event="ready", url=url, **facts, slower=_slower(self._config))
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.supervise())
-            if self._publisher is not None:
-                group.create_task(self._publisher.run())
+            if self._publisher is None:
+                self._say_ready(engine.member)
+            else:
+                group.create_task(self._publisher.run(partial(self._join, engine, self._publisher)))
             for files in (self._certificate, self._ca):
                 if files is not None:
                     group.create_task(files.follow())
         return 0
+
+    async def _join(self, engine: Engine, publisher: Publisher) -> None:
+        """Fetch what peers used last, before the registry names this worker. Without them it starts cold."""
+        time_s, exchange = self._config.warm_start_s, engine.exchange
+        if time_s and exchange is not None and await publisher.wait_connected(_CONNECT_S):
+            try:
+                await warm_start(engine.member, exchange, await publisher.workers(), time_s)
+            except EngineDeadError as error:
+                logger.warning("no warm start: %s", error)
+        self._say_ready(engine.member)
+
+    def _say_ready(self, member: WorkerMember) -> None:
+        _say(f"ready: {member.model} on {member.url}, {member.numerics}")
+        facts = {"worker_id": member.worker_id, "epoch": member.epoch, "model": member.model, "route": _route(member)}
+        _announce(event="ready", url=member.url, **facts, slower=_slower(self._config))
 
     async def _load(self, url: str, worker_id: str) -> Engine:
         """Build the engine and its publisher. Raises ValueError, OSError, RuntimeError or ImportError."""

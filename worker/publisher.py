@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_BATCH: Final = 20_000
 """Entries in one MULTI: more are published by several, in order."""
+_CONNECT_POLL_S: Final = 0.01
 
 TIDY_PER_FIELD_S: Final = 0.02
 """Every worker looks for fields that are too long, less often the more fields there are."""
@@ -197,6 +198,10 @@ class PublisherInbox:
                 self._loop.call_soon_threadsafe(self.wake.set)
 
 
+async def _nothing() -> None:
+    pass
+
+
 class Publisher:
     """Publishes what comes into its inbox, over an IndexWriter. Runs in the worker's event loop."""
 
@@ -244,12 +249,14 @@ class Publisher:
     def num_held(self) -> int:
         return len(self._changes[None].held)
 
-    async def run(self) -> None:
-        """Publish until cancelled or closed."""
+    async def run(self, prepare: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """Connect, await `prepare`, then publish until cancelled or closed."""
         self._is_running = True
         connection = asyncio.create_task(self._writer.run())
         retry_s = self._settings.retry_s
         try:
+            await prepare()
+            self._published_s = time.monotonic()
             while not self._closing:
                 published = await self._round()
                 await self._pause(self._settings.interval_s if published else retry_s)
@@ -260,6 +267,13 @@ class Publisher:
             await asyncio.gather(connection, return_exceptions=True)
             self._is_running = False
             self._ended.set()
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        """Return whether Redis answers within this time."""
+        end_s = time.monotonic() + timeout_s
+        while not self.connected and time.monotonic() < end_s:  # noqa: ASYNC110 - the client has no event for this
+            await asyncio.sleep(_CONNECT_POLL_S)
+        return self.connected
 
     async def workers(self) -> list[RegistryEntry]:
         """Return the workers in the registry; empty when it cannot be read."""

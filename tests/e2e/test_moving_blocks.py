@@ -175,3 +175,20 @@ def test_nothing_comes_back_after_a_purge(fleet: Moving) -> None:
 
 def found(view: dict[str, Any]) -> int:
     return int(view["matched_tokens"] + view["fetched_tokens"] + sum(view["loaded_tokens"].values()))
+
+
+def test_a_worker_joins_with_what_its_peer_used_last(fleet: Moving) -> None:
+    """It has the blocks when the index first names it; and a peer that dies while it joins costs nothing."""
+    prompt = prompt_of("joining")
+    first = fleet.compute(prompt)
+    holder, other = fleet.named(first.worker), fleet.other(first.worker)
+    fleet.post(other, "/purge")
+    fleet.restart(other, signal.SIGKILL)
+    assert fleet.view(prompt, other.name)["matched_tokens"] == first.num_tokens
+    fleet.post(holder, "/drain")
+    wait_until(lambda: fleet.view(prompt, holder.name)["guard"] == "draining")
+    warm = fleet.ask(prompt)
+    assert (warm.worker, warm.cached, warm.places.get("peer", 0)) == (other.name, first.num_tokens, 0)
+    assert warm.drawn == first.drawn
+    fleet.restart(holder)
+    fleet.assert_quiet(within_s=HANG_S)

@@ -1,6 +1,7 @@
 """The exchange of blocks between workers: the messages, and an engine's side of it.
 
 POST /blocks: BlocksWanted ->     <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
+POST /chains: ChainsWanted ->     <- Handover: the chains that the worker used last
 POST /adopt: Handover ->          <- {"adopted_blocks": how many came}
 """
 
@@ -36,6 +37,8 @@ class BlocksWanted(Struct, frozen=True):
     """Blocks before the first one."""
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
     """One after the other."""
+    background: bool = False
+    """No request waits for them: they come slowly while the worker serves requests."""
 
     def __post_init__(self) -> None:
         _check_hashes(self.hashes)
@@ -68,12 +71,25 @@ class Handover(Struct, frozen=True):
     chains: Annotated[tuple[OfferedChain, ...], Meta(max_length=MAX_CHAINS)]
 
 
+class ChainsWanted(Struct, frozen=True):
+    """Asks for the chains that a worker used last."""
+
+    epoch: str
+    layout: str
+    max_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    """Different blocks."""
+
+
 class BlockExchange(Protocol):
     """Gives an engine's blocks to its peers, and takes theirs. Any thread may call it."""
 
     @property
     def layout(self) -> str:
         """`RecordFormat.fingerprint`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
 
     def new_payload(self) -> memoryview:
         """Return room for one payload."""
@@ -82,7 +98,10 @@ class BlockExchange(Protocol):
         """Fill `payload` with a block and return its record's header; None: it is not here."""
 
     def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-        """Fetch a chain from the worker at `url`; give the number of blocks that came."""
+        """Fetch a chain from the worker at `url` in the background; give the number of blocks that came."""
+
+    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
+        """Ask the worker at `url` for its chains. Blocks the thread; may raise."""
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """Return chains of the pool, the most recently used first, with `max_blocks` different blocks at most."""

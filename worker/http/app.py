@@ -1,7 +1,7 @@
 """The worker's HTTP API (see `worker.wire` for the messages).
 
 POST /generate /render /abort /prove     GET /state /bundle       msgpack, for gateways
-POST /blocks /adopt                                               msgpack, for other workers
+POST /blocks /chains /adopt                                       msgpack, for other workers
 POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 """
 
@@ -35,7 +35,7 @@ from worker.common.proof import (
 )
 from worker.common.sockets import HostNames
 from worker.contracts.engine import EngineDeadError, RefusedError
-from worker.http.blocks import AdoptEndpoint, BlocksEndpoint
+from worker.http.blocks import AdoptEndpoint, BlocksEndpoint, ChainsEndpoint
 from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
 from worker.wire import (
@@ -68,7 +68,7 @@ STATUS_OF: Final = {
 }
 OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready", "/metrics", PROVE_PATH})
 """Need no token."""
-_PEER_PATHS: Final = frozenset({"/blocks", "/adopt"})
+_PEER_PATHS: Final = frozenset({"/blocks", "/chains", "/adopt"})
 """Take the token of the worker's epoch, too."""
 _ADVICE: Final = "start the worker with --advertise-url to name it, or give the fleet a cluster secret"
 _BROWSER_HEADERS: Final = frozenset({"accept-language", "referer"})
@@ -102,6 +102,7 @@ def make_app(
         routes=[
             Route("/generate", endpoint=GenerateRoute(service), methods=["POST"]),
             Route("/blocks", endpoint=BlocksEndpoint(service), methods=["POST"]),
+            Route("/chains", endpoint=ChainsEndpoint(service).__call__, methods=["POST"]),
             Route("/adopt", endpoint=AdoptEndpoint(service).__call__, methods=["POST"]),
             Route("/render", endpoint=endpoints.render, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),

@@ -1,6 +1,7 @@
 """The exchange of blocks with other workers (see `worker.contracts.exchange`).
 
 POST /blocks   BlocksWanted -> the records of blocks that a peer asks for
+POST /chains   ChainsWanted -> Handover: the chains that this worker used last, for a worker that joins
 POST /adopt    Handover -> {"adopted_blocks": n}, when a peer that leaves offers its chains
 """
 
@@ -15,17 +16,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cache.records import WorkerLoad
 from cache.store import ChainLink
 from cache.types import HASH_BYTES, BlockHash
 from worker.contracts.engine import RefusedError
-from worker.contracts.exchange import BlockExchange, BlocksWanted, Handover, frame_head
+from worker.contracts.exchange import (
+    MAX_BLOCKS,
+    MAX_CHAINS,
+    BlockExchange,
+    BlocksWanted,
+    ChainsWanted,
+    Handover,
+    OfferedChain,
+    frame_head,
+)
 from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
 from worker.wire import CONTENT_TYPE, Failed, pack, unpack
 
 MAX_FETCHES: Final = 8
 """Peers that are served at a time. Others compute."""
+MAX_BACKGROUND: Final = 4
+"""The most peers that are served at a time when a further one comes for which no request waits."""
 _NUM_THREADS: Final = 2
+BACKGROUND_PAUSE: Final = 3.0
+"""While requests run, the pause after a background record, over the time that the record took."""
 STALL_S: Final = 10.0
 """Time for a peer to take a part of the answer."""
 _ADOPT_S: Final = 10.0
@@ -39,6 +54,11 @@ def exchange_for(service: WorkerService, layout: str) -> BlockExchange:
     if exchange is None or exchange.layout != layout:
         raise RefusedError(Failed("wrong_layout", "this worker's blocks have another layout", retryable=False))
     return exchange
+
+
+def pause_s(load: WorkerLoad, took_s: float) -> float:
+    """Return the pause after a background record that took `took_s`: none while no request is here."""
+    return BACKGROUND_PAUSE * took_s if load.num_running or load.num_waiting else 0.0
 
 
 class BlocksEndpoint:
@@ -68,7 +88,7 @@ class BlocksEndpoint:
         exchange, epoch = exchange_for(self._service, wanted.layout), self._service.engine.member.epoch
         if wanted.epoch != epoch:
             raise RefusedError(Failed("wrong_epoch", f"epoch: this is {epoch}", retryable=True))
-        if self._num_open >= MAX_FETCHES:
+        if self._num_open >= (MAX_BACKGROUND if wanted.background else MAX_FETCHES):
             raise RefusedError(Failed("queue_full", f"{self._num_open} peers fetch blocks already", retryable=True))
         return exchange
 
@@ -85,13 +105,36 @@ class BlocksEndpoint:
 
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         for link in wanted.links():
+            begun_s = loop.time()
             record = await loop.run_in_executor(self._threads, read, link)
             if record is None or left.done():
                 break
             self._service.metrics.served_bytes.inc(len(record))
             async with asyncio.timeout(STALL_S):
                 await send({"type": "http.response.body", "body": record, "more_body": True})
+            if wanted.background:
+                await asyncio.sleep(pause_s(self._service.engine.load, loop.time() - begun_s))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class ChainsEndpoint:
+    """Offers the chains that this worker used last, as many as fit into a message."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self._service = service
+
+    async def __call__(self, request: Request) -> Response:
+        wanted = unpack(await read_body(request), ChainsWanted)
+        exchange, member = exchange_for(self._service, wanted.layout), self._service.engine.member
+        if wanted.epoch != member.epoch:
+            raise RefusedError(Failed("wrong_epoch", f"epoch: this is {member.epoch}", retryable=True))
+        chains, num_hashes = list[OfferedChain](), 0
+        for chain in await asyncio.wrap_future(exchange.recent_chains(wanted.max_blocks)):
+            num_hashes += len(chain)
+            if num_hashes > MAX_BLOCKS or len(chains) == MAX_CHAINS:
+                break
+            chains.append(OfferedChain(chain[0].parent, b"".join(link.block_hash for link in chain)))
+        return Response(pack(Handover(member.url, member.epoch, member.layout, tuple(chains))), media_type=CONTENT_TYPE)
 
 
 class AdoptEndpoint:

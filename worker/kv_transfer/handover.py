@@ -13,6 +13,7 @@ from cache.redis_index import RegistryEntry
 from cache.store import ChainLink
 from worker.contracts.exchange import MAX_BLOCKS, MAX_CHAINS, BlockExchange, Handover, OfferedChain
 from worker.kv_transfer.peers import FetchError
+from worker.kv_transfer.warm_start import peers_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +25,7 @@ _ROOM_SHARE: Final = 0.5
 
 async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry]) -> int:
     """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
-    peers = [
-        entry
-        for entry in entries
-        if entry.member.worker_id != member.worker_id
-        and entry.member.layout == member.layout
-        and entry.lease_left_s > 0
-        and not entry.load.draining
-    ]
+    peers = peers_of(member, entries)
     room = [int(_ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
     chains = await asyncio.wrap_future(exchange.recent_chains(sum(room)))
     offers = [

@@ -2,7 +2,8 @@
 
     BlocksWanted (msgpack) ->        <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
 
-POST /adopt offers the chains of a worker that leaves. The peer fetches them in the same way.
+POST /chains asks for the chains that a peer used last, when a worker joins. POST /adopt offers the chains of a worker
+that leaves. Whoever receives chains fetches them in the same way.
 
 Hashes are capabilities: they carry the tenant's salt. Only a holder of the fleet's secret may ask, and is
 trusted for the contents: the MAC of each record proves that it holds the secret. A request carries a token of the
@@ -24,13 +25,14 @@ from urllib.parse import urlsplit
 from cache.block_record import HEADER_BYTES, RecordFormat
 from cache.store import ChainLink
 from worker.common.proof import EPOCH_HEADER, epoch_token
-from worker.contracts.exchange import FRAME_HEAD_BYTES, MAX_BLOCKS, BlocksWanted, Handover, frame_head
+from worker.contracts.exchange import FRAME_HEAD_BYTES, MAX_BLOCKS, BlocksWanted, ChainsWanted, Handover, frame_head
 from worker.wire import CONTENT_TYPE, pack, unpack
 
 _CONNECT_TIMEOUT_S: Final = 1.0
 _READ_TIMEOUT_S: Final = 5.0
 """For the head of an answer, and for each record: so a slow peer cannot block the thread."""
 _MAX_ANSWER_BYTES: Final = 4096
+_MAX_CHAINS_BYTES: Final = 4 << 20
 
 
 class FetchError(Exception):
@@ -47,10 +49,12 @@ class PeerClient:
         self._tls = tls
 
     @contextmanager
-    def fetching(self, url: str, epoch: str, links: Sequence[ChainLink]) -> Iterator[PeerStream]:
+    def fetching(
+        self, url: str, epoch: str, links: Sequence[ChainLink], *, background: bool = False
+    ) -> Iterator[PeerStream]:
         """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
         hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
-        wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes)
+        wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
         with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
             yield PeerStream(url, answer, self._record)
 
@@ -59,6 +63,12 @@ class PeerClient:
         with self._asking(url, epoch, "/adopt", pack(handover)) as answer:
             answer.begin_within(url, timeout_s)
             return unpack(answer.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
+
+    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
+        """Ask the worker at `url` for its latest chains. Raises like `fetching`, or ValueError."""
+        with self._asking(url, wanted.epoch, "/chains", pack(wanted)) as answer:
+            answer.begin_within(url, timeout_s)
+            return unpack(answer.read(_MAX_CHAINS_BYTES), Handover)
 
     @contextmanager
     def _asking(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:

@@ -16,7 +16,7 @@ from cache.events import BlockEvent, Stored
 from cache.store import BlockStore, ChainLink
 from cache.types import BlockHash, Tier
 from worker.contracts.engine import EventPublisher
-from worker.contracts.exchange import Handover
+from worker.contracts.exchange import ChainsWanted, Handover
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, TransferRate
@@ -120,6 +120,10 @@ class KVTransfers:
         return "" if self._peers is None else self.record.fingerprint
 
     @property
+    def num_blocks(self) -> int:
+        return self._allocator.num_blocks
+
+    @property
     def tiers(self) -> tuple[Tier, ...]:
         return tuple(store.tier for store in self._stores)
 
@@ -138,7 +142,7 @@ class KVTransfers:
     def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
-        open_peer = partial(self._peers.fetching, url, epoch)
+        open_peer = partial(self._peers.fetching, url, epoch, background=True)
         adopted: Future[int] = Future()
         adopted.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
 
@@ -158,6 +162,11 @@ class KVTransfers:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
         return self._peers.offer(url, epoch, handover, timeout_s)
+
+    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
+        assert self._peers is not None, "it exchanges none"
+        return self._peers.ask_chains(url, wanted, timeout_s)
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""

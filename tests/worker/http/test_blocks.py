@@ -1,4 +1,4 @@
-"""POST /blocks and POST /adopt: what they refuse, and peers that leave, stall, or are too many."""
+"""POST /blocks, /chains and /adopt: what they refuse, and peers that leave, stall, or are too many."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.worker.kv_transfer.moving_engine import RECORD
 from tests.worker.kv_transfer.moving_worker import HASHES, TOKEN, moving_worker
 from tests.worker.live_worker import LiveWorker
 from tests.worker.scheduler.engine import ROOT
-from worker.contracts.exchange import MAX_CHAINS, BlocksWanted, Handover
+from worker.contracts.exchange import MAX_CHAINS, BlocksWanted, ChainsWanted, Handover
 from worker.http import blocks
 from worker.http.blocks import MAX_FETCHES, BlocksEndpoint
 from worker.http.service import WorkerService
@@ -90,7 +90,7 @@ async def test_hand_overs_that_no_worker_sends(change: dict[str, Any]) -> None:
         assert status == 400
 
 
-@pytest.mark.parametrize("path", ["/blocks", "/adopt"])
+@pytest.mark.parametrize("path", ["/blocks", "/chains", "/adopt"])
 async def test_a_body_without_end_is_refused(path: str) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -102,7 +102,7 @@ async def test_a_body_without_end_is_refused(path: str) -> None:
         assert (await post(worker, "/blocks", msgpack.packb(WANTED)))[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/blocks", "/adopt"])
+@pytest.mark.parametrize("path", ["/blocks", "/chains", "/adopt"])
 @pytest.mark.parametrize("shown", ["", "Bearer ", "Bearer wrong", TOKEN])
 async def test_without_the_token_nothing_is_said(path: str, shown: str) -> None:
     async with moving_worker() as worker:
@@ -130,7 +130,7 @@ json_like = st.recursive(
     )
 )
 def test_any_body_is_a_message_or_a_wire_error(body: bytes) -> None:
-    for kind in (BlocksWanted, Handover):
+    for kind in (BlocksWanted, ChainsWanted, Handover):
         try:
             message = unpack(body, kind)
         except WireError:

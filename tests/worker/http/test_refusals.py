@@ -40,6 +40,7 @@ REFUSED = {
     "wrong epoch": ("/generate", pack_request(replace(generate(range(4), 2), epoch="another"))),
     "abort": ("/abort", LARGE),
     "blocks": ("/blocks", LARGE),
+    "chains": ("/chains", LARGE),
     "adopt": ("/adopt", LARGE),
     "unknown": ("/unknown", LARGE),
     "drain by GET": ("/drain", b""),

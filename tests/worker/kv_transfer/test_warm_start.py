@@ -1,0 +1,218 @@
+"""The warm start: which chains come, within which bounds, and peers that refuse, hang or are none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.hashing import hash_chain
+from cache.records import WorkerLoad
+from cache.redis_index import RegistryEntry
+from cache.types import BlockHash
+from tests.members import make_member
+from tests.running import listening
+from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD
+from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, TOKEN, moving_worker
+from tests.worker.scheduler.engine import ROOT
+from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
+from worker.http import blocks
+from worker.kv_transfer.peers import FetchError, PeerClient
+from worker.kv_transfer.transfers import KVTransfers
+from worker.kv_transfer.warm_start import MAX_PEERS, _plan, warm_start
+
+MEMBER = make_member("joiner", epoch="e9", block_size=BLOCK_SIZE, layout=RECORD.fingerprint)
+
+
+def entry(name: str, url: str = "", *, num_free: int = 10, lease_left_s: float = 5.0, **fields: Any) -> RegistryEntry:
+    layout = fields.get("layout", RECORD.fingerprint)
+    member = make_member(name, url=url or f"http://{name}", epoch="e1", block_size=BLOCK_SIZE, layout=layout)
+    load = WorkerLoad(num_free_blocks=num_free, num_blocks=64, draining=fields.get("draining", False))
+    return RegistryEntry(member, load, 0, {}, 0, lease_left_s, 0.0)
+
+
+def chain(*numbers: int) -> OfferedChain:
+    hashes = hash_chain(ROOT, [n for n in numbers for _ in range(BLOCK_SIZE)], BLOCK_SIZE)
+    return OfferedChain(ROOT, b"".join(hashes))
+
+
+def offer(*chains: OfferedChain, url: str = "http://elsewhere") -> Handover:
+    return Handover(url, "e0", "other", chains)
+
+
+class Exchange:
+    """Records what is fetched."""
+
+    layout = RECORD.fingerprint
+
+    def __init__(self, answers: dict[str, Handover | Exception], num_blocks: int = 64) -> None:
+        self.num_blocks = num_blocks
+        self.answers = answers
+        self.asked: dict[str, ChainsWanted] = {}
+        self.fetched: list[tuple[str, str, list[BlockHash]]] = []
+
+    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
+        self.asked[url] = wanted
+        answer = self.answers.get(url, offer())
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
+        self.fetched.append((url, epoch, list(hashes)))
+        adopted: Future[int] = Future()
+        adopted.set_result(len(hashes))
+        return adopted
+
+
+async def test_only_peers_with_blocks_to_give_are_asked() -> None:
+    exchange = Exchange({"http://peer": offer(chain(1, 2), chain(3))})
+    entries = [
+        entry("joiner"),
+        entry("other-layout", layout="x"),
+        entry("gone", lease_left_s=0.0),
+        entry("draining", draining=True),
+        entry("empty", num_free=64),
+        entry("peer"),
+    ]
+    assert await warm_start(MEMBER, exchange, entries, 5.0) == 3
+    assert exchange.asked == {"http://peer": ChainsWanted("e1", RECORD.fingerprint, 32)}
+    fetched = [chain(1, 2).block_hashes(), chain(3).block_hashes()]
+    assert exchange.fetched == [("http://peer", "e1", each) for each in fetched], "never where the answer leads"
+
+
+async def test_a_large_fleet_is_asked_in_part() -> None:
+    exchange = Exchange({})
+    assert await warm_start(MEMBER, exchange, [entry(f"w{number}") for number in range(50)], 5.0) == 0
+    assert len(exchange.asked) == MAX_PEERS
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), FetchError("404"), ValueError("msgpack")])
+async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) -> None:
+    exchange = Exchange({"http://a": error, "http://b": offer(chain(1, 2))})
+    assert await warm_start(MEMBER, exchange, [entry("a"), entry("b")], 5.0) == 2
+
+
+async def test_no_chain_begins_after_the_time() -> None:
+    class Slow(Exchange):
+        def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
+            super().adopt(url, epoch, root, hashes)
+            return Future()
+
+    exchange = Slow({"http://peer": offer(*(chain(n) for n in range(10)))})
+    assert await warm_start(MEMBER, exchange, [entry("peer")], 0.2) == 0
+    assert len(exchange.fetched) == 2
+
+
+@given(
+    offers=st.lists(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=8), max_size=4),
+    room=st.integers(0, 20),
+)
+def test_the_plan_has_every_latest_chain_that_fits(offers: list[list[list[int]]], room: int) -> None:
+    made = [offer(*(chain(*numbers) for numbers in chains)) for chains in offers]
+    plan = _plan(made, room)
+    hashes = [each for _, planned in plan for each in planned.block_hashes()]
+    assert len(set(hashes)) <= room
+    for peer, planned in plan:
+        assert planned in peer.chains
+    for peer in made:
+        for each in peer.chains:
+            missing = set(each.block_hashes()) - set(hashes)
+            assert not missing or len(missing) + len(set(hashes)) > room
+
+
+# --- over HTTP -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_starts_with_the_blocks_of_another() -> None:
+    async with moving_worker() as peer, moving_worker() as joiner:
+        await asyncio.wrap_future(joiner.engine.purge())
+        exchange = joiner.engine.exchange
+        assert isinstance(exchange, KVTransfers)
+        entries = [entry("peer", peer.url, num_free=56)]
+        assert await warm_start(MEMBER, exchange, entries, 30.0) == 8
+        assert [joiner.scheduler.allocator.link(each) for each in HASHES] == LINKS
+        assert await warm_start(MEMBER, exchange, entries, 30.0) == 0, "it has them"
+        joiner.scheduler.allocator.check_integrity()
+        assert joiner.scheduler.allocator.num_free_blocks == joiner.scheduler.allocator.num_blocks - 1
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "", "http://127.0.0.1:99999"])
+async def test_a_peer_that_is_not_there_costs_nothing(url: str) -> None:
+    async with moving_worker() as joiner:
+        exchange = joiner.engine.exchange
+        assert isinstance(exchange, KVTransfers)
+        assert await warm_start(MEMBER, exchange, [entry("peer", url)], 5.0) == 0
+
+
+async def test_a_peer_that_hangs_costs_the_time_at_most() -> None:
+    asked, hangs = asyncio.Event(), asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await hangs.wait()
+
+    async with moving_worker() as peer, moving_worker() as joiner, listening(hang) as port:
+        await asyncio.wrap_future(joiner.engine.purge())
+        exchange = joiner.engine.exchange
+        assert isinstance(exchange, KVTransfers)
+        entries = [entry("hangs", f"http://127.0.0.1:{port}"), entry("peer", peer.url)]
+        assert await warm_start(MEMBER, exchange, entries, 0.5) == 0
+        assert asked.is_set()
+        assert await warm_start(MEMBER, exchange, entries[1:], 30.0) == 8
+
+
+@pytest.mark.parametrize("change", [{"epoch": "e0"}, {"layout": "other"}, {"max_blocks": -1}, {"max_blocks": 1 << 17}])
+async def test_questions_that_no_peer_asks(change: dict[str, Any]) -> None:
+    async with moving_worker() as peer:
+        wanted = {"epoch": "e1", "layout": RECORD.fingerprint, "max_blocks": 10} | change
+        async with peer.http.post(f"{peer.url}/chains", data=msgpack.packb(wanted)) as answer:
+            assert answer.status == (409 if "epoch" in change or "layout" in change else 400)
+
+
+async def test_an_answer_has_whole_chains_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with moving_worker() as peer:
+        client = PeerClient(RECORD, TOKEN)
+
+        async def chains(max_blocks: int) -> list[OfferedChain]:
+            wanted = ChainsWanted("e1", RECORD.fingerprint, max_blocks)
+            return list((await asyncio.to_thread(client.ask_chains, peer.url, wanted, 30.0)).chains)
+
+        assert await chains(100) == [OfferedChain(ROOT, b"".join(HASHES))]
+        assert await chains(4) == []
+        monkeypatch.setattr(blocks, "MAX_BLOCKS", 7)
+        assert await chains(100) == []
+
+
+async def test_requests_come_before_background_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker pauses after each record for which no request waits, as long as it has requests."""
+    paused: list[WorkerLoad] = []
+
+    def note(load: WorkerLoad, took_s: float) -> float:
+        paused.append(load)
+        return 0.0
+
+    async with moving_worker() as peer:
+        monkeypatch.setattr(blocks, "pause_s", note)
+
+        def fetch(background: bool) -> int:
+            payload = memoryview(bytearray(RECORD.payload_bytes))
+            client = PeerClient(RECORD, TOKEN)
+            with client.fetching(peer.url, "e1", LINKS, background=background) as stream:
+                return sum(stream.read(link, payload) for link in LINKS)
+
+        assert await asyncio.to_thread(fetch, False) == 8
+        assert paused == []
+        assert await asyncio.to_thread(fetch, True) == 8
+        assert len(paused) == 8
+
+
+@pytest.mark.parametrize(("load", "factor"), [({}, 0.0), ({"num_running": 1}, 3.0), ({"num_waiting": 1}, 3.0)])
+def test_the_pause_is_as_long_as_the_record(load: dict[str, int], factor: float) -> None:
+    assert blocks.pause_s(WorkerLoad(**load), 0.02) == pytest.approx(factor * 0.02)
