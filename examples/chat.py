@@ -1,10 +1,12 @@
 """Two turns, streamed. The second prompt begins with the first: its worker has that part cached."""
 
+import os
 import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{(sys.argv[1:] or ['http://127.0.0.1:8000'])[0]}/v1", api_key="unused")
+url = f"{sys.argv[1]}/v1" if sys.argv[1:] else os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "unused"))
 model = client.models.list().data[0].id
 messages = [{"role": "system", "content": "You are a helpful guide to the cities of Europe. Answer in one sentence."}]
 

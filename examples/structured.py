@@ -1,11 +1,13 @@
 """A chat whose answer has to fit a JSON schema."""
 
 import json
+import os
 import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{(sys.argv[1:] or ['http://127.0.0.1:8000'])[0]}/v1", api_key="unused")
+url = f"{sys.argv[1]}/v1" if sys.argv[1:] else os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "unused"))
 schema = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}, "inhabitants": {"type": "integer"}},

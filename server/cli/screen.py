@@ -51,11 +51,12 @@ class Screen:
             print(name, text, file=sys.stderr, flush=True)
 
     def relay(self, name: str, line: str) -> None:
-        """Print a line of a part, unless the bar replaces it."""
-        if self._starting and (layers := _LAYERS.match(line)):
+        """Print a line of a part, unless the bar replaces it. The progress of layers is for the bar only."""
+        if (layers := _LAYERS.match(line)) is None:
+            if not self._starting or not _FOR_LOGS.match(line) or _NEWS.search(line):
+                self.say(line, f"[{name}]")
+        elif self._starting:
             self._layers[name] = int(layers[1])
             done, total = sum(self._layers.values()), self._num_workers * int(layers[2])
             text = "loading the model" if done < total else "measuring how fast the workers are"
             self._bar.update(self._task, description=text, completed=done, total=total)
-        elif not self._starting or not _FOR_LOGS.match(line) or _NEWS.search(line):
-            self.say(line, f"[{name}]")

@@ -21,3 +21,4 @@ def test_a_missing_compiler_is_one_line_with_its_remedy(tiny_model: Path, tmp_pa
         first = next(number for number, line in enumerate(serving.lines) if READY.search(line))
         (line,) = [line for line in serving.lines[first:] if "g++" in line]
     assert "there is no g++: apt-get install g++" in line
+    assert not any("loading layer" in line for line in serving.lines), "that is for the bar of a terminal"
