@@ -25,6 +25,7 @@ DEV_BENCHES: Final = {
     "gateway": "what the gateway adds to a worker that answers at once",
     "index": "a decision on a real Redis, against PING and the peers' schemas",
     "limits": "single requests within every limit, each at the worst of its fields",
+    "prompts": "what a prompt of 8,000 to 128,000 tokens costs the gateway",
     "route": "routing policies on recorded workloads in simulated time",
     "speculation": "tokens per second with drafts and without, in pairs",
     "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",

@@ -26,7 +26,7 @@ MODEL: Final = "bench"
 START_TIMEOUT_S: Final = 60.0
 
 
-def make_bundle() -> tuple[TokenizerBundle, Tokenizer]:
+def make_bundle(max_model_len: int = 8192) -> tuple[TokenizerBundle, Tokenizer]:
     checkpoint = find_checkpoint("")
     assert isinstance(checkpoint, GGUFCheckpoint)
     tokenizer = tokenizer_from_gguf(checkpoint.metadata)
@@ -41,7 +41,7 @@ def make_bundle() -> tuple[TokenizerBundle, Tokenizer]:
         eos_token_ids=(2,),
         add_bos=False,
         vocab_size=tokenizer.get_vocab_size(),
-        max_model_len=8192,
+        max_model_len=max_model_len,
         block_size=16,
     )
     return bundle, tokenizer

@@ -65,13 +65,13 @@ class Site:
             yield Adapted(public, gateway, adapter)
 
 
-async def prepare(stack: ExitStack) -> Site:
+async def prepare(stack: ExitStack, *, max_model_len: int = 8192) -> Site:
     """Starts Redis, which ends with the stack, and keeps this process off the gateway's core."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     cores = sorted(os.sched_getaffinity(0))
     gateway_core, other_core = cores[0], cores[-1]
     os.sched_setaffinity(0, {other_core})
-    bundle, tokenizer = make_bundle()
+    bundle, tokenizer = make_bundle(max_model_len)
     (folder / "bundle").write_bytes(pack(bundle))
     write_tokenizer(bundle, folder)
     redis = folder / "redis.sock"
