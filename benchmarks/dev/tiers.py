@@ -5,8 +5,9 @@ holds one prompt, so every other prompt empties it. A round, with a prompt that 
 
     computed | in the pool | fetched by the peer | the prompt before, from disk | from disk without the page cache
 
-Then the first worker ends and starts again, and the prompts come from disk once more. Every answer has to be that of
-the computed prompt. At last both workers decode batches of 8 new prompts, in alternating pairs: blocks are written
+Then the first worker ends and starts again, and the prompts come from disk once more. Then a third worker
+computes each prompt, and a fourth joins and gets it with its warm start. Every answer has to be that of the
+computed prompt. At last both first workers decode batches of 8 new prompts, in alternating pairs: blocks are written
 that no one reads. The disk is that of the temporary folder: TMPDIR names another.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.dev.private_redis import private_redis
 from benchmarks.dev.tiers_load.saver import SaverBench
 from benchmarks.dev.tiers_load.worker import TIMEOUT_S, Answer, BenchWorker, drop_page_cache
 from benchmarks.report import Figure, Report, option_parser, publish
@@ -39,6 +41,7 @@ PLACES: Final = {
     "disk_uncached": "from disk, page cache dropped",
     "peer": "from another worker",
     "restart": "from disk after a restart, page cache dropped",
+    "join": "at a worker that has just joined",
 }
 _VOCAB_SIZE: Final = 1000
 _POLL_S: Final = 0.02
@@ -52,9 +55,9 @@ class TiersBench:
         """The keeper's disk is `folder`. A block has `block_bytes`."""
         num_tokens = options.prompt_tokens + ANSWER_TOKENS
         pool = ["--num-blocks", str(1 + -(-num_tokens // BLOCK_SIZE)), "--watermark", "0"]
-        common = ["--model", options.model, "--device", "cpu", "--dtype", "float32", "--deterministic", *pool]
-        self.keeper = BenchWorker([*common, "--kv-disk", str(folder)])
-        self.peer = BenchWorker(common)
+        self._common = ["--model", options.model, "--device", "cpu", "--dtype", "float32", "--deterministic"]
+        self.keeper = BenchWorker([*self._common, *pool, "--kv-disk", str(folder)])
+        self.peer = BenchWorker([*self._common, *pool])
         self._num_loadable = (options.prompt_tokens - 1) // BLOCK_SIZE
         self.loadable_bytes = self._num_loadable * block_bytes
         """Size of the blocks of one prompt that may come from elsewhere."""
@@ -90,6 +93,16 @@ class TiersBench:
         for number, cold in enumerate(self.answers["cold"], 1):
             self._ask_uncached("restart", number, cold)
         self._count_bytes()
+
+    def measure_join(self, redis: str) -> None:
+        """Ask a worker that has just joined for what a peer has computed."""
+        num_blocks = 4 + 2 * (self._stored_per_prompt + 1)  # a warm start fills half of a pool
+        options = [*self._common, "--num-blocks", str(num_blocks), "--redis", redis]
+        with BenchWorker([*options, "--worker-id", "holder"]) as holder:
+            for number, cold in enumerate(self.answers["cold"], 1):
+                holder.ask(self._prompts[number], ANSWER_TOKENS)
+                with BenchWorker([*options, "--worker-id", f"joiner-{number}"]) as joiner:
+                    self._ask("join", joiner, number, cold)
 
     def measure_batches(self, num_pairs: int) -> list[tuple[float, float]]:
         """Return the tokens per second of each pair: with the disk, and without."""
@@ -199,6 +212,8 @@ def main(argv: list[str]) -> int:
         with bench.keeper, bench.peer:
             bench.measure_first_tokens()
             bench.measure_restart()
+            with private_redis() as redis:
+                bench.measure_join(redis)
             pairs = bench.measure_batches(options.pairs)
     figures = [*first_token_figures(bench, saver_s, saver.num_bytes), *overhead_figures(pairs)]
     env = {name: getattr(options, name) for name in ("prompt_tokens", "rounds", "pairs")}
