@@ -87,6 +87,8 @@ class EventSource:
     endpoint: str
     replay_endpoint: str | None
     topic: str = ""
+    binds: bool | None = None
+    """The engine binds `endpoint`, or connects to it; None: by the form of the endpoint (`engine_binds`)."""
 
 
 class Chunk(NamedTuple):
@@ -151,6 +153,9 @@ class EngineApi(Protocol):
 
     async def event_source(self) -> EventSource | None:
         """Return where the cache events come from, or None if unknown."""
+
+    async def index_problem(self) -> str | None:
+        """Return why the engine's cache events cannot give a prefix index, or None if they can."""
 
     async def reset(self) -> None:
         """Empty the prefix cache."""

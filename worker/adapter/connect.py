@@ -91,11 +91,13 @@ async def _connect(
     blocks = EngineBlocks(
         config.block_size,
         max_names=max_names,
-        matches_requests=api.kind == "sglang",
         drops_last_block=load.drops_last_block,
     )
     embedding_size = await api.embedding_size()
-    source = None if embedding_size else await event_source(api, config)
+    index_problem = facts.index_problem
+    if config.events == "none":
+        index_problem = "the engine publishes no cache events (--events none)"
+    source = None if embedding_size or index_problem else await event_source(api, config)
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),
@@ -115,6 +117,7 @@ async def _connect(
         text_apis=facts.text_apis,
         chat_probes=facts.chat_probes,
         media=facts.media,
+        index_problem="" if embedding_size else index_problem,
     )
     if bundle.engine_vocabulary and not member.text_apis:
         raise ValueError(
@@ -123,6 +126,8 @@ async def _connect(
         )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
+    if member.index_problem:
+        report(f"no prefix index, requests are routed only by load: {index_problem}")
     member = signed(config.cluster_secret(), member)
     identity = EngineIdentity(reader, facts, load)
     engine = AdapterEngine(
@@ -196,10 +201,8 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
             )
 
 
-async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | None:
-    """Return where the cache events come from, or None for an engine without events. Raises ValueError."""
-    if config.events == "none":
-        return None
+async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource:
+    """Return where the cache events come from. Raises ValueError for an engine without events."""
     if config.events != "auto":
         return EventSource(config.events, config.events_replay, config.events_topic)
     source = await api.event_source()

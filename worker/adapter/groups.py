@@ -5,7 +5,8 @@ stops at an *end*: a position where every group can go on. `KvGroups` adds the o
 attention's blocks. Hashes carry no group: a block has the same name in each, and the tree gives its position. A name
 inside one of the tree's blocks has its position from the names around it.
 
-An engine with EAGLE or MTP computes the last matching block again. There a node's stop is one block lower.
+vLLM with EAGLE or MTP computes the last matching block again. SGLang with EAGLE matches pairs of tokens, so the last
+block of a match also needs the token after it. There a node's stop is one block lower.
 Source: vllm/v1/core/kv_cache_coordinator.py, single_type_kv_cache_manager.py.
 """
 
@@ -30,6 +31,8 @@ _MAX_COPIED: Final = 100_000
 """With more copies in a group, every event that could be a report counts as one."""
 _MAX_STEP: Final = 1 << 13
 """With a longer step between ends, none is published: real groups have block sizes with a small common multiple."""
+_MIN_MARGIN: Final = 2
+"""The engine always computes a prompt's last token, and pairs with it match nothing."""
 _ALL: Final = 1 << 40
 """The run of a block if the group holds every block up to it."""
 
@@ -88,6 +91,11 @@ class KvGroups:
         """The names of events that leave out blocks, to be placed when the tree has the batch."""
         self._has_new_rule = False
         """A group or a block size is new: every node is looked at."""
+
+    def drop_last_block(self) -> None:
+        """Promise one block less than what matches: a hit on the last block also needs the token after it."""
+        self._has_new_rule = self._has_new_rule or not self._drops_last_block
+        self._drops_last_block = True
 
     @property
     def is_needed(self) -> bool:
@@ -204,7 +212,8 @@ class KvGroups:
                     group.nodes.pop(name, None)
                     group.before.pop(name, None)
         self._changed = {}
-        step, margin = self.step, self.step if self._drops_last_block else 0
+        step = self.step
+        margin = max(step, _MIN_MARGIN) if self._drops_last_block else 0
         moved = []
         while queue:  # nodes in the order of their positions: each depends only on nodes before it
             _, _, node = heappop(queue)

@@ -158,6 +158,9 @@ class VllmApi(EngineServer):
         except EngineRefusedError:
             return {}
 
+    async def index_problem(self) -> str | None:
+        return None
+
     async def reset(self) -> None:
         try:
             answer = await self.json(
