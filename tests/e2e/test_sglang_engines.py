@@ -136,7 +136,7 @@ def test_without_an_index_it_serves_and_says_why(
         assert answer.found == 320, "the engine itself reuses it"
         assert problem in explained(fleet, prompt)["index_problem"]
         [adapter] = fleet.adapters
-        assert problem in json.loads(get(f"{adapter.url}/ready"))["index"]
+        assert problem in json.loads(get(f"{adapter.url}/health/ready"))["index"]
         said = adapter.log.read_text()
         assert "no prefix index, requests are routed only by load" in said
         assert problem in said

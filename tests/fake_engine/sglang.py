@@ -201,7 +201,7 @@ class FakeSglang:
     ) -> AsyncIterator[tuple[int, int, dict[str, Any] | None]]:
         """Yield each token with the number of cached tokens and the finish reason."""
         token_ids = list(body["input_ids"])
-        salt = None if self.args.layout == "arrays" else body.get("cache_salt")
+        salt = body.get("extra_key" if self.args.layout == "arrays" else "cache_salt")
         space = Space(salt, lora, None if lora is None else self.lora_ids[lora])
         num_cached = self.cache.num_found(token_ids, space)
         self.num_running += 1
