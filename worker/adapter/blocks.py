@@ -26,10 +26,14 @@ from worker.adapter.block_tree import BlockTree, with_descendants
 from worker.adapter.groups import KvGroups
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from worker.files.part_kind import PartKind
 
 MIN_WALKED: Final = 100_000
 WALKS_PER_NODE: Final = 4
 """Bound of the nodes that one batch may visit. Beyond it, held blocks are forgotten and learnt again."""
+
+_NUM_PROMPTS: Final = 4
+"""Answered prompts of at least a block without a group of windows, after which there is none."""
 
 
 class Applied(NamedTuple):
@@ -50,10 +54,12 @@ class EngineBlocks:
         *,
         max_names: int,
         drops_last_block: bool = False,
+        expected_parts: PartKind | None = None,
     ) -> None:
         """`max_names` bounds the blocks that are remembered without being held; use a few times the pool.
 
         `drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP).
+        `expected_parts`: what the model keeps of some layers. Nothing is promised before such blocks come.
         """
         self._stopped: str | None = None
         self.engine_block_size = 1
@@ -63,7 +69,8 @@ class EngineBlocks:
         self._block_size = block_size
         self._holders = BlockHolders()
         self.tree = BlockTree(self._holders, max_names)
-        self._groups = KvGroups(self.tree, drops_last_block=drops_last_block)
+        self._groups = KvGroups(self.tree, drops_last_block=drops_last_block, expected=expected_parts)
+        self._num_prompts = 0
         self._roots: dict[str, set[BlockHash]] = {}
         """The roots of each LoRA adapter, for an engine whose blocks get new names if it loads the adapter again."""
 
@@ -134,6 +141,18 @@ class EngineBlocks:
                 for each in missing:
                     self.tree.release(each)
         return self._take_events()
+
+    def note_prompt(self, num_tokens: int) -> list[BlockEvent]:
+        """Note that the engine has answered a prompt: it has then stored blocks in every group of windows.
+
+        The events may come later than the answer, so the first such prompt decides nothing.
+        """
+        if num_tokens > self.engine_block_size and self._num_prompts <= _NUM_PROMPTS:
+            self._num_prompts += 1
+            if self._num_prompts > _NUM_PROMPTS:
+                self._groups.expect_no_windows()
+                return self._take_events()
+        return []
 
     def forget_adapters(self, lora_names: Iterable[str]) -> list[BlockEvent]:
         """Publish no block of unloaded LoRA adapters any more. Requests at a reloaded one do not find these blocks."""

@@ -29,6 +29,7 @@ from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
+from worker.files.part_kind import part_kind
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, TokenizerBundle
 
@@ -91,7 +92,8 @@ async def _connect(
     blocks = EngineBlocks(
         config.block_size,
         max_names=max_names,
-        drops_last_block=load.drops_last_block,
+        drops_last_block=facts.drops_last_block,
+        expected_parts=part_kind(folder),
     )
     embedding_size = await api.embedding_size()
     index_problem = facts.index_problem

@@ -208,6 +208,7 @@ class EngineRequests:
                 await run(active, prefill, num_cached, until_first_token)
                 if request.sampling.prompt_logprobs is None:  # such a request matches no prefix
                     self._remove_missing(active, num_cached, promised_at)
+                self._report(self._blocks.note_prompt(len(request.prompt_ids)))
             finally:
                 self.account.drop(prefill)
                 self._start_first()

@@ -152,6 +152,10 @@ class SglangApi(EngineServer):
                 endpoint, replay and _of_rank(replay, rank), source.get("topic") or "", source.get("bind")
             )
 
+    async def drops_last_block(self) -> bool:
+        """Return False: its events show whether it matches pairs of tokens."""
+        return False
+
     async def index_problem(self) -> str | None:
         info = await self._info()
         version = str(info.get("version", "unknown"))

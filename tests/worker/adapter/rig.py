@@ -252,6 +252,9 @@ class ScriptedApi:
     async def event_source(self) -> EventSource | None:
         return None
 
+    async def drops_last_block(self) -> bool:
+        return False
+
     async def index_problem(self) -> str | None:
         return None
 
