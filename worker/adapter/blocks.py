@@ -70,7 +70,7 @@ class EngineBlocks:
         self._holders = BlockHolders()
         self.tree = BlockTree(self._holders, max_names)
         self._groups = KvGroups(self.tree, drops_last_block=drops_last_block, expected=expected_parts)
-        self._num_prompts = 0
+        self._num_prompts = self._counted_at = 0
         self._roots: dict[str, set[BlockHash]] = {}
         """The roots of each LoRA adapter, for an engine whose blocks get new names if it loads the adapter again."""
 
@@ -145,14 +145,16 @@ class EngineBlocks:
     def note_prompt(self, num_tokens: int) -> list[BlockEvent]:
         """Note that the engine has answered a prompt: it has then stored blocks in every group of windows.
 
-        The events may come later than the answer, so the first such prompt decides nothing.
+        Events may come later than the answer, so prompts count only if a batch came since the last one.
         """
-        if num_tokens > self.engine_block_size and self._num_prompts <= _NUM_PROMPTS:
-            self._num_prompts += 1
-            if self._num_prompts > _NUM_PROMPTS:
-                self._groups.expect_no_windows()
-                return self._take_events()
-        return []
+        is_new = self.num_batches > self._counted_at and self.tree.num_held > 0
+        if not is_new or num_tokens <= self.engine_block_size or self._num_prompts > _NUM_PROMPTS:
+            return []
+        self._counted_at = self.num_batches
+        self._num_prompts += 1
+        if self._num_prompts > _NUM_PROMPTS:
+            self._groups.expect_no_windows()
+        return self._take_events()
 
     def forget_adapters(self, lora_names: Iterable[str]) -> list[BlockEvent]:
         """Publish no block of unloaded LoRA adapters any more. Requests at a reloaded one do not find these blocks."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from cache.events import Removed, Stops, Stored
+from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from tests.worker.adapter.fake_blocks import OTHER, ROOT
@@ -199,12 +199,17 @@ def test_windows_that_an_engine_keeps_as_full_attention() -> None:
     blocks = EngineBlocks(2, max_names=100, expected_parts="windows")
     chain = hash_chain(ROOT, range(8), 2)
     blocks.apply(first_part(8))
-    events = [event for _ in range(9) for event in blocks.note_prompt(8)]
+    assert [event for _ in range(9) for event in blocks.note_prompt(8)] == [], "no batch came in between"
+    events: list[BlockEvent] = []
+    for _ in range(9):
+        events += [*blocks.apply(first_part(8)).events, *blocks.note_prompt(2), *blocks.note_prompt(8)]
     assert sorted(event.num_blocks for event in events if isinstance(event, Stops)) == [1, 2, 3, 4]
     assert blocks.num_matched_tokens(chain, 9) == 8
     states = EngineBlocks(2, max_names=100, expected_parts="states")
-    states.apply(first_part(8))
-    assert [event for _ in range(9) for event in states.note_prompt(8)] == []
+    for _ in range(9):
+        states.apply(first_part(8))
+        assert states.note_prompt(8) == []
+    assert states.num_matched_tokens(chain, 9) == 0
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4])
