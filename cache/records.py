@@ -100,6 +100,8 @@ class WorkerMember:
 
     "inexact": no engine has confirmed the rule. A worker with an unknown value seems to hold no block.
     """
+    index_problem: str = ""
+    """Why the index never has a block of it; empty if it may have blocks."""
 
 
 @dataclass(frozen=True, slots=True)

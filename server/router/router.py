@@ -202,6 +202,7 @@ class Router:
             "index_tokens": worker.index_tokens,
             "pending_tokens": worker.pending_tokens,
             "ends": worker.member.ends,
+            "index_problem": worker.member.index_problem,
             "wait_s": worker.queue_s,
             "kv_wait_s": worker.kv_wait_s,
             "eviction_s": worker.eviction_s,

@@ -42,13 +42,16 @@ class Program(Part):
 class FakeEngine(Program):
     """With one adapter for each of its data-parallel ranks."""
 
-    def __init__(self, name: str, folder: Path, model: Path, redis: str, *options: str, num_ranks: int = 1) -> None:
+    def __init__(
+        self, name: str, folder: Path, model: Path, redis: str, *options: str, num_ranks: int = 1, kind: str = "vllm"
+    ) -> None:
         # The ports of the ranks' events follow each other.
         port, events, *rest = free_ports(1 + 3 * num_ranks)
         replay, adapter_ports = rest[num_ranks - 1], rest[2 * num_ranks - 1 :]
         sockets = ["--events", f"tcp://127.0.0.1:{events}", "--replay", f"tcp://127.0.0.1:{replay}"]
-        ranks = ["--ranks", str(num_ranks)]
-        command = ["tests.fake_engine", str(model), "--port", str(port), *sockets, *ranks, *options]
+        ranks = ["--ranks", str(num_ranks)] if kind == "vllm" else []
+        module = "tests.fake_engine" if kind == "vllm" else f"tests.fake_engine.{kind}"
+        command = [module, str(model), "--port", str(port), *sockets, *ranks, *options]
         super().__init__(name, port, folder / f"{name}.log", *command)
         key_file = folder / f"{name}.key"
         key_file.write_text(options[options.index("--api-key") + 1] if "--api-key" in options else "unused")
@@ -57,7 +60,7 @@ class FakeEngine(Program):
                 f"{name}-{rank}",
                 adapter_port,
                 folder / f"{name}-{rank}.log",
-                *("worker", "--engine", "vllm", "--engine-url", self.url, "--engine-key-file", str(key_file)),
+                *("worker", "--engine", kind, "--engine-url", self.url, "--engine-key-file", str(key_file)),
                 *("--worker-id", f"{name}-{rank}", "--host", "127.0.0.1", "--port", str(adapter_port)),
                 *("--redis", redis, "--drain-grace-s", "0"),
                 *(("--engine-rank", str(rank)) if num_ranks > 1 else ()),
@@ -97,6 +100,11 @@ class EngineFleet(Fleet):
 
     def add_engine(self, name: str, model: Path, *options: str, num_ranks: int = 1) -> FakeEngine:
         engine = FakeEngine(name, self.folder, model, self.redis.url, *options, num_ranks=num_ranks)
+        self.engines[name] = engine
+        return engine
+
+    def add_sglang(self, name: str, model: Path, *options: str) -> FakeEngine:
+        engine = FakeEngine(name, self.folder, model, self.redis.url, *options, kind="sglang")
         self.engines[name] = engine
         return engine
 

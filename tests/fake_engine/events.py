@@ -54,8 +54,12 @@ class Events:
             return
         if self._layout == "arrays":
             events = [_as_array(event) for event in events]  # type: ignore[misc]
+        self.send(msgpack.packb([time.time(), events, self._rank]))
+
+    def send(self, payload: bytes) -> None:
+        """Publish a batch."""
         with self._wake:
-            self._queue.append(msgpack.packb([time.time(), events, self._rank]))
+            self._queue.append(payload)
             self._wake.notify()
 
     def _run(self) -> None:
@@ -84,7 +88,7 @@ class Events:
 
 
 def _as_array(event: dict[str, Any]) -> list[Any]:
-    """The layout of vLLM before 2026, and of SGLang."""
+    """The layout of vLLM before 2026."""
     kind = event["type"]
     if kind == "BlockStored":
         names = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")

@@ -76,8 +76,7 @@ class EngineLoad:
     """Totals since the start: tokens computed in prefills, and the seconds spent."""
     reuses_prefixes: bool | None = None
     """Prefix caching is on; None: unknown."""
-    drops_last_block: bool = False
-    """It may compute the last matching block again: it speculates (vLLM does so with EAGLE and MTP)."""
+    speculates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,8 @@ class EventSource:
     endpoint: str
     replay_endpoint: str | None
     topic: str = ""
+    binds: bool | None = None
+    """The engine binds `endpoint`, or connects to it; None: by the form of the endpoint (`engine_binds`)."""
 
 
 class Chunk(NamedTuple):
@@ -151,6 +152,12 @@ class EngineApi(Protocol):
 
     async def event_source(self) -> EventSource | None:
         """Return where the cache events come from, or None if unknown."""
+
+    async def drops_last_block(self) -> bool:
+        """Return whether it computes the last matching block again: it does, or may (vLLM with EAGLE and MTP)."""
+
+    async def index_problem(self) -> str | None:
+        """Return why the engine's cache events cannot give a prefix index, or None if they can."""
 
     async def reset(self) -> None:
         """Empty the prefix cache."""

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from cache.hashing import hash_chain
 from cache.types import HASH_BYTES, BlockHash, MediaStart
-from worker.adapter.claims import UNSALTED_ROOT
 from worker.adapter.kv_events import BlockStored, EngineHash
 
 _Keys = tuple[Any, ...] | None
@@ -81,13 +80,8 @@ class Names:
     block_size: int
 
     @classmethod
-    def of(
-        cls, event: BlockStored, first: int, parent: Node | None, is_orphan: bool, block_size: int, unsalted: bool
-    ) -> Names:
-        """Name the blocks of an event from position `first` that tokens and root identify.
-
-        `unsalted`: events carry no salt, so first blocks get `UNSALTED_ROOT`.
-        """
+    def of(cls, event: BlockStored, first: int, parent: Node | None, is_orphan: bool, block_size: int) -> Names:
+        """Name the blocks of an event from position `first` that tokens and root identify."""
         num_blocks, size = len(event.block_hashes), event.block_size
         keys = event.extra_keys or (None,) * num_blocks
         if is_orphan or len(event.token_ids) != size * num_blocks or len(keys) != num_blocks:
@@ -97,14 +91,14 @@ class Names:
             root, own_keys = parent.root, keys[first]
             last, tail, media = parent.last, parent.tail, [*parent.tail_media]
         else:
-            root, own_keys = (UNSALTED_ROOT, keys[first]) if unsalted else _salt(keys[first], event.lora_name)
+            root, own_keys = _salt(keys[first], event)
             last, tail = root, ()
         if root is None or last is None:
             return _NO_NAMES
         end = first
         while end < num_blocks:
             entries = _entries(own_keys if end == first else keys[end], event.lora_name, size)
-            if entries is None or (unsalted and entries):
+            if entries is None:
                 break
             begin = len(tail) + (end - first) * size
             media += [MediaStart(identity, begin + offset) for identity, offset in entries if offset >= 0]
@@ -137,16 +131,17 @@ class Names:
         )
 
 
-_NO_NAMES: Final = Names(UNSALTED_ROOT, [], [], [], 0, 0, 0, 0, 1, 1)
+_NO_NAMES: Final = Names(BlockHash(bytes(HASH_BYTES)), [], [], [], 0, 0, 0, 0, 1, 1)
 
 
-def _salt(keys: _Keys, lora_name: str | None) -> tuple[BlockHash | None, _Keys]:
-    """Return the root that a first block's keys carry as salt, and the keys before it."""
-    if not keys or not isinstance(keys[-1], str) or not _SALT.fullmatch(keys[-1]):
+def _salt(keys: _Keys, event: BlockStored) -> tuple[BlockHash | None, _Keys]:
+    """Return the root that a first block has as its salt, and its keys before the salt."""
+    salt, rest = (event.cache_salt, keys) if event.cache_salt is not None or not keys else (keys[-1], keys[:-1])
+    if not isinstance(salt, str) or not _SALT.fullmatch(salt):
         return None, None
-    if lora_name is not None and keys[:-1][:1] != (lora_name,):
+    if event.cache_salt is None and event.lora_name is not None and (rest or ())[:1] != (event.lora_name,):
         return None, None
-    return BlockHash(bytes.fromhex(keys[-1])), keys[:-1]
+    return BlockHash(bytes.fromhex(salt)), rest
 
 
 def _entries(keys: _Keys, lora_name: str | None, size: int) -> Sequence[tuple[str, int]] | None:

@@ -11,7 +11,9 @@ ancestor. A name that comes after two different parents does not identify its pr
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 
+from cache.types import BlockHash
 from worker.adapter.block_names import Names, Node
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import EngineHash
@@ -107,6 +109,12 @@ class BlockTree:
             each.root = each.last = None
             each.hashes = each.tail = ()
             self._set_held(each, was_held)
+
+    def forget_roots(self, roots: Container[BlockHash]) -> None:
+        """Take the hashes of all blocks with these roots, permanently."""
+        for node in self._nodes.values():
+            if node.root is not None and node.parent is None and node.root in roots:
+                self.make_ambiguous(node)
 
     @property
     def has_placed(self) -> bool:

@@ -23,14 +23,17 @@ from cache.hashing import hash_chain
 from cache.types import BlockHash, MediaStart
 from worker.adapter.block_names import Names, Node
 from worker.adapter.block_tree import BlockTree, with_descendants
-from worker.adapter.claims import UNSALTED_ROOT, RequestClaims
 from worker.adapter.groups import KvGroups
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from worker.files.part_kind import PartKind
 
 MIN_WALKED: Final = 100_000
 WALKS_PER_NODE: Final = 4
 """Bound of the nodes that one batch may visit. Beyond it, held blocks are forgotten and learnt again."""
+
+_NUM_PROMPTS: Final = 4
+"""Answered prompts of at least a block without a group of windows, after which there is none."""
 
 
 class Applied(NamedTuple):
@@ -50,24 +53,26 @@ class EngineBlocks:
         block_size: int,
         *,
         max_names: int,
-        matches_requests: bool = False,
         drops_last_block: bool = False,
+        expected_parts: PartKind | None = None,
     ) -> None:
         """`max_names` bounds the blocks that are remembered without being held; use a few times the pool.
 
-        `matches_requests`: the engine's events carry no salt (SGLang), so `claim` assigns blocks to tenants.
         `drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP).
+        `expected_parts`: what the model keeps of some layers. Nothing is promised before such blocks come.
         """
         self._stopped: str | None = None
         self.engine_block_size = 1
         """The largest seen."""
         self.num_batches = 0
         """Batches applied so far: the clock of `remove_missing`."""
-        self.matches_requests = matches_requests
         self._block_size = block_size
-        self._holders = BlockHolders(RequestClaims(block_size, max_names) if matches_requests else None)
+        self._holders = BlockHolders()
         self.tree = BlockTree(self._holders, max_names)
-        self._groups = KvGroups(self.tree, drops_last_block=drops_last_block)
+        self._groups = KvGroups(self.tree, drops_last_block=drops_last_block, expected=expected_parts)
+        self._num_prompts = self._counted_at = 0
+        self._roots: dict[str, set[BlockHash]] = {}
+        """The roots of each LoRA adapter, for an engine whose blocks get new names if it loads the adapter again."""
 
     @property
     def problem(self) -> str | None:
@@ -108,15 +113,6 @@ class EngineBlocks:
                 self._forget_held()
         return Applied(self._take_events(), cleared)
 
-    def claim(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockEvent]:
-        """Assign these tokens to the tenant of `root`, if the engine's events carry no salt.
-
-        Call it before the engine gets the prompt, and at the end with the output.
-        """
-        if self._stopped is None:
-            self._holders.claim(root, token_ids)
-        return self._holders.take_events()
-
     def forget_held(self) -> list[BlockEvent]:
         """Count no block as held, because events were lost. Later events mark blocks as held again, by name."""
         self._forget_held()
@@ -135,9 +131,8 @@ class EngineBlocks:
         `num_found`: the prompt's tokens that it found. `promised_at`: `num_batches` at the time of the promise. Blocks
         that a later batch has stored or marked as held stay. `media`: those in the prompt.
         """
-        key_root = UNSALTED_ROOT if self.matches_requests else root
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
-        hashes = hash_chain(key_root, prompt_ids[: end - end % self._block_size], self._block_size, media)
+        hashes = hash_chain(root, prompt_ids[: end - end % self._block_size], self._block_size, media)
         if self._stopped is not None or not hashes or len(hashes) * self._block_size <= num_found:
             return []
         for node in self._holders.of(hashes[-1]):
@@ -147,8 +142,29 @@ class EngineBlocks:
                     self.tree.release(each)
         return self._take_events()
 
+    def note_prompt(self, num_tokens: int) -> list[BlockEvent]:
+        """Note that the engine has answered a prompt: it has then stored blocks in every group of windows.
+
+        Events may come later than the answer, so prompts count only if a batch came since the last one.
+        """
+        is_new = self.num_batches > self._counted_at and self.tree.num_held > 0
+        if not is_new or num_tokens <= self.engine_block_size or self._num_prompts > _NUM_PROMPTS:
+            return []
+        self._counted_at = self.num_batches
+        self._num_prompts += 1
+        if self._num_prompts > _NUM_PROMPTS:
+            self._groups.expect_no_windows()
+        return self._take_events()
+
+    def forget_adapters(self, lora_names: Iterable[str]) -> list[BlockEvent]:
+        """Publish no block of unloaded LoRA adapters any more. Requests at a reloaded one do not find these blocks."""
+        for lora_name in lora_names:
+            self.tree.forget_roots(self._roots.pop(lora_name, ()))
+        return self._take_events()
+
     def clear(self) -> None:
         """Forget everything: the engine was reset or has restarted, and a new epoch begins. Emits no events."""
+        self._roots = {}
         self._holders.clear()
         self.tree.clear()
         self._groups.clear()
@@ -186,6 +202,8 @@ class EngineBlocks:
                 parent.stored_at = self.num_batches
                 self.tree.mark_ancestors_held(parent)
         self.engine_block_size = max(self.engine_block_size, event.block_size)
+        if event.is_bigram:
+            self._groups.drop_last_block()
         names: Names | None = None
         for position, key in enumerate(event.block_hashes):
             node = self.tree.get(key)
@@ -195,7 +213,9 @@ class EngineBlocks:
                 self.tree.make_ambiguous(node)
             if node.root is None and not node.is_ambiguous:
                 if names is None:
-                    names = Names.of(event, position, parent, is_orphan, self._block_size, self.matches_requests)
+                    names = Names.of(event, position, parent, is_orphan, self._block_size)
+                    if event.cache_salt is not None and event.lora_name is not None and parent is None:
+                        self._roots.setdefault(event.lora_name, set()).add(names.root)
                 self.tree.place(node, parent, is_orphan, names, position)
             node.stored_at = self.num_batches
             self.tree.hold(node)
@@ -213,9 +233,9 @@ class EngineBlocks:
 
     def _apply_part(self, event: BlockStored | BlockRemoved) -> None:
         """Apply an event of a group next to the tree's."""
-        if isinstance(event, BlockRemoved) and not self.matches_requests:
+        if isinstance(event, BlockRemoved):
             self._groups.remove(event)
-        elif self.matches_requests or isinstance(event, BlockRemoved) or not self._groups.store(event):
+        elif not self._groups.store(event):
             self._stop(event)
 
     def _take_events(self) -> list[BlockEvent]:

@@ -29,6 +29,7 @@ from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
+from worker.files.part_kind import part_kind
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, TokenizerBundle
 
@@ -91,11 +92,14 @@ async def _connect(
     blocks = EngineBlocks(
         config.block_size,
         max_names=max_names,
-        matches_requests=api.kind == "sglang",
-        drops_last_block=load.drops_last_block,
+        drops_last_block=facts.drops_last_block,
+        expected_parts=part_kind(folder),
     )
     embedding_size = await api.embedding_size()
-    source = None if embedding_size else await event_source(api, config)
+    index_problem = facts.index_problem
+    if config.events == "none":
+        index_problem = "the engine publishes no cache events (--events none)"
+    source = None if embedding_size or index_problem else await event_source(api, config)
     member = WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),
@@ -115,6 +119,7 @@ async def _connect(
         text_apis=facts.text_apis,
         chat_probes=facts.chat_probes,
         media=facts.media,
+        index_problem="" if embedding_size else index_problem,
     )
     if bundle.engine_vocabulary and not member.text_apis:
         raise ValueError(
@@ -123,6 +128,8 @@ async def _connect(
         )
     events = "no cache events" if source is None else f"cache events from {source.endpoint}"
     report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
+    if member.index_problem:
+        report(f"no prefix index, requests are routed only by load: {index_problem}")
     member = signed(config.cluster_secret(), member)
     identity = EngineIdentity(reader, facts, load)
     engine = AdapterEngine(
@@ -196,10 +203,8 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
             )
 
 
-async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | None:
-    """Return where the cache events come from, or None for an engine without events. Raises ValueError."""
-    if config.events == "none":
-        return None
+async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource:
+    """Return where the cache events come from. Raises ValueError for an engine without events."""
     if config.events != "auto":
         return EventSource(config.events, config.events_replay, config.events_topic)
     source = await api.event_source()

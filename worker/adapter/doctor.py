@@ -16,6 +16,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from cache.types import HASH_BYTES, BlockHash
@@ -165,15 +166,16 @@ async def check_salt(api: EngineApi, first: Probe) -> Check:
 class _Listener:
     """Listens to KV events and matches them to probes."""
 
-    def __init__(self, config: WorkerConfig, endpoint: str, replay_endpoint: str | None, topic: str) -> None:
+    def __init__(self, config: WorkerConfig, source: EventSource) -> None:
         """Raises ValueError for an endpoint that others can reach, OSError for a port that is taken."""
         self.blocks = EngineBlocks(config.block_size, max_names=MAX_NAMES)
         self._beginnings: list[tuple[int, ...]] = []
         self._subscriber = EventSubscriber(
-            endpoint,
-            replay_endpoint,
-            topic,
+            source.endpoint,
+            source.replay_endpoint,
+            source.topic,
             exposed=config.events_exposed,
+            binds=source.binds,
             on_batch=self._on_batch,
             on_gap=self.blocks.forget_held,
             on_restart=self.blocks.clear,
@@ -210,6 +212,10 @@ async def check_events(
         fix = "leave out --events none" if advertised else f"start the engine with {EVENTS_OPTION}"
         yield Check("events", "warn", "--events none: no prefix is known, so requests are routed only by load", fix)
         return
+    if (problem := await api.index_problem()) is not None:
+        fix = "or go on without: requests are then routed only by load"
+        yield Check("events", "fail", f"no prefix index: {problem}", fix)
+        return
     source = advertised
     if config.events != "auto":
         source = EventSource(config.events, config.events_replay, config.events_topic)
@@ -218,7 +224,7 @@ async def check_events(
         yield Check("events", "fail", found, f"start it with {EVENTS_OPTION}; or name its endpoint with --events")
         return
     try:
-        listener = _Listener(config, source.endpoint, None, source.topic)
+        listener = _Listener(config, replace(source, replay_endpoint=None))
     except ValueError as error:
         yield Check("events", "fail", str(error), f"start the engine with {EVENTS_OPTION}")
         return
@@ -247,7 +253,7 @@ async def check_live(
         fix = "such a model is served without a prefix index: give --events none"
         return Check("events", "fail", listener.blocks.problem, fix)
     if listener.blocks.tree.num_opaque and not listener.blocks.visible_events():
-        fix = "the engine must put cache_salt into extra_keys of its events, as vLLM 0.32 does"
+        fix = "use vLLM 0.32, SGLang 0.5.20 or newer: their events carry the cache_salt"
         return Check("events", "fail", "events arrive, but without the salt of their request", fix)
     return Check("events", "ok", f"they come from {source.endpoint}")
 
@@ -257,7 +263,7 @@ def _advice_for_silence(source: EventSource, advertised: EventSource | None) -> 
         return f"the engine publishes to {advertised.endpoint}: leave out --events, or name that"
     if advertised is not None and source.topic != advertised.topic:
         return f"the engine's topic is {advertised.topic!r}: leave out --events, or give --events-topic"
-    if engine_binds(source.endpoint):
+    if source.binds or (source.binds is None and engine_binds(source.endpoint)):
         return "no engine publishes there: run the adapter where this endpoint is the engine's"
     return (
         "vLLM connects to an endpoint without *, and waits there for a listener: run the adapter on the engine's "
@@ -271,7 +277,7 @@ async def check_replay(config: WorkerConfig, source: EventSource, send: Callable
     if not source.replay_endpoint:
         return Check("replay", "warn", "there is none: lost events, and a worker's restart, cost prefix hits", fix)
     try:
-        listener = _Listener(config, NOWHERE, source.replay_endpoint, source.topic)
+        listener = _Listener(config, EventSource(NOWHERE, source.replay_endpoint, source.topic))
     except ValueError as error:
         return Check("replay", "fail", str(error), fix)
     try:

@@ -76,6 +76,7 @@ class AdapterEngine:
                 source.replay_endpoint,
                 source.topic,
                 exposed=events_exposed,
+                binds=source.binds,
                 on_batch=self._on_batch,
                 on_gap=self._on_gap,
                 on_restart=self._on_restart,
@@ -122,7 +123,7 @@ class AdapterEngine:
     def index_problem(self) -> str | None:
         """Return why the index is incomplete for this engine, or None."""
         if self._subscriber is None:
-            return "the engine publishes no cache events (--events none)"
+            return self.member.index_problem or "the engine publishes no cache events"
         if self._subscriber.is_silent and self._subscriber.num_batches == 0 and self._requests.has_prompts:
             return "no cache event has arrived from the engine: run `headstart doctor --engine-url`"
         return self._blocks.problem
@@ -279,6 +280,7 @@ class AdapterEngine:
     def _on_loras(self, loras: Sequence[str]) -> None:
         if tuple(loras) != self.member.adapters:
             logger.info("LoRA adapters of the engine: %s", ", ".join(loras) or "none")
+            self._blocks.forget_adapters(set(self.member.adapters).difference(loras))
             self.member = replace(self.member, adapters=tuple(loras))
             self._begin_epoch(self._blocks.visible_events())
 

@@ -47,6 +47,10 @@ class EngineFacts:
     block_size: int
     ranks: tuple[int, ...]
     event_source: EventSource | None
+    index_problem: str
+    """Why its cache events give no prefix index; empty if they can."""
+    drops_last_block: bool
+    """It computes the last matching block again."""
     tokens: str
     """Digest of the engine's own ids of `PROBE_TEXTS`; empty if it has no tokenizer."""
     files: str
@@ -113,6 +117,8 @@ class FactsReader:
             block_size=load.block_size,
             ranks=await api.ranks(),
             event_source=await api.event_source(),
+            index_problem=await api.index_problem() or "",
+            drops_last_block=await api.drops_last_block(),
             tokens=_digest(probes) if probes else "",
             files=await asyncio.to_thread(self._digest_files),
             defaults=await api.sampling_defaults(),

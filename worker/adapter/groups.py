@@ -5,7 +5,8 @@ stops at an *end*: a position where every group can go on. `KvGroups` adds the o
 attention's blocks. Hashes carry no group: a block has the same name in each, and the tree gives its position. A name
 inside one of the tree's blocks has its position from the names around it.
 
-An engine with EAGLE or MTP computes the last matching block again. There a node's stop is one block lower.
+vLLM with EAGLE or MTP computes the last matching block again. SGLang with EAGLE matches pairs of tokens, so the last
+block of a match also needs the token after it. There a node's stop is one block lower.
 Source: vllm/v1/core/kv_cache_coordinator.py, single_type_kv_cache_manager.py.
 """
 
@@ -21,6 +22,7 @@ from typing import Final
 from worker.adapter.block_names import Node
 from worker.adapter.block_tree import BlockTree
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EngineHash
+from worker.files.part_kind import PartKind
 
 FULL_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attention")
 """Kinds of a group in which every block of a prefix is needed, and kept, in order."""
@@ -30,6 +32,10 @@ _MAX_COPIED: Final = 100_000
 """With more copies in a group, every event that could be a report counts as one."""
 _MAX_STEP: Final = 1 << 13
 """With a longer step between ends, none is published: real groups have block sizes with a small common multiple."""
+_EXPECTED: Final = -1
+"""The number of a group that must exist, and has sent nothing yet."""
+_MIN_MARGIN: Final = 2
+"""The engine always computes a prompt's last token, and pairs with it match nothing."""
 _ALL: Final = 1 << 40
 """The run of a block if the group holds every block up to it."""
 
@@ -73,11 +79,15 @@ class KvGroup:
 class KvGroups:
     """The groups next to the tree's. Owned by `EngineBlocks`."""
 
-    def __init__(self, tree: BlockTree, *, drops_last_block: bool) -> None:
-        """`drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP)."""
+    def __init__(self, tree: BlockTree, *, drops_last_block: bool, expected: PartKind | None) -> None:
+        """`drops_last_block`: the engine computes the last block of a match again (EAGLE, MTP).
+
+        `expected`: a kind of group that the model must have: without its blocks, there is no end.
+        """
         self._tree = tree
         self._drops_last_block = drops_last_block
-        self._groups: dict[int, KvGroup] = {}
+        self._expected = expected
+        self._groups: dict[int, KvGroup] = {} if expected is None else {_EXPECTED: KvGroup.unknown()}
         self._tree_group: int | None = None
         self._tree_block_size = 1
         self._has_lost_events = False
@@ -89,10 +99,20 @@ class KvGroups:
         self._has_new_rule = False
         """A group or a block size is new: every node is looked at."""
 
+    def drop_last_block(self) -> None:
+        """Promise one block less than what matches: a hit on the last block also needs the token after it."""
+        self._has_new_rule = self._has_new_rule or not self._drops_last_block
+        self._drops_last_block = True
+
+    def expect_no_windows(self) -> None:
+        """Stop waiting for a group of windows: the engine keeps the model's windows as full attention."""
+        if self._expected == "windows" and self._groups.pop(_EXPECTED, None) is not None:
+            self._has_new_rule = True
+
     @property
     def is_needed(self) -> bool:
         """True if a hit may stop before the end of a match."""
-        return bool(self._groups) or self._drops_last_block
+        return bool(self._groups) or self._drops_last_block or self._expected is not None
 
     @property
     def has_states(self) -> bool:
@@ -132,6 +152,7 @@ class KvGroups:
             if group is None or index == self._tree_group:
                 return False
             self._groups[index] = group
+            self._groups.pop(_EXPECTED, None)
             self._has_new_rule = True
         names: Sequence[EngineHash] = event.block_hashes
         is_whole = len(names) * event.block_size == len(event.token_ids)
@@ -204,7 +225,8 @@ class KvGroups:
                     group.nodes.pop(name, None)
                     group.before.pop(name, None)
         self._changed = {}
-        step, margin = self.step, self.step if self._drops_last_block else 0
+        step = self.step
+        margin = max(step, _MIN_MARGIN) if self._drops_last_block else 0
         moved = []
         while queue:  # nodes in the order of their positions: each depends only on nodes before it
             _, _, node = heappop(queue)

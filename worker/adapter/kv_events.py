@@ -2,10 +2,11 @@
 
     [ts, [event, ...], rank]     vLLM gives its data-parallel rank, SGLang may give none
                                  (some vLLM of 2026 send a map of the three)
-    event: {"type": "BlockStored", "block_hashes": [...], ...}      vLLM since 2026
-           ["BlockStored", [...], parent, token_ids, ...]           older vLLM, SGLang
+    event: {"type": "BlockStored", "block_hashes": [...], ...}      vLLM since 2026, SGLang since 0.5.20
+           ["BlockStored", [...], parent, token_ids, ...]           older vLLM
 
-Fields with defaults may be missing, and unknown fields are skipped. The types below are for both layouts.
+Fields with defaults may be missing, and unknown fields are skipped: so is `session_id`, which both engines give for
+attribution only. Any request finds the blocks of a session's requests. The types below are for both layouts.
 Sources: vllm/distributed/kv_events.py, sglang/srt/disaggregation/kv_events.py.
 """
 
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import DecodeError, Meta, Struct, ValidationError, field
 from msgspec.msgpack import Decoder
+from msgspec.structs import asdict
 
 EngineHash = int | bytes
 """A block's opaque name in its engine: an integer, or the raw bytes of a digest."""
@@ -27,8 +29,8 @@ class EventError(ValueError):
     """The bytes are not a batch of events."""
 
 
-class BlockStored(Struct, frozen=True, tag=True):
-    """A run of full blocks became findable after `parent_block_hash`. Each copy of a block is stored."""
+class _Stored(Struct, frozen=True):
+    """The fields of a store in every layout."""
 
     block_hashes: tuple[EngineHash, ...]
     parent_block_hash: EngineHash | None = None
@@ -47,6 +49,15 @@ class BlockStored(Struct, frozen=True, tag=True):
     kv_cache_spec_sliding_window: int | None = None
 
 
+class BlockStored(_Stored, frozen=True, tag=True):
+    """A run of full blocks became findable after `parent_block_hash`. Each copy of a block is stored."""
+
+    cache_salt: str | None = None
+    """The salt of all these blocks (SGLang)."""
+    is_bigram: bool = False
+    """Each token was sent as a pair with the next one: a hit needs the next token, too (SGLang with EAGLE)."""
+
+
 class BlockRemoved(Struct, frozen=True, tag=True):
     """A copy of each block was evicted: in some versions any, in others the last one."""
 
@@ -61,7 +72,7 @@ class AllBlocksCleared(Struct, frozen=True, tag=True):
     """The engine's whole cache was reset."""
 
 
-class _StoredArray(BlockStored, frozen=True, tag="BlockStored", array_like=True):
+class _StoredArray(_Stored, frozen=True, tag="BlockStored", array_like=True):
     pass
 
 
@@ -96,11 +107,37 @@ class _ArrayEventBatch(Struct, array_like=True):
 
     @property
     def events(self) -> tuple[Event, ...]:
+        return tuple(map(_of_array, self.array_events))
+
+
+def _of_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
+    if isinstance(event, _RemovedArray):
+        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+    return event if isinstance(event, AllBlocksCleared) else BlockStored(**asdict(event))
+
+
+class _StoredPairs(Struct, tag="BlockStored"):
+    block_hashes: tuple[EngineHash, ...]
+    token_ids: tuple[tuple[_TokenId, _TokenId], ...]
+    block_size: Annotated[int, Meta(ge=1)]
+    parent_block_hash: EngineHash | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class _PairsBatch(Struct, array_like=True):
+    ts: float
+    pair_events: tuple[_StoredPairs | BlockRemoved | AllBlocksCleared, ...]
+    rank: int | None = None
+
+    @property
+    def events(self) -> tuple[Event, ...]:
         return tuple(
-            BlockRemoved(event.block_hashes, event.medium, event.group_idx)
-            if isinstance(event, _RemovedArray)
+            BlockStored(**asdict(event) | {"token_ids": tuple(first for first, _ in event.token_ids)}, is_bigram=True)
+            if isinstance(event, _StoredPairs)
             else event
-            for event in self.array_events
+            for event in self.pair_events
         )
 
 
@@ -110,7 +147,7 @@ class _MapBatch(Struct):
     rank: int | None = field(default=None, name="data_parallel_rank")
 
 
-_DECODERS: Final = (Decoder(EventBatch), Decoder(_ArrayEventBatch), Decoder(_MapBatch))
+_DECODERS: Final = (Decoder(EventBatch), Decoder(_ArrayEventBatch), Decoder(_MapBatch), Decoder(_PairsBatch))
 
 
 def decode_batch(payload: bytes) -> EventBatch:

@@ -21,8 +21,8 @@ async def ask(config: WorkerConfig) -> dict[str, object]:
     api = open_api(config)
     try:
         await wait_for(api, config, lambda line: print(line, file=sys.stderr, flush=True))
-        publishes = await api.event_source() is not None or await api.embedding_size() > 0
-        return {"ranks": await api.ranks(), "publishes": publishes}
+        publishes = await api.event_source() is not None or await api.embedding_size() > 0 or await api.index_problem()
+        return {"ranks": await api.ranks(), "publishes": bool(publishes)}
     finally:
         await api.close()
 

@@ -197,7 +197,6 @@ class EngineRequests:
                 await asyncio.sleep(SUSPECT_NOTICE_S)
             self.has_prompts = self.has_prompts or len(request.prompt_ids) > self._blocks.engine_block_size
             prefill = self.account.send(active.key, request.gateway_id, len(request.prompt_ids) - num_cached)
-            self._report(self._blocks.claim(BlockHash(request.root), request.prompt_ids))
             try:
                 if request.sampling.prompt_logprobs is not None:
                     positions = await self._api.prompt_logprobs(request)
@@ -209,6 +208,7 @@ class EngineRequests:
                 await run(active, prefill, num_cached, until_first_token)
                 if request.sampling.prompt_logprobs is None:  # such a request matches no prefix
                     self._remove_missing(active, num_cached, promised_at)
+                self._report(self._blocks.note_prompt(len(request.prompt_ids)))
             finally:
                 self.account.drop(prefill)
                 self._start_first()
@@ -234,19 +234,13 @@ class EngineRequests:
         first_token = asyncio.Event()
 
         async def follow(choice: ChoiceState) -> None:
-            output_ids = list(choice.output_ids)
-            try:
-                async for chunk in self._chunks(active, choice):
-                    if not first_token.is_set():
-                        self._begin(active, prefill, num_cached)
-                        first_token.set()
-                    if active.steps is not None:
-                        active.steps.decode.num_steps += 1
-                    output_ids += chunk.token_ids
-                    self._emit_chunk(active, choice.index, chunk)
-            finally:
-                if self._blocks.matches_requests:
-                    self._report(self._blocks.claim(BlockHash(request.root), [*request.prompt_ids, *output_ids]))
+            async for chunk in self._chunks(active, choice):
+                if not first_token.is_set():
+                    self._begin(active, prefill, num_cached)
+                    first_token.set()
+                if active.steps is not None:
+                    active.steps.decode.num_steps += 1
+                self._emit_chunk(active, choice.index, chunk)
 
         async with asyncio.TaskGroup() as group:
             for number, choice in enumerate(request.choices):

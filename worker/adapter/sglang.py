@@ -1,7 +1,6 @@
 """SGLang's native HTTP API: `/generate` with `input_ids`, one rank of the server.
 
-Its cache events carry no salt. So a chain of blocks is published only if it matches the requests of one tenant
-(`worker.adapter.claims`).
+Its cache events carry the salt of their requests since 0.5.20. An older version is served without a prefix index.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from worker.adapter.api import (
     EngineModel,
     EngineRefusedError,
     EventSource,
-    TextPart,
     resumed_seed,
     stream_error,
 )
 from worker.adapter.http import EngineServer, understood
+from worker.adapter.sglang_text import SglangTexts
 from worker.wire import (
     ChoiceState,
-    EngineCall,
     GenerateRequest,
-    Rendered,
     SamplingDefaults,
     SamplingParams,
     TokenLogprobs,
@@ -47,8 +44,11 @@ _SAMPLE: Final = re.compile(
 )
 _OF_A_START: Final = (
     *("context_length", "dtype", "kv_cache_dtype", "max_total_num_tokens", "model_path", "quantization"),
-    *("random_seed", "served_model_name", "tokenizer_path", "version"),
+    *("random_seed", "served_model_name", "startup_time", "tokenizer_path", "version"),
 )
+_SALTED_EVENTS: Final = (0, 5, 20)
+"""The first version whose cache events are maps with the salt of their requests."""
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 _Logprob = tuple[float | None, int, Any]
 
@@ -84,13 +84,15 @@ class SglangApi(EngineServer):
         super().__init__(url, key, tls, {})
         self._rank = rank
         self._decode = msgspec.json.Decoder(_Event).decode
+        texts = SglangTexts(self, rank)
+        self.text_apis, self.render, self.text = texts.apis, texts.render, texts.answer
 
     async def version(self) -> str:
         return str((await self._info()).get("version", "unknown"))
 
     async def model(self) -> EngineModel:
-        info = await self.json("GET", "/get_model_info")
-        with understood("/get_model_info"):
+        info = await self._about("model_info")
+        with understood("/model_info"):
             source = str(info.get("tokenizer_path") or info.get("model_path") or "")
         return replace(await super().model(), source=source)
 
@@ -102,8 +104,8 @@ class SglangApi(EngineServer):
         info = await self._info()
         status, text = await self.call("GET", "/metrics")
         values = {"num_running_reqs": 0.0, "num_queue_reqs": 0.0, "token_usage": 0.0, "prompt_tokens_total": 0.0}
-        with understood("/get_server_info"):
-            block_size = int(info.get("page_size") or 1)
+        with understood("/server_info"):
+            block_size = _block_size(info)
             if status == 200:  # with --enable-metrics
                 for name, labels, value in _SAMPLE.findall(text.decode(errors="replace")):
                     if f'dp_rank="{self._rank or 0}"' in labels or "dp_rank=" not in labels:
@@ -116,16 +118,16 @@ class SglangApi(EngineServer):
                 block_size=block_size,
                 usage=values["token_usage"],
                 prefill_tokens=values["prompt_tokens_total"],
+                reuses_prefixes=None if "disable_radix_cache" not in info else not info["disable_radix_cache"],
             )
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        raise EngineRefusedError(404, "SGLang's /tokenize takes no messages")
+        answer = await self.json("POST", "/tokenize", {"messages": messages})
+        with understood("/tokenize"):
+            return [int(token_id) for token_id in answer["tokens"]]
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None
-
-    async def text_apis(self) -> tuple[str, ...]:
-        return ()
 
     async def media(self) -> tuple[str, ...]:
         return ()
@@ -133,27 +135,44 @@ class SglangApi(EngineServer):
     async def embedding_size(self) -> int:
         return 0
 
-    async def render(self, call: EngineCall) -> Rendered:
-        raise EngineRefusedError(501, "it renders no prompts")
-
-    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
-        raise EngineRefusedError(501, "its own text is not served")
-
     async def ranks(self) -> tuple[int, ...]:
         info = await self._info()
-        with understood("/get_server_info"):
+        with understood("/server_info"):
             return tuple(range(int(info.get("dp_size") or 1)))
 
     async def event_source(self) -> EventSource | None:
         config, rank = (await self._info()).get("kv_events_config"), self._rank or 0
-        with understood("/get_server_info"):
+        with understood("/server_info"):
             source = json.loads(config) if isinstance(config, str) and config else config
             if not source or source.get("publisher", "zmq") != "zmq" or "endpoint" not in source:
                 return None
             replay = source.get("replay_endpoint")
+            endpoint = _of_rank(source["endpoint"], rank).replace("0.0.0.0", "*")
             return EventSource(
-                _of_rank(source["endpoint"], rank), replay and _of_rank(replay, rank), source.get("topic") or ""
+                endpoint, replay and _of_rank(replay, rank), source.get("topic") or "", source.get("bind")
             )
+
+    async def drops_last_block(self) -> bool:
+        """Return False: its events show whether it matches pairs of tokens."""
+        return False
+
+    async def index_problem(self) -> str | None:
+        info = await self._info()
+        version = str(info.get("version", "unknown"))
+        if (found := _VERSION.match(version)) is not None and tuple(map(int, found.groups())) < _SALTED_EVENTS:
+            first = ".".join(map(str, _SALTED_EVENTS))
+            return (
+                f"the cache events of SGLang {version} carry no salt, so the blocks of tenants look alike:"
+                f" upgrade to {first} or newer"
+            )
+        with understood("/server_info"):
+            states = info.get("internal_states") or ()
+            if info.get("uses_mamba_radix_cache") or any(_has_windows(state) for state in states):
+                return (
+                    "the model keeps windows or states of its KV, and SGLang's cache events do not name them, so the"
+                    " positions at which a hit may stop are not known"
+                )
+        return None
 
     async def reset(self) -> None:
         status, answer = await self.call("POST", "/flush_cache", timeout_s=30.0)
@@ -175,7 +194,16 @@ class SglangApi(EngineServer):
         raise EngineRefusedError(400, "prompt_logprobs: not served here")
 
     async def _info(self) -> dict[str, Any]:
-        info = await self.json("GET", "/get_server_info")
+        return await self._about("server_info")
+
+    async def _about(self, what: str) -> dict[str, Any]:
+        """Return what the server reports. Older versions have these calls as `/get_...` only, and newer ones warn."""
+        try:
+            info = await self.json("GET", f"/{what}")
+        except EngineRefusedError as error:
+            if error.status != 404:
+                raise
+            info = await self.json("GET", f"/get_{what}")
         return info if isinstance(info, dict) else {}
 
 
@@ -187,6 +215,8 @@ def generate_body(
         "rid": request_id,
         "input_ids": [*request.prompt_ids, *choice.output_ids],
         "sampling_params": _sampling(request.sampling, choice),
+        # Events carry `cache_salt`. Versions that do not have it separate tenants by `extra_key`.
+        "cache_salt": request.root.hex(),
         "extra_key": request.root.hex(),
         "stream": True,
     }
@@ -244,8 +274,19 @@ def _chunk(event: _Event, num_seen: int, num_top: int | None) -> tuple[Chunk, in
     return Chunk(token_ids, logprobs, None if reason is None else reason.type, stop_token_id), num_seen + num_new
 
 
+def _block_size(info: dict[str, Any]) -> int:
+    """Return the tokens in a block: pages, or several where context parallelism spreads them."""
+    events = info.get("kv_events")
+    return int((events.get("block_size") if isinstance(events, dict) else None) or info.get("page_size") or 1)
+
+
+def _has_windows(state: dict[str, Any]) -> bool:
+    """Return whether a scheduler has a pool for windows."""
+    return (state.get("memory_usage") or {}).get("token_capacity_swa") is not None
+
+
 def _start_of(info: dict[str, Any]) -> float:
-    """Return a number for this start of the server. It reports no time, but draws a seed unless one is set."""
+    """Return a number for this start of the server. It draws a seed unless one is set; newer versions time it."""
     fields = {name: info[name] for name in _OF_A_START if name in info}
     return float(zlib.crc32(json.dumps(fields).encode())) if fields else 0.0
 

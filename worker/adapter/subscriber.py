@@ -67,6 +67,7 @@ class EventSubscriber:
         topic: str,
         *,
         exposed: bool,
+        binds: bool | None = None,
         on_batch: Callable[[EventBatch], object],
         on_gap: Callable[[], object],
         on_restart: Callable[[], object],
@@ -77,6 +78,8 @@ class EventSubscriber:
     ) -> None:
         """`endpoint` and `topic` are the engine's; this side connects if the engine binds, and binds otherwise.
 
+        `binds`: whether the engine does; None: by the form of the endpoint.
+
         `on_gap`: batches before the next `on_batch` are lost permanently. `on_restart`: the engine has restarted with
         an empty cache. `count(event)` feeds the metrics: batch, duplicate, bad, gap, restart, replay, unanswered.
         `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless `exposed`.
@@ -86,6 +89,7 @@ class EventSubscriber:
                 check_endpoint(each, exposed=exposed)
         self.num_batches = 0
         self._endpoint = endpoint
+        self._engine_binds = engine_binds(endpoint) if binds is None else binds
         self._replay_endpoint = replay_endpoint or None
         self._topic = topic.encode()
         self._on_batch = on_batch
@@ -127,7 +131,7 @@ class EventSubscriber:
         live.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         live.setsockopt(zmq.SUBSCRIBE, self._topic)
         try:
-            if engine_binds(self._endpoint):
+            if self._engine_binds:
                 live.connect(self._endpoint.replace("*", "127.0.0.1"))
             else:
                 live.bind(self._endpoint.replace("localhost", "127.0.0.1"))

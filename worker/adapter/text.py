@@ -39,7 +39,7 @@ _PROBE: Final = b'{"input": "a"}'
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
 """vLLM's names for them."""
 _ABSENT: Final = frozenset({404, 405, 501})
-_LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
+LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
 
 
 class _Choice(msgspec.Struct):
@@ -112,7 +112,7 @@ class _Prompt(msgspec.Struct):
 
 
 _decode_answer: Final = msgspec.json.Decoder(_Answer).decode
-_decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_embeddings: Final = msgspec.json.Decoder(_Embeddings).decode
 _decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
 
@@ -190,21 +190,12 @@ class TextCalls:
         call = request.call
         assert call is not None
         body = call_body(await self._with_model(call, request.adapter), request, request_id)
-        if not call.streams:
-            try:
-                status, answer = await self._server.post(call.path, msgspec.json.encode(body), None, MAX_ANSWER_BYTES)
-            except AnswerTooLongError as error:
-                raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
-            if status != 200:
-                raise refused(status, answer)
-            yield part_of(answer)
-            return
-        async for data in self._server.events(call.path, body, LAST_EVENTS):
-            yield part_of(data)
+        async for part in answer_of(self._server, call, body):
+            yield part
 
     async def _with_model(self, call: EngineCall, adapter: str) -> dict[str, Any]:
         """Return the body with a name that the engine has for its model."""
-        body: dict[str, Any] = dict(_decode_body(call.body))
+        body: dict[str, Any] = dict(decode_body(call.body))
         if adapter or "model" not in body:
             body["model"] = adapter or (await self._name())
         return body
@@ -213,6 +204,21 @@ class TextCalls:
         if self._model_name is None:
             self._model_name = (await self._server.model()).name
         return self._model_name
+
+
+async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]) -> AsyncIterator[TextPart]:
+    """Yield the answer of the engine's API to a body: its events, or the whole."""
+    if not call.streams:
+        try:
+            status, answer = await server.post(call.path, msgspec.json.encode(body), None, MAX_ANSWER_BYTES)
+        except AnswerTooLongError as error:
+            raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
+        if status != 200:
+            raise refused(status, answer)
+        yield part_of(answer)
+        return
+    async for data in server.events(call.path, body, LAST_EVENTS):
+        yield part_of(data)
 
 
 def part_of(data: bytes) -> TextPart:
@@ -246,12 +252,12 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
         body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
     elif call.path == COMPLETIONS and not echoes:
         body["prompt"] = prompt_ids
-    if call.path in _LENGTHS and not echoes:  # an echo of ids has no text
+    if call.path in LENGTHS and not echoes:  # an echo of ids has no text
         body["return_token_ids"] = True
     if output_ids:
-        for name in _LENGTHS[call.path]:
+        for name in LENGTHS[call.path]:
             body.pop(name, None)
-        body[_LENGTHS[call.path][0]] = request.sampling.max_tokens - len(output_ids)
+        body[LENGTHS[call.path][0]] = request.sampling.max_tokens - len(output_ids)
         if "min_tokens" in body:
             body["min_tokens"] = max(0, msgspec.json.decode(body["min_tokens"]) - len(output_ids))
     return body

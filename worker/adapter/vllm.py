@@ -34,6 +34,10 @@ _LOGPROB_BYTES: Final = 256
 """Maximum size of a log probability in JSON, except for long token texts."""
 _SLOW_TIMEOUT_S: Final = 30.0
 """For calls that wait for the engine's core or collect much data."""
+_KEEPS_LAST_BLOCK: Final = (
+    *("draft_model", "extract_hidden_states", "medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"),
+)
+"""Ways to speculate that do not use the model's own hidden states: every matching block is found."""
 _SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
 _WANTED: Final = (
@@ -103,14 +107,29 @@ class VllmApi(EngineServer):
             return str(answer["version"])
 
     async def number_format(self) -> str:
-        status, body = await self.call("GET", "/server_info?config_format=json", timeout_s=_SLOW_TIMEOUT_S)
-        if status != 200:  # not in development mode
-            return ""
         try:
-            config = json.loads(body)["vllm_config"]["model_config"]
+            config = (await self._config())["model_config"]
             return f"{config['dtype'].removeprefix('torch.')}/{config['quantization'] or 'dense'}"
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a version with another layout
+        except (KeyError, TypeError, AttributeError):  # a version with another layout
             return ""
+
+    async def drops_last_block(self) -> bool:
+        if not (await self.load()).speculates:
+            return False
+        try:
+            config = (await self._config())["speculative_config"]
+            return config["method"] not in _KEEPS_LAST_BLOCK and not config.get("disable_eagle_block_drop")
+        except (KeyError, TypeError, AttributeError):
+            return True
+
+    async def _config(self) -> dict[str, Any]:
+        """Return the engine's configuration; empty unless it is in development mode."""
+        status, body = await self.call("GET", "/server_info?config_format=json", timeout_s=_SLOW_TIMEOUT_S)
+        try:
+            config = json.loads(body)["vllm_config"] if status == 200 else {}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return {}
+        return config if isinstance(config, dict) else {}
 
     async def load(self) -> EngineLoad:
         _, body = await self.call("GET", "/metrics")
@@ -157,6 +176,9 @@ class VllmApi(EngineServer):
             return await self.json("GET", "/kv_event_sources") or {}
         except EngineRefusedError:
             return {}
+
+    async def index_problem(self) -> str | None:
+        return None
 
     async def reset(self) -> None:
         try:
@@ -304,7 +326,7 @@ def parse_load(text: bytes, rank: int) -> EngineLoad:
             prefill_tokens=values.get(_WANTED[5], 0.0),
             prefill_s=values.get(_WANTED[6], 0.0),
             reuses_prefixes={b"True": True, b"False": False}.get(cache.get(b"enable_prefix_caching", b"")),
-            drops_last_block=_WANTED[7] in values,
+            speculates=_WANTED[7] in values,
         )
     except (KeyError, ValueError, OverflowError) as error:
         raise EngineLostError(f"/metrics is not vLLM's: {error}") from error

@@ -60,6 +60,7 @@ class EngineWorker(ScriptedWorker):
 
     parts: list[dict[str, Any]] = field(default_factory=lambda: [{"content": word} for word in WORDS])
     dies_after: int | None = None
+    gives_ids: bool = True
     rendered: list[dict[str, Any]] = field(default_factory=list)
     refuses_render: Failed | None = None
     tokenizer: Tokenizer | None = None
@@ -103,7 +104,8 @@ class EngineWorker(ScriptedWorker):
             if number == self.dies_after:
                 await asyncio.sleep(0.02)
                 raise Die
-            yield Tokens(0, (10 + number,))
+            if self.gives_ids:
+                yield Tokens(0, (10 + number,))
             reason = "stop" if number == len(self.parts) - 1 else None
             yield EngineText(chunk(part, [10 + number], finish_reason=reason))
         if "stream_options" in json.loads(request.call.body):
@@ -201,6 +203,16 @@ async def test_tokens_without_text_are_computed_again(engines: list[EngineWorker
         _, _, raw = await post(target.url, chat(stream=True))
     assert engines[1].received[0].choices[0].output_ids == (10,)
     assert text_of(events(raw)) == "".join(WORDS)
+
+
+async def test_a_stream_without_token_ids_is_not_resumed(engines: list[EngineWorker]) -> None:
+    """SGLang gives none in streams: another engine would write again what was sent."""
+    engines[0].gives_ids, engines[0].dies_after = False, 2
+    async with engine_gateway(*engines) as target:
+        _, _, raw = await post(target.url, chat(stream=True))
+    assert events(raw)[-1]["error"]["code"] == "worker_lost"
+    assert text_of(events(raw)[:-1]) == "".join(WORDS[:2])
+    assert engines[1].received == []
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from server.cli.engine_templates import check_template
 from tests import smollm2
 from tests.e2e.serving import free_ports
 from tests.fake_engine.server import FakeEngine, parse
+from tests.fake_engine.sglang import FakeSglang
+from tests.fake_engine.sglang import parse as parse_sglang
 from tests.server.conftest import CHATML
 from tests.server.scripted_worker import listening
 from worker.common.checks import Check
@@ -146,3 +148,30 @@ async def test_templates_that_one_side_lacks(bundle: TokenizerBundle) -> None:
     assert (await check_template({"ids": None})).status == "ok"
     packed = base64.b64encode(pack(replace(bundle, chat_template=None))).decode()
     assert (await check_template({"ids": [1], "bundle": packed})).status == "fail"
+
+
+@asynccontextmanager
+async def sglang(folder: Path, *options: str) -> AsyncIterator[str]:
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    fake = FakeSglang(parse_sglang([str(folder), "--port", "0", "--events", events, "--replay", replay, *options]))
+    try:
+        async with listening(fake.app) as url:
+            yield url
+    finally:
+        fake.close()
+
+
+@pytest.mark.parametrize("options", [(), ("--eagle",)])
+async def test_sglang_passes(folder: Path, options: tuple[str, ...]) -> None:
+    async with sglang(folder, *options) as url:
+        checks = await checks_of(url, "--engine", "sglang", "--block-size", "16")
+    assert {check.status for check in checks.values()} == {"ok"}, checks
+
+
+async def test_an_old_sglang_has_no_index(folder: Path) -> None:
+    async with sglang(folder, "--version", "0.5.18", "--layout", "arrays", "--old-paths") as url:
+        checks = await checks_of(url, "--engine", "sglang", "--block-size", "16")
+        asked = await checks_of(url, "--engine", "sglang", "--block-size", "16", "--events", "none")
+    assert "no prefix index: the cache events of SGLang 0.5.18 carry no salt" in checks["events"].found
+    assert (checks["events"].status, asked["events"].status) == ("fail", "warn")
+    assert checks["salt"].status == "ok"

@@ -5,7 +5,7 @@ Source: vllm/v1/core/kv_cache_coordinator.py, single_type_kv_cache_manager.py, b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -53,6 +53,10 @@ class GroupedEngine:
 
     has_doubtful_events: bool = False
     """It has sent an event that could also be a report of blocks in use."""
+    has_gap: bool = False
+    """Events were lost since the last reset."""
+    known: set[tuple[int, int]] = field(default_factory=set)
+    """Blocks that a reader must count as held: by what it was sent since the last gap."""
 
     @cached_property
     def hash_size(self) -> int:
@@ -68,6 +72,26 @@ class GroupedEngine:
         return [_name(salt, tokens[:end]) for end in range(block_size, len(tokens) + 1, block_size)]
 
     # --- the rule -----------------------------------------------------------------------------------------------
+
+    def last_end(self, prompt: Prompt, blocks: Container[tuple[int, int]]) -> int:
+        """The last position before a prompt's last token at which every group can go on, if it holds `blocks`.
+
+        With EAGLE, every group then also holds the next block. The fixed point may find more: it looks for that block
+        of a group only once, and then lowers the length for another group.
+        """
+        for end in range((len(prompt[1]) - 1) // self.step * self.step, 0, -self.step):
+            if all(self._goes_on(index, prompt, end, blocks) for index in range(len(self.groups))):
+                return end
+        return 0
+
+    def _goes_on(self, index: int, prompt: Prompt, end: int, blocks: Container[tuple[int, int]]) -> bool:
+        group, size = self.groups[index], self.groups[index].block_size
+        names = self.names(prompt, size)
+        last = end // size + (self.eagle and group.kind != "mamba")
+        if last > len(names):
+            return False
+        needed = 1 if group.kind == "mamba" else last if group.is_full else group.num_needed(self.eagle)
+        return all((index, name) in blocks for name in names[max(0, last - needed) : last])
 
     def find(self, prompt: Prompt) -> int:
         """The tokens of a prompt that it finds: a fixed point over the groups, the full ones first."""
@@ -145,9 +169,13 @@ class GroupedEngine:
             if self._keeps(group, at, len(prompt[1]), last - 1) and at * size + size > begin - max(1, group.length)
         ]
         needed = 1 if group.kind == "mamba" else group.num_needed(False)
+        learnt = kept
         if not group.is_full and not first and len(kept) == last and len(kept) > needed:
-            known = [(index, name) in self.copies for name in kept[len(kept) - needed :]]
-            self.has_doubtful_events = self.has_doubtful_events or all(known)
+            is_doubtful = self.has_gap or all((index, name) in self.copies for name in kept[len(kept) - needed :])
+            self.has_doubtful_events = self.has_doubtful_events or is_doubtful
+            learnt = kept[len(kept) - needed :] if is_doubtful else kept
+        if not group.is_full or not first or (index, names[first - 1]) in self.known:
+            self.known.update((index, name) for name in learnt)
         self._say_stored(index, prompt, first * size, last * size, kept)
         for name in kept:
             self.copies[index, name] = self.copies.get((index, name), 0) + 1
@@ -189,6 +217,8 @@ class GroupedEngine:
 
     def evict(self, block: tuple[int, int]) -> None:
         num_left = self.copies[block] - 1
+        if not (num_left and self.counts_copies):
+            self.known.discard(block)
         if num_left:
             self.copies[block] = num_left
             if not self.counts_copies:
@@ -200,8 +230,13 @@ class GroupedEngine:
         self.events.append(BlockRemoved((block[1],), "GPU", block[0], counts))
 
     def reset(self) -> None:
-        self.copies, self.parted, self.has_doubtful_events = {}, set(), False
+        self.copies, self.parted, self.known = {}, set(), set()
+        self.has_doubtful_events = self.has_gap = False
         self.events.append(AllBlocksCleared())
+
+    def lose_events(self) -> None:
+        """Lose all events since the last ones taken, and with them the known blocks."""
+        self.events, self.known, self.has_gap = [], set(), True
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []

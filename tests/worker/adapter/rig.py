@@ -78,9 +78,9 @@ def make_request(
 class Rig:
     """Submits, and keeps what comes. `check` asserts the order of each request's frames."""
 
-    def __init__(self, api: EngineApi, source: EventSource | None = None, *, unsalted: bool = False) -> None:
+    def __init__(self, api: EngineApi, source: EventSource | None = None) -> None:
         self.metrics = WorkerMetrics()
-        blocks = EngineBlocks(BLOCK, max_names=4096, matches_requests=unsalted)
+        blocks = EngineBlocks(BLOCK, max_names=4096)
         self.deaths: list[BaseException] = []
         self.sinks = EngineSinks(self.deliver, self.deaths.append, self)
         self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, self.metrics, self.sinks)
@@ -250,6 +250,12 @@ class ScriptedApi:
         return (0,)
 
     async def event_source(self) -> EventSource | None:
+        return None
+
+    async def drops_last_block(self) -> bool:
+        return False
+
+    async def index_problem(self) -> str | None:
         return None
 
     async def reset(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,12 @@ async def test_an_unknown_tokenizer_and_authority(engine_folder: Path) -> None:
             await connected(config(url, tokenizer="/no/such/folder"))
         with pytest.raises(ValueError, match=r"--engine-ca"):
             await connected(config(url, engine_ca="/no/such/file"))
+
+
+async def test_a_model_with_windows_has_ends_before_its_first_blocks(engine_folder: Path) -> None:
+    path = engine_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 512}))
+    async with fake_engine(engine_folder) as (_, url):
+        engine = await connected(config(url))
+        assert engine.member.ends == "exact"
+        await engine.close()

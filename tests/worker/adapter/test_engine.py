@@ -12,32 +12,15 @@ from cache.types import BlockHash
 from tests.waiting import until
 from tests.worker.adapter.rig import (
     BLOCK,
-    OTHER_ROOT,
     ROOT,
     Rig,
     ScriptedApi,
     make_request,
-    running,
 )
 from worker.adapter import engine as engine_module
-from worker.adapter.api import Chunk, EngineLoad, EngineLostError, EngineRefusedError
+from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EventBatch
 from worker.wire import End
-
-
-async def test_an_answers_blocks_are_its_tenants_without_salted_events(api: ScriptedApi) -> None:
-    """The next turn's prompt is this prompt with its answer, so the answer's blocks must count too."""
-    async with running(Rig(api, unsalted=True)) as rig:
-        prompt_ids, output_ids = tuple(range(100, 100 + 2 * BLOCK)), tuple(range(500, 500 + BLOCK))
-        hashes = [1, 2, 3]
-        stored = BlockStored(hashes, None, (*prompt_ids, *output_ids), BLOCK, medium="GPU")
-        key = rig.submit(make_request(prompt_ids, max_tokens=BLOCK))
-        call = await api.call()
-        rig.engine._on_batch(EventBatch(1.0, (stored,), 0))
-        call.say(Chunk(output_ids, None, "length"), None)
-        await until(lambda: rig.is_over(key))
-        await until(lambda: rig.num_published(make_request((*prompt_ids, *output_ids))) == 3 * BLOCK)
-        assert rig.num_published(make_request((*prompt_ids, *output_ids), root=OTHER_ROOT)) == 0
 
 
 async def test_refusals(api: ScriptedApi, rig: Rig) -> None:

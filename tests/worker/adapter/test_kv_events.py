@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fake_engine import radix
 from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventError, decode_batch
 
 SALT = "00112233445566778899aabbccddeeff"
@@ -49,15 +50,48 @@ def test_vllm_sends_maps() -> None:
     )
 
 
-def test_old_vllm_and_sglang_send_arrays() -> None:
+def test_old_vllm_sends_arrays() -> None:
     values = [value for name, value in CAPTURED.items() if name != "type"]
     (from_maps,) = batch(CAPTURED).events
     (stored,) = batch(["BlockStored", *values]).events
     assert isinstance(stored, BlockStored)
     assert all(getattr(stored, name) == getattr(from_maps, name) for name in BlockStored.__struct_fields__)
-    (from_sglang,) = batch(["BlockStored", [-7], None, [1, 2], 2, None], rank=()).events
-    assert isinstance(from_sglang, BlockStored)
-    assert (from_sglang.block_hashes, from_sglang.token_ids, from_sglang.extra_keys) == ((-7,), (1, 2), None)
+    assert (stored.cache_salt, stored.is_bigram) == (None, False)
+    (longer,) = batch(["BlockStored", *values, None, "LOCAL", None, "session"]).events
+    assert longer == stored
+
+
+def sglang_batch(*events: radix.CacheEvent) -> EventBatch:
+    return decode_batch(radix.pack(1.5, events, 3))
+
+
+@pytest.mark.parametrize("session", [None, "s1"])
+def test_sglang_sends_maps_with_the_salt(session: str | None) -> None:
+    cache = radix.RadixCache(2)
+    cache.insert((5, 6, 7, 8, 9), radix.Space(SALT, "pirate", "1" * 32), session)
+    cache.evict(cache.leaves()[0])
+    cache.reset()
+    decoded = sglang_batch(*cache.take_events())
+    stored, removed, cleared = decoded.events
+    assert (decoded.ts, decoded.rank) == (1.5, 3)
+    assert isinstance(stored, BlockStored)
+    assert (stored.token_ids, stored.block_size, stored.lora_name) == ((5, 6, 7, 8), 2, "pirate")
+    assert (stored.cache_salt, stored.is_bigram, stored.extra_keys) == (SALT, False, None)
+    assert removed == BlockRemoved(stored.block_hashes[-1:], "GPU")
+    assert cleared == AllBlocksCleared()
+
+
+def test_sglang_with_eagle_sends_pairs() -> None:
+    cache = radix.RadixCache(2, has_pairs=True)
+    cache.insert((5, 6, 7, 8, 9), radix.Space(SALT))
+    cache.evict(cache.leaves()[0])
+    stored, removed = sglang_batch(*cache.take_events()).events
+    assert isinstance(stored, BlockStored)
+    assert (stored.token_ids, stored.block_size, stored.cache_salt, stored.is_bigram) == ((5, 6, 7, 8), 2, SALT, True)
+    assert removed == BlockRemoved(stored.block_hashes[-1:], "GPU")
+    for wrong in ([(5, 6), 7], [(5, 6, 7)], [(5, -1)], [("a", "b")]):
+        with pytest.raises(EventError):
+            sglang_batch(radix.BlockStored([1], None, wrong, len(wrong), None))
 
 
 def test_a_batch_may_be_a_map() -> None:

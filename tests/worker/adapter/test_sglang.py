@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -37,8 +38,8 @@ def server() -> ScriptedHttp:
     server = ScriptedHttp()
     models = [{"id": "m", "max_model_len": 4096}, {"id": "b", "parent": "m"}, {"id": "a", "parent": "m"}]
     server.answers |= {
-        "GET /get_server_info": JSONResponse(INFO),
-        "GET /get_model_info": JSONResponse({"model_path": "org/m", "tokenizer_path": "org/t"}),
+        "GET /server_info": JSONResponse(INFO),
+        "GET /model_info": JSONResponse({"model_path": "org/m", "tokenizer_path": "org/t"}),
         "GET /v1/models": JSONResponse({"data": models}),
         "GET /metrics": PlainTextResponse(METRICS),
         "GET /health": Response(),
@@ -76,7 +77,7 @@ async def test_what_it_says_of_itself(api: SglangApi, server: ScriptedHttp) -> N
     assert await api.event_source() == EventSource("tcp://*:5558", "tcp://127.0.0.1:5658", "kv")
     await api.reset()
     server.answers |= {
-        "GET /get_server_info": JSONResponse({}),
+        "GET /server_info": JSONResponse({}),
         "GET /v1/models": JSONResponse({"data": []}),
         "GET /metrics": Response(status_code=404),
         "POST /flush_cache": PlainTextResponse("requests run", 400),
@@ -87,6 +88,51 @@ async def test_what_it_says_of_itself(api: SglangApi, server: ScriptedHttp) -> N
         await api.reset()
     with pytest.raises(EngineRefusedError, match="no model"):
         await api.model()
+
+
+async def test_paths_of_older_versions(api: SglangApi, server: ScriptedHttp) -> None:
+    server.answers |= {
+        "GET /server_info": Response(status_code=404),
+        "GET /get_server_info": JSONResponse({"version": "0.5.9"}),
+        "GET /model_info": Response(status_code=404),
+        "GET /get_model_info": JSONResponse({"model_path": "org/old"}),
+    }
+    assert await api.version() == "0.5.9"
+    assert (await api.model()).source == "org/old"
+
+
+@pytest.mark.parametrize(
+    ("info", "problem"),
+    [
+        ({"version": "0.5.19"}, r"SGLang 0\.5\.19 carry no salt.*upgrade to 0\.5\.20"),
+        ({"version": "0.4.10.post2"}, "carry no salt"),
+        ({"version": "0.5.20.dev7+g1234"}, None),
+        ({"version": "0.5.23", "internal_states": [{"memory_usage": {"token_capacity_swa": None}}]}, None),
+        ({"version": "1.0.0"}, None),
+        ({"version": "unknown"}, None),
+        ({"version": "0.5.23", "uses_mamba_radix_cache": True}, "windows or states"),
+        ({"version": "0.5.23", "internal_states": [{"memory_usage": {"token_capacity_swa": 5}}]}, "windows or states"),
+    ],
+)
+async def test_index_problem(api: SglangApi, server: ScriptedHttp, info: dict[str, Any], problem: str | None) -> None:
+    server.answers["GET /server_info"] = JSONResponse(info)
+    found = await api.index_problem()
+    assert found is None if problem is None else re.search(problem, found or "")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bind", "source"),
+    [
+        ("tcp://0.0.0.0:5557", None, EventSource("tcp://*:5558", None, "", None)),
+        ("tcp://127.0.0.1:5557", True, EventSource("tcp://127.0.0.1:5558", None, "", True)),
+    ],
+)
+async def test_who_binds(
+    api: SglangApi, server: ScriptedHttp, endpoint: str, bind: bool | None, source: EventSource
+) -> None:
+    config = json.dumps({"publisher": "zmq", "endpoint": endpoint, "bind": bind})
+    server.answers["GET /server_info"] = JSONResponse({"kv_events_config": config})
+    assert await api.event_source() == source
 
 
 @pytest.mark.parametrize("repeats", [False, True])
@@ -132,7 +178,8 @@ def test_bodies() -> None:
     request = make_request([1, 2], output_ids=(3,), max_tokens=5, min_tokens=3, adapter="a", logit_bias=((4, 1.0),))
     body = generate_body(request, request.choices[0], "rid", 1)
     assert body["input_ids"] == [1, 2, 3]
-    assert (body["extra_key"], body["lora_path"], body["data_parallel_rank"]) == (request.root.hex(), "a", 1)
+    assert (body["lora_path"], body["data_parallel_rank"]) == ("a", 1)
+    assert body["cache_salt"] == body["extra_key"] == request.root.hex()
     sampling = body["sampling_params"]
     assert (sampling["max_new_tokens"], sampling["min_new_tokens"], sampling["top_k"]) == (4, 2, -1)
     assert sampling["logit_bias"] == {"4": 1.0}

@@ -38,6 +38,9 @@ vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 2.0
 TOKEN_API = "POST /inference/v1/generate"
 
 
+SPECULATING = METRICS + b'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n'
+
+
 @pytest.fixture
 def server() -> ScriptedHttp:
     server = ScriptedHttp()
@@ -121,15 +124,36 @@ async def test_its_sampling_defaults(api: VllmApi, server: ScriptedHttp) -> None
         assert await api.sampling_defaults() == SamplingDefaults(temperature=0.6, top_p=0.95, max_tokens=stated)
 
 
+@pytest.mark.parametrize(
+    ("config", "drops"),
+    [
+        ({"method": "eagle3", "disable_eagle_block_drop": False}, True),
+        ({"method": "mtp"}, True),
+        ({"method": "eagle", "disable_eagle_block_drop": True}, False),
+        ({"method": "ngram"}, False),
+        ({"method": "draft_model"}, False),
+        ({"method": "newest"}, True),
+        (None, True),
+    ],
+)
+async def test_which_speculation_drops_the_last_block(
+    server: ScriptedHttp, api: VllmApi, config: dict[str, Any] | None, drops: bool
+) -> None:
+    server.answers["GET /server_info"] = JSONResponse({"vllm_config": {"speculative_config": config}})
+    assert not await api.drops_last_block(), "it does not speculate"
+    server.answers["GET /metrics"] = PlainTextResponse(SPECULATING.decode())
+    assert await api.drops_last_block() is drops
+    server.answers["GET /server_info"] = Response(status_code=404)
+    assert await api.drops_last_block(), "unknown without development mode"
+
+
 def test_load_of_a_rank() -> None:
     zero, one = parse_load(METRICS, 0), parse_load(METRICS, 1)
     assert (zero.num_running, zero.num_waiting, zero.num_blocks, zero.block_size, zero.usage) == (3, 1, 728, 32, 0.25)
     assert (zero.prefill_tokens, zero.prefill_s, zero.started_s) == (512.0, 2.0, 1795317799.93)
     assert (one.num_running, one.num_waiting, one.num_blocks, one.usage) == (5, 0, 700, 0.5)
-    assert not zero.drops_last_block
-    assert parse_load(
-        METRICS + b'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n', 0
-    ).drops_last_block
+    assert not zero.speculates
+    assert parse_load(SPECULATING, 0).speculates
     for broken in (b"", b"<html>", METRICS.replace(b"728", b"None"), METRICS.replace(b"num_requests_running", b"x")):
         with pytest.raises(EngineLostError, match="not vLLM's"):
             parse_load(broken, 0)
