@@ -79,5 +79,5 @@ def test_the_check_of_a_gpu_names_the_checkout(wheel: Path) -> None:
 def test_the_checkout_has_every_benchmark() -> None:
     done = subprocess.run(module_command("benchmarks"), cwd=ROOT, capture_output=True, text=True, check=False)
     names = [*BENCHES, "bodies", "dashboard", "engine", "engines", "gateway", "index", "limits", "route"]
-    names += ["speculation", "tiers"]
+    names += ["fleet", "speculation", "steps", "tiers"]
     assert done.stderr.startswith(f"usage: headstart bench {{{','.join(sorted(names))}}} ")
