@@ -61,7 +61,7 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the processes had used at one time."""
+    """The use of the processes at one time."""
 
     time_s: float
     metrics: Mapping[str, float]

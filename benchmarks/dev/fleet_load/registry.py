@@ -1,4 +1,4 @@
-"""What a worker writes to Redis, packed and signed before it is due."""
+"""The entries that a worker writes to Redis, signed before they are due."""
 
 from __future__ import annotations
 
@@ -41,8 +41,15 @@ class Published:
         """Make the states of publishes at these times of Redis' clock."""
         for number in range(num_publishes, 0, -1):
             written_ms = first_ms + (number - 1) * every_ms
-            numbers = {"set_version": 1, "batch": number, "written_ms": written_ms, "num_entries": OTHER_BLOCKS}
-            state = encode_state(self.member, _LOAD, deadline_ms=written_ms + LEASE_MS, **numbers)
+            state = encode_state(
+                self.member,
+                _LOAD,
+                set_version=1,
+                batch=number,
+                deadline_ms=written_ms + LEASE_MS,
+                written_ms=written_ms,
+                num_entries=OTHER_BLOCKS,
+            )
             self.states.append(self.signer.sign_state(self.member.worker_id, state))
 
     def registration(self) -> bytes:

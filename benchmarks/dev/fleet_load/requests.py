@@ -14,7 +14,7 @@ from benchmarks.dev.gateway_load.client import BrokenAnswerError, Connection, po
 
 @dataclass(slots=True, eq=False)
 class Outcomes:
-    """What came of the requests so far."""
+    """The answers and failures so far."""
 
     num_sent: int = 0
     latencies_s: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class OpenLoop:
         self._idle: list[Connection] = []
 
     async def run(self, seconds: float) -> Outcomes:
-        """Send for so long, and wait for all answers."""
+        """Send for this time, and wait for all answers."""
         outcomes, begun_s = Outcomes(), time.perf_counter()
         async with asyncio.TaskGroup() as group:
             while (elapsed_s := time.perf_counter() - begun_s) < seconds:
@@ -40,6 +40,9 @@ class OpenLoop:
                     outcomes.num_sent += 1
                     group.create_task(self._ask(self._random.choice(self._requests), outcomes))
                 await asyncio.sleep(0.2 / self._per_s)
+        for connection in self._idle:
+            connection.transport.close()
+        self._idle.clear()
         return outcomes
 
     async def _ask(self, request: bytes, outcomes: Outcomes) -> None:

@@ -64,7 +64,7 @@ class FakeWorker:
     async def listen(self) -> None:
         parts = urlsplit(self.published.member.url)
         self.server = await asyncio.get_running_loop().create_server(
-            partial(Connection, self), parts.hostname, parts.port, reuse_address=True
+            partial(Connection, self), parts.hostname, parts.port or 0, reuse_address=True
         )
 
     def die(self) -> None:

@@ -96,7 +96,7 @@ class StepWorker(SimulatedWorker):
         return now_s + num_steps * step_s
 
     def interrupted(self, now_s: float) -> float | None:
-        """Let a new request join after the step that runs, and return its end; None: it ends then anyway."""
+        """End after the step that runs, so that a new request joins; return when. None: that is planned already."""
         if self.steps is None or self.steps[2] == 1:
             return None
         begun_s, step_s, num_steps = self.steps

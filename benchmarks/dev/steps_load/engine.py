@@ -13,7 +13,8 @@ import torch
 from cache.allocators import make_allocator
 from worker.contracts.engine import RequestKey
 from worker.loader import warm_up
-from worker.model.load import LoadedModel, LoadOptions, load_model
+from worker.model.config import LoadOptions
+from worker.model.load import LoadedModel, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.plan import StepPlan
@@ -25,7 +26,7 @@ from worker.wire import ChoiceState, GenerateRequest, SamplingParams
 BLOCK_SIZE: Final = 16
 _DECODE_PROMPT_TOKENS: Final = 32
 _DECODE_STEPS: Final = 10
-"""Of the decodes, before a prompt comes."""
+"""Steps of the decodes before a prompt comes."""
 _ROOT: Final = b"benchmark-steps!"
 
 
