@@ -129,6 +129,7 @@ class Registry:
         self._by_epoch = {worker.member.epoch: worker for worker in workers}
         self._by_raw = {worker.raw: worker for worker in workers if worker.raw}
         read = [self._read_state(raw) for _, raw in states if raw is not None]
+        self._found = {worker for worker in read if worker is not None}
         self.has_foreign_states = None in read or not has_whole_states
         self.has_changed = True
 
