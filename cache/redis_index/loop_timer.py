@@ -17,10 +17,9 @@ class LoopTimer:
     in time. They take at most the same time again.
     """
 
-    __slots__ = ("_handle", "_latest_s", "_loop", "_on_end", "_seconds", "is_over")
+    __slots__ = ("_handle", "_latest_s", "_loop", "_on_end", "_seconds")
 
-    def __init__(self, seconds: float, on_end: Callable[[], object] = lambda: None) -> None:
-        self.is_over = False
+    def __init__(self, seconds: float, on_end: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._on_end = on_end
@@ -38,5 +37,4 @@ class LoopTimer:
         if num_left and self._loop.time() < self._latest_s:
             self._handle = self._loop.call_soon(self._next_round, num_left - 1)
         else:
-            self.is_over = True
             self._on_end()

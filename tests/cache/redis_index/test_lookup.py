@@ -15,7 +15,6 @@ from cache.records import Candidate, WorkerLoad
 from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings, schema
 from cache.redis_index.client import RedisDownError
 from cache.redis_index.lookup import Shard
-from cache.redis_index.loop_timer import LoopTimer
 from cache.types import BlockHash, GatewayId
 from tests.cache.redis_index.index_parts import (
     EAGER,
@@ -290,7 +289,8 @@ def test_failures_in_a_row_open_the_breaker() -> None:
 
 def test_lookups_that_wait_together_are_one_failure() -> None:
     """One late reply of Redis must not open the breaker, however many lookups wait for it."""
-    shard = Shard("redis://h:1", 0, ReaderSettings(breaker_failures=3), lambda event: None)
+    settings = ReaderSettings(breaker_failures=3, deadline_s=HANG_S)
+    shard = Shard("redis://h:1", 0, settings, lambda event: None)
     for _ in range(2):
         begun_at = time.monotonic()
         for _ in range(20):
@@ -298,20 +298,22 @@ def test_lookups_that_wait_together_are_one_failure() -> None:
         assert not shard.breaker_open
     shard.failed(time.monotonic())
     assert shard.breaker_open
+    shard.succeeded()
+    begun_at = time.monotonic() - 3 * HANG_S
+    for _ in range(3):
+        shard.failed(begun_at)
+    assert shard.breaker_open, "this process has too little time: its own lookups end late"
 
 
 async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ReaderSettings(deadline_s=0.02, breaker_failures=1, breaker_probe_s=0.001, poll_s=0.001)
     shard = Shard("redis://h:1", 0, settings, lambda event: None)
     shard.client._connection = Connection()
-    is_late, num_probes = True, 0
+    delay_s, num_probes = 0.03, 0
 
     async def lookup(blob: bytes, model: str | None, *, reads_states: bool) -> list[Candidate]:
         nonlocal num_probes
-        later = LoopTimer(settings.deadline_s)  # begun after the probe's own, so it ends after it
-        while is_late and not later.is_over:  # noqa: ASYNC110 (it has no event)
-            await asyncio.sleep(0.001)
-        later.cancel()
+        await asyncio.sleep(delay_s)
         num_probes += 1
         return []
 
@@ -321,7 +323,7 @@ async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatc
     try:
         await until(lambda: num_probes == 3)
         assert shard.breaker_open
-        is_late = False
+        delay_s = 0.0
         await until(lambda: not shard.breaker_open)
     finally:
         probing.cancel()
