@@ -48,6 +48,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Measured rate of fetches into the pool from another worker; 0.0: it fetches none."""
     is_slow: bool = False
     """Its engine was slow to answer recently: prefer others."""
+    bounded_prefill_tokens_per_s: _Seconds = 0.0
+    """Prefill rate next to the decodes that run, where `WorkerMember.step_objective_s` bounds it; 0.0: nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class WorkerMember:
     """
     index_problem: str = ""
     """Why the index never has a block of it; empty if it may have blocks."""
+    step_objective_s: _Seconds = 0.0
+    """Objective for the time of a step with decodes, which bounds the prefill tokens in it; 0.0: none."""
 
 
 @dataclass(frozen=True, slots=True)

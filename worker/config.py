@@ -104,6 +104,9 @@ class WorkerConfig(SharedConfig):
         type=int,
         deprecated="the device's default will apply",
     )
+    max_step_ms: float | None = _batch(
+        None, "objective for the time between tokens: bounds prefills in steps with decodes (default: none)", type=float
+    )
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
     max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)
@@ -148,6 +151,8 @@ class WorkerConfig(SharedConfig):
             )
         if (self.kv_disk is not None or self.kv_host_memory) and self.prefix_cache != "hash":
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
+        if self.max_step_ms is not None and self.engine != "headstart":
+            raise ValueError("--max-step-ms is for the built-in engine: bound the steps of the other engine itself")
         if self.speculate and self.engine != "headstart":
             raise ValueError("--speculate is for the built-in engine: use the option of the other engine")
         if (self.engine == "headstart") != (self.engine_url == ""):

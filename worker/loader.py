@@ -43,7 +43,9 @@ from worker.runner.memory import block_bytes, free_memory_bytes, num_blocks_that
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
-from worker.scheduler.speculation import Speculation, StepCost
+from worker.scheduler.speculation import Speculation
+from worker.scheduler.step_cost import StepCost
+from worker.scheduler.step_objective import StepObjective
 from worker.tokenizer_bundle import build_bundle
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle
 
@@ -92,7 +94,8 @@ def build_engine(
     if config.speculate:
         speculation = Speculation(config.speculate, StepCost(parts.rate.seconds(1), parts.rate.step_tokens))
     fetcher = None if transfers is None else transfers.fetches
-    scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation, fetcher)
+    objective = _step_objective(parts, report)
+    scheduler = Scheduler(allocator, parts.limits, parts.bundle.eos_token_ids, speculation, fetcher, objective)
     metrics.add_vllm_names(parts.bundle.model)
     report(f"{parts.num_blocks} blocks of {config.block_size} tokens, prefill {parts.rate.tokens_per_s:.0f} tokens/s")
     return EngineCore(
@@ -109,6 +112,19 @@ def build_engine(
         mailbox=mailbox,
         sinks=sinks,
     )
+
+
+def _step_objective(parts: _LoadedParts, report: Callable[[str], None]) -> StepObjective | None:
+    config, rate = parts.config, parts.rate
+    if config.max_step_ms is None:
+        return None
+    objective = StepObjective(config.max_step_ms / 1000.0, config.block_size, rate.seconds(1), rate.step_tokens)
+    if objective.decode_s(1) > objective.max_step_s:
+        report(
+            f"--max-step-ms {config.max_step_ms:g} is below a decode step of {objective.decode_s(1) * 1000.0:.1f} ms:"
+            " prefills get one block a step next to decodes"
+        )
+    return objective
 
 
 def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedParts:
@@ -180,6 +196,7 @@ def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTra
         layout="" if transfers is None else transfers.layout,
         tiers=() if transfers is None else transfers.tiers,
         embedding_size=0 if parts.pooling is None else parts.model.config.hidden_size,
+        step_objective_s=0.0 if config.max_step_ms is None else config.max_step_ms / 1000.0,
     )
     return signed(config.cluster_secret(), member)
 

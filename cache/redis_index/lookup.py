@@ -2,6 +2,9 @@
 
 A lookup passes the sets of the known workers. The reply has their matches, their states, and the registry's version.
 A new version makes the shard read the registry again, so a new worker appears one lookup later.
+
+The states of a large fleet are most of a reply, and workers write them every 50 ms. So its lookups leave them out while
+they are younger, and a read next to the lookups renews them.
 """
 
 from __future__ import annotations
@@ -18,19 +21,23 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import schema
-from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply, pack
+from cache.redis_index.client import RedisClient, RedisDownError, Reply, pack
 from cache.redis_index.connection import ClientSettings, IndexSettings
 from cache.redis_index.hashes import HashReader, HashReading
+from cache.redis_index.loop_timer import LoopTimer
+from cache.redis_index.query import Query, make_query
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
 from cache.redis_index.schema import ReplyError, Signer, brief
-from cache.redis_index.script import ALL_STATES, LOOKUP, LOOKUP_SHA, SHORT_STATES
-from cache.types import HASH_BYTES, TIERS, BlockHash
+from cache.redis_index.script import LOOKUP
+from cache.types import HASH_BYTES, BlockHash
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_PER_SHARD: Final = 4000
 """Lua's unpack takes some 8,000 values at most."""
 MAX_BLOCKS: Final = 1 << 17
+MAX_ALL_STATES: Final = 64
+"""Lookups among at most this many workers always read their states."""
 _MAX_QUERIES: Final = 64
 _MAX_TRIES: Final = 4
 """A lookup may find EVALSHA_RO unknown and then, twice, the script."""
@@ -48,6 +55,8 @@ class ReaderSettings(IndexSettings):
     breaker_probe_s: float = 0.25
     refresh_interval_s: float = 0.05
     """Minimum interval between two reads of the registry, which take a tenth of the time at most."""
+    states_age_s: float = 0.05
+    """Age at which the states of a large fleet are read again. A lookup reads them itself at twice the age."""
     max_refresh_age_s: float = 5.0
     """Maximum interval between two reads, whatever its version: a reply may have been wrong."""
 
@@ -114,32 +123,6 @@ class RedisIndex:
         return [ShardHealth(shard.client.label, shard.client.up, shard.breaker_open) for shard in self._shards]
 
 
-@dataclass(frozen=True, slots=True)
-class _Query:
-    """The lookup command for some workers, packed, before and after the prompt's hashes."""
-
-    workers: tuple[KnownWorker, ...]
-    head: bytes
-    tail: bytes
-    links: tuple[int, ...]
-    """For each set of a tier, the index of the match that it continues."""
-    places: tuple[tuple[int, ...], ...]
-    """For each worker, the indices of its tiers' matches."""
-    block_sizes: frozenset[int]
-    """Those of the workers with ends."""
-
-    def split(self, matches: list[int], num_blocks: int) -> tuple[list[int], Sequence[tuple[int, ...]]]:
-        """Return each worker's match in its pool, and those in its tiers. A bad reply may raise anything."""
-        num_pools, num_tiers = len(self.workers), len(self.links)
-        if len(matches) != num_pools + num_tiers or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
-            raise ReplyError(f"{brief(matches)} for {num_pools} workers, {num_tiers} tiers and {num_blocks} blocks")
-        if not any(self.places):
-            return matches, self.places
-        if any(matches[link] > match for link, match in zip(self.links, matches[num_pools:], strict=True)):
-            raise ReplyError(f"a match in a tier ends before the one that it continues: {brief(matches)}")
-        return matches[:num_pools], [tuple([matches[at] for at in places]) for places in self.places]
-
-
 class Shard:
     """One connection, its registry, and its circuit breaker."""
 
@@ -151,7 +134,7 @@ class Shard:
         self._keys = schema.Keys(settings.prefix, number)
         self._hashes = HashReader(self.client, self._keys, _TIMEOUT_S)
         self.registry = Registry(count, Signer(settings.cluster_secret, settings.prefix, number))
-        self._queries: dict[str | None, _Query] = {}
+        self._queries: dict[str | None, Query] = {}
         self._evalsha = b"EVALSHA_RO"
         self._hvals_refused = False
         self._version: bytes | None = None
@@ -159,16 +142,25 @@ class Shard:
         self._refreshed_at = -1e9
         self._pause_s = settings.refresh_interval_s
         self._refresh_task: asyncio.Task[None] | None = None
+        self._states_task: asyncio.Task[None] | None = None
+        self._states_at = -1e9
+        """When a lookup last asked for the states of all workers."""
         self._num_failures = 0
+        self._failed_at = -1e9
         self._wake_probe = asyncio.Event()
 
     # --- lookup -----------------------------------------------------------------------------------------------------
 
     async def lookup_in_time(self, blob: bytes, model: str | None, num_tokens: int = 0) -> list[Candidate] | None:
         """Look up within the deadline, or return None and count a failure."""
+        begun_at = time.monotonic()
         try:
-            async with asyncio.timeout(self._settings.deadline_s):
-                candidates = await self.lookup(blob, model, num_tokens)
+            async with asyncio.timeout(None) as limit:
+                timer = LoopTimer(self._settings.deadline_s, lambda: limit.reschedule(0.0))
+                try:
+                    candidates = await self.lookup(blob, model, num_tokens)
+                finally:
+                    timer.cancel()
         except (TimeoutError, RedisDownError) as error:
             logger.debug("lookup failed: %r", error)
             self._count("timeout" if isinstance(error, TimeoutError) else "down")
@@ -178,11 +170,16 @@ class Shard:
         else:
             self.succeeded()
             return candidates
-        self.failed()
+        self.failed(begun_at)
         return None
 
-    async def lookup(self, blob: bytes, model: str | None, num_tokens: int = 0) -> list[Candidate]:
-        """Look up the joined hashes of a prompt. Raises only RedisDownError; the caller sets the deadline."""
+    async def lookup(
+        self, blob: bytes, model: str | None, num_tokens: int = 0, *, reads_states: bool = False
+    ) -> list[Candidate]:
+        """Look up the joined hashes of a prompt. Raises only RedisDownError; the caller sets the deadline.
+
+        Without `reads_states`, states that are young enough are not read.
+        """
         num_blocks = len(blob) // HASH_BYTES
         if self._version is None and self.client.up:
             await asyncio.shield(self._start_refresh())
@@ -190,13 +187,32 @@ class Shard:
             raise RedisDownError("the registry has not been read")
         for _ in range(_MAX_TRIES):
             query = self._query(model)
+            has_states = reads_states or self._needs_states(query)
+            head, tail = query.with_states if has_states else query.without_states
+            begun_at = time.monotonic()
             is_whole = any(size * num_blocks == num_tokens for size in query.block_sizes)
             sent = blob + b"\0" if is_whole else blob
-            (reply,) = await self.client.submit((query.head, b"$%d\r\n" % len(sent), sent, query.tail), 1)
+            (reply,) = await self.client.submit((head, b"$%d\r\n" % len(sent), sent, tail), 1)
             if not isinstance(reply, ResponseError):
-                return self._candidates(query, num_blocks, reply)
+                if has_states and (model is None or query.has_all_states):
+                    self._states_at = begun_at
+                return self._candidates(query, num_blocks, reply, has_states=has_states)
             await self._prepare_server(reply)
         raise RedisDownError(f"lookup: {brief(reply)}")
+
+    def _needs_states(self, query: Query) -> bool:
+        """Return whether a lookup must read the states, and start to read old ones next to it."""
+        age_s = time.monotonic() - self._states_at
+        if len(query.workers) <= MAX_ALL_STATES or age_s >= 2 * self._settings.states_age_s:
+            return True
+        if age_s >= self._settings.states_age_s and (self._states_task is None or self._states_task.done()):
+            self._states_task = asyncio.get_running_loop().create_task(self._read_states())
+        return False
+
+    async def _read_states(self) -> None:
+        with suppress(RedisDownError, TimeoutError):
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self.lookup(b"", None, reads_states=True)
 
     async def _prepare_server(self, error: ResponseError) -> None:
         """Load the missing script, or use EVALSHA on an old server. Raises RedisDownError for another error.
@@ -213,7 +229,7 @@ class Shard:
         else:
             raise RedisDownError(f"lookup: {error}")
 
-    def _query(self, model: str | None) -> _Query:
+    def _query(self, model: str | None) -> Query:
         if self.registry.has_changed or len(self._queries) > _MAX_QUERIES:
             self.registry.has_changed = False
             self._queries.clear()
@@ -221,37 +237,16 @@ class Shard:
             self._queries[model] = self._make_query(self.registry.workers(model))
         return self._queries[model]
 
-    def _make_query(self, workers: list[KnownWorker]) -> _Query:
+    def _make_query(self, workers: list[KnownWorker]) -> Query:
         if len(workers) > MAX_WORKERS_PER_SHARD:
             self.registry.warn_once(b"shards", f"{len(workers)} workers in one shard: configure more shards")
             del workers[MAX_WORKERS_PER_SHARD:]
-        sets = [self._keys.pool(w.member, w.state.set_version) for w in workers]
-        has_ends = [w.member.ends in schema.KNOWN_ENDS for w in workers]
-        places = [[at] for at in range(len(workers))]
-        links = []
-        # All first tiers, then all second ones: the neighbour's answer is the search hint.
-        for depth in range(max((len(w.member.tiers) for w in workers), default=0)):
-            for w, own in zip(workers, places, strict=True):
-                for tier in w.member.tiers[depth : depth + 1]:
-                    if tier not in TIERS or w.member.ends:
-                        own.append(own[-1])
-                        continue
-                    links.append(own[-1])
-                    own.append(len(sets))
-                    sets.append(self._keys.blocks(w.member.worker_id, w.member.epoch, w.state.set_version, tier))
-        keys = [self._keys.states, self._keys.version, *sets]
         # Names cost more than unneeded states. But foreign values may be of any size and number.
-        by_name = self._hvals_refused or self.registry.has_foreign_states or 2 * len(workers) < len(self.registry)
-        guard = [SHORT_STATES] if self.registry.has_foreign_states else []
-        ids = [*guard, *(w.member.worker_id for w in workers)] if by_name else [ALL_STATES]
-        packed_links = b"".join(link.to_bytes(2, "big") for link in links)
-        ends = bytes(has_ends) if any(has_ends) else b""
-        command: list[Argument] = [self._evalsha, LOOKUP_SHA, len(keys), *keys, b"\0", packed_links, ends, *ids]
-        head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the place for the hashes: no key has a zero byte
-        block_sizes = frozenset(w.member.block_size for w, has in zip(workers, has_ends, strict=True) if has)
-        return _Query(tuple(workers), head, tail, tuple(links), tuple(tuple(own[1:]) for own in places), block_sizes)
+        has_foreign_states = self.registry.has_foreign_states
+        by_name = self._hvals_refused or has_foreign_states or 2 * len(workers) < len(self.registry)
+        return make_query(self._evalsha, self._keys, workers, by_name=by_name, guarded=has_foreign_states)
 
-    def _candidates(self, query: _Query, num_blocks: int, reply: Reply) -> list[Candidate]:
+    def _candidates(self, query: Query, num_blocks: int, reply: Reply, *, has_states: bool = True) -> list[Candidate]:
         try:
             version, now, matches, states = reply
             now_ms = schema.decode_time_ms(now)
@@ -264,7 +259,8 @@ class Shard:
                 states = []
             if not isinstance(states, list):
                 raise ReplyError(f"states are {brief(states)}")
-            candidates = self.registry.candidates(query.workers, matched, tier_matched, states, now_ms)
+            read = states if has_states else None
+            candidates = self.registry.candidates(query.workers, matched, tier_matched, read, now_ms)
         except Exception as error:  # anything that such a reply may raise
             raise self._malformed(f"a lookup gave {brief(reply)}", error) from error
         self._seen_version = version if type(version) is bytes else b""
@@ -330,8 +326,16 @@ class Shard:
     def breaker_open(self) -> bool:
         return self._num_failures >= self._settings.breaker_failures
 
-    def failed(self) -> None:
-        """Count a failure, which may open the breaker."""
+    def failed(self, begun_at: float) -> None:
+        """Count the failure of a lookup, which may open the breaker.
+
+        Lookups that waited together for one late reply are one failure. But where they end late themselves, this
+        process lacks time: then each counts, as decisions without the index take less of it.
+        """
+        now = time.monotonic()
+        if begun_at < self._failed_at and now - begun_at < 2.0 * self._settings.deadline_s:
+            return
+        self._failed_at = now
         self._num_failures += 1
         if self._num_failures == self._settings.breaker_failures:
             logger.warning("lookups fail: routing without the index until Redis answers within the deadline")
@@ -359,7 +363,7 @@ class Shard:
             started_at = time.monotonic()
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    await self.lookup(b"", None)
+                    await self.lookup(b"", None, reads_states=True)
             except (RedisDownError, TimeoutError):
                 continue
             except Exception:

@@ -82,6 +82,8 @@ class Registry:
         """Unsigned members, or members of a past epoch; used only as addresses to poll."""
         self._by_epoch: dict[str, KnownWorker] = {}
         self._by_raw: dict[bytes, KnownWorker] = {}
+        self._found: set[KnownWorker] = set()
+        """Without a secret, the workers whose states were in Redis when they were last read."""
         self._warned: set[bytes] = set()
         self.now_ms = 0
         """Redis' clock at its last reply."""
@@ -127,6 +129,7 @@ class Registry:
         self._by_epoch = {worker.member.epoch: worker for worker in workers}
         self._by_raw = {worker.raw: worker for worker in workers if worker.raw}
         read = [self._read_state(raw) for _, raw in states if raw is not None]
+        self._found = {worker for worker in read if worker is not None}
         self.has_foreign_states = None in read or not has_whole_states
         self.has_changed = True
 
@@ -135,11 +138,12 @@ class Registry:
         workers: Sequence[KnownWorker],
         matched: Sequence[int],
         tier_matched: Sequence[tuple[int, ...]],
-        states: Iterable[Reply],
+        states: Iterable[Reply] | None,
         now_ms: int,
     ) -> list[Candidate]:
         """Return the live ones of `workers`. `states` come in any order, and may include those of others.
 
+        None: they are as they were last read.
         Without a secret, a worker lives if its state was found and holds a lease. With one, the last signed lease also
         counts where the state is missing or overwritten.
         """
@@ -147,7 +151,7 @@ class Registry:
         by_raw, remembers = self._by_raw, self._is_signed
         found: set[KnownWorker] = set()
         switched: set[KnownWorker] = set()
-        for raw in states:
+        for raw in states or ():
             worker = by_raw.get(raw)
             if worker is None and raw is not None:
                 worker = self._read_state(raw, switched)
@@ -155,6 +159,10 @@ class Registry:
                     self.has_foreign_states = self.has_changed = True
             if worker is not None and not remembers:
                 found.add(worker)
+        if states is None:
+            found = self._found
+        elif not remembers:
+            self._found = self._found.difference(workers) | found
         if switched:  # their matches are of old sets
             self.has_changed = True
             matched = [0 if worker in switched else n for worker, n in zip(workers, matched, strict=True)]

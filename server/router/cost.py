@@ -293,6 +293,8 @@ def view(
     block_size = member.block_size
     matched_tokens = min(max(candidate.matched_blocks, pending_blocks) * block_size, most_tokens)
     tokens_per_s = max(MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(context.median_tokens_per_s, now_s))
+    if bounded := candidate.load.bounded_prefill_tokens_per_s:  # its steps are short while decodes run
+        tokens_per_s = max(MIN_TOKENS_PER_S, min(tokens_per_s, bounded))
     plan = peers = None
     if context.peers or candidate.tier_blocks:
         plan, peers = plan_fetch(candidate, matched_tokens, tokens_per_s, context)

@@ -121,13 +121,15 @@ class Fleet:
         """Return the candidates of a lookup, and every other live worker of the model, with match 0."""
         now_s = self._clock()
         candidates, leased = [], set()
-        namespaces = self._namespaces()
+        namespaces, accepts, lease = self._namespaces(), self._verifier.accepts, self._lease
         for candidate in found or ():
             member = candidate.member
-            if self._accepts(member, namespaces) and self._lease(candidate, now_s):
+            if accepts(member, namespaces.get(member.model)) and lease(candidate, now_s):
                 leased.add(member.worker_id)
                 if member.model == model:
                     candidates.append(candidate)
+        if len(leased) == len(self._workers):
+            return candidates
         for worker_id, worker in self._workers.items():
             member = worker.member
             if worker_id in leased or member.model != model or not self._is_live(worker, now_s):

@@ -84,6 +84,8 @@ def test_sizes(text: str, expected: int) -> None:
         ("--redis redis://h:99999", "--redis: Port"),
         ("--redis redis://h --redis-prefix {x}", "--redis-prefix"),
         ("--num-blocks 9 --kv-cache-memory 1G", "--kv-cache-memory"),
+        ("--max-step-ms 0", "--max-step-ms"),
+        ("--max-step-ms 50 --engine vllm --engine-url http://h", "--max-step-ms"),
         ("--task embed --engine vllm --engine-url http://h", "--task"),
     ],
 )

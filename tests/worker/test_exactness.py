@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.worker.scheduler.engine import HandEngine, generate
 from worker.contracts.step import Launch
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
+from worker.scheduler.step_objective import StepObjective
 
 BLOCK_SIZE = 4
 SHARED = [i * 7 % 99 for i in range(40)]
@@ -72,6 +74,35 @@ def test_chunked_preempted_and_evicted(model: LoadedModel, alone, prefix_cache) 
     assert run(tight, REQUESTS) == alone
     assert run(tight, REQUESTS) == alone
     assert tight.num_preempted > 0
+
+
+@pytest.mark.parametrize("max_step_s", [1e-6, 0.01])
+def test_bounded_by_time(model: LoadedModel, alone, max_step_s) -> None:
+    objective = StepObjective(max_step_s, BLOCK_SIZE)
+    bounded = engine(model, objective=objective)
+    requests = [bounded.submit(wire) for wire in REQUESTS]
+    while bounded.scheduler.has_work:
+        begun_s = time.monotonic()
+        plan = bounded.step()
+        assert plan is not None
+        objective.measure(plan.num_decodes, plan.prefills, time.monotonic() - begun_s)
+    assert [bounded.answer(request).tokens for request in requests] == alone
+
+
+def test_decodes_go_on_next_to_a_bounded_prefill(model: LoadedModel) -> None:
+    long, short = generate([i * 5 % 99 for i in range(200)], 4, temperature=0.0), generate([1, 2, 3], 80)
+    want = run(engine(model), [long]) + run(engine(model), [short])
+    bounded = engine(model, objective=StepObjective(1e-6, BLOCK_SIZE, 0.001))
+    decoding = bounded.submit(short)
+    bounded.step()
+    prefilling = bounded.submit(long)
+    for num_steps in range(1, 200 // BLOCK_SIZE + 1):
+        assert not bounded.answer(prefilling).tokens
+        bounded.step()
+        assert len(bounded.answer(decoding).tokens[0]) == 1 + num_steps
+    assert bounded.answer(prefilling).tokens
+    bounded.finish()
+    assert [bounded.answer(prefilling).tokens, bounded.answer(decoding).tokens] == want
 
 
 @pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])

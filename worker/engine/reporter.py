@@ -54,7 +54,7 @@ class Reporter:
 
     def assign(self, request: Request) -> None:
         """Count a submitted request."""
-        self._assigned_s += self.rate.seconds(request.num_uncached_tokens)
+        self._assigned_s += self._prefill_s(request.num_uncached_tokens, self._bounded_tokens_per_s())
 
     def measure(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
         """Take the duration of a step that ended at `now_s`. Steps that mostly decode do not measure prefill."""
@@ -94,9 +94,10 @@ class Reporter:
     def _current_load(self) -> WorkerLoad:
         scheduler, allocator = self._scheduler, self._scheduler.allocator
         queued: dict[GatewayId, float] = defaultdict(float)
+        bounded = self._bounded_tokens_per_s()
         for request in scheduler.requests.values():
             if request.first_token_s is None:
-                queued[GatewayId(request.wire.gateway_id)] += self.rate.seconds(_num_tokens_left(request))
+                queued[GatewayId(request.wire.gateway_id)] += self._prefill_s(_num_tokens_left(request), bounded)
         growth_blocks = sum(num_growth_blocks(sequence, allocator) for sequence in scheduler.running)
         return WorkerLoad(
             queued_prefill_s=dict(queued),
@@ -110,7 +111,20 @@ class Reporter:
             start_interval_s=self.starts.mean_s,
             tier_tokens_per_s=() if self._transfers is None else self._transfers.tier_tokens_per_s(),
             fetch_tokens_per_s=0.0 if self._transfers is None else self._transfers.fetch_tokens_per_s(),
+            bounded_prefill_tokens_per_s=bounded,
         )
+
+    def _prefill_s(self, num_tokens: int, bounded: float) -> float:
+        """Return the time that these tokens take, at a `_bounded_tokens_per_s` if there is one."""
+        return max(self.rate.seconds(num_tokens), num_tokens / bounded if bounded else 0.0)
+
+    def _bounded_tokens_per_s(self) -> float:
+        """Return the prefill rate next to the decodes that run. 0.0: none run, or nothing bounds their steps."""
+        if (objective := self._scheduler.objective) is None:
+            return 0.0
+        num_decodes = sum(not sequence.is_prefilling for sequence in self._scheduler.running)
+        most = self._scheduler.limits.max_num_batched_tokens - num_decodes
+        return objective.prefill_tokens_per_s(num_decodes, most) if num_decodes else 0.0
 
 
 def _num_tokens_left(request: Request) -> int:

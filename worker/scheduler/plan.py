@@ -167,6 +167,11 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks.values() if chunk.is_prefill)
 
     @property
+    def prefills(self) -> list[range]:
+        """The positions of each chunk of a prefill."""
+        return [range(chunk.start, chunk.stop) for chunk in self.chunks.values() if chunk.is_prefill]
+
+    @property
     def num_rows(self) -> int:
         """Tokens and draft tokens."""
         return sum(chunk.num_tokens + len(chunk.draft_ids) for chunk in self.chunks.values())

@@ -33,6 +33,7 @@ from worker.scheduler.request import (
     split_into_sequences,
 )
 from worker.scheduler.speculation import Speculation
+from worker.scheduler.step_objective import StepObjective
 from worker.wire import Failed, FinishReason, Started
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,13 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         speculation: Speculation | None = None,
         fetcher: PrefixFetcher | None = None,
+        objective: StepObjective | None = None,
     ) -> None:
         """Sequences wait while `fetcher` brings blocks of their prefix. `schedule` may then find nothing to plan."""
         self.allocator = allocator
         self.limits = limits
         self.speculation = speculation
+        self.objective = objective
         self.requests: dict[RequestKey, Request] = {}
         self.waiting = OrderedSequences()
         self.running = OrderedSequences()
@@ -140,9 +143,8 @@ class Scheduler:
         if not plan.chunks and plan.num_preempted and self._num_appended > self._replanned_at:
             # All were preempted: they fit again one by one. To plan twice without a new token would never end.
             self._replanned_at = self._num_appended
-            num_preempted = plan.num_preempted
-            plan = self._plan_step(now_s)
-            plan.num_preempted += num_preempted
+            first, plan = plan, self._plan_step(now_s)
+            plan.num_preempted += first.num_preempted
         if self.speculation is not None:
             self.speculation.add_drafts(plan, self.limits.max_num_seqs, self._eos_token_ids)
         plan.copies = self.allocator.take_copies()
@@ -160,8 +162,8 @@ class Scheduler:
                 prefills.append(sequence)
             elif self._make_room(sequence, sequence.num_computed + 1, plan):
                 plan.add_tokens(sequence, 1)
-        num_prefills = len(prefills) + len(self.waiting)
-        budget = PrefillBudget.for_step(self.limits, num_decodes=len(plan.chunks), num_prefills=num_prefills)
+        counts = {"num_decodes": len(plan.chunks), "num_prefills": len(prefills) + len(self.waiting)}
+        budget = PrefillBudget.for_step(self.limits, objective=self.objective, **counts)
         admitted = self._schedule_prefills(plan, budget, prefills)
         self._admission.end_step(admitted=len(admitted) > 0, decoded=plan.num_decodes > 0)
         for sequence in admitted:
@@ -184,8 +186,7 @@ class Scheduler:
             return None
         if (plan := plan_next_decode(running, self._finished_in_flight)) is None:
             return None
-        has_room = len(plan.chunks) < self.limits.max_num_seqs
-        if len(self.waiting) > 0 and (has_room or self._shares.must_yield()):
+        if len(self.waiting) > 0 and (len(plan.chunks) < self.limits.max_num_seqs or self._shares.must_yield()):
             return None
         for sequence, chunk in plan.chunks.items():
             assert sequence.allocation is not None
@@ -231,9 +232,8 @@ class Scheduler:
     ) -> list[TokenSequence]:
         """Share out the budget (see `budget`), and the rest in order. Return the admitted sequences."""
         others = sorted(prefills[1:], key=lambda sequence: sequence.num_pending)
-        is_shared = len(others) > 0 or len(self.waiting) > 0
         for sequence in prefills[:1]:
-            self._prefill(plan, budget, sequence, budget.oldest_share if is_shared else None)
+            self._prefill(plan, budget, sequence, budget.oldest_share if others or len(self.waiting) > 0 else None)
         reserve = budget.admission_share if len(self.waiting) > 0 else 0
         for sequence in others:
             self._prefill(plan, budget, sequence, max(0, budget.left - reserve))
@@ -252,14 +252,14 @@ class Scheduler:
             return
         chunk = plan.chunks.get(sequence)
         start = sequence.num_computed if chunk is None else chunk.stop
-        granted = budget.take(len(sequence.token_ids) - start, cap)
+        granted = budget.take(len(sequence.token_ids) - start, start, cap)
         if granted == 0:
             return
         stop = start + granted
         if self._make_room(sequence, stop, plan) if preempts else sequence.allocation.extend(stop):
             plan.add_tokens(sequence, granted)
         else:
-            budget.give_back(granted)
+            budget.give_back(granted, start)
 
     def _make_room(self, sequence: TokenSequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocate blocks for `num_tokens`, and preempt the last sequences for them. False: it was preempted itself."""

@@ -11,50 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
-from typing import Final
 
 from worker.scheduler.drafter import Drafter
 from worker.scheduler.plan import PlannedChunk, StepPlan
 from worker.scheduler.request import TokenSequence
-
-_COST_FADE: Final = 0.98
-_PRIOR_VARIANCE: Final = 4.0
-"""The weight of the first guess of a row's cost, in squared rows."""
-_MAX_CORRECTION: Final = 3.0
-"""A fit may differ from the guess by this factor. A larger difference comes from other load on the machine."""
-
-
-class StepCost:
-    """Seconds of a step of decodes, as a line over its rows: a fixed part, and a part for each row.
-
-    A least-squares fit over the recent steps, which begins with a guess.
-    """
-
-    def __init__(self, row_s: float = 0.0, fixed_rows: float = 0.0) -> None:
-        """Begin with a guess: `row_s` for a row, and a fixed part equal to `fixed_rows` of them."""
-        self._guess_s = row_s
-        self._weight, self._mean_rows, self._mean_s = 0.0, 0.0, row_s * fixed_rows
-        self._variance, self._covariance = 0.0, 0.0
-
-    @property
-    def row_s(self) -> float:
-        fitted = (self._covariance + _PRIOR_VARIANCE * self._guess_s) / (self._variance + _PRIOR_VARIANCE)
-        return min(max(fitted, self._guess_s / _MAX_CORRECTION), self._guess_s * _MAX_CORRECTION)
-
-    def measure(self, num_rows: int, duration_s: float) -> None:
-        """Add the duration of a step."""
-        self._weight = _COST_FADE * self._weight + 1.0
-        rows, seconds = num_rows - self._mean_rows, duration_s - self._mean_s
-        if self._weight == 1.0:
-            self._mean_rows, self._mean_s = float(num_rows), duration_s
-            return
-        self._mean_rows += rows / self._weight
-        self._mean_s += seconds / self._weight
-        self._variance = _COST_FADE * self._variance + rows * (num_rows - self._mean_rows)
-        self._covariance = _COST_FADE * self._covariance + rows * (duration_s - self._mean_s)
-
-    def seconds(self, num_rows: int) -> float:
-        return max(self._mean_s + self.row_s * (num_rows - self._mean_rows), self.row_s * num_rows)
+from worker.scheduler.step_cost import StepCost
 
 
 class Speculation:

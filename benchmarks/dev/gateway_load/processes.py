@@ -59,10 +59,15 @@ def write_tokenizer(bundle: TokenizerBundle, folder: Path) -> None:
 
 @contextmanager
 def started(
-    command: Sequence[str], core: int | None, *, stdout: int | None = None, stderr: int | None = None
+    command: Sequence[str],
+    core: int | None,
+    *,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=env)
+    process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True, env=env)
     if core is not None:
         os.sched_setaffinity(process.pid, {core})
     with ended(process):
@@ -81,8 +86,9 @@ def ended(process: subprocess.Popen[AnyStr]) -> Iterator[subprocess.Popen[AnyStr
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 @contextmanager
@@ -154,13 +160,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def until_ready(url: str, num_workers: int = 1) -> None:
-    """Wait until the gateway serves with `num_workers` workers."""
+async def until_ready(url: str, num_workers: int | None = 1) -> None:
+    """Wait until the gateway serves with `num_workers` workers; None: with any."""
     async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
         while True:
             with contextlib.suppress(aiohttp.ClientError):
                 async with session.get(url + "/health/ready") as response:
-                    if response.status == 200 and (await response.json())["workers"] == num_workers:
+                    found = await response.json()
+                    if response.status == 200 and num_workers in (None, found["workers"]):
                         return
             await asyncio.sleep(0.05)
 

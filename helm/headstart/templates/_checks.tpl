@@ -48,7 +48,7 @@
 {{- if .model.vllm }}{{ fail (printf "models.%s.vllm: set engine: vllm" $name) }}{{ end -}}
 {{- if gt $count 1 }}{{ fail (printf "models.%s.gpu.count: Headstart's own engine uses one GPU; engine: vllm can use more" $name) }}{{ end -}}
 {{- else -}}
-{{- range list "image" "task" "weights" "maxNumSeqs" "kvCacheMemory" "kvHostMemory" "kvDisk" "threads" "prefixCache" -}}
+{{- range list "image" "task" "weights" "maxNumSeqs" "maxStepMs" "kvCacheMemory" "kvHostMemory" "kvDisk" "threads" "prefixCache" -}}
 {{- if hasKey $.model . }}{{ fail (printf "models.%s.%s: it is for Headstart's own engine; see the keys of vllm" $name .) }}{{ end -}}
 {{- end -}}
 {{- with .worker.vllm -}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -48,7 +49,7 @@ async def test_lookup_returns_every_live_worker_and_its_match(redis_server: Redi
         assert all(item.load_age_s < HANG_S for item in found)
         assert await matches(index, chain(3)) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
         (shard,) = index._shards
-        shard.failed()
+        shard.failed(time.monotonic())
         assert await matches(index, []) == {"w0": 0, "w1": 0, "w2": 0, "w3": 0}
         assert shard._num_failures == 0, "failures count in a row alone"
 
@@ -65,7 +66,7 @@ async def test_a_defect_in_a_lookup_costs_its_matches_alone(
     async with linked(writer, index):
         await hold(hashes, index, writer)
         with monkeypatch.context() as patch:
-            patch.setattr(index._shards[0], "_candidates", lambda *_: 1 / 0)
+            patch.setattr(index._shards[0], "_candidates", lambda *_, **__: 1 / 0)
             assert await index.lookup(hashes) is None
         assert "invalid" in events
         assert "ZeroDivisionError" in caplog.text
@@ -274,16 +275,34 @@ def test_failures_in_a_row_open_the_breaker() -> None:
     events: list[str] = []
     shard = Shard("redis://h:1", 0, ReaderSettings(breaker_failures=3), events.append)
     for _ in range(3):
-        shard.failed()
-        shard.failed()
+        shard.failed(time.monotonic())
+        shard.failed(time.monotonic())
         assert not shard.breaker_open
         shard.succeeded()
     for _ in range(3):
-        shard.failed()
+        shard.failed(time.monotonic())
     assert shard.breaker_open
     shard.succeeded()
     assert not shard.breaker_open
     assert events == ["breaker_opened", "breaker_closed"]
+
+
+def test_lookups_that_wait_together_are_one_failure() -> None:
+    """One late reply of Redis must not open the breaker, however many lookups wait for it."""
+    settings = ReaderSettings(breaker_failures=3, deadline_s=HANG_S)
+    shard = Shard("redis://h:1", 0, settings, lambda event: None)
+    for _ in range(2):
+        begun_at = time.monotonic()
+        for _ in range(20):
+            shard.failed(begun_at)
+        assert not shard.breaker_open
+    shard.failed(time.monotonic())
+    assert shard.breaker_open
+    shard.succeeded()
+    begun_at = time.monotonic() - 3 * HANG_S
+    for _ in range(3):
+        shard.failed(begun_at)
+    assert shard.breaker_open, "this process has too little time: its own lookups end late"
 
 
 async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,14 +311,14 @@ async def test_an_answer_past_the_deadline_does_not_close_the_breaker(monkeypatc
     shard.client._connection = Connection()
     delay_s, num_probes = 0.03, 0
 
-    async def lookup(blob: bytes, model: str | None) -> list[Candidate]:
+    async def lookup(blob: bytes, model: str | None, *, reads_states: bool) -> list[Candidate]:
         nonlocal num_probes
         await asyncio.sleep(delay_s)
         num_probes += 1
         return []
 
     monkeypatch.setattr(shard, "lookup", lookup)
-    shard.failed()
+    shard.failed(time.monotonic())
     probing = asyncio.create_task(shard.probe())
     try:
         await until(lambda: num_probes == 3)

@@ -1,0 +1,1 @@
+"""A thousand workers without a model, for `headstart bench fleet`."""
