@@ -1,4 +1,4 @@
-"""What headstart's router predicted for every request, against what came: room, prices, and moves from holders."""
+"""Figures of what the router predicted for every request: room, prices, and moves away from holders."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def is_near(decile: Decile) -> bool:
     """Return True if the predicted wait for room is near the actual one, in the mean over the decile."""
     num = decile.num_requests
     predicted_s, actual_s = decile.predicted_s / num, decile.actual_s / num
-    unwaited_s = decile.predicted_unwaited_s / decile.num_unwaited if decile.num_unwaited else 0.0
-    near = abs(predicted_s - actual_s) <= max(MAX_ERROR_S, MAX_ERROR_SHARE * actual_s)
-    return near and unwaited_s <= MAX_UNWAITED_S
+    if not actual_s:
+        return predicted_s <= MAX_UNWAITED_S
+    return abs(predicted_s - actual_s) <= max(MAX_ERROR_S, MAX_ERROR_SHARE * actual_s)
 
 
 def price_change(short: Predictions, long: Predictions) -> float:
-    """Return by how much the price of evictions grows, over the prefill of a prompt, at the same fill of the pool."""
+    """Return the growth of the price of evictions, over the prompt's prefill, at the same fill of the pool."""
     before = after = 0.0
     for one, other in zip(short.deciles, long.deciles, strict=True):
         if weight := min(one.num_requests, other.num_requests):

@@ -36,7 +36,7 @@ COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
 so only for these."""
 POOLED: Final = "pooled"
-"""One cache of the same total size that every worker sees; a request that does not fit lets later ones pass."""
+"""One cache of the same total size that every worker sees; later requests pass one that does not fit."""
 POOLED1: Final = "pooled1"
 """The same with one order at each worker, as our workers have: the bound of earlier figures."""
 BOUNDS: Final = (POOLED, POOLED1)

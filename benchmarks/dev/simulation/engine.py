@@ -64,7 +64,7 @@ class Job:
     session: Session
     turn: int
     left_share: float = 1.0
-    """Of the answer: a request whose worker has died has part of it."""
+    """The part of the answer to come: a request whose worker has died has some of it."""
     estimate_s: float = 0.0
     allocation: Allocation | None = None
     num_cached_tokens: int = 0
@@ -75,7 +75,7 @@ class Job:
     loaded_s: float = 0.0
     """When the blocks that it loads and fetches have arrived."""
     room_wait_s: float = 0.0
-    """How long it has waited since it came because the pool had no room, for it or for those before it."""
+    """How long it has waited because the pool had no room, for it or for those before it."""
     decode_start_s: float = 0.0
     decode_s: float = 0.0
     observed: Observed | None = None
@@ -91,7 +91,7 @@ class SimulatedWorker:
     report_s: float
     """How often the load is reported."""
     passes: bool = False
-    """A request that does not fit lets later ones pass. Our workers do not do this: a bound may."""
+    """Later requests pass one that does not fit. Our workers do not do this: a bound may."""
     queue: deque[Job] = field(default_factory=deque)
     serving: Job | None = None
     num_decoding: int = 0

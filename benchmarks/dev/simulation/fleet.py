@@ -16,7 +16,7 @@ from server.router.cost import CostModel
 
 MODEL: Final = "simulated"
 SPEEDS: Final = (4 / 3, 2 / 3)
-"""Of even and odd workers where there are two. The fleet computes as much."""
+"""Even and odd workers have these where there are two. The fleet computes as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ReplaySettings:
     pooled: bool = False
     """One pool of the same total size, seen by every worker: the bound."""
     passes: bool = False
-    """At a worker, a request that does not fit lets later ones pass."""
+    """At a worker, later requests pass one that does not fit."""
     cost: CostModel = field(default_factory=CostModel)
     count_pending: bool = True
     """Blocks of requests just routed count as cached."""

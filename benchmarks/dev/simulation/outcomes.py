@@ -1,4 +1,4 @@
-"""What a replay has shown: times to first token, and what the router predicted for each request."""
+"""Results of a replay: times to first token, and what the router predicted for each request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from server.router.cost import WorkerView
 
 NUM_DECILES = 11
-"""Of the pool's fill with the request: ten tenths, and more than the pool."""
+"""Classes of the pool's fill with the request: ten tenths, and more than the pool."""
 
 
 class Move(NamedTuple):
@@ -30,7 +30,7 @@ class Observed:
     predicted_wait_s: float
     """For room."""
     price_s: float
-    """Of the blocks that it would evict."""
+    """The price of the blocks that it would evict."""
     prompt_s: float
     """The prefill of its whole prompt."""
     move: Move | None
@@ -63,7 +63,7 @@ class Decile:
     """Those that did not wait for room."""
     predicted_unwaited_s: float = 0.0
     price: float = 0.0
-    """Of evictions, over the prefill of the prompt."""
+    """Prices of evictions, over the prefill of the prompt."""
 
     def add(self, request: Observed) -> None:
         self.num_requests += 1
@@ -94,7 +94,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What was predicted for every request of a replay, warm-up included."""
+    """Sums over every request of a replay, warm-up included."""
 
     deciles: Sequence[Decile] = field(default_factory=lambda: [Decile() for _ in range(NUM_DECILES)])
     moves: Moves = field(default_factory=Moves)

@@ -45,7 +45,7 @@ class Arrival:
     gateway: int
     arrived_s: float
     left_share: float = 1.0
-    """Of the answer: a request whose worker has died has part of it."""
+    """The part of the answer to come: a request whose worker has died has some of it."""
 
     @property
     def request(self) -> TraceRequest:
