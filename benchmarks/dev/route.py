@@ -6,9 +6,20 @@ cell is a workload, a cache size and a number of workers:
     conv25_n8   Mooncake conversations at load 0.95, the fleet's caches hold 25 % of the distinct blocks, 8 workers
     agent40_n8  coding-agent sessions, closed loop, 40 %, 8 workers
     tau60_n16   tool conversations with one system prompt, closed loop, 60 %, 16 workers
-    swe25_n8_x8 a coding agent's text, closed loop, 25 %, 8 workers, answers of 8 times the recorded length
+    swe25_n8    a coding agent's text, closed loop, 25 %, 8 workers
 
-`worst_ratio` is headstart's mean time to first token over that of the best other policy, in the worst cell.
+and, after those, what changes:
+
+    _x8         answers of 8 times the recorded length
+    _rate1.5    sessions begin 1.5 times as fast
+    _kept       answers take blocks, which the conversation's next prompt finds
+    _tenants    twenty tenants with Zipf weights, which share no block
+    _speeds     every second worker has half the speed of the others
+    _churn      a worker dies, and later one with an empty cache joins
+    @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=3,engine=fifo   options for this cell only
+
+`worst_ratio` is headstart's mean time to first token over that of the best other policy, in the worst cell. `--deep`
+adds combinations of load, gateways and fetching.
 """
 
 from __future__ import annotations
@@ -16,18 +27,34 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Final
 
-from benchmarks.dev.route_load.figures import draw, figures
-from benchmarks.dev.route_load.runs import COMPARED, execute_all, parse_cell, plan
+from benchmarks.dev.route_load.figures import OURS, draw, figures, overview
+from benchmarks.dev.route_load.predictions import prediction_figures, room_table
+from benchmarks.dev.route_load.runs import CHURN, COMPARED, execute_all, parse_cell, plan
 from benchmarks.report import Report, option_parser, publish
 
-DEFAULT_CELLS: Final = ("conv25_n8", "conv5_n8")
+DEFAULT_CELLS: Final = (
+    *("conv25_n8", "conv5_n8", "conv25_n8_kept", "conv25_n8_tenants", "conv25_n8_churn"),
+    *("tau60_n4", "tau60_n16", "agent40_n8", "agent40_n16", "agent40_n8_speeds", "agent40_n8_rate1.5"),
+    *("swe25_n4", "swe25_n8", "swe25_n16", "swe25_n8_kept", "swe25_n8_x8"),
+    *("conv25_n8@engine=fifo", "tau60_n16@engine=fifo", "agent40_n8@engine=fifo"),
+)
+DEEP_CELLS: Final = (
+    *("conv25_n8@load=0.3", "conv25_n8@load=0.6", "conv25_n8@load=1.5,hold=3", "conv25_n8@gateways=4"),
+    *("conv25_n8@fetch=20", "conv25_n8@gateways=4,fetch=20", "conv25_n8_churn@fetch=20", "conv25_n8_speeds@gateways=4"),
+    *("conv5_n8@load=0.6", "conv5_n8@gateways=4", "conv5_n8@lower_tier=4", "conv25_n64"),
+    *("tau60_n16@gateways=4", "tau60_n16@fetch=20", "agent40_n8@gateways=4", "agent40_n8@fetch=20"),
+    *("swe25_n8@gateways=4", "swe25_n8@fetch=20", "swe25_n8_rate1.5@gateways=4", "swe25_n8_x8@fetch=20"),
+)
+DEFAULT_POLICIES: Final = ("headstart", "llm-d", "llm-d-tiers", "dynamo", "sglang")
+"""`llm-d-tiers` differs from `llm-d` only where workers load or fetch blocks, and runs only there."""
 
 
 def options_of(argv: list[str]) -> Namespace:
     parser = option_parser("route", __doc__ or "")
     parser.add_argument("--cells", nargs="+", type=parse_cell, default=[parse_cell(name) for name in DEFAULT_CELLS])
-    parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=list(COMPARED))
-    parser.add_argument("--spreadings", type=int, default=6, help="arrival orders, of which the mean is taken")
+    parser.add_argument("--deep", action="store_true", help="twenty more cells; under two hours")
+    parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=list(DEFAULT_POLICIES))
+    parser.add_argument("--spreadings", type=int, default=3, help="arrival orders, of which the mean is taken")
     parser.add_argument("--seed", type=int, default=0, help="of the first spreading")
     parser.add_argument("--load", type=float, default=0.95, help="gross input tokens over what the fleet can prefill")
     parser.add_argument("--half", type=int, choices=(0, 1), help="only the even or the odd sessions of each recording")
@@ -36,9 +63,9 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument(
         "--engine",
         choices=("fifo", "shared"),
-        default="fifo",
-        help="fifo: one prefill after the other, as in the figures of reference; shared: as our workers do, where half"
-        " goes to the oldest and half to the shortest other",
+        default="shared",
+        help="shared: as our workers do, where half goes to the oldest prefill and half to the shortest other;"
+        " fifo: one prefill after the other, as behind an adapter",
     )
     parser.add_argument(
         "--fetch", type=float, default=0.0, metavar="X", help="blocks come from peers at X times the prefill rate"
@@ -56,16 +83,25 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument("--report-age", type=float, default=0.05, metavar="S", help="how often workers report")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
     options = parser.parse_args(argv)
-    if (options.fetch or options.lower_tier) and options.engine != "shared":
-        parser.error("--fetch and --lower-tier need --engine shared")
+    if options.deep:
+        options.cells = [*options.cells, *map(parse_cell, DEEP_CELLS)]
+    for cell in options.cells:
+        given = {**vars(options), **cell.options}
+        if (given["fetch"] or given["lower_tier"]) and given["engine"] != "shared":
+            parser.error("--fetch and --lower-tier need --engine shared")
+        if CHURN in cell.variants and options.index == "redis":
+            parser.error(f"{cell.name}: --index redis has no deaths of workers")
     return options
 
 
 def main(argv: list[str]) -> int:
     options = options_of(argv)
     outcomes = execute_all(plan(options), options.jobs)
+    ours = {cell: runs for (policy, cell), runs in outcomes.items() if policy == OURS}
+    print(f"{overview(outcomes)}\n\n{room_table(ours)}\n")
     names = ["spreadings", "seed", "load", "gateways", "engine", "index", "index_delay", "report_age"]
     names += ["half", "hold", "fetch", "lower_tier", "tier_load"]
     env = {name: getattr(options, name) for name in names}
-    publish(Report("route", figures(outcomes), env), options, lambda axes: draw(axes, outcomes))
+    report = Report("route", [*figures(outcomes), *prediction_figures(ours)], env)
+    publish(report, options, lambda axes: draw(axes, outcomes))
     return 0

@@ -57,12 +57,16 @@ class CostModel:
         """Return the prefill seconds of `num_tokens` uncached tokens."""
         return self.request_s + num_tokens / tokens_per_s
 
-    def kv_wait_s(self, usage: float, mean_residency_s: float) -> float:
+    def kv_wait_s(self, usage: float, mean_residency_s: float, num_running: int) -> float:
         """Return the wait until the pool has room. `usage` is the share held, this request's blocks included.
 
-        Running requests release the whole pool once in `mean_residency_s`.
+        Running requests release the whole pool once in `mean_residency_s`, each its part at once. So the overflow
+        waits for half a release more, but not longer than until all are released.
         """
-        return mean_residency_s * (usage - 1.0) if usage > 1.0 else 0.0
+        overflow = usage - 1.0
+        if overflow <= 0.0:
+            return 0.0
+        return mean_residency_s * max(overflow, min(1.0, overflow + 0.5 / max(1, num_running)))
 
     def return_odds(self, return_share: float) -> float:
         """Return how often an evicted prompt comes back, if each use is followed by another with `return_share`."""
@@ -71,8 +75,8 @@ class CostModel:
     def eviction_s(self, usage: float, num_slots: float, refill_s: float, return_odds: float) -> float:
         """Return the work to get back what a request evicts from a pool with slots for `num_slots` such requests.
 
-        All slots are taken with a probability of about usage ** (sqrt(2 (num_slots + 1)) - 1). Then another prompt is
-        evicted. Each time it comes back, getting it takes `refill_s` and evicts again.
+        All slots are taken with a probability of about usage ** (sqrt(2 (num_slots + 1)) - 1). Then as many blocks of
+        others are evicted. Each time they come back, getting them takes `refill_s` and evicts again.
         Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
         """
         if usage >= 1.0:
@@ -217,6 +221,8 @@ class WorkerView(msgspec.Struct, eq=False):
     """Delay of its first token by other prefills there."""
     num_displaced: float
     """Prefills there that it would delay. The oldest one and all work of other gateways together count as 0.5."""
+    num_shared_blocks: int
+    """Matched blocks that other running requests hold too: this one takes no room for them."""
     kv_usage: float
     """Share of the pool that running requests and this one would hold; above 1 they do not fit."""
     kv_wait_s: float
@@ -258,6 +264,13 @@ class WorkerView(msgspec.Struct, eq=False):
         return self.wait_s + self.fetch_s + self.prefill_s
 
     @property
+    def uncached_fits(self) -> bool:
+        """True if the blocks that it does not hold yet fit next to those of running requests."""
+        num_blocks = self.load.num_blocks
+        num_matched = self.matched_tokens // self.member.block_size
+        return self.kv_usage * num_blocks - (num_matched - self.num_shared_blocks) <= num_blocks
+
+    @property
     def num_outstanding(self) -> int:
         """Unfinished requests there: the larger of own count and report, since the report may include our requests."""
         return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
@@ -282,6 +295,8 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """How long recent requests held a block; 0.0 if unknown."""
     return_odds: float
     """How often an evicted prompt comes back; 0.0 if unknown."""
+    num_common_blocks: int
+    """Blocks of the prompt that half of the fleet has at least: other running requests hold them too."""
     now_s: float
 
 
@@ -301,7 +316,10 @@ def view(
     cached_tokens = matched_tokens if plan is None else plan.end_tokens
     prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
     queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
-    kv_usage, kv_wait_s, eviction_s = _pool_terms(candidate, estimate, matched_tokens, tokens_per_s, context)
+    num_shared_blocks = min(matched_tokens // block_size, context.num_common_blocks)
+    kv_usage, kv_wait_s, eviction_s = _pool_terms(
+        candidate, estimate, matched_tokens, num_shared_blocks, tokens_per_s, context
+    )
     return WorkerView(  # by position: keywords cost more than the arithmetic above
         member,
         candidate.load,
@@ -313,6 +331,7 @@ def view(
         prefill_s,
         queue_s,
         num_displaced,
+        num_shared_blocks,
         kv_usage,
         kv_wait_s,
         eviction_s,
@@ -325,28 +344,44 @@ def view(
 
 
 def _pool_terms(
-    candidate: Candidate, estimate: WorkerLoadEstimate, matched: int, tokens_per_s: float, context: DecisionContext
+    candidate: Candidate,
+    estimate: WorkerLoadEstimate,
+    matched_tokens: int,
+    num_shared_blocks: int,
+    tokens_per_s: float,
+    context: DecisionContext,
 ) -> tuple[float, float, float]:
-    """Return `kv_usage`, `kv_wait_s` and `eviction_s`: all 0.0 for a worker that reports no pool."""
+    """Return `kv_usage`, `kv_wait_s` and `eviction_s`: all 0.0 for a worker that reports no pool.
+
+    Matched blocks that no running request holds are free in the report, and this request takes them. One that fits
+    evicts only for its other blocks. One that waits for room finds its own blocks evicted as well.
+    """
     member, load, cost, num_tokens = candidate.member, candidate.load, context.cost, context.request.num_prompt_tokens
     if not load.num_blocks:
         return 0.0, 0.0, 0.0
     num_blocks = -(-num_tokens // member.block_size)
-    num_held = load.num_blocks - load.num_free_blocks + estimate.num_arriving_blocks(context.now_s)
-    usage = (num_held + num_blocks - matched // member.block_size) / load.num_blocks
-    refill_s = num_tokens / tokens_per_s
+    num_held = max(0, load.num_blocks - load.num_free_blocks + estimate.num_unreported_blocks(context.now_s))
+    usage = (num_held + num_blocks - num_shared_blocks) / load.num_blocks
+    num_own_tokens = matched_tokens - num_shared_blocks * member.block_size
+    refill_s = (num_tokens if usage > 1.0 else num_tokens - num_own_tokens) / tokens_per_s
     if member.layout:
         refill_s *= cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s)
     num_slots = load.num_blocks / num_blocks if load.num_blocks > num_blocks > 0 else 1.0
     eviction_s = cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
-    return usage, cost.kv_wait_s(usage, context.mean_residency_s), eviction_s
+    return usage, cost.kv_wait_s(usage, context.mean_residency_s, load.num_running), eviction_s
+
+
+def common_blocks(candidates: Sequence[Candidate]) -> int:
+    """Return the match that half of the workers have at least."""
+    matches = sorted([candidate.matched_blocks for candidate in candidates])
+    return matches[(len(matches) - 1) // 2] if matches else 0
 
 
 def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None = None) -> list[int]:
     """Return the positions of the workers with the longest match that could start at once; none if most have it.
 
-    Nothing waits or prefills there, and the request's blocks fit next to those of running requests. `common_tokens`:
-    the match that most of the fleet has, where these workers are a part of it.
+    Nothing waits or prefills there, and the request's new blocks fit next to those of running requests.
+    `common_tokens`: the match that most of the fleet has, where these workers are a part of it.
     """
     matches = [worker.matched_tokens for worker in workers]
     longest = max(matches)
@@ -355,5 +390,5 @@ def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None =
     return [
         at
         for at, worker in enumerate(workers)
-        if matches[at] == longest and not worker.queue_s and not worker.num_waiting and worker.kv_usage <= 1.0
+        if matches[at] == longest and not worker.queue_s and not worker.num_waiting and worker.uncached_fits
     ]

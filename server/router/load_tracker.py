@@ -52,9 +52,11 @@ class ActiveRequest:
     remaining_s: float
     """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
-    num_new_blocks: int
-    """Blocks that it takes or will take and that no report includes, since the worker did not hold them."""
+    num_own_blocks: int
+    """Blocks that no other running request holds."""
     started_s: float | None = None
+    is_reported: bool = False
+    """A report includes its own blocks, or it holds none any more."""
     closed: bool = False
 
 
@@ -113,7 +115,10 @@ class WorkerLoadEstimate:
         self._queue: dict[ActiveRequest, None] = {}
         self._advanced_s = 0.0
         self._num_arriving_blocks = 0
-        """New blocks of own requests that no report includes yet."""
+        """Blocks of own requests that no report includes yet."""
+        self._num_departed_blocks = 0
+        """Blocks of own requests that have ended since the last report."""
+        self._departed: deque[tuple[float, int]] = deque()
         self._begun: deque[tuple[float, ActiveRequest]] = deque()
         """When own prefills began, until a report includes their blocks."""
         self.reported_s = -math.inf
@@ -129,10 +134,10 @@ class WorkerLoadEstimate:
         """Own requests without a first token."""
         return len(self._queue)
 
-    def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_new_blocks: int = 0) -> ActiveRequest:
+    def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_own_blocks: int = 0) -> ActiveRequest:
         """Count a request that is sent now."""
-        request = ActiveRequest(prefill_s, prefill_s, num_blocks, num_new_blocks)
-        self._num_arriving_blocks += num_new_blocks
+        request = ActiveRequest(prefill_s, prefill_s, num_blocks, num_own_blocks)
+        self._num_arriving_blocks += num_own_blocks
         self._queue[request] = None
         self.queued_s += prefill_s
         self.num_outstanding += 1
@@ -159,12 +164,16 @@ class WorkerLoadEstimate:
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
         return True
 
-    def close(self, request: ActiveRequest) -> bool:
+    def close(self, request: ActiveRequest, now_s: float) -> bool:
         """Forget it. Return False if it was closed before."""
         if request.closed:
             return False
         request.closed = True
         self.first_token(request)
+        self.num_unreported_blocks(now_s)
+        if request.is_reported and request.started_s is not None:
+            self._departed.append((now_s, request.num_own_blocks))
+            self._num_departed_blocks += request.num_own_blocks
         self._arrived(request)
         self.num_outstanding -= 1
         self.num_blocks -= request.num_blocks
@@ -183,12 +192,14 @@ class WorkerLoadEstimate:
             self._measured_s = written_s
         self.assigned.observe(load.assigned_prefill_s, written_s)
 
-    def num_arriving_blocks(self, now_s: float) -> int:
-        """Return the blocks that own requests hold, or will hold, beyond those of the last report."""
+    def num_unreported_blocks(self, now_s: float) -> int:
+        """Return the blocks that own requests hold, or will hold, less those of the last report."""
         reported_s = max(self.reported_s, now_s - _MAX_REPORT_AGE_S)
         while self._begun and self._begun[0][0] <= reported_s:
             self._arrived(self._begun.popleft()[1])
-        return self._num_arriving_blocks
+        while self._departed and self._departed[0][0] <= reported_s:
+            self._num_departed_blocks -= self._departed.popleft()[1]
+        return self._num_arriving_blocks - self._num_departed_blocks
 
     def prefill_tokens_per_s(self, median: float, now_s: float) -> float:
         """Return the worker's prefill rate; `median` is the fleet's.
@@ -236,8 +247,9 @@ class WorkerLoadEstimate:
 
     def _arrived(self, request: ActiveRequest) -> None:
         """Stop counting its blocks as arriving: a report includes them, or they are released."""
-        self._num_arriving_blocks -= request.num_new_blocks
-        request.num_new_blocks = 0
+        if not request.is_reported:
+            self._num_arriving_blocks -= request.num_own_blocks
+            request.is_reported = True
 
     def _others_left_s(self, own_s: float, now_s: float) -> float:
         """Return the rest of the other gateways' work. It shares the engine with `own_s` of this gateway's work."""

@@ -18,7 +18,15 @@ import msgspec
 from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
-from server.router.cost import CostModel, DecisionContext, PeersByLayout, WorkerView, find_peers, view
+from server.router.cost import (
+    CostModel,
+    DecisionContext,
+    PeersByLayout,
+    WorkerView,
+    common_blocks,
+    find_peers,
+    view,
+)
 from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
 from server.router.pending_prefixes import PendingPrefixes
 from server.router.policies import FleetView, Policy, rendezvous_worker
@@ -146,7 +154,7 @@ class Scorer:
             decision = self._decide_by_list(request, candidates, broken)
             if decision is not None:
                 return decision
-        workers = self._views(request, candidates, broken)
+        workers = self._views(request, candidates, broken, common_blocks(candidates))
         assigned_s = sum([worker.assigned_s for worker in workers])
         draw = (lambda: 0.5) if dry_run else self._rng.random
         best = self._best(request, workers, FleetView(self._cost, assigned_s, len(workers), draw))
@@ -158,7 +166,7 @@ class Scorer:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
         short_list = self._short_lists.setdefault(request.model, ShortList())
         listed = short_list.choose(request, candidates, self._pending.holders(request.hashes, MAX_HOLDERS))
-        workers = self._views(request, listed.candidates, broken)
+        workers = self._views(request, listed.candidates, broken, listed.common_blocks)
         short_list.scored(workers, self._cost.recent_weight)
         unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}
         if not unguarded or (listed.own is not None and listed.own not in unguarded):
@@ -193,7 +201,7 @@ class Scorer:
             peer = self.choose_peer(chosen.peers.holders)
             source = BlockSource(peer.url, peer.epoch, chosen.peers.num_blocks)
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
-        num_new_blocks = num_blocks - chosen.matched_tokens // member.block_size
+        num_own_blocks = num_blocks - chosen.num_shared_blocks
         pending = 0
         if self._count_pending and request.hashes:
             pending = self._pending.add((member.worker_id, member.epoch), request.hashes, now_s)
@@ -206,7 +214,7 @@ class Scorer:
             predicted_ttft_s=chosen.predicted_ttft_s,
             prefill_tokens_per_s=chosen.prefill_tokens_per_s,
             estimate=chosen.estimate,
-            active=chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_new_blocks=num_new_blocks),
+            active=chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks),
             pending=pending,
         )
 
@@ -244,8 +252,8 @@ class Scorer:
         active = placement.active
         if placement.pending:
             self._pending.cancel(placement.pending)
-        if placement.estimate.close(active) and active.started_s is not None:
-            now_s = self._clock()
+        now_s = self._clock()
+        if placement.estimate.close(active, now_s) and active.started_s is not None:
             self._residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
 
     def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
@@ -283,7 +291,11 @@ class Scorer:
         return None if estimate is None else estimate.hit_rate.at(self._clock(), min_denominator=1.0)
 
     def _views(
-        self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Candidate],
+        broken: Container[WorkerId],
+        num_common_blocks: int,
     ) -> list[WorkerView]:
         now_s = self._clock()
         self._pending.expire(now_s)
@@ -300,6 +312,7 @@ class Scorer:
             rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S,
             self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0,
             self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0),
+            num_common_blocks,
             now_s,
         )
         views = []

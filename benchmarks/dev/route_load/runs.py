@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +12,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
-from benchmarks.dev.simulation.replay import POOLED, Outcome, Replay, ReplaySettings
+from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.outcomes import Outcome
+from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.rivals import RIVALS
 from benchmarks.dev.simulation.traces import (
     CODING_AGENT,
@@ -23,10 +25,9 @@ from benchmarks.dev.simulation.traces import (
     ConversationTrace,
     SweAgentTrace,
     ToolChatTrace,
-    with_longer_answers,
 )
+from benchmarks.dev.simulation.variants import VARIANTS
 from benchmarks.progress import Progress
-from server.router.cost import CostModel
 from server.router.policies import POLICIES
 
 DATA: Final = Path(__file__).parents[3] / "tests" / "data"
@@ -34,9 +35,25 @@ COMPARED: Final = {**POLICIES, **RIVALS}
 COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
 so only for these."""
-REFERENCE_COST: Final = CostModel(recent_weight=0.001)
-"""The constants of the reference figures, whose engine runs prefills one by one; gateways have the default."""
-_CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)(?:_x(\d+))?")
+POOLED: Final = "pooled"
+"""One cache of the same total size that every worker sees; later requests pass one that does not fit."""
+POOLED1: Final = "pooled1"
+"""The same with one order at each worker, as our workers have: the bound of earlier figures."""
+BOUNDS: Final = (POOLED, POOLED1)
+LLM_D: Final = "llm-d"
+TIERS: Final = "llm-d-tiers"
+"""Where nothing moves it is `LLM_D`, and runs only without that."""
+SPEEDS: Final = "speeds"
+CHURN: Final = "churn"
+_CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
+_OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
+    "load": float,
+    "gateways": int,
+    "fetch": float,
+    "lower_tier": float,
+    "hold": float,
+    "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +62,9 @@ class Cell:
     trace: str
     cache_share: float
     num_workers: int
-    answer_times: int
-    """Length of answers over the recorded one."""
+    variants: Sequence[str]
+    options: Mapping[str, object]
+    """Those of the command that the cell replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +80,20 @@ class Run:
 
 def parse_cell(text: str) -> Cell:
     match = _CELL.fullmatch(text)
-    if match is None or not int(match[2]) or not int(match[3]):
-        raise ArgumentTypeError(f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8, swe10_n8_x8 and the like")
-    return Cell(text, match[1], int(match[2]) / 100, int(match[3]), int(match[4] or 1))
+    variants = match[4].split("_")[1:] if match else []
+    if match is None or not int(match[2]) or not int(match[3]) or {*variants} - {*VARIANTS, SPEEDS, CHURN}:
+        raise ArgumentTypeError(
+            f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8, swe10_n8_x8, conv25_n8@gateways=4 and the like;"
+            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN))}; after @ {', '.join(_OPTIONS)}"
+        )
+    options: dict[str, object] = {}
+    for option in match[5].split(",") if match[5] else ():
+        name, _, value = option.partition("=")
+        try:
+            options[name] = _OPTIONS[name](value)
+        except (KeyError, ValueError) as error:
+            raise ArgumentTypeError(f"cell {text!r}: {option!r} is not one of {', '.join(_OPTIONS)}") from error
+    return Cell(text, match[1], int(match[2]) / 100, int(match[3]), variants, options)
 
 
 @cache
@@ -79,42 +108,51 @@ def _trace(name: str, half: int | None) -> ConversationTrace | CodingAgentTrace 
 
 
 def execute(run: Run) -> Outcome:
-    trace = _trace(run.cell.trace, run.half)
-    workload = trace.workload(num_workers=run.cell.num_workers, load=run.load, seed=run.settings.seed)
-    workload = with_longer_answers(workload, run.cell.answer_times)
-    policy = "headstart" if run.policy == POOLED else run.policy
+    trace, seed = _trace(run.cell.trace, run.half), run.settings.seed
+    workload = trace.workload(num_workers=run.cell.num_workers, load=run.load, seed=seed)
+    for name, change in VARIANTS.items():
+        if name in run.cell.variants:
+            workload = change(workload, seed)
+    policy = "headstart" if run.policy in BOUNDS else run.policy
     return Replay(workload, COMPARED[policy], run.settings).run()
 
 
 def plan(options: Namespace) -> list[Run]:
-    return [
-        Run(
-            cell,
-            policy,
-            ReplaySettings(
-                num_workers=cell.num_workers,
-                cache_share=cell.cache_share,
-                num_gateways=options.gateways,
-                index_delay_s=options.index_delay,
-                report_s=options.report_age,
-                pooled=policy == POOLED,
-                cost=CostModel() if options.engine == "shared" else REFERENCE_COST,
-                count_pending=policy in COUNT_PENDING,
-                seed=options.seed + spreading,
-                shared_engine=options.engine == "shared",
-                fetch=options.fetch,
-                lower_tier=options.lower_tier,
-                load=options.tier_load,
-                hold_s=0.0 if policy == POOLED else options.hold,
-                redis=options.index == "redis" and policy != POOLED,
-            ),
-            options.load,
-            options.half,
-        )
-        for cell in options.cells
-        for policy in (*options.policies, POOLED)
-        for spreading in range(options.spreadings)
-    ]
+    runs = []
+    for cell in options.cells:
+        given = Namespace(**{**vars(options), **cell.options})
+        moves = bool(given.fetch or given.lower_tier)
+        policies = [name for name in options.policies if moves or name != TIERS or LLM_D not in options.policies]
+        runs += [
+            _run(cell, policy, spreading, given)
+            for policy in (*policies, *BOUNDS)
+            for spreading in range(options.spreadings)
+        ]
+    return runs
+
+
+def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
+    pooled = policy in BOUNDS
+    settings = ReplaySettings(
+        num_workers=cell.num_workers,
+        cache_share=cell.cache_share,
+        num_gateways=options.gateways,
+        index_delay_s=options.index_delay,
+        report_s=options.report_age,
+        pooled=pooled,
+        passes=policy == POOLED,
+        count_pending=policy in COUNT_PENDING,
+        seed=options.seed + spreading,
+        shared_engine=options.engine == "shared",
+        fetch=options.fetch,
+        lower_tier=options.lower_tier,
+        load=options.tier_load,
+        hold_s=0.0 if pooled else options.hold,
+        redis=options.index == "redis" and not pooled,
+        two_speeds=SPEEDS in cell.variants,
+        death_and_join=CHURN in cell.variants,
+    )
+    return Run(cell, policy, settings, options.load, options.half)
 
 
 def processes(num_jobs: int) -> ProcessPoolExecutor:

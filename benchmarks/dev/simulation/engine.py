@@ -4,15 +4,17 @@
     decode    output tokens x (12 ms + 0.25 ms x batch)
 
 A prompt's blocks are looked up when its prefill begins, and findable when it ends. They are pinned until the decode has
-ended, and evicted tail first. Generated tokens are not cached.
+ended, and evicted tail first. Generated tokens are not cached, but where the workload keeps answers: their blocks are
+taken with the prompt's, and findable when the decode ends.
 Source: the model of docs/routing.md, which the reference figures were made with.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from benchmarks.dev.simulation.outcomes import Observed
 from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest
 from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
@@ -38,7 +40,16 @@ class EngineModel:
         alone_s = self.request_s + num_tokens / self.prefill_tokens_per_s
         return alone_s * (1.0 + self.slowdown_per_decode * num_decoding)
 
-    def decode_s(self, num_tokens: int, batch: int) -> float:
+    def at_speed(self, speed: float) -> EngineModel:
+        """Return a worker of `speed` times this one's."""
+        return replace(
+            self,
+            prefill_tokens_per_s=speed * self.prefill_tokens_per_s,
+            decode_step_s=self.decode_step_s / speed,
+            decode_step_per_request_s=self.decode_step_per_request_s / speed,
+        )
+
+    def decode_s(self, num_tokens: float, batch: int) -> float:
         return num_tokens * (self.decode_step_s + self.decode_step_per_request_s * batch)
 
 
@@ -52,6 +63,8 @@ class Job:
     placement: Placement
     session: Session
     turn: int
+    left_share: float = 1.0
+    """The part of the answer to come: a request whose worker has died has some of it."""
     estimate_s: float = 0.0
     allocation: Allocation | None = None
     num_cached_tokens: int = 0
@@ -61,6 +74,11 @@ class Job:
     """Part of `prefill_s` that is left, at a worker that shares its time."""
     loaded_s: float = 0.0
     """When the blocks that it loads and fetches have arrived."""
+    room_wait_s: float = 0.0
+    """How long it has waited because the pool had no room, for it or for those before it."""
+    decode_start_s: float = 0.0
+    decode_s: float = 0.0
+    observed: Observed | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +90,8 @@ class SimulatedWorker:
     cache: HashAllocator
     report_s: float
     """How often the load is reported."""
+    passes: bool = False
+    """Later requests pass one that does not fit. Our workers do not do this: a bound may."""
     queue: deque[Job] = field(default_factory=deque)
     serving: Job | None = None
     num_decoding: int = 0
@@ -79,9 +99,16 @@ class SimulatedWorker:
     assigned_s: float = 0.0
     load: WorkerLoad = field(default_factory=WorkerLoad)
     load_s: float = 0.0
+    is_dead: bool = False
+    """Nothing that was planned happens any more."""
+    blocked_since_s: float | None = None
+    """When the queue last began to wait for room; None while it does not."""
+    blocked_s: float = 0.0
+    """How long it has waited for room before."""
 
     def submit(self, job: Job, now_s: float) -> None:
         self.report(now_s)
+        job.room_wait_s = -self.total_blocked_s(now_s)
         job.estimate_s = self.model.prefill_s(job.request.num_prompt_tokens - self.num_reusable_tokens(job), 0)
         self.assigned_s += job.estimate_s
         self.queue.append(job)
@@ -95,21 +122,43 @@ class SimulatedWorker:
         """Take the next request into service if there is one and it fits; its prefill ends after `prefill_s`."""
         if self.serving is not None or not self.queue:
             return None
-        job = self.queue[0]
-        request = job.request
-        allocation = self.cache.allocate(len(request.block_ids), request.block_ids, ROOT, hashes=request.chain)
-        if allocation is None:
-            assert self.num_decoding, "a prompt larger than the pool"
+        job = self.take(now_s)
+        if job is None:
             return None
-        self.report(now_s)
-        self.queue.popleft()
         self.serving = job
-        job.allocation = allocation
-        job.num_cached_tokens = allocation.num_cached_tokens * self.model.block_size
         job.started_s = now_s
         job.prefill_s = self.model.prefill_s(job.request.num_prompt_tokens - job.num_cached_tokens, self.num_decoding)
         self.busy_s += job.prefill_s
         return job
+
+    def take(self, now_s: float) -> Job | None:
+        """Take the next request that fits from the queue, with its blocks; None: none fits."""
+        for at, job in enumerate(self.queue):
+            request, num_answer_blocks = job.request, len(job.request.answer_ids)
+            num_blocks = len(request.block_ids) + num_answer_blocks
+            allocation = self.cache.allocate(num_blocks, request.block_ids, ROOT, hashes=request.chain)
+            if allocation is not None:
+                self.report(now_s)
+                job.room_wait_s += self.total_blocked_s(now_s)
+                del self.queue[at]
+                job.allocation = allocation
+                job.num_cached_tokens = allocation.num_cached_tokens * self.model.block_size
+                self._block(False, now_s)
+                return job
+            assert num_blocks < self.cache.num_blocks, "a prompt larger than the pool"
+            if not self.passes:
+                break
+        self._block(bool(self.queue), now_s)
+        return None
+
+    def total_blocked_s(self, now_s: float) -> float:
+        return self.blocked_s + (0.0 if self.blocked_since_s is None else now_s - self.blocked_since_s)
+
+    def _block(self, waits: bool, now_s: float) -> None:
+        if not waits:
+            self.blocked_s, self.blocked_since_s = self.total_blocked_s(now_s), None
+        elif self.blocked_since_s is None:
+            self.blocked_since_s = now_s
 
     def finish_prefill(self, now_s: float) -> Job:
         """The first token is out; the decode ends after `decode_s` of the batch there is now."""
@@ -126,6 +175,9 @@ class SimulatedWorker:
         self.report(now_s)
         self.num_decoding -= 1
         assert job.allocation is not None
+        if answer_ids := job.request.answer_ids:
+            token_ids = [*job.request.block_ids, *answer_ids]
+            job.allocation.commit(token_ids, len(token_ids))
         job.allocation.free()
 
     def unfinished(self, now_s: float) -> list[tuple[Job, float]]:

@@ -52,7 +52,7 @@ class MovingWorker(SharedWorker):
                 job.loaded_s = _transfer(now_s, seconds, self.tier_link)
             if plan.peer_tokens:
                 source = job.placement.source
-                assert source is not None
+                assert source is not None, "a plan without its source"
                 seconds = plan.peer_tokens / self.model.fetch_tokens_per_s
                 job.loaded_s = _transfer(job.loaded_s, seconds, self.link, self.peers[source.url].link)
             job.num_cached_tokens = plan.end_tokens
@@ -87,7 +87,7 @@ class MovingWorker(SharedWorker):
         if self.tier is not None:
             end = self.tier.find(request.block_ids, ROOT, hashes=request.chain) * model.block_size
             tiers = [(min(end, most_tokens), model.tier_tokens_per_s[0])]
-        if source is not None:
+        if source is not None and not self.peers[source.url].is_dead:
             num_blocks = min(source.num_blocks, self.peers[source.url].num_held_blocks(request))
             peer_end_tokens = min(num_blocks * model.block_size, most_tokens)
         rate, fetch_rate = model.prefill_tokens_per_s, model.fetch_tokens_per_s

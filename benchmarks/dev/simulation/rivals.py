@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,23 +15,50 @@ from server.router.types import RouteRequest
 _MAX_BLOCKS: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Dynamo(Policy):
-    """Dynamo's cost in blocks: overlap weight x potential prefill blocks + potential active blocks.
+class Rival(Policy):
+    """A rule that also follows when its requests end."""
 
-    Prefill is charged whole until the first token; nothing is subtracted for the elapsed part.
+    def on_close(self, request: RouteRequest, worker_id: WorkerId) -> None:
+        """Record that the request has ended, or its worker."""
+
+
+class Dynamo(Rival):
+    """Dynamo's cost in blocks: active prefill and the request's own, and the blocks of live requests with it.
+
+    A prefill is charged whole until its first token. A block that several live requests share counts once.
     """
 
-    overlap_weight: float = 1.0
+    def __init__(self, overlap_weight: float = 1.0) -> None:
+        self._overlap_weight = overlap_weight
+        self._live: dict[WorkerId, Counter[BlockHash]] = {}
+        """Live requests by the full block."""
+        self._num_rests: Counter[WorkerId] = Counter()
+        """Blocks of live requests that are not full, which nothing shares."""
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         scores = []
         for worker in workers:
-            block_size = worker.member.block_size
+            block_size, worker_id = worker.member.block_size, worker.member.worker_id
             prefill_s = worker.estimate.queued_s + worker.prefill_s
             prefill_blocks = prefill_s * worker.prefill_tokens_per_s / block_size
-            scores.append(self.overlap_weight * prefill_blocks + worker.estimate.num_blocks)
+            live = self._live.get(worker_id, Counter())
+            num_new = len(request.hashes) - sum(map(live.__contains__, request.hashes))
+            num_active = len(live) + self._num_rests[worker_id] + num_new + 1
+            scores.append(self._overlap_weight * prefill_blocks + num_active)
         return scores
+
+    def on_dispatch(self, request: RouteRequest, worker: WorkerView) -> None:
+        worker_id = worker.member.worker_id
+        self._live.setdefault(worker_id, Counter()).update(request.hashes)
+        self._num_rests[worker_id] += 1
+
+    def on_close(self, request: RouteRequest, worker_id: WorkerId) -> None:
+        live = self._live[worker_id]
+        live.subtract(request.hashes)
+        for block_hash in request.hashes:
+            if not live[block_hash]:
+                del live[block_hash]
+        self._num_rests[worker_id] -= 1
 
 
 FIXED_WEIGHTS: Final[Mapping[str, float]] = {"host": 0.8, "disk": 0.3, "peer": 0.3}
@@ -72,8 +99,8 @@ class Sglang(Policy):
     """The cache_aware rule of the SGLang gateway: match threshold 0.5, imbalance 32 absolute and 1.1 relative.
 
     Out of balance, the least loaded worker wins. Else the worker whose approximate tree matches best wins, if the match
-    is above the threshold. Else the worker with the smallest tree wins. The trees record routed prompts, not cached
-    ones. Above `tree_pools` times the worker's pool they drop their least recently used entries.
+    is above the threshold. Else the least loaded wins. The trees record routed prompts, not cached ones. Above
+    `tree_pools` times the worker's pool they drop their least recently used entries.
     """
 
     def __init__(
@@ -93,7 +120,7 @@ class Sglang(Policy):
         best = max(matches)
         if best * workers[0].member.block_size > self._threshold * request.num_prompt_tokens:
             return [-matched for matched in matches]
-        return [len(self._trees.get(worker.member.worker_id, ())) for worker in workers]
+        return loads
 
     def on_dispatch(self, request: RouteRequest, worker: WorkerView) -> None:
         tree = self._trees.setdefault(worker.member.worker_id, OrderedDict())

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from benchmarks.dev.simulation.engine import Job, SimulatedWorker
-from benchmarks.dev.simulation.traces import ROOT
 
 
 @dataclass(slots=True, eq=False)
@@ -28,16 +27,7 @@ class SharedWorker(SimulatedWorker):
         """Take from the queue what fits; the prefill of each begins at its `loaded_s`."""
         self.advance(now_s)
         admitted = []
-        while self.queue:
-            job = self.queue[0]
-            request = job.request
-            job.allocation = self.cache.allocate(len(request.block_ids), request.block_ids, ROOT, hashes=request.chain)
-            if job.allocation is None:
-                assert len(request.block_ids) < self.cache.num_blocks, "a prompt larger than the pool"
-                break
-            self.report(now_s)
-            self.queue.popleft()
-            job.num_cached_tokens = job.allocation.num_cached_tokens * self.model.block_size
+        while self.queue and (job := self.take(now_s)) is not None:
             job.loaded_s = now_s
             admitted.append(job)
             self.num_active += 1

@@ -11,7 +11,7 @@ import json
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
@@ -42,6 +42,8 @@ class TraceRequest:
     """The hash of every entry of `block_ids`."""
     hashes: Sequence[BlockHash]
     """Hashes of only the full blocks, which a router sees."""
+    answer_ids: Sequence[int] = ()
+    """The full blocks after `block_ids` that the answer fills, where answers are kept (`variants`)."""
 
 
 def _request(number: int, num_prompt_tokens: int, num_output_tokens: int, full_blocks: list[int]) -> TraceRequest:
@@ -57,6 +59,8 @@ class Session:
     start_s: float
     requests: Sequence[TraceRequest]
     think_s: Sequence[float]
+    conversation: int
+    """Its number: an open loop has a session for each request of a conversation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +89,7 @@ class ConversationTrace:
         """Conversations differ in their second block: the first may be a shared system prompt."""
         self._times_s: list[float] = []
         self._requests: list[TraceRequest] = []
+        self._conversations: list[int] = []
         distinct: set[int] = set()
         conversations: dict[int, int] = {}
         for number, line in enumerate(_lines(path)):
@@ -95,6 +100,7 @@ class ConversationTrace:
             num_tokens = line["input_length"]
             block_ids = line["hash_ids"][: num_tokens // self.BLOCK_SIZE]
             self._requests.append(_request(number, num_tokens, line["output_length"], block_ids))
+            self._conversations.append(conversation)
             self._times_s.append(line["timestamp"] / 1000)
         self._num_distinct = len(distinct)
 
@@ -109,7 +115,7 @@ class ConversationTrace:
         duration_s = num_tokens / (load * num_workers * self.PREFILL_TOKENS_PER_S)
         scale = duration_s / (max(times_s) - min(times_s))
         order = sorted(range(len(times_s)), key=times_s.__getitem__)
-        sessions = [Session(times_s[i] * scale, (self._requests[i],), (0.0,)) for i in order]
+        sessions = [Session(times_s[i] * scale, (self._requests[i],), (0.0,), self._conversations[i]) for i in order]
         return Workload(sessions, self.BLOCK_SIZE, len(sessions), self._num_distinct, self.PREFILL_TOKENS_PER_S)
 
 
@@ -154,10 +160,10 @@ class CodingAgentTrace:
             block_ids = []
             for i in range(num_full):
                 if i < head:
-                    block_ids.append(_name("tools", line["tool_tokens"], i))
+                    block_ids.append(name_block("tools", line["tool_tokens"], i))
                 else:
                     key = tuple(local[i * group : (i + 1) * group])
-                    block_ids.append(_name("session", base, names.setdefault(key, len(names))))
+                    block_ids.append(name_block("session", base, names.setdefault(key, len(names))))
             requests.append(_request(next(numbers), turn["in"], turn["out"], block_ids))
             think_s.append(min(self.MAX_THINK_S, float(turn.get("think_time") or 0.0)))
         return requests, think_s
@@ -165,7 +171,10 @@ class CodingAgentTrace:
     def workload(self, *, num_workers: int, load: float, seed: int) -> Workload:
         """Sessions begin at random within 40 minutes; `load` does not apply to a closed loop."""
         rng = random.Random(seed)
-        sessions = [Session(rng.uniform(0.0, self.START_S), requests, think_s) for requests, think_s in self._sessions]
+        sessions = [
+            Session(rng.uniform(0.0, self.START_S), requests, think_s, number)
+            for number, (requests, think_s) in enumerate(self._sessions)
+        ]
         sessions.sort(key=lambda session: session.start_s)
         return Workload(
             sessions,
@@ -206,7 +215,8 @@ class ToolChatTrace:
         """All conversations begin within half a minute; `load` does not apply to a closed loop."""
         rng = random.Random(seed)
         sessions = [
-            Session(rng.uniform(0.0, self.START_S), requests, (0.0,) * len(requests)) for requests in self._sessions
+            Session(rng.uniform(0.0, self.START_S), requests, (0.0,) * len(requests), number)
+            for number, requests in enumerate(self._sessions)
         ]
         sessions.sort(key=lambda session: session.start_s)
         num_requests = sum(map(len, self._sessions))
@@ -234,12 +244,12 @@ class SweAgentTrace:
         """Sessions begin at random within ten minutes; `load` does not apply to a closed loop."""
         rng = random.Random(seed)
         numbers = count()
-        sessions = []
+        sessions: list[Session] = []
         for copy in range(self.COPIES_PER_WORKER * num_workers):
             for trajectory in self._trajectories:
                 requests = [self._request(next(numbers), prompt, copy) for prompt in trajectory]
                 think_s = [rng.uniform(self.MIN_THINK_S, self.MAX_THINK_S) for _ in requests]
-                sessions.append(Session(rng.uniform(0.0, self.START_S), requests, think_s))
+                sessions.append(Session(rng.uniform(0.0, self.START_S), requests, think_s, len(sessions)))
         sessions.sort(key=lambda session: session.start_s)
         listed = [request for session in sessions for request in session.requests]
         num_distinct = len({block_hash for request in listed for block_hash in request.hashes})
@@ -250,7 +260,7 @@ class SweAgentTrace:
         blocks = [_name_of(ids[i : i + size]) for i in range(0, len(ids) - size, size)]
         head = prompt.num_system_tokens // size
         if head < len(blocks):
-            blocks[head] = _name("copy", copy, blocks[head])
+            blocks[head] = name_block("copy", copy, blocks[head])
         return _request(number, len(ids), prompt.num_output_tokens, blocks)
 
 
@@ -283,17 +293,8 @@ def _text_prompts(path: Path, half: int | None) -> Iterator[list[TextPrompt]]:
         ]
 
 
-def with_longer_answers(workload: Workload, times: int) -> Workload:
-    """Return the workload with answers of `times` the length. Prompts and arrivals stay."""
-    sessions = [
-        replace(session, requests=[replace(r, num_output_tokens=times * r.num_output_tokens) for r in session.requests])
-        for session in workload.sessions
-    ]
-    return replace(workload, sessions=sessions)
-
-
-def _name(kind: str, group: int, number: int) -> int:
-    """A token id below `_REST`, the same in every process, for a block that a trace names."""
+def name_block(kind: str, group: int, number: int) -> int:
+    """Return a token id below `_REST`, the same in every process, for a block that a trace names."""
     return _digest(f"{kind}/{group}/{number}".encode())
 
 

@@ -28,7 +28,7 @@ def request(num_blocks: int, first: int = 1) -> TraceRequest:
 
 def job(wanted: TraceRequest, source: BlockSource | None = None) -> Job:
     placement = SimpleNamespace(source=source)
-    return Job(wanted, GatewayId("g"), 0.0, placement, Session(0.0, [wanted], [0.0]), 0)  # type: ignore[arg-type]
+    return Job(wanted, GatewayId("g"), 0.0, placement, Session(0.0, [wanted], [0.0], 0), 0)  # type: ignore[arg-type]
 
 
 def fleet(num_workers: int, tier_blocks: int = 0) -> list[MovingWorker]:

@@ -17,7 +17,8 @@ def test_sglang_follows_the_tree_while_in_balance() -> None:
     policy.on_dispatch(request, view("b"))
     assert chosen(policy, request, view("a"), view("b", num_running=32)) == {"b"}
     assert chosen(policy, request, view("a"), view("b", num_running=33)) == {"a"}
-    assert chosen(policy, make_request(), view("a"), view("b")) == {"a"}, "no match: the smaller tree"
+    loads = view("a", num_running=2), view("b", num_running=1)
+    assert chosen(policy, make_request(), *loads) == {"b"}, "no match: the least loaded"
 
 
 def test_sglang_trees_are_bounded() -> None:
@@ -26,7 +27,7 @@ def test_sglang_trees_are_bounded() -> None:
     policy.on_dispatch(first, view("b", num_blocks=10))
     for _ in range(10):
         policy.on_dispatch(make_request(), view("b", num_blocks=10))
-    assert chosen(policy, first, view("a"), view("b")) == {"a"}, "forgotten, and a's tree is smaller"
+    assert chosen(policy, first, view("a"), view("b", num_running=1)) == {"a"}, "forgotten"
 
 
 def test_llm_d_adds_prefix_memory_and_queue() -> None:
@@ -37,11 +38,23 @@ def test_llm_d_adds_prefix_memory_and_queue() -> None:
 
 
 def test_dynamo_adds_prefill_and_active_blocks() -> None:
-    policy = Dynamo()
-    assert chosen(policy, make_request(), view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"a"}
-    assert chosen(
-        policy, make_request(), view("a", prefill_s=0.5, num_active_blocks=100), view("b", prefill_s=1.0)
-    ) == {"b"}
+    policy, request = Dynamo(), make_request()
+    assert chosen(policy, request, view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"a"}
+    for _ in range(80):
+        policy.on_dispatch(make_request(), view("a"))
+    assert chosen(policy, request, view("a", prefill_s=0.5), view("b", prefill_s=1.0)) == {"b"}
+
+
+def test_dynamo_counts_a_shared_block_once_and_forgets_it() -> None:
+    policy, request, other = Dynamo(), make_request(), make_request()
+    for _ in range(5):
+        policy.on_dispatch(request, view("a"))
+    policy.on_dispatch(other, view("b"))
+    assert chosen(policy, request, view("a"), view("b")) == {"a"}, "its blocks are held there"
+    assert chosen(policy, make_request(), view("a"), view("b")) == {"b"}, "five begun blocks there, one here"
+    for _ in range(5):
+        policy.on_close(request, view("a").member.worker_id)
+    assert chosen(policy, make_request(), view("a"), view("b")) == {"a"}, "nothing is held there"
 
 
 @pytest.mark.parametrize("name", list(RIVALS))

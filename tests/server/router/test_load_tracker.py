@@ -43,8 +43,8 @@ def test_a_request_is_queued_served_and_closed() -> None:
     worker.first_token(first)
     assert queue_s(worker, 9.0) == 3.0
     assert (worker.num_queued, worker.num_outstanding, worker.num_blocks) == (1, 2, 30)
-    worker.close(first)
-    worker.close(second)
+    worker.close(first, 1.0)
+    worker.close(second, 1.0)
     assert (worker.num_queued, worker.num_outstanding, worker.num_blocks, worker.queued_s) == (0, 0, 0, 0.0)
 
 
@@ -71,12 +71,12 @@ def test_every_request_is_closed_exactly_once(actions: list[tuple[int, str]]) ->
             elif action == "first_token":
                 worker.first_token(requests[number])
             else:
-                assert worker.close(requests[number]) == (number not in closed)
+                assert worker.close(requests[number], 1.0) == (number not in closed)
                 closed.add(number)
         assert worker.num_outstanding == len(requests) - len(closed)
         assert queue_s(worker, 0.0) >= 0.0
     for request in requests:
-        worker.close(request)
+        worker.close(request, 1.0)
     assert (worker.num_outstanding, worker.num_blocks, worker.num_queued, worker.queued_s) == (0, 0, 0, 0.0)
 
 
@@ -130,23 +130,37 @@ def test_own_work_is_not_counted_twice_by_a_late_report() -> None:
 
 def test_blocks_arrive_until_a_report_includes_them() -> None:
     worker = fifo()
-    first, second = worker.add(1.0, 10, 0.0, num_new_blocks=8), worker.add(1.0, 10, 0.0, num_new_blocks=5)
-    assert worker.num_arriving_blocks(0.0) == 13
+    first, second = worker.add(1.0, 10, 0.0, num_own_blocks=8), worker.add(1.0, 10, 0.0, num_own_blocks=5)
+    assert worker.num_unreported_blocks(0.0) == 13
     worker.start(first, 1.0, now_s=1.0)
     worker.observe(WorkerLoad(), 0.9, ME)
-    assert worker.num_arriving_blocks(1.1) == 13, "written before it began"
+    assert worker.num_unreported_blocks(1.1) == 13, "written before it began"
     worker.observe(WorkerLoad(), 1.2, ME)
-    assert worker.num_arriving_blocks(1.3) == 5
-    worker.close(second)
-    worker.close(first)
-    assert worker.num_arriving_blocks(1.3) == 0, "a request that never began takes no blocks"
+    assert worker.num_unreported_blocks(1.3) == 5
+    worker.close(second, 1.3)
+    assert worker.num_unreported_blocks(1.3) == 0, "a request that never began takes no blocks"
+
+
+def test_ended_requests_leave_their_blocks_before_a_report() -> None:
+    """The next turn of a conversation comes before the report that no longer includes the last one."""
+    worker = fifo()
+    first, second = worker.add(1.0, 10, 0.0, num_own_blocks=8), worker.add(1.0, 10, 0.0, num_own_blocks=5)
+    worker.start(first, 1.0, now_s=1.0)
+    worker.observe(WorkerLoad(), 1.2, ME)
+    worker.close(first, 1.3)
+    assert worker.num_unreported_blocks(1.3) == 5 - 8
+    worker.start(second, 1.0, now_s=1.3)
+    worker.close(second, 1.4)
+    assert worker.num_unreported_blocks(1.4) == -8, "no report has ever included the second"
+    worker.observe(WorkerLoad(), 1.5, ME)
+    assert worker.num_unreported_blocks(1.5) == 0
 
 
 def test_without_reports_blocks_stop_arriving() -> None:
     worker = fifo()
-    worker.start(worker.add(1.0, 10, 0.0, num_new_blocks=8), 1.0, now_s=0.0)
-    assert worker.num_arriving_blocks(0.5) == 8
-    assert worker.num_arriving_blocks(5.0) == 0
+    worker.start(worker.add(1.0, 10, 0.0, num_own_blocks=8), 1.0, now_s=0.0)
+    assert worker.num_unreported_blocks(0.5) == 8
+    assert worker.num_unreported_blocks(5.0) == 0
 
 
 def test_a_slow_measurement_counts_less_the_older_it_is() -> None:

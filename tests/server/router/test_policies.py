@@ -42,6 +42,7 @@ def view(
         "prefill_s": 1.0,
         "queue_s": 0.0,
         "num_displaced": 0.0,
+        "num_shared_blocks": 0,
         "kv_usage": 0.0,
         "kv_wait_s": 0.0,
         "eviction_s": 0.0,
@@ -93,13 +94,13 @@ def test_a_pool_of_one_slot_is_taken_as_often_as_it_is_used() -> None:
 
 
 def test_only_blocks_that_do_not_fit_are_waited_for() -> None:
-    assert [COST.kv_wait_s(usage, 2.0) for usage in (0.5, 1.0, 1.5, 3.0)] == [0.0, 0.0, 1.0, 4.0]
-    assert COST.kv_wait_s(3.0, 0.0) == 0.0, "no request has ended yet: nothing is known"
+    assert [COST.kv_wait_s(usage, 2.0, 2) for usage in (0.5, 1.0, 1.5, 3.0)] == [0.0, 0.0, 1.5, 4.0]
+    assert COST.kv_wait_s(3.0, 0.0, 2) == 0.0, "no request has ended yet: nothing is known"
 
 
 @pytest.mark.parametrize(("usage", "num_slots"), [(1e15, 0.1), (-7.0, 10.0), (1e-15, 1e15)])
 def test_an_impossible_report_raises_nothing(usage: float, num_slots: float) -> None:
-    assert COST.kv_wait_s(usage, 3.0) >= 0.0
+    assert COST.kv_wait_s(usage, 3.0, 0) >= 0.0
     assert COST.eviction_s(usage, num_slots, 3.0, 1.0) >= 0.0
 
 

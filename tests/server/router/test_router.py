@@ -322,6 +322,35 @@ async def test_the_price_of_a_full_pool_ignores_long_answers(three: Fleets) -> N
     assert await price() == pytest.approx(before)
 
 
+async def test_a_holder_needs_room_for_its_free_blocks_too(three: Fleets) -> None:
+    """Blocks that no running request holds are free in a report. Only what all workers hold is in use anyway."""
+    hashes = chain(40)
+    done = await three.place(chain(40))
+    three.router.started(done, 0)
+    three.clock.now_s += 4.0
+    three.router.closed(done)
+    for name, held in (("a", 10), ("b", 38), ("c", 10)):
+        load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=25, num_blocks=100, num_running=4)
+        three.index.memory.publish(WorkerId(name), hashes[:held], load=load)
+    three.clock.now_s += 2.0
+    holder, other = await row(three, "b", hashes), await row(three, "a", hashes)
+    assert holder["kv_wait_s"] == other["kv_wait_s"] > 0.0, "75 are held, and 30 more do not fit"
+    assert holder["eviction_s"] == other["eviction_s"], "while it waits, its own blocks are evicted"
+
+
+async def test_a_holder_evicts_only_for_new_blocks(three: Fleets) -> None:
+    hashes = chain(40)
+    for name, held in (("a", 10), ("b", 35), ("c", 10)):
+        load = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=50, num_blocks=100)
+        three.index.memory.publish(WorkerId(name), hashes[:held], load=load)
+    three.clock.now_s += 0.01
+    three.router.closed(await three.place(hashes))  # shows that prompts come back
+    holder_s, other_s = [float((await row(three, name, hashes))["eviction_s"]) for name in "ba"]
+    num_tokens, num_own_tokens = 40 * BLOCK + 1, 25 * BLOCK
+    assert other_s > 0.0
+    assert holder_s / other_s == pytest.approx(1.0 - num_own_tokens / num_tokens)
+
+
 async def test_pending_blocks_do_not_count_at_a_worker_with_ends() -> None:
     """The positions at which hits in them may stop are not known yet; explain names the kind of its ends."""
     fleets = Fleets()

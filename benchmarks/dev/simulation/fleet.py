@@ -1,0 +1,107 @@
+"""The workers of a replay, and what a replay is set to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from benchmarks.dev.simulation.engine import EngineModel, SimulatedWorker
+from benchmarks.dev.simulation.moving_engine import MovingWorker
+from benchmarks.dev.simulation.shared_engine import SharedWorker
+from benchmarks.dev.simulation.traces import Workload
+from cache.allocators.hash import HashAllocator
+from cache.records import WorkerMember
+from cache.types import Epoch, WorkerId
+from server.router.cost import CostModel
+
+MODEL: Final = "simulated"
+SPEEDS: Final = (4 / 3, 2 / 3)
+"""Even and odd workers have these where there are two. The fleet computes as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    num_workers: int
+    cache_share: float
+    """Blocks of the whole fleet over the distinct blocks of the workload."""
+    num_gateways: int = 1
+    index_delay_s: float = 0.1
+    report_s: float = 0.05
+    pooled: bool = False
+    """One pool of the same total size, seen by every worker: the bound."""
+    passes: bool = False
+    """At a worker, later requests pass one that does not fit."""
+    cost: CostModel = field(default_factory=CostModel)
+    count_pending: bool = True
+    """Blocks of requests just routed count as cached."""
+    warmup_share: float = 0.1
+    """Share of the first requests, which meet cold caches, to leave out."""
+    seed: int = 0
+    shared_engine: bool = False
+    """Prefills share each step, as in our workers, instead of running one by one."""
+    fetch: float = 0.0
+    """Rate of blocks from a peer, over the prefill rate; 0.0: none come. Shared engine only, as the next two."""
+    lower_tier: float = 0.0
+    """Blocks of a tier below each worker's pool, over the pool's; 0.0: there is none."""
+    load: float = 20.0
+    """Rate of blocks from the tier, over the prefill rate."""
+    hold_s: float = 0.0
+    """`--hold-s` of the gateways."""
+    redis: bool = False
+    """The index is a real Redis instead of its model in memory."""
+    two_speeds: bool = False
+    """Every second worker has half the speed of the others."""
+    death_and_join: bool = False
+    """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
+
+    @property
+    def moves(self) -> bool:
+        """True if workers load or fetch blocks."""
+        return not self.pooled and bool(self.fetch or self.lower_tier)
+
+
+class Fleet:
+    """Makes the workers, one pool for all of them where they share one."""
+
+    def __init__(self, workload: Workload, settings: ReplaySettings) -> None:
+        self._settings = settings
+        rate = workload.prefill_tokens_per_s
+        model = EngineModel(rate, workload.block_size)
+        if settings.moves:
+            tier_rates = (settings.load * rate,) if settings.lower_tier else ()
+            model = replace(model, fetch_tokens_per_s=settings.fetch * rate, tier_tokens_per_s=tier_rates)
+        self._model = model
+        num_blocks = int(workload.num_distinct_blocks * settings.cache_share)
+        self._num_worker_blocks = num_blocks // settings.num_workers
+        self._pool = HashAllocator(num_blocks + 1, 1) if settings.pooled else None
+        self._peers: dict[str, MovingWorker] = {}
+        self._num_made = 0
+
+    def make_worker(self) -> SimulatedWorker:
+        """Make the next worker, with an empty cache unless the fleet shares one."""
+        settings, number = self._settings, self._num_made
+        self._num_made += 1
+        member = WorkerMember(
+            WorkerId(f"worker-{number:02}"),
+            Epoch(f"{number:016x}"),
+            f"http://worker-{number:02}",
+            MODEL,
+            "",
+            "simulated",
+            self._model.block_size,
+            1 << 30,
+            1,
+            prefill_order="shared" if settings.shared_engine else "fifo",
+            layout="simulated" if settings.moves else "",
+            tiers=("disk",) if settings.lower_tier and settings.moves else (),
+        )
+        model = self._model.at_speed(SPEEDS[number % 2]) if settings.two_speeds else self._model
+        share = self._num_worker_blocks
+        cache = self._pool or HashAllocator(share + 1, 1)
+        if settings.moves:
+            tier = HashAllocator(int(settings.lower_tier * share) + 1, 1) if settings.lower_tier else None
+            worker = MovingWorker(member, model, cache, settings.report_s, tier=tier, peers=self._peers)
+            self._peers[member.url] = worker
+            return worker
+        kind = SharedWorker if settings.shared_engine else SimulatedWorker
+        return kind(member, model, cache, settings.report_s, settings.passes)

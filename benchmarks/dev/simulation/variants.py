@@ -1,0 +1,101 @@
+"""Changes of a workload that make another cell of it: other lengths, rates and tenants. Prompts' sizes stay.
+
+Each takes a workload and returns another; `VARIANTS` has their names in cells.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload, name_block
+from cache.hashing import hash_chain
+
+NUM_TENANTS: Final = 20
+
+
+def with_longer_answers(workload: Workload, times: int) -> Workload:
+    """Make answers `times` as long."""
+    return _mapped(workload, lambda request, _: replace(request, num_output_tokens=times * request.num_output_tokens))
+
+
+def with_rate(workload: Workload, times: float) -> Workload:
+    """Begin `times` as many sessions a second."""
+    sessions = [replace(session, start_s=session.start_s / times) for session in workload.sessions]
+    return replace(workload, sessions=sessions)
+
+
+def with_tenants(workload: Workload, seed: int) -> Workload:
+    """Give each conversation to one of twenty tenants, with Zipf weights. Tenants share no block.
+
+    The cache's size in blocks follows, since it is a share of the distinct ones.
+    """
+    ends = list(accumulate(1.0 / rank for rank in range(1, NUM_TENANTS + 1)))
+
+    def tenant_of(conversation: int) -> int:
+        return bisect_left(ends, random.Random(f"{seed}/{conversation}").uniform(0.0, ends[-1]))
+
+    tenants = {session.conversation: tenant_of(session.conversation) for session in workload.sessions}
+    changed = _mapped(workload, lambda request, session: _of_tenant(request, tenants[session.conversation]))
+    num_distinct = len({h for session in changed.sessions for request in session.requests for h in request.hashes})
+    return replace(changed, num_distinct_blocks=num_distinct)
+
+
+def with_kept_answers(workload: Workload) -> Workload:
+    """Let answers take blocks, which the conversation's next prompt finds. The cache stays as large."""
+    following: dict[int, TraceRequest] = {}
+    by_conversation: dict[int, TraceRequest] = {}
+    for session in workload.sessions:
+        for request in session.requests:
+            before = by_conversation.get(session.conversation)
+            if before is not None:
+                following[before.number] = request
+            by_conversation[session.conversation] = request
+
+    def kept(request: TraceRequest, _: Session) -> TraceRequest:
+        return _with_answer(request, following.get(request.number), workload.block_size)
+
+    return _mapped(workload, kept)
+
+
+def _with_answer(request: TraceRequest, following: TraceRequest | None, block_size: int) -> TraceRequest:
+    """Name the blocks that the answer fills as the next prompt does, if that begins with this one."""
+    full = list(request.block_ids[:-1])
+    num_more = (request.num_prompt_tokens + request.num_output_tokens) // block_size - len(full)
+    if num_more < 1:
+        return request
+    answer: Sequence[int] = ()
+    if following is not None and following.hashes[: len(full)] == request.hashes:
+        answer = following.block_ids[:-1][len(full) : len(full) + num_more]
+    answer = [*answer, *(name_block("answer", request.number, at) for at in range(len(answer), num_more))]
+    block_ids = [*full, answer[0]]
+    return replace(request, block_ids=block_ids, chain=hash_chain(ROOT, block_ids, 1), answer_ids=answer[1:])
+
+
+def _of_tenant(request: TraceRequest, tenant: int) -> TraceRequest:
+    if len(request.block_ids) < 2:
+        return request
+    block_ids = [name_block("tenant", tenant, request.block_ids[0]), *request.block_ids[1:]]
+    chain = hash_chain(ROOT, block_ids, 1)
+    return replace(request, block_ids=block_ids, chain=chain, hashes=chain[:-1])
+
+
+def _mapped(workload: Workload, change: Callable[[TraceRequest, Session], TraceRequest]) -> Workload:
+    sessions = [
+        replace(session, requests=[change(request, session) for request in session.requests])
+        for session in workload.sessions
+    ]
+    return replace(workload, sessions=sessions)
+
+
+VARIANTS: Final[Mapping[str, Callable[[Workload, int], Workload]]] = {
+    "x8": lambda workload, _: with_longer_answers(workload, 8),
+    "rate1.5": lambda workload, _: with_rate(workload, 1.5),
+    "tenants": with_tenants,
+    "kept": lambda workload, _: with_kept_answers(workload),
+}
+"""By the name in a cell: each takes a workload and the seed. The order is that in which they apply."""
