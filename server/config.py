@@ -25,6 +25,7 @@ _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 _net = partial(option, "network")
 _fleet = partial(option, "workers")
 _api = partial(option, "API")
+_watch = partial(option, "observability")
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
@@ -156,7 +157,14 @@ class GatewayConfig(SharedConfig):
     keep_client_lines: bool = _api(
         False, "keep lines that agents put into prompts for other servers (default: known ones are removed)"
     )
-    access_log: bool = option("observability", False, "log a line for each answer: status, seconds, tokens")
+    usage_log: str | None = _watch(
+        None, "a line of JSON for each request: tokens and seconds by tenant and key, no text (default: none)", "FILE"
+    )
+    usage_log_size_bytes: int = _watch(
+        64 << 20, "size at which the usage log is renamed (default 64M)", "SIZE", type=num_bytes
+    )
+    usage_log_files: int = _watch(64, "renamed usage logs that are kept (default 64)", least=1)
+    access_log: bool = _watch(False, "log a line for each answer: status, seconds, tokens")
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)

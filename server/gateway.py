@@ -58,6 +58,9 @@ from server.request_context import add_ids
 from server.router.partings import Partings
 from server.router.placement import Placer
 from server.router.router import Router
+from server.usage.account import Account
+from server.usage.log import UsageLog
+from server.usage.totals import UsageTotals
 from server.workers.client import StallWatch, WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
@@ -147,8 +150,15 @@ class Gateway:
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 
         self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
-        self.public = public_app(config, self.api, self.metrics, self.authenticator, self._lifespan)
-        overview = Overview(self.api, self.endpoint, self.router, self._index)
+        self.usage = UsageTotals()
+        self.metrics.registry.register(self.usage)
+        self._usage_log = None
+        if config.usage_log is not None:
+            path, size = Path(config.usage_log), config.usage_log_size_bytes
+            self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
+        parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
+        self.public = public_app(config, *parts)
+        overview = Overview(self.api, self.endpoint, self.router, self._index, self.usage)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)
         operations = OpsApi(overview, self.feed, partial(tenant_identity, secret), self.drain)
@@ -197,6 +207,8 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._usage_log is not None:
+                await self._usage_log.close()
             self._client.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
             if self._tracing is not None:
@@ -212,9 +224,16 @@ class Gateway:
         yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run
+        if self._usage_log is not None:
+            yield "usage log", self._usage_log.run
         for name, files in (("keys", self._keys), ("certificate", self._certificate), ("worker CA", self._worker_ca)):
             if files is not None:
                 yield name, files.follow
+
+    def _count_usage(self, account: Account) -> None:
+        self.usage.add(account)
+        if self._usage_log is not None:
+            self._usage_log.add(account)
 
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""

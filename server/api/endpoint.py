@@ -33,6 +33,7 @@ from server.request.request import Generation, RequestServices
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, RequestContext
 from server.schema.intent import Conversation
+from server.usage.account import Account
 from worker.common.tracing import Tracing, mark_failed
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class GenerateEndpoint(ABC):
         services, context, identity = self._services, CURRENT.get(), identity_of(scope)
         usage = identity.usage
         context.route = self.route
+        context.account = account = Account(tenant=identity.tenant, key=identity.key_name, route=self.route)
         deadline_s = time.monotonic() + services.request_timeout_s
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
@@ -116,6 +118,7 @@ class GenerateEndpoint(ABC):
             request = await self.prepare(body, identity)
         del body
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
+        account.model = request.specs[0].model.name
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
@@ -140,6 +143,9 @@ class GenerateEndpoint(ABC):
             context.num_output_tokens = response.num_output_tokens
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
+            response.charge(account)
+            if not formatter.shows_output:
+                account.output_tokens = 0
             self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
             if num_pooled_tokens := response.num_pooled_tokens:
                 context.num_prompt_tokens = num_pooled_tokens

@@ -65,6 +65,11 @@ class Identity:
         self.tag = blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()
         """The name by which workers separate tenants; it reveals nothing else about them."""
 
+    @property
+    def key_name(self) -> str:
+        """The key's name, or the first digits of its digest, by which the key cannot be found; empty without a key."""
+        return self.key.name or self.key.digest.removeprefix(DIGEST_PREFIX)[:12]
+
     def may_use(self, *names: str) -> bool:
         """Return whether the key may use a model with any of these names."""
         return self.key.models is None or not self.key.models.isdisjoint(names)

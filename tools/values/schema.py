@@ -207,6 +207,13 @@ VALUES: Final = group(
             "Further host names of the ops port; its Service's and addresses always work.",
             text("A name, without scheme and port.", pattern=r"^[A-Za-z0-9._-]{1,253}$"),
         ),
+        usageLog=group(
+            "A line of JSON for each request, by tenant and key: /usage/POD.jsonl, full files as POD.jsonl.TIME.",
+            enabled=flag("Whether gateways write it."),
+            existingClaim=name(
+                "ReadWriteMany claim for the logs of all pods; empty: an emptyDir, which ends with the pod."
+            ),
+        ),
         drain=drain("a gateway", 15, "Gives load balancers time to drop the pod."),
         resources=resources("a gateway"),
         **pod(),
