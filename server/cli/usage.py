@@ -7,6 +7,7 @@ import gzip
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,7 +50,14 @@ class Sums:
             except msgspec.MsgspecError:
                 self.num_invalid += bool(line.strip())
                 continue
-            group = tuple([account.time[:10] if name == "day" else getattr(account, name) for name in self.by])
+            group = tuple(
+                [
+                    f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
+                    if name == "day"
+                    else getattr(account, name)
+                    for name in self.by
+                ]
+            )
             row = self._rows.setdefault(group, [0] * len(SUMS))
             amounts = (getattr(account, name) for name in SUMS[5:])
             counts = (account.prompt_tokens, sum(account.cached_tokens.values()), account.output_tokens)

@@ -134,25 +134,25 @@ class ResponseStream:
         """Add the use of every prompt."""
         account.finished = self.finished
         account.num_prompts = len(self.generations)
+        queue_s = prefill_s = saved_s = block_s = 0.0
         for each in self.generations:
-            times, num_output_tokens = each.times, each.num_output_tokens
+            spec, times = each.spec, each.times
             account.num_choices += len(each.choices)
-            account.queue_s += times.queue_s
+            queue_s += times.queue_s
             if not times.tokens_per_s:  # no prefill has begun
                 continue
-            num_tokens = len(each.spec.prompt_ids) or (0 if each.answer is None else each.answer.num_pooled_tokens)
+            num_output_tokens = each.num_output_tokens
+            num_tokens = len(spec.prompt_ids) or (0 if each.answer is None else each.answer.num_pooled_tokens)
             num_cached = min(num_tokens, each.num_cached_tokens or 0)
             account.prompt_tokens += num_tokens
             account.output_tokens += num_output_tokens
-            account.prefill_s += (num_tokens - num_cached) / times.tokens_per_s
-            account.prefill_saved_s += num_cached / times.tokens_per_s
-            num_blocks = -(-(num_tokens + num_output_tokens) // each.spec.model.bundle.block_size)
-            account.block_s += num_blocks * times.held_s
+            prefill_s += (num_tokens - num_cached) / times.tokens_per_s
+            saved_s += num_cached / times.tokens_per_s
+            block_s += -(-(num_tokens + num_output_tokens) // spec.model.bundle.block_size) * times.held_s
             if num_cached:
-                cached = account.cached_tokens
-                pool = {"pool": num_cached - sum(each.fetched_tokens.values())}
-                for place, num_placed in (pool | dict(each.fetched_tokens)).items():
-                    cached[place] = cached.get(place, 0) + max(0, num_placed)
+                account.add_cached(num_cached, each.fetched_tokens)
+        account.queue_s, account.block_s = round(queue_s, 6), round(block_s, 6)
+        account.prefill_s, account.prefill_saved_s = round(prefill_s, 6), round(saved_s, 6)
 
     def worker_ids(self) -> str:
         """Return the ids of the workers that served the prompts, without duplicates."""

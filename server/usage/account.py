@@ -9,8 +9,7 @@ block_s            blocks of the prompt and of all its answers x the time from i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct, field
 
@@ -18,8 +17,8 @@ from msgspec import Struct, field
 class Account(Struct, eq=False, kw_only=True):
     """The use of one request. Its endpoint fills it in; `RequestMiddleware` hands it on at the end."""
 
-    time: str = ""
-    """The end of the request, UTC."""
+    ended_at: float = 0.0
+    """Unix time."""
     request_id: str = ""
     tenant: str
     key: str
@@ -45,12 +44,19 @@ class Account(Struct, eq=False, kw_only=True):
     """From the first byte of the request to the last of the answer."""
     worker: str = ""
 
+    def add_cached(self, num_tokens: int, fetched: Mapping[str, int]) -> None:
+        """Add cached tokens; `fetched`: those that were not in the pool, by place."""
+        cached = self.cached_tokens
+        cached["pool"] = cached.get("pool", 0) + max(0, num_tokens - sum(fetched.values()))
+        for place, num_fetched in fetched.items():
+            cached[place] = cached.get(place, 0) + num_fetched
+
     def end(self, request_id: str, status: int, worker: str, elapsed_s: float) -> None:
-        self.time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.request_id, self.status, self.worker = request_id, status, worker
+        self.ended_at = round(time.time(), 3)
+        self.request_id = request_id
+        self.status = status
+        self.worker = worker
         self.seconds = round(elapsed_s, 6)
-        for name in ("queue_s", "prefill_s", "prefill_saved_s", "block_s"):
-            setattr(self, name, round(getattr(self, name), 6))
 
 
 class PromptTimes:
@@ -70,22 +76,20 @@ class PromptTimes:
 
     def wait(self) -> None:
         """Begin to wait for a worker, or again after one was lost."""
-        self._change(is_waiting=True)
+        now_s = self._clock()
+        if self._since_s is not None and not self._is_waiting:
+            self.held_s += now_s - self._since_s
+        elif self._since_s is not None:
+            self.queue_s += now_s - self._since_s
+        self._since_s, self._is_waiting = now_s, True
 
     def start(self, tokens_per_s: float) -> None:
         """Begin the prefill, at a worker of this rate."""
-        self._change(is_waiting=False)
+        self.wait()
+        self._is_waiting = False
         self.tokens_per_s = self.tokens_per_s or tokens_per_s
 
     def stop(self) -> None:
         """End the present state, if any."""
-        self._change(is_waiting=True)
+        self.wait()
         self._since_s = None
-
-    def _change(self, *, is_waiting: bool) -> None:
-        now_s = self._clock()
-        if self._since_s is not None and self._is_waiting:
-            self.queue_s += now_s - self._since_s
-        elif self._since_s is not None:
-            self.held_s += now_s - self._since_s
-        self._since_s, self._is_waiting = now_s, is_waiting

@@ -45,7 +45,7 @@ class UsageTotals(Collector):
     def add(self, account: Account) -> None:
         owner = (account.tenant, account.key)
         row = self._row(owner, account.prompt_tokens + account.output_tokens)
-        row[0] += 1
+        row[0] += 1.0
         row[1] += account.prompt_tokens
         row[2] += account.output_tokens
         row[3] += account.queue_s

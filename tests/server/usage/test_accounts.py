@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,9 @@ async def test_the_command_sums_logs(
     assert (rows["one"]["requests"], rows["one"]["unfinished"], rows["one"]["key"]) == (4, 1, "notebook")
     assert rows["one"]["prompt_tokens"] == 3 * len(worker.received[0].prompt_ids)
     assert rows["two"]["output_tokens"] == len(worker.reply) + 1
-    assert rows["two"]["day"] == json.loads(whole.splitlines()[0])["time"][:10]
+    assert (
+        rows["two"]["day"] == f"{datetime.fromtimestamp(json.loads(whole.splitlines()[0])['ended_at'], UTC):%Y-%m-%d}"
+    )
     assert cli.main(["usage", str(other)]) == 0
     assert "one" in capsys.readouterr().out
     assert cli.main(["usage", str(logged.path.with_name("none"))]) == 2
