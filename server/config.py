@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from cache.redis_index import ReaderSettings
+from cache.redis_index import ClientSettings, ReaderSettings
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
@@ -126,6 +126,13 @@ class GatewayConfig(SharedConfig):
         (), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...", type=_comma_separated
     )
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
+    limits_redis_username: str | None = _api(
+        None, "ACL user that writes the use of keys to Redis (default: that of the index)", "NAME"
+    )
+    limits_redis_password_file: str | None = _api(None, "password of that user (default: that of the index)", "FILE")
+    limits_gateways: int = _api(
+        1, "share the limits of keys as that many gateways until others are seen in Redis (default 1)", least=1
+    )
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
@@ -193,6 +200,13 @@ class GatewayConfig(SharedConfig):
             password=self.redis_password(),
             cluster_secret=self.cluster_secret(),
         )
+
+    def limits_client(self) -> ClientSettings:
+        """Return how this gateway writes the use of keys to Redis. Raises ValueError."""
+        file, password = self.limits_redis_password_file, self.redis_password()
+        if file is not None:
+            password = read_secret("--limits-redis-password-file", file).decode()
+        return ClientSettings(username=self.limits_redis_username or self.redis_username, password=password)
 
     def ops_key(self) -> bytes | None:
         """Read --ops-key-file. Raises ValueError, also for an empty one."""

@@ -285,6 +285,7 @@ class Generation:
             sampling=spec.sampling_at(worker.max_model_len),
             priority=spec.priority,
             tenant=spec.tenant,
+            weight=spec.weight,
             deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
             is_suspect=self._history.num_suspicions > 0,
             traceparent=carrier.get("traceparent", ""),

@@ -253,6 +253,10 @@ VALUES: Final = group(
         existingSecret=name("Secret with the passwords; empty: generated (builtin), or none (external)."),
         gatewayUsername=text("ACL user of the gateways; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
         gatewayPasswordKey=text("Key of its password in the Secret.", minLength=1),
+        limitsUsername=text(
+            "ACL user by which gateways count the use of API keys, with their password; empty: their other user.",
+            pattern=r"^[A-Za-z0-9._-]*$",
+        ),
         workerUsername=text("ACL user of the workers; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
         workerPasswordKey=text("Key of its password in the Secret.", minLength=1),
         builtin=group(
