@@ -13,6 +13,7 @@ So without Redis, or with records that were removed, replayed or forged, each ga
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Annotated, Final
 
@@ -30,6 +31,7 @@ JOIN_S: Final = 5.0
 """After its start a gateway takes the buckets' levels from the others."""
 MAX_KEYS: Final = 8192
 MAX_GATEWAYS: Final = 1024
+_UNUSED: Final = KeyUse()
 
 
 class GatewayRecord(Struct, frozen=True, array_like=True):
@@ -126,7 +128,9 @@ class FleetLimits:
         """Return whether the gateway may have granted this since its last record, or ever if that is its first."""
         usages = self._usages()
         for name, use in record.keys.items():
-            before = use if is_first else peer.record.keys.get(name) or KeyUse()
+            before = use if is_first else peer.record.keys.get(name, _UNUSED)
+            if use.amounts() == before.amounts() and not is_first:
+                continue
             if use.requests < before.requests or use.tokens < before.tokens:
                 return False
             if (usage := usages.get(name)) is not None and usage.is_huge(use, before, now_s - peer.taken_s):
@@ -139,10 +143,10 @@ class FleetLimits:
         joins = not peer.is_live and now_s - self._begun_s < JOIN_S
         for name, use in record.keys.items():
             usage = usages.get(name)
-            before = peer.record.keys.get(name) or KeyUse()
-            if usage is None or (use is before and not joins):
-                continue
+            before = peer.record.keys.get(name, _UNUSED)
             requests, tokens = use.requests - before.requests, use.tokens - before.tokens
+            if usage is None or not (requests or tokens or joins):
+                continue
             self.is_busy |= bool(requests or tokens)
             if is_known:
                 usage.draw(requests, tokens)
@@ -159,7 +163,12 @@ class FleetLimits:
         today = [peer for peer in self._peers.values() if peer.record.day == self._day]
         num_gateways = max(1 + len(live), self._min_gateways if now_s - self._read_s > FRESH_S else 1)
         self.part = (1 + len(fresh)) / num_gateways
+        num_open, spent = Counter[str](), Counter[str]()
+        for peer in fresh:
+            for name, use in peer.record.keys.items():
+                num_open[name] += use.num_open
+        for peer in today:
+            for name, use in peer.record.keys.items():
+                spent[name] += use.spent
         for name, usage in usages.items():
-            num_open = sum([peer.record.keys[name].num_open for peer in fresh if name in peer.record.keys])
-            spent = sum([peer.record.keys[name].spent for peer in today if name in peer.record.keys])
-            usage.share(1 + len(fresh), num_gateways, num_open, spent)
+            usage.share(1 + len(fresh), num_gateways, num_open.get(name, 0), spent.get(name, 0))

@@ -67,6 +67,10 @@ class KeyUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The level of the fleet's bucket, as this gateway has it."""
     tokens_left: _Level = MAX_LEVEL
 
+    def amounts(self) -> tuple[int, int, int, int]:
+        """Return what requests change."""
+        return self.requests, self.tokens, self.num_open, self.spent
+
 
 class KeyUsage:
     """The use of one key over the fleet, as this gateway has it: a bucket for each limit a minute, and counts.
