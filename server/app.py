@@ -30,6 +30,7 @@ from server.errors import MESSAGES_PATH, MODELS_PATH, RESPONSES_PATH, Unavailabl
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
 from server.schema.decoding import MAX_VALUES, require_json
+from server.usage.account import Account
 
 ID_BYTES: Final = 8
 """Maximum bytes per token id in JSON ("999999, ")."""
@@ -134,12 +135,13 @@ def public_app(
     metrics: GatewayMetrics,
     authenticator: Authenticator,
     lifespan: Lifespan[Application],
+    count_usage: Callable[[Account], None],
 ) -> Application:
     return Application(
         routes=api.routes(),
         middleware=[
             *_cross_origin(config.cors_origin),
-            Middleware(RequestMiddleware, metrics, access_log=config.access_log),
+            Middleware(RequestMiddleware, metrics, access_log=config.access_log, count_usage=count_usage),
             Middleware(AuthenticationMiddleware, authenticator),
             Middleware(BodyLimitMiddleware, config.max_body_bytes, api.max_body_bytes),
             Middleware(HotRoutes, api.endpoints),

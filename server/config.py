@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from cache.redis_index import ReaderSettings
+from cache.redis_index import ClientSettings, ReaderSettings
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
@@ -26,6 +26,7 @@ _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 _net = partial(option, "network")
 _fleet = partial(option, "workers")
 _api = partial(option, "API")
+_watch = partial(option, "observability")
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
@@ -126,6 +127,13 @@ class GatewayConfig(SharedConfig):
         (), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...", type=_comma_separated
     )
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
+    limits_redis_username: str | None = _api(
+        None, "ACL user that writes the use of keys to Redis (default: that of the index)", "NAME"
+    )
+    limits_redis_password_file: str | None = _api(None, "password of that user (default: that of the index)", "FILE")
+    limits_gateways: int = _api(
+        1, "share the limits of keys as that many gateways until others are seen in Redis (default 1)", least=1
+    )
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
@@ -157,7 +165,14 @@ class GatewayConfig(SharedConfig):
     keep_client_lines: bool = _api(
         False, "keep lines that agents put into prompts for other servers (default: known ones are removed)"
     )
-    access_log: bool = option("observability", False, "log a line for each answer: status, seconds, tokens")
+    usage_log: str | None = _watch(
+        None, "a line of JSON for each request: tokens and seconds by tenant and key, no text (default: none)", "FILE"
+    )
+    usage_log_size_bytes: int = _watch(
+        64 << 20, "size at which the usage log is renamed (default 64M)", "SIZE", type=num_bytes
+    )
+    usage_log_files: int = _watch(64, "renamed usage logs that are kept (default 64)", least=1)
+    access_log: bool = _watch(False, "log a line for each answer: status, seconds, tokens")
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)
@@ -186,6 +201,13 @@ class GatewayConfig(SharedConfig):
             password=self.redis_password(),
             cluster_secret=self.cluster_secret(),
         )
+
+    def limits_client(self) -> ClientSettings:
+        """Return how this gateway writes the use of keys to Redis. Raises ValueError."""
+        file, password = self.limits_redis_password_file, self.redis_password()
+        if file is not None:
+            password = read_secret("--limits-redis-password-file", file).decode()
+        return ClientSettings(username=self.limits_redis_username or self.redis_username, password=password)
 
     def ops_key(self) -> bytes | None:
         """Read --ops-key-file. Raises ValueError, also for an empty one."""

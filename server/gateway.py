@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import uvloop
 
-from cache.redis_index import RedisIndex
+from cache.redis_index import GatewayRecords, RedisIndex
 from cache.types import GatewayId
 from server.api.client_lines import CLIENT_LINES
 from server.api.endpoint import EndpointServices
@@ -39,7 +39,9 @@ from server.api.ignored_tools import IgnoredTools
 from server.api.images import ImageRules
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
+from server.auth.fleet_limits import FleetLimits
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
+from server.auth.shared_limits import SharedLimits
 from server.config import GatewayConfig, parse, parser
 from server.event_loop import keep_running, sample_delay
 from server.http.connections import HttpLimits
@@ -58,6 +60,9 @@ from server.request_context import add_ids
 from server.router.partings import Partings
 from server.router.placement import Placer
 from server.router.router import Router
+from server.usage.account import Account
+from server.usage.log import UsageLog
+from server.usage.totals import UsageTotals
 from server.workers.client import StallWatch, WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
@@ -96,9 +101,12 @@ class Gateway:
         self._worker_ca = config.workers_ca()
         self._keys = _open_keys(config, self.metrics)
         self._index: RedisIndex | NoIndex = NoIndex()
+        self._limits: SharedLimits | None = None
         if config.redis is not None:
             self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_events.inc)
 
+        if self._keys is not None:
+            self._limits = _share_limits(config, self._keys, gateway_id, self.metrics)
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient(gateway_token(secret), networks, tls)
@@ -147,8 +155,15 @@ class Gateway:
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 
         self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
-        self.public = public_app(config, self.api, self.metrics, self.authenticator, self._lifespan)
-        overview = Overview(self.api, self.endpoint, self.router, self._index)
+        self.usage = UsageTotals()
+        self.metrics.registry.register(self.usage)
+        self._usage_log = None
+        if config.usage_log is not None:
+            path, size = Path(config.usage_log), config.usage_log_size_bytes
+            self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
+        parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
+        self.public = public_app(config, *parts)
+        overview = Overview(self.api, self.endpoint, self.router, self._index, self.usage)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)
         operations = OpsApi(overview, self.feed, partial(tenant_identity, secret), self.drain)
@@ -194,9 +209,13 @@ class Gateway:
         try:
             yield
         finally:
+            if self._limits is not None:
+                await self._limits.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._usage_log is not None:
+                await self._usage_log.close()
             self._client.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
             if self._tracing is not None:
@@ -212,9 +231,20 @@ class Gateway:
         yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run
+        if self._usage_log is not None:
+            yield "usage log", self._usage_log.run
+        if self._limits is not None:
+            yield "limits", self._limits.run
+            if self._limits.records is not None:
+                yield "limits in Redis", self._limits.records.run
         for name, files in (("keys", self._keys), ("certificate", self._certificate), ("worker CA", self._worker_ca)):
             if files is not None:
                 yield name, files.follow
+
+    def _count_usage(self, account: Account) -> None:
+        self.usage.add(account)
+        if self._usage_log is not None:
+            self._usage_log.add(account)
 
     def drain(self) -> None:
         """Take no new connections, end open requests within the grace, then stop."""
@@ -245,6 +275,18 @@ def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None
             "NO API KEYS: anyone who reaches %s:%d may use every model; give --api-keys FILE", config.host, config.port
         )
     return None
+
+
+def _share_limits(config: GatewayConfig, keys: KeyFile, gateway_id: GatewayId, metrics: GatewayMetrics) -> SharedLimits:
+    """Raises ValueError."""
+    count = metrics.limit_events.inc
+    limits = FleetLimits(lambda: keys.usages, time.monotonic, config.limits_gateways)
+    metrics.limit_part.set_function(lambda: limits.part)
+    records = None
+    if config.redis is not None:
+        secret = config.cluster_secret()
+        records = GatewayRecords(config.redis, config.redis_prefix, secret, config.limits_client(), count)
+    return SharedLimits(limits, records, gateway_id, count)
 
 
 def _freeze_gc() -> None:

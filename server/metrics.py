@@ -204,6 +204,17 @@ class GatewayMetrics:
         )
         self.key_reloads = metric("api_key_reloads", "Times the key file changed.", "outcome")
         self.key_reloads.start("loaded", "rejected")
+        self.limit_events = metric(
+            "key_limit_events", "Exchanges of keys' use without an answer in time, and invalid records.", "event"
+        )
+        self.limit_events.start("timeout", "invalid")
+        self.limit_part = gauge(
+            "headstart_key_limit_part", "Part of keys' limits that the gateways known in Redis grant; else only shares."
+        )
+        self.limit_part.set(1.0)
+        self.usage_log_lines = metric("usage_log_lines", "Lines of the usage log.", "outcome")
+        self.usage_log_lines.start("written", "lost")
+        self.usage_log_failures = metric("usage_log_failures", "Batches of the usage log that could not be written.")
         self._longest_delay_s = 0.0
         longest = gauge(
             "headstart_event_loop_longest_delay_seconds", "The longest of those delays since the last scrape."

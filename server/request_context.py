@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.types import Scope
 
 from cache.records import WorkerMember
+from server.usage.account import Account
 from worker.common.tracing import Tracing, as_parent, mark_failed
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class RequestContext:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    account: Account | None = None
+    """The use of a request to a model's route."""
     removed_line: str = ""
     """The rule by which an agent's line was removed from the prompt."""
     trace: Trace | None = None

@@ -26,6 +26,7 @@ PARSERS: Final = {
     "keys": "server.cli.keys",
     "index": "server.cli.index",
     "prefix": "server.cli.prefix",
+    "usage": "server.cli.usage",
     "batch": "server.cli.batch",
 }
 """Command to the module whose `parser()` reads its options. Other commands have few options, and `--help`."""
@@ -33,7 +34,7 @@ PAGES: Final = {
     "serve": ("serve",),
     "gateway": ("gateway",),
     "worker": ("worker",),
-    "tools": ("top", "doctor", "keys", "index", "prefix", "batch"),
+    "tools": ("top", "doctor", "keys", "index", "prefix", "usage", "batch"),
 }
 """Page below docs/configuration to the commands on it."""
 NOTE: Final = "<!-- Written by tools/configuration.py from the parsers; change the help texts there. -->"

@@ -193,6 +193,8 @@ class GenerateRequest(Struct, frozen=True):
     """Ask for the engine's own text; only of a worker whose member has the path among its `text_apis`."""
     media: tuple[MediaStart, ...] = ()
     """The media in the prompt, in order, which the engine reads from the call."""
+    weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    """The tenant's weight for its share of the worker."""
 
 
 class _Frame(Struct, frozen=True, array_like=True):

@@ -4,11 +4,12 @@ lookup.RedisIndex     gateway: one round trip per decision      registry     the
 writer.IndexWriter    worker: its own sets and entry            upkeep       dead members and foreign values
 client.RedisClient    one pipelined connection, one owner task  connection   unix, TLS, Sentinel, Cluster
 transactions          a worker's commands                       script       the read-only script of a lookup
-schema                keys and signed records, untrusted when read
+gateway_records               the gateways' use of keys       schema       keys and records, untrusted when read
 """
 
 from cache.redis_index.client import RedisDownError, diagnose
 from cache.redis_index.connection import ClientSettings, WriterSettings, check_url
+from cache.redis_index.gateway_records import GatewayRecords
 from cache.redis_index.lookup import ReaderSettings, RedisIndex
 from cache.redis_index.registry import RegistryEntry
 from cache.redis_index.schema import check_key_part
@@ -16,6 +17,7 @@ from cache.redis_index.writer import IndexWriter, SetChange
 
 __all__ = [
     "ClientSettings",
+    "GatewayRecords",
     "IndexWriter",
     "ReaderSettings",
     "RedisDownError",

@@ -143,8 +143,8 @@ class CompletionFormatter(ChunkFormatter):
         self._echoes = echoes
         self._num_sampled = num_sampled
         self._begun: set[int] = set()
-        self._is_scoring = request.max_tokens == 0
-        """Only the prompt's log probabilities are asked for."""
+        self.shows_output = request.max_tokens != 0
+        """False: only the prompt's log probabilities are asked for."""
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]:
         parts = (part for delta in deltas for part in self._delta_events(response, delta))
@@ -152,7 +152,7 @@ class CompletionFormatter(ChunkFormatter):
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         usage = response.usage()
-        if self._is_scoring:
+        if not self.shows_output:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
@@ -167,11 +167,11 @@ class CompletionFormatter(ChunkFormatter):
                 fields = self._whole_choice(
                     choice,
                     index=num_shown,
-                    text=echo if self._is_scoring else echo + choice.text,
+                    text=echo + choice.text if self.shows_output else echo,
                     logprobs=self._logprobs(response, prompt, choice.entries, echo=bool(self._echoes)),
                     finish_reason=choice.finish_reason,
                 )
-                if self._token_ids and self._is_scoring:
+                if self._token_ids and not self.shows_output:
                     fields["token_ids"] = []
                 self._add_prompt(fields, generation)
                 yield fields
@@ -188,7 +188,7 @@ class CompletionFormatter(ChunkFormatter):
                 logprobs = self._logprobs(response, prompt, (), echo=True)
                 yield from self._chunk(response, index=index, text=self._echoes[prompt], logprobs=logprobs, **first)
                 first = {}
-        text, entries, token_ids = ("", [], []) if self._is_scoring else (delta.text, delta.entries, delta.token_ids)
+        text, entries, token_ids = (delta.text, delta.entries, delta.token_ids) if self.shows_output else ("", [], [])
         if text or entries or first or (self._token_ids and token_ids) or delta.finish_reason is not None:
             logprobs = self._logprobs(response, prompt, entries, echo=False) if entries else None
             choice = LazyJson(index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
@@ -228,7 +228,7 @@ class CompletionFormatter(ChunkFormatter):
             for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
                 yield token_id, logprobs, offset
                 offset += len(self._token_bytes[token_id].decode("utf-8", "ignore"))
-        if not self._is_scoring:
+        if self.shows_output:
             shift = len(self._echoes[prompt]) if self._echoes else 0
             for entry in entries:
                 yield entry.token_id, entry.logprobs, entry.start + shift

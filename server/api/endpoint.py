@@ -11,11 +11,12 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
@@ -33,6 +34,7 @@ from server.request.request import Generation, RequestServices
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, RequestContext
 from server.schema.intent import Conversation
+from server.usage.account import Account
 from worker.common.tracing import Tracing, mark_failed
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class GenerateEndpoint(ABC):
         services, context, identity = self._services, CURRENT.get(), identity_of(scope)
         usage = identity.usage
         context.route = self.route
+        context.account = account = Account(tenant=identity.tenant, key=identity.key_name, route=self.route)
         deadline_s = time.monotonic() + services.request_timeout_s
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
@@ -116,12 +119,13 @@ class GenerateEndpoint(ABC):
             request = await self.prepare(body, identity)
         del body
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
+        account.model = request.specs[0].model.name
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         generations, time_slice = [], TimeSlice()
-        for spec in request.specs:
+        for spec in request.specs if (weight := identity.key.weight) == 1.0 else weighted(request.specs, weight):
             generations.append(Generation(spec, services.requests, deadline_s, hints))
             await time_slice.rest()
         if len(generations) == 1 and not generations[0].route.embeds:
@@ -140,6 +144,9 @@ class GenerateEndpoint(ABC):
             context.num_output_tokens = response.num_output_tokens
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
+            response.charge(account)
+            if not formatter.shows_output:
+                account.output_tokens = 0
             self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
             if num_pooled_tokens := response.num_pooled_tokens:
                 context.num_prompt_tokens = num_pooled_tokens
@@ -246,6 +253,11 @@ class GenerateEndpoint(ABC):
                 mark_failed(context.trace.span, type(failure).__name__)
             forget(error)
             await writer.write(formatter.error_event(failure), more=False)
+
+
+def weighted(specs: Sequence[GenerationSpec], weight: float) -> list[GenerationSpec]:
+    """Return the specs with the weight of their tenant."""
+    return [replace(spec, weight=weight) for spec in specs]
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -57,6 +57,8 @@ class ResponseFormatter(ABC):
 
     ping: ClassVar[bytes] = PING
     """The keep-alive of a silent stream."""
+    shows_output = True
+    """False: what was generated is not part of the answer, nor of its usage."""
 
     @abstractmethod
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> Iterable[bytes]:

@@ -89,7 +89,7 @@ class AuthenticationMiddleware:
         try:
             await self._app(scope, receive, send)
         finally:
-            usage.num_open -= 1
+            usage.close()
 
 
 class OpsKeyMiddleware:

@@ -10,9 +10,11 @@ API keys are in a TOML file of digests, reloaded whenever it changes:
     tenant = "research"            # several keys may share one; each tenant has a cache of its own
     name = "notebook"              # for logs
     models = ["smollm2"]           # those it may use; absent: all
-    requests_per_minute = 600      # absent: no limit, as for the next two
+    requests_per_minute = 600      # absent: no limit, as for the next three
     tokens_per_minute = 200000
     max_streams = 32               # requests at a time
+    tokens_per_day = 5000000       # prompt and answer, by UTC
+    weight = 4                     # share of a busy fleet, next to other tenants; absent: 1
     may_prioritise = true          # may set `priority`
 
 The format is TOML: an entry is appended as it is printed, and comments can name the owner of a key.
@@ -57,13 +59,18 @@ class Identity:
         self.key = key
         self.usage: KeyUsage | None = None
         """None: the key has no limits."""
-        if (key.requests_per_minute, key.tokens_per_minute, key.max_streams) != (None, None, None):
+        if {key.requests_per_minute, key.tokens_per_minute, key.tokens_per_day, key.max_streams} != {None}:
             self.usage = usage or KeyUsage()
             self.usage.apply(key)
         self.tenant = key.tenant
         self.salt = tenant_salt(cluster_secret, key.tenant)
         self.tag = blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()
         """The name by which workers separate tenants; it reveals nothing else about them."""
+
+    @property
+    def key_name(self) -> str:
+        """The key's name, or the first digits of its digest, by which the key cannot be found; empty without a key."""
+        return self.key.name or self.key.digest.removeprefix(DIGEST_PREFIX)[:12]
 
     def may_use(self, *names: str) -> bool:
         """Return whether the key may use a model with any of these names."""
@@ -151,6 +158,8 @@ class KeyFile(WatchedFiles):
         self._cluster_secret = cluster_secret
         self._on_reload = on_reload
         self._identities: list[tuple[bytes, Identity]] = []
+        self.usages: dict[str, KeyUsage] = {}
+        """The use of each key with limits, by the beginning of its digest."""
         self._load()
 
     def _load(self) -> None:
@@ -163,6 +172,9 @@ class KeyFile(WatchedFiles):
             )
             for entry in load_keys(self.paths[0])
         ]
+        self.usages = {
+            digest[:8].hex(): identity.usage for digest, identity in self._identities if identity.usage is not None
+        }
 
     def __len__(self) -> int:
         return len(self._identities)

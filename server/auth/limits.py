@@ -1,4 +1,4 @@
-"""Limits on the use of API keys, and on guessing them, as token buckets. Each gateway counts on its own.
+"""Limits on the use of API keys, and on guessing them, as token buckets.
 
 A key's bucket holds a minute's worth and refills evenly. Prompt tokens are taken once they are counted, answer tokens
 after they were generated: these may overdraw the bucket, and the next request waits for the difference.
@@ -18,12 +18,17 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
+from cache.records import Count
 from server.errors import OverloadedError
 from server.rates import TokenBucket
 
 MAX_SOURCES: Final = 10_000
 MAX_GOOD_KEYS: Final = 10_000
 _MINUTE_S: Final = 60.0
+_DAY_S: Final = 86_400
+MAX_LEVEL: Final = 1e15
+_HUGE: Final = 100.0
+"""No gateway grants this many times a limit."""
 _STREAMS_RETRY_S: Final = 1.0
 
 K = TypeVar("K")
@@ -32,6 +37,7 @@ V = TypeVar("V")
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
+_Level = Annotated[float, Meta(ge=-MAX_LEVEL, le=MAX_LEVEL)]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,61 +50,178 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     max_streams: _Limit | None = None
+    tokens_per_day: _Limit | None = None
+    weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     may_prioritise: bool = False
 
 
+class KeyUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The use of one key by one gateway, as others read it."""
+
+    requests: Count = 0
+    tokens: Count = 0
+    num_open: Count = 0
+    spent: Count = 0
+    """Tokens of the record's day."""
+    requests_left: _Level = MAX_LEVEL
+    """The level of the fleet's bucket, as this gateway has it."""
+    tokens_left: _Level = MAX_LEVEL
+
+    def amounts(self) -> tuple[int, int, int, int]:
+        """Return what requests change."""
+        return self.requests, self.tokens, self.num_open, self.spent
+
+
 class KeyUsage:
-    """The usage of one key: its open requests, and a bucket for each of its limits a minute."""
+    """The use of one key over the fleet, as this gateway has it: a bucket for each limit a minute, and counts.
+
+    `FleetLimits` adds the use at other gateways. Without it, this gateway counts as the only one.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_open = 0
-        self._max_open: int | None = None
+        self.num_used = 0
+        """Requests and tokens that this gateway has granted."""
+        self._limits = KeyEntry(digest="", tenant="")
         self._clock = clock
         self._buckets: dict[str, TokenBucket] = {}
+        self._used = {"requests": 0, "tokens": 0}
+        """By this gateway, since its start."""
+        self._spent = self._others_spent = 0
+        """Tokens of the day, here and elsewhere."""
+        self._num_open_elsewhere = 0
+        self._num_opened = 0
+        """Requests opened since `_num_open_elsewhere` was last set."""
+        self._num_known, self._num_gateways = 1, 1
+        self._known_spent = 0
+        """Tokens that this gateway had spent when all gateways were last known."""
 
     def apply(self, key: KeyEntry) -> None:
         """Apply the limits of a reloaded key file; usage stays counted."""
-        self._max_open = key.max_streams
+        self._limits = key
         for name, limit in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
             if limit is None:
                 self._buckets.pop(name, None)
                 continue
-            bucket = self._buckets.setdefault(name, TokenBucket(limit / _MINUTE_S, limit))
-            bucket.per_s, bucket.capacity = limit / _MINUTE_S, limit
+            part = self._num_known / self._num_gateways
+            bucket = self._buckets.setdefault(name, TokenBucket(limit * part / _MINUTE_S, limit * part))
+            bucket.per_s, bucket.capacity = limit * part / _MINUTE_S, limit * part
 
     def admit(self) -> None:
-        """Open a request; the caller decrements `num_open` at its end. Raises OverloadedError."""
-        if self._max_open is not None and self.num_open >= self._max_open:
-            message = f"This key may have {self._max_open} requests open at a time."
+        """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
+        most, budget = self._limits.max_streams, self._limits.tokens_per_day
+        if most is not None and not self._has_room(most):
+            message = f"This key may have {most} requests open at a time."
             raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
+        if budget is not None and self._spent_of_all() >= budget:
+            wait_s = _DAY_S - time.time() % _DAY_S
+            raise OverloadedError(f"This key may use {budget} tokens a day (UTC).", retry_after_s=wait_s)
         self.take("requests", 1)
         self.num_open += 1
+        self._num_opened += 1
+
+    def close(self) -> None:
+        self.num_open -= 1
+
+    def _has_room(self, most: int) -> bool:
+        """Return whether another request may be open. Gateways divide what was left at the last read."""
+        known = max(1, most * self._num_known // self._num_gateways)
+        left = known - self.num_open - self._num_open_elsewhere
+        if self._num_open_elsewhere == 0 or left <= 0:
+            return left > 0
+        return self._num_opened < max(1, (left + self._num_opened) // self._num_known)
+
+    def _spent_of_all(self) -> int:
+        """Return the tokens of the day; unknown gateways count as spending what this one spends."""
+        unseen = (self._spent - self._known_spent) * (self._num_gateways - self._num_known)
+        return self._spent + self._others_spent + unseen
 
     def take(self, name: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
         bucket = self._buckets.get(name)
         if bucket is not None and (wait_s := bucket.take(self._clock(), amount)):
-            message = f"This key may use {bucket.capacity} {name} a minute; try again in {math.ceil(wait_s)} s."
+            message = f"This key may use {self._limit(name)} {name} a minute; try again in {math.ceil(wait_s)} s."
             headers = tuple(self.headers()) if name == "requests" else ()
             raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
+        self._count(name, amount)
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
         if (bucket := self._buckets.get("tokens")) is not None:
             bucket.add(self._clock(), -num_tokens)
+        self._count("tokens", num_tokens)
+
+    def _count(self, name: str, amount: int) -> None:
+        self._used[name] += amount
+        self.num_used += amount
+        if name == "tokens":
+            self._spent += amount
+
+    def _limit(self, name: str) -> int:
+        key = self._limits
+        return (key.requests_per_minute if name == "requests" else key.tokens_per_minute) or 0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the x-ratelimit-* headers of an answer that begins now."""
+        """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
         headers = []
         for name, bucket in self._buckets.items():
             level = bucket.level(self._clock())
             reset_s = (bucket.capacity - level) / bucket.per_s
             headers += [
-                (f"x-ratelimit-limit-{name}".encode(), b"%d" % bucket.capacity),
+                (f"x-ratelimit-limit-{name}".encode(), b"%d" % self._limit(name)),
                 (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(level))),
                 (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
             ]
         return headers
+
+    def use(self) -> KeyUse:
+        """Return this gateway's part of the use, to publish."""
+        now_s, used = self._clock(), self._used
+        left = {name: bucket.level(now_s) for name, bucket in self._buckets.items()}
+        levels = left.get("requests", MAX_LEVEL), left.get("tokens", MAX_LEVEL)
+        return KeyUse(used["requests"], used["tokens"], self.num_open, self._spent, *levels)
+
+    def is_huge(self, use: KeyUse, before: KeyUse, elapsed_s: float) -> bool:
+        """Return whether another gateway cannot have granted this since `before`, `elapsed_s` ago."""
+        key, times = self._limits, _HUGE * (1.0 + elapsed_s / _MINUTE_S)
+        amounts = (
+            (use.requests - before.requests, key.requests_per_minute),
+            (use.tokens - before.tokens, key.tokens_per_minute),
+            (use.num_open, key.max_streams),
+            (use.spent, key.tokens_per_day),
+        )
+        return use.spent > use.tokens or any(limit is not None and n > times * limit for n, limit in amounts)
+
+    def draw(self, requests: int, tokens: int) -> None:
+        """Take what another gateway has granted."""
+        for name, amount in (("requests", requests), ("tokens", tokens)):
+            if amount and name in self._buckets:
+                self._buckets[name].add(self._clock(), -amount)
+
+    def lower(self, requests_left: float, tokens_left: float) -> None:
+        """Lower the buckets to these levels, which another gateway has."""
+        for name, level in (("requests", requests_left), ("tokens", tokens_left)):
+            if (bucket := self._buckets.get(name)) is not None:
+                bucket.add(self._clock(), min(0.0, level - bucket.level(self._clock())))
+
+    def share(self, num_known: int, num_gateways: int, num_open_elsewhere: int, others_spent: int) -> None:
+        """Grant the part of `num_known` gateways of `num_gateways`. Those that are not known use the rest."""
+        self._num_open_elsewhere, self._num_opened = num_open_elsewhere, 0
+        self._others_spent = others_spent
+        if num_known == num_gateways:
+            self._known_spent = self._spent
+        if (num_known, num_gateways) == (self._num_known, self._num_gateways):
+            return
+        falls = num_known * self._num_gateways < self._num_known * num_gateways
+        self._num_known, self._num_gateways = num_known, num_gateways
+        now_s = self._clock()
+        levels = {name: bucket.level(now_s) for name, bucket in self._buckets.items()}
+        self.apply(self._limits)
+        for name, level in levels.items() if falls else ():  # an overdrawn bucket begins its share with nothing owed
+            self._buckets[name].add(now_s, max(0.0, -level))
+
+    def begin_day(self) -> None:
+        self._spent = self._others_spent = self._known_spent = 0
 
 
 def duration_text(seconds: float) -> str:

@@ -25,13 +25,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "keys": ("API keys: make one, check a file of them", "server.cli.keys"),
     "index": ("what the shared index holds; shared prefixes; emptying a worker", "server.cli.index"),
     "prefix": ("where the prompts of two requests part, and why", "server.cli.prefix"),
+    "usage": ("sums of usage logs by tenant, key, model and day", "server.cli.usage"),
     "batch": ("a file of requests in OpenAI's batch format, answered by any server", "server.cli.batch"),
     "bench": ("the measurements; each prints a table", "benchmarks"),
 }
 """Summary and module of each command."""
 
 
-def usage() -> str:
+def help_text() -> str:
     lines = [f"  {name:8} {summary}" for name, (summary, _) in COMMANDS.items()]
     return "\n".join(
         ["usage: headstart COMMAND [OPTIONS]", "", *lines, "", "headstart COMMAND --help lists its options."]
@@ -42,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Modules outside of `server` replace this process: they load torch."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(help_text())
         return 0 if arguments else BAD_USAGE
     name, *rest = arguments
     if name in ("-V", "--version", "version"):
         print(f"headstart {version('headstart')}")
         return 0
     if name not in COMMANDS:
-        print(f"headstart: there is no command {name!r}{suggestion(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        print(f"headstart: there is no command {name!r}{suggestion(name, COMMANDS)}\n\n{help_text()}", file=sys.stderr)
         return BAD_USAGE
     if (problem := names.problem()) is not None:
         print(f"headstart: {problem}", file=sys.stderr)

@@ -59,6 +59,8 @@ def parser() -> CommandParser:
         command.add_argument("--requests-per-minute", type=int, metavar="N", help="requests begun (default: no limit)")
         command.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and answer (default: no limit)")
         command.add_argument("--max-streams", type=int, metavar="N", help="open requests (default: no limit)")
+        command.add_argument("--tokens-per-day", type=int, metavar="N", help="prompt and answer (default: no limit)")
+        command.add_argument("--weight", type=float, metavar="X", help="share of a busy fleet (default: 1)")
         command.add_argument("--may-prioritise", action="store_true", default=None, help="may set `priority`")
         command.add_argument("--file", type=Path, help="append the entry there instead of printing it")
     check = commands.add_parser("check", help="check whether a key file is valid")

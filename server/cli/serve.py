@@ -78,7 +78,7 @@ def parser() -> CommandParser:
         type=count,
         default=1,
         metavar="N",
-        help="gateway processes that share the public port; limits of API keys hold for each (default 1)",
+        help="gateway processes that share the public port, and the limits of API keys (default 1)",
     )
     add("--host", default="127.0.0.1", help="address of the public port (default 127.0.0.1)")
     add(
@@ -217,7 +217,7 @@ class Supervisor:
             self._spawn_worker(name, [*worker, "--local-rank", str(index)], args.worker_args)
         adding = [self._run(self._add_engine(index, url, shared)) for index, url in enumerate(args.engine_urls)]
         gateway = [*module_command("server.gateway"), "--host", args.host, "--port", str(args.port), *shared]
-        gateway += ["--share-port"] if args.num_gateways > 1 else []
+        gateway += ["--share-port", "--limits-gateways", str(args.num_gateways)] if args.num_gateways > 1 else []
         gateways = ["gateway"] if args.num_gateways == 1 else [f"gateway-{i}" for i in range(args.num_gateways)]
         for index, name in enumerate(gateways):
             self._spawn(name, [*gateway, "--ops-port", str(args.ops_port + index), *args.gateway_args])

@@ -32,6 +32,7 @@ from server.errors import (
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
 from server.request_context import CURRENT, RequestContext
+from server.usage.account import Account
 from worker.common.sockets import HostNames
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,18 @@ class RequestMiddleware:
     It is the outermost middleware.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, *, access_log: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: GatewayMetrics,
+        *,
+        access_log: bool = False,
+        count_usage: Callable[[Account], None] = lambda account: None,
+    ) -> None:
+        """`count_usage` receives the account of each request to a model's route."""
         self._app = app
         self._metrics = metrics
+        self._count_usage = count_usage
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,6 +134,9 @@ class RequestMiddleware:
             if context.removed_line:
                 metrics.removed_lines.inc(context.removed_line)
             context.end_trace()
+            if (account := context.account) is not None:
+                account.end(context.request_id, context.status, context.worker, elapsed_s)
+                self._count_usage(account)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s)
 

@@ -3,7 +3,7 @@
 event: hello      once: version, policy, the last minutes' traffic, the last decisions
 event: snapshot   twice a second: traffic, index, a row for every worker
 event: decisions  four times a second, if there are any
-event: prefixes   every two seconds, if it changed: the tree of shared prefixes, and where conversations part
+event: prefixes   every two seconds, if it changed: the tree of shared prefixes, where conversations part, use by tenant
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TICK_S: Final = 0.25
 TICKS_PER_SNAPSHOT: Final = 2
 TICKS_PER_TREE: Final = 8
 MAX_VIEWERS: Final = 32
+MAX_TENANTS: Final = 16
 MAX_UNREAD: Final = 32
 """Frames kept for a slow viewer; the oldest are dropped."""
 HISTORY_POINTS: Final = 240
@@ -188,7 +189,8 @@ class Feed:
 
     def _shared(self) -> dict[str, Any]:
         prefixes = tree_rows(self._overview.prefixes(MAX_ROWS))
-        return {"prefixes": prefixes, "partings": self._overview.partings.top()}
+        usage = self._overview.usage.by_tenant(MAX_TENANTS)
+        return {"prefixes": prefixes, "partings": self._overview.partings.top(), "usage": usage}
 
     def _send_snapshot(self) -> None:
         overview, at = self._overview, time.time()

@@ -18,13 +18,21 @@ from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
 from server.router.prefix_tree import SharedPrefix
 from server.router.router import Router
+from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex, state_of
 
 
 class Overview(Collector):
     """Reads the parts of one gateway. Only `index_report` waits."""
 
-    def __init__(self, api: PublicApi, services: EndpointServices, router: Router, index: RedisIndex | NoIndex) -> None:
+    def __init__(
+        self,
+        api: PublicApi,
+        services: EndpointServices,
+        router: Router,
+        index: RedisIndex | NoIndex,
+        usage: UsageTotals,
+    ) -> None:
         self.api = api
         self.services = services
         self.index = index
@@ -32,6 +40,7 @@ class Overview(Collector):
         self.partings = services.requests.partings
         self.router = router
         self.fleet = router.fleet
+        self.usage = usage
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, and its load as last reported."""

@@ -7,6 +7,7 @@ import { showPartings } from "./partings.js";
 import { Prefixes } from "./prefixes.js";
 import { readEvents } from "./sse.js";
 import { Tiles } from "./tiles.js";
+import { showUsage } from "./usage.js";
 import { Workers } from "./workers.js";
 
 const SILENT_MS = 4000;
@@ -44,6 +45,7 @@ const on = {
   prefixes(tree) {
     prefixes.show(tree);
     showPartings(tree.partings);
+    showUsage(tree.usage);
   },
 };
 

@@ -47,6 +47,8 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     priority: int = 0
     tenant: str = ""
     """The opaque tag that names the tenant at workers."""
+    weight: float = 1.0
+    """The tenant's weight for its share of a busy fleet."""
     affinity_key: str | None = None
     """The name of the conversation in the body. A session header takes precedence."""
     end_of_thought_id: int | None = None
@@ -74,6 +76,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             required=tuple(sampling_features(self.sampling)),
             priority=self.priority,
             tenant=self.tenant,
+            weight=self.weight,
             embeds=self.embed is not None or (self.ask is not None and self.ask.call.pools),
             has_images=bool(self.media),
             text_api="" if self.ask is None else self.ask.call.path,

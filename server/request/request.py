@@ -36,6 +36,7 @@ from server.request_context import Trace, attempt_carrier, trace_attempt, trace_
 from server.router.partings import Partings
 from server.router.placement import Placement, Placer
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
+from server.usage.account import PromptTimes
 from server.workers.client import GenerateStream, StallWatch, WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.common.features import resume_features
@@ -100,6 +101,7 @@ class Generation:
         """Prompt tokens that the first worker found in its cache or fetched."""
         self.fetched_tokens: Mapping[str, int] = {}
         """Those of them that it fetched into its pool, by place."""
+        self.times = PromptTimes()
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.embedding = b""
         """float32, little-endian, where the spec asks for one."""
@@ -131,14 +133,6 @@ class Generation:
         return self.promised_tokens - self.promised_tokens % self.spec.model.bundle.block_size
 
     @property
-    def num_reasoning_tokens(self) -> int:
-        """Output tokens up to the one that ends the model's reasoning."""
-        end = self.spec.end_of_thought_id
-        if end is None:
-            return 0
-        return sum(c.output_ids.index(end) + 1 for c in self.choices if end in c.output_ids)
-
-    @property
     def finished(self) -> bool:
         return None not in [choice.finish_reason for choice in self.choices]
 
@@ -154,10 +148,12 @@ class Generation:
             raise InternalError("This request has failed recently and is not tried again.")
         services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
+        self.times.wait()
         try:
             while not self.finished:
                 await self._attempt(await self._place(), deliver)
         finally:
+            self.times.stop()
             self._release()
 
     def take_deltas(self) -> list[ChoiceDelta]:
@@ -259,6 +255,7 @@ class Generation:
                 if self.answer is not None:
                     self.answer.restart(self.choices, client_has_output=self.client_has_output)
         finally:
+            self.times.wait()
             self._services.router.closed(placement)
         if deliver is not None and (deltas := self.take_deltas()):
             await deliver(deltas)
@@ -288,6 +285,7 @@ class Generation:
             sampling=spec.sampling_at(worker.max_model_len),
             priority=spec.priority,
             tenant=spec.tenant,
+            weight=spec.weight,
             deadline_s=None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic()),
             is_suspect=self._history.num_suspicions > 0,
             traceparent=carrier.get("traceparent", ""),
@@ -350,6 +348,7 @@ class Generation:
             case Started():
                 self._history.reached(Stage.PREFILLING)
                 self._services.router.started(placement, frame.num_cached_tokens)
+                self.times.start(placement.prefill_tokens_per_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
                     self.fetched_tokens = known_places(frame.loaded_tokens or {})

@@ -13,6 +13,7 @@ from server.http.stream import CancelOnDisconnect, ClientConnection
 from server.request.choice import ChoiceDelta
 from server.request.request import Deliver, Generation
 from server.schema.grammar_schema import relaxed_header
+from server.usage.account import Account
 
 MAX_AT_ONCE: Final = 64
 """Prompts of one request that run at a time; the next starts when one has ended."""
@@ -115,7 +116,7 @@ class ResponseStream:
         """
         prompt_tokens = sum([len(generation.spec.prompt_ids) for generation in self.generations])
         output_tokens = self.num_output_tokens
-        reasoning_tokens = sum([generation.num_reasoning_tokens for generation in self.generations])
+        reasoning_tokens = sum(map(_num_reasoning_tokens, self.generations))
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
@@ -128,6 +129,30 @@ class ResponseStream:
         fetched = sum([Counter(generation.fetched_tokens) for generation in self.generations], Counter())
         split = {"pool": max(0, self.num_cached_tokens - fetched.total()), **fetched}
         return {"headstart": split} if fetched else {}
+
+    def charge(self, account: Account) -> None:
+        """Add the use of every prompt."""
+        account.finished = self.finished
+        account.num_prompts = len(self.generations)
+        queue_s = prefill_s = saved_s = block_s = 0.0
+        for each in self.generations:
+            spec, times = each.spec, each.times
+            account.num_choices += len(each.choices)
+            queue_s += times.queue_s
+            if not times.tokens_per_s:  # no prefill has begun
+                continue
+            num_output_tokens = each.num_output_tokens
+            num_tokens = len(spec.prompt_ids) or (0 if each.answer is None else each.answer.num_pooled_tokens)
+            num_cached = min(num_tokens, each.num_cached_tokens or 0)
+            account.prompt_tokens += num_tokens
+            account.output_tokens += num_output_tokens
+            prefill_s += (num_tokens - num_cached) / times.tokens_per_s
+            saved_s += num_cached / times.tokens_per_s
+            block_s += -(-(num_tokens + num_output_tokens) // spec.model.bundle.block_size) * times.held_s
+            if num_cached:
+                account.add_cached(num_cached, each.fetched_tokens)
+        account.queue_s, account.block_s = round(queue_s, 6), round(block_s, 6)
+        account.prefill_s, account.prefill_saved_s = round(prefill_s, 6), round(saved_s, 6)
 
     def worker_ids(self) -> str:
         """Return the ids of the workers that served the prompts, without duplicates."""
@@ -149,3 +174,11 @@ class ResponseStream:
         if relaxed := self.first.spec.relaxed:
             headers.append(relaxed_header(relaxed))
         return headers
+
+
+def _num_reasoning_tokens(generation: Generation) -> int:
+    """Return the output tokens up to the one that ends the model's reasoning."""
+    end = generation.spec.end_of_thought_id
+    if end is None:
+        return 0
+    return sum(c.output_ids.index(end) + 1 for c in generation.choices if end in c.output_ids)

@@ -36,7 +36,7 @@ class HeldRequest(Generic[T]):
 
 
 class HeldRequests(Generic[T]):
-    """Held requests by priority, then tenants in turn, by their prompt tokens, then by arrival.
+    """Held requests by priority, then tenants in turn, by their prompt tokens over their weight, then by arrival.
 
     Source of the turns: Goyal et al., "Start-time Fair Queueing" (SIGCOMM 1996).
     """
@@ -62,7 +62,7 @@ class HeldRequests(Generic[T]):
         if not 0.0 < self.hold_s < wait_s:
             return None
         turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
-        self._next_turn[request.tenant] = turn + request.num_prompt_tokens
+        self._next_turn[request.tenant] = turn + request.num_prompt_tokens / request.weight
         self._num_added += 1
         held = HeldRequest(item, (request.priority, turn, self._num_added), now_s, self._due_s(wait_s, 0.0, now_s))
         insort(self._queue, held, key=_by_order)

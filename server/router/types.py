@@ -74,6 +74,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     """Lower is earlier."""
     tenant: str = ""
+    weight: float = 1.0
+    """The tenant's, for its turns in the hold queue."""
 
     @property
     def may_be_held(self) -> bool:

@@ -44,6 +44,7 @@ COVERED: Final = {
     r"headstart index purge": "tests/server/cli/test_index.py",
     r"headstart index": HERE,
     r"headstart prefix": "tests/server/cli/test_prefix.py",
+    r"headstart usage": "tests/server/usage/test_accounts.py",
     r"headstart batch": "tests/e2e/test_batch.py",
     r"headstart keys": "tests/server/auth/test_api_keys.py",
     r"(docker|podman) build": "tests/k8s/test_dockerfile.py",

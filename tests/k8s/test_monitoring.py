@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from server.metrics import GatewayMetrics
+from server.usage.totals import UsageTotals
 from tests.k8s import chart
 from tests.k8s.metric_names import names_in, names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
 from tests.k8s.tools import CHART, ROOT, call, succeed
@@ -98,6 +99,7 @@ def declared() -> set[str]:
 
     gateway, worker = GatewayMetrics(), WorkerMetrics()
     gateway.registry.register(fleet_metrics())
+    gateway.registry.register(UsageTotals())
     worker.add_vllm_names("m")
     return names_in_scrape(generate_latest(gateway.registry).decode()) | names_in_scrape(worker.render().decode())
 

@@ -144,7 +144,7 @@ def context_of(path: str) -> dict[str, Any]:
         put(values, f"{parent}.prometheusAddress", "http://prometheus:9090")
     elif path.endswith(".enabled") and not parent.endswith("autoscaling"):
         enable(values, parent, default_of(path))
-    elif parent in ("gateway.ingress", "gateway.httpRoute") or parent.startswith("metrics."):
+    elif parent in ("gateway.ingress", "gateway.httpRoute", "gateway.usageLog") or parent.startswith("metrics."):
         enable(values, parent, True)
     elif parent == "redis.external":
         put(values, "redis.mode", "external")

@@ -208,6 +208,13 @@ VALUES: Final = group(
             "Further host names of the ops port; its Service's and addresses always work.",
             text("A name, without scheme and port.", pattern=r"^[A-Za-z0-9._-]{1,253}$"),
         ),
+        usageLog=group(
+            "A line of JSON for each request, by tenant and key: /usage/POD.jsonl, full files as POD.jsonl.TIME.",
+            enabled=flag("Whether gateways write it."),
+            existingClaim=name(
+                "ReadWriteMany claim for the logs of all pods; empty: an emptyDir, which ends with the pod."
+            ),
+        ),
         drain=drain("a gateway", 15, "Gives load balancers time to drop the pod."),
         resources=resources("a gateway"),
         **pod(),
@@ -247,6 +254,10 @@ VALUES: Final = group(
         existingSecret=name("Secret with the passwords; empty: generated (builtin), or none (external)."),
         gatewayUsername=text("ACL user of the gateways; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
         gatewayPasswordKey=text("Key of its password in the Secret.", minLength=1),
+        limitsUsername=text(
+            "ACL user by which gateways count the use of API keys, with their password; empty: their other user.",
+            pattern=r"^[A-Za-z0-9._-]*$",
+        ),
         workerUsername=text("ACL user of the workers; empty: Redis' default user.", pattern=r"^[A-Za-z0-9._-]*$"),
         workerPasswordKey=text("Key of its password in the Secret.", minLength=1),
         builtin=group(

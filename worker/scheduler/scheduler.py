@@ -99,7 +99,7 @@ class Scheduler:
         for sequence in request.sequences:
             self.waiting.add(sequence)
         self.requests[request.key] = request
-        self._fair_share.enter(request.wire.tenant)
+        self._fair_share.enter(request.wire.tenant, request.wire.weight)
         self._next_expiry_s = min(self._next_expiry_s, request.deadline_s)
         return outputs + self._end_if_finished(request, request.arrival_s)
 

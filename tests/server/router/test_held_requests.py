@@ -91,6 +91,17 @@ def test_a_request_stays_while_its_wait_would_be_long(wait_s: float, at_s: float
     assert not len(queue)
 
 
+def test_weights_divide_the_turns() -> None:
+    """A light tenant with a heavy one of weight 1:4 gets a fifth of the prompt tokens, within 5 %."""
+    queue = HeldRequests[str](1.0)
+    for number in range(400):
+        for tenant, weight in (("light", 1.0), ("heavy", 4.0)):
+            waiting = make_request([], tenant=tenant, num_prompt_tokens=50 + number % 100, weight=weight)
+            queue.add(tenant, waiting, 9.0, 0.0)
+    first = [each.item for each in queue.due(100.0)[:400]]
+    assert first.count("light") == pytest.approx(80, rel=0.05)
+
+
 def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
     assert HeldRequests[str](3.0).add("x", request(), 3.0, 0.0) is None
     assert HeldRequests[str](0.0).add("x", request(), 1e9, 0.0) is None

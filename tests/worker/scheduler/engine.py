@@ -52,6 +52,7 @@ def generate(
         choices=tuple(ChoiceState(i, 100 + i, tuple(outputs.get(i, ()))) for i in range(n)),
         priority=params.pop("priority", 0),
         tenant=params.pop("tenant", ""),
+        weight=params.pop("weight", 1.0),
         deadline_s=params.pop("deadline_s", None),
         is_suspect=params.pop("is_suspect", False),
         source=params.pop("source", None),

@@ -65,6 +65,18 @@ def test_a_sampled_token_counts_as_two_computed_ones() -> None:
     assert shares["reads"] == pytest.approx(shares["writes"], abs=2)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_weights_divide_the_service(max_num_seqs: int) -> None:
+    """A light tenant with a heavy one of weight 1:4 gets a fifth, within 5 %."""
+    engine = HandEngine(max_num_seqs=max_num_seqs, num_blocks=513)
+    requests = {
+        "light": [engine.submit(generate([1], 4, tenant="light")) for _ in range(200)],
+        "heavy": [engine.submit(generate([2], 4, tenant="heavy", weight=4.0)) for _ in range(400)],
+    }
+    shares = Counter(finish_order(engine, requests)[:400])
+    assert shares["light"] == pytest.approx(80, rel=0.05)
+
+
 def test_an_idle_tenant_earns_no_credit() -> None:
     engine = HandEngine(max_num_seqs=1)
     a = [engine.submit(generate([1], tenant="a")) for _ in range(10)]

@@ -1,0 +1,122 @@
+"""`headstart usage`: the sums of usage logs, by tenant, key, model, day and more."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.table import Column, Table
+
+from server.cli.common import plain_console
+from server.usage.account import Account
+from worker.common.command_line import CommandParser
+
+GROUPS: Final = ("tenant", "key", "model", "day", "route", "status", "worker")
+SUMS: Final = (
+    "requests",
+    "unfinished",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "queue_s",
+    "prefill_s",
+    "prefill_saved_s",
+    "block_s",
+)
+PLAIN_COLUMNS: Final = 200
+_decode: Final = msgspec.json.Decoder(Account).decode
+
+Group = tuple[str | int, ...]
+
+
+class Sums:
+    """The sums of accounts by group; lines that are no account are counted."""
+
+    def __init__(self, by: Sequence[str]) -> None:
+        self.by = by
+        self.num_invalid = 0
+        self._rows: dict[Group, list[float]] = {}
+
+    def add(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            try:
+                account = _decode(line)
+            except msgspec.MsgspecError:
+                self.num_invalid += bool(line.strip())
+                continue
+            group = tuple(
+                [
+                    f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
+                    if name == "day"
+                    else getattr(account, name)
+                    for name in self.by
+                ]
+            )
+            row = self._rows.setdefault(group, [0] * len(SUMS))
+            amounts = (getattr(account, name) for name in SUMS[5:])
+            counts = (account.prompt_tokens, sum(account.cached_tokens.values()), account.output_tokens)
+            for index, amount in enumerate((1, not account.finished, *counts, *amounts)):
+                row[index] += amount
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the groups in order, each with its sums."""
+        return [
+            dict(zip((*self.by, *SUMS), (*group, *(round(value, 3) for value in row)), strict=True))
+            for group, row in sorted(self._rows.items())
+        ]
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a log, which may be compressed with gzip. Raises OSError."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        yield from file
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in GROUPS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(GROUPS)}")
+    return names
+
+
+def parser() -> CommandParser:
+    p = CommandParser(
+        prog="headstart usage", description="Sum the lines of usage logs (headstart gateway --usage-log FILE)."
+    )
+    p.add_argument("files", nargs="+", type=Path, metavar="FILE", help="logs, full ones too; .gz is read as it is")
+    p.add_argument(
+        "--by",
+        type=_groups,
+        default=("tenant",),
+        metavar="NAME,...",
+        help=f"what to sum by, of {', '.join(GROUPS)} (default tenant)",
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return 0. Raises OSError."""
+    args = parser().parse_args(argv)
+    sums = Sums(args.by)
+    for path in args.files:
+        sums.add(lines_of(path))
+    rows = sums.rows()
+    if sums.num_invalid:
+        print(f"headstart usage: {sums.num_invalid} lines are no accounts and were left out", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"usage": rows, "invalid_lines": sums.num_invalid}))
+        return 0
+    columns = [Column(name, justify="left" if name in GROUPS else "right") for name in (*args.by, *SUMS)]
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in args.by), *(f"{row[name]:,}" for name in SUMS))
+    plain_console(PLAIN_COLUMNS).print(table)
+    return 0

@@ -1,0 +1,95 @@
+"""The use of one request: its line in the usage log.
+
+queue_s            from the start of a prompt, and from each lost worker, to the prefill: at the gateway and at workers
+prefill_s          uncached prompt tokens over the worker's measured rate, as the gateway had it at the placement
+prefill_saved_s    cached prompt tokens over the same rate
+block_s            blocks of the prompt and of all its answers x the time from its prefill to its end at workers
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct, field
+
+
+class Account(Struct, eq=False, kw_only=True):
+    """The use of one request. Its endpoint fills it in; `RequestMiddleware` hands it on at the end."""
+
+    ended_at: float = 0.0
+    """Unix time."""
+    request_id: str = ""
+    tenant: str
+    key: str
+    """The key's name, or the first 12 digits of its digest; empty without keys."""
+    model: str = ""
+    route: str
+    status: int = 0
+    """0: the response never began; 499: the client left."""
+    finished: bool = False
+    """Every choice has ended."""
+    num_prompts: int = 0
+    num_choices: int = 0
+    prompt_tokens: int = 0
+    """Tokens of the prompts whose prefill has begun."""
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that a worker found cached, by place."""
+    output_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_saved_s: float = 0.0
+    block_s: float = 0.0
+    seconds: float = 0.0
+    """From the first byte of the request to the last of the answer."""
+    worker: str = ""
+
+    def add_cached(self, num_tokens: int, fetched: Mapping[str, int]) -> None:
+        """Add cached tokens; `fetched`: those that were not in the pool, by place."""
+        cached = self.cached_tokens
+        cached["pool"] = cached.get("pool", 0) + max(0, num_tokens - sum(fetched.values()))
+        for place, num_fetched in fetched.items():
+            cached[place] = cached.get(place, 0) + num_fetched
+
+    def end(self, request_id: str, status: int, worker: str, elapsed_s: float) -> None:
+        self.ended_at = round(time.time(), 3)
+        self.request_id = request_id
+        self.status = status
+        self.worker = worker
+        self.seconds = round(elapsed_s, 6)
+
+
+class PromptTimes:
+    """The times of one prompt: in queues, and with blocks at a worker."""
+
+    __slots__ = ("_clock", "_is_waiting", "_since_s", "held_s", "queue_s", "tokens_per_s")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since_s: float | None = None
+        """When the present state began; None before the first and after the last."""
+        self._is_waiting = True
+        self.queue_s = 0.0
+        self.held_s = 0.0
+        self.tokens_per_s = 0.0
+        """The prefill rate of the worker that computed the prompt; 0.0: none has begun."""
+
+    def wait(self) -> None:
+        """Begin to wait for a worker, or again after one was lost."""
+        now_s = self._clock()
+        if self._since_s is not None and not self._is_waiting:
+            self.held_s += now_s - self._since_s
+        elif self._since_s is not None:
+            self.queue_s += now_s - self._since_s
+        self._since_s, self._is_waiting = now_s, True
+
+    def start(self, tokens_per_s: float) -> None:
+        """Begin the prefill, at a worker of this rate."""
+        self.wait()
+        self._is_waiting = False
+        self.tokens_per_s = self.tokens_per_s or tokens_per_s
+
+    def stop(self) -> None:
+        """End the present state, if any."""
+        self.wait()
+        self._since_s = None
