@@ -164,7 +164,7 @@ _RESTRICTED: Final = {
 _ASKED: Final = {f"{kind}Probe": {"exec": {"command": ["true"]}} for kind in ("startup", "readiness", "liveness")}
 _HATCHES: Final = {
     "podSecurityContext": {"runAsUser": 20001, "fsGroup": None, "supplementalGroups": [30001]},
-    "securityContext": {"appArmorProfile": {"type": "RuntimeDefault"}},
+    "securityContext": {"runAsUser": 20002, "procMount": "Default"},
     "schedulerName": "volcano",
     "extraEnvFrom": [{"configMapRef": {"name": "proxies"}}, {"secretRef": {"name": "more", "optional": True}}],
     "initContainers": [{"name": "fetch"} | _RESTRICTED],

@@ -289,6 +289,7 @@ REFUSED: Final[list[tuple[dict[str, Any], str]]] = [
     ({"metrics": {"serviceMonitor": {"scrapeTimeout": "20s"}}}, "metrics.serviceMonitor.scrapeTimeout"),
     ({"metrics": {"serviceMonitor": {"scrapeTimeout": "soon"}}}, "metrics.serviceMonitor.scrapeTimeout"),
     ({"metrics": {"serviceMonitor": {"relabelings": {}}}}, "metrics.serviceMonitor.relabelings"),
+    ({"metrics": {"serviceMonitor": {"metricRelabelings": [{"source_labels": []}]}}}, "source_labels"),
     ({"gateway": {"ingress": {"hosts": [{"host": "a", "paths": []}]}}}, "paths"),
     ({"gateway": {"ingress": {"hosts": [{"path": "/v1"}]}}}, "host"),
     ({"gateway": {"ingress": {"hosts": [{"host": "a", "path": "v1"}]}}}, "gateway.ingress.hosts.0.path"),

@@ -75,6 +75,7 @@ CHANGES: dict[str, Any] = {
     "gateway.podDisruptionBudget.maxUnavailable": "50%",
     "gateway.podDisruptionBudget.minAvailable": 1,
     "worker.podDisruptionBudget.minAvailable": "50%",
+    "gateway.ingress.hosts": [{"host": "llm.example", "path": "/llm"}],
     "gateway.service.loadBalancerIP": "192.0.2.7",
     "gateway.resources.claims": [{"name": "nic"}],
     "worker.resources.claims": [{"name": "gpu", "request": "one"}],
@@ -115,7 +116,7 @@ def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
         case list():
             items = node["items"]
             sample = {"name": "other", "mountPath": "/other", "emptyDir": {}, "value": "x", "image": "x:1"}
-            if "string" in items.get("type", ()):
+            if items.get("type") == "string":
                 samples = ("10.0.0.0/8", "other.example")
                 sample = next(s for s in samples if re.search(items["pattern"], s)) if "pattern" in items else "--other"
             elif items.get("type") == "integer":

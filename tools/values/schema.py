@@ -148,6 +148,17 @@ HOST: Final[Schema] = {
     },
 }
 
+RELABELING: Final = group(
+    "A rule, as the Prometheus operator defines it.",
+    sourceLabels=array("Labels that are joined.", text("A label.")),
+    separator=text("Between them."),
+    targetLabel=text("Label that is written."),
+    regex=text("Expression that the joined labels match."),
+    modulus=whole("For the action hashmod.", 1),
+    replacement=text("What is written."),
+    action=text("What is done; replace when it is not set."),
+)
+
 VALUES: Final = group(
     "Values of the chart headstart.",
     **{
@@ -343,8 +354,8 @@ VALUES: Final = group(
             ),
             namespace=name("Namespace of the ServiceMonitors; empty: the release's."),
             labels=strings("Labels by which your Prometheus selects them."),
-            relabelings=objects("Rules for a target's labels before a scrape."),
-            metricRelabelings=objects("Rules for series after it."),
+            relabelings=array("Rules for a target's labels before a scrape.", RELABELING),
+            metricRelabelings=array("Rules for series after it.", RELABELING),
         ),
         prometheusRule=group(
             "The alerts.",
