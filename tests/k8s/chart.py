@@ -151,6 +151,27 @@ EVERYTHING_ON: Final[Values] = {
         }
     ],
 }
+_RESTRICTED: Final = {
+    "image": "registry.example/tool:1",
+    "resources": {"requests": {"cpu": "10m"}, "limits": {"memory": "16Mi"}},
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+    },
+}
+_ASKED: Final = {f"{kind}Probe": {"exec": {"command": ["true"]}} for kind in ("startup", "readiness", "liveness")}
+_HATCHES: Final = {
+    "podSecurityContext": {"runAsUser": 20001, "fsGroup": None, "supplementalGroups": [30001]},
+    "securityContext": {"runAsUser": 20002, "procMount": "Default"},
+    "schedulerName": "volcano",
+    "extraEnvFrom": [{"configMapRef": {"name": "proxies"}}, {"secretRef": {"name": "more", "optional": True}}],
+    "initContainers": [{"name": "fetch"} | _RESTRICTED],
+    "extraContainers": [{"name": "sidecar"} | _RESTRICTED | _ASKED],
+    "podDisruptionBudget": {"minAvailable": "50%"},
+    "readinessProbe": {"periodSeconds": 7, "timeoutSeconds": 3, "failureThreshold": 5},
+}
 _OFF: Final = {"enabled": False}
 MATRIX: Final[dict[str, Values]] = {
     "defaults": {},
@@ -188,6 +209,26 @@ MATRIX: Final[dict[str, Values]] = {
         }
     },
     "open-redis": {"redis": {"mode": "external", "external": {"url": "redis://redis.other:6379"}}},
+    "escape-hatches": {
+        "global": {"imageRegistry": "mirror.example", "imagePullSecrets": [{"name": "parents"}]},
+        "models": [_MODEL, {"name": "foreign", "source": "x/foreign", "engine": "vllm"}],
+        "worker": _HATCHES | {"updateStrategy": {"rollingUpdate": {"partition": 1}}},
+        "gateway": _HATCHES
+        | {
+            "strategy": {"rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 1}},
+            "service": {"type": "NodePort", "nodePort": 30080, "externalTrafficPolicy": "Local"},
+            "ingress": _ON | {"hosts": ["a.example", {"host": "b.example", "path": "/llm", "pathType": "Exact"}]},
+        },
+        "metrics": {
+            "serviceMonitor": _ON
+            | {
+                "scrapeTimeout": "5s",
+                "namespace": "monitoring",
+                "relabelings": [{"targetLabel": "cluster", "replacement": "one"}],
+                "metricRelabelings": [{"action": "drop", "sourceLabels": ["__name__"], "regex": "go_.*"}],
+            }
+        },
+    },
     "gateway-keda": {
         "gateway": {"autoscaling": _ON | {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}},
         "fullnameOverride": "a-name-of-exactly-thirty-chars",

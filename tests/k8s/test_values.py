@@ -29,7 +29,7 @@ def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str,
             yield from nodes(child, f"{path}{key}.")
 
 
-NODES = {path: node for path, node in nodes(schema()) if path != "global"}
+NODES = dict(nodes(schema()))
 LEAVES = [path for path, node in NODES.items() if "properties" not in node]
 
 
@@ -73,6 +73,17 @@ CHANGES: dict[str, Any] = {
     "nameOverride": "other",
     "fullnameOverride": "other",
     "gateway.podDisruptionBudget.maxUnavailable": "50%",
+    "gateway.podDisruptionBudget.minAvailable": 1,
+    "worker.podDisruptionBudget.minAvailable": "50%",
+    "gateway.ingress.hosts": [{"host": "llm.example", "path": "/llm"}],
+    "gateway.service.loadBalancerIP": "192.0.2.7",
+    "gateway.resources.claims": [{"name": "nic"}],
+    "worker.resources.claims": [{"name": "gpu", "request": "one"}],
+}
+CHANGES |= {
+    f"{part}.{key}": {field: None}
+    for part in ("gateway", "worker", "redis.builtin")
+    for key, field in (("podSecurityContext", "runAsUser"), ("securityContext", "readOnlyRootFilesystem"))
 }
 """Values that the general rule of `changed` cannot guess."""
 
@@ -104,7 +115,7 @@ def changed(path: str, default: Any, node: dict[str, Any]) -> Any:
             return sample
         case list():
             items = node["items"]
-            sample = {"name": "other", "mountPath": "/other", "emptyDir": {}, "value": "x"}
+            sample = {"name": "other", "mountPath": "/other", "emptyDir": {}, "value": "x", "image": "x:1"}
             if items.get("type") == "string":
                 samples = ("10.0.0.0/8", "other.example")
                 sample = next(s for s in samples if re.search(items["pattern"], s)) if "pattern" in items else "--other"
@@ -158,6 +169,10 @@ def context_of(path: str) -> dict[str, Any]:
     elif parent.startswith("tls."):
         put(values, f"{parent}.secret", "some")
         put(values, f"{parent}.name", "llm.example")
+    elif path.startswith("gateway.service."):
+        put(values, "gateway.service.type", "ClusterIP" if path.endswith("type") else "LoadBalancer")
+    elif path.endswith(".resources.claims"):
+        put(values, f"{path.split('.')[0]}.resourceClaims", [{"name": changed(path, [], {})[0]["name"]}])
     elif path == "redis.mode":
         put(values, "redis.external.url", "")
     elif path in ("clusterSecret.key", "worker.huggingFaceToken.key"):

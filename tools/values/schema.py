@@ -12,16 +12,20 @@ from tools.values.terms import (
     array,
     autoscaling,
     choice,
+    count_or_percentage,
     drain,
     flag,
     free,
     group,
     image,
     name,
+    objects,
     placement,
     pod,
+    probes,
     quantity,
     resources,
+    security_contexts,
     strings,
     text,
     whole,
@@ -95,6 +99,8 @@ WORKER: Final[dict[str, Schema]] = {
         adapterResources=resources("an adapter"),
         extraArgs=array("Further options of `vllm serve`.", {"type": "string", "minLength": 1}),
         extraEnv=array("Further environment variables of the engine.", {"type": "object", "required": ["name"]}),
+        extraEnvFrom=objects("Further variables of the engine, of whole ConfigMaps and Secrets."),
+        **probes(loading=True),
         extraVolumeMounts=array(
             "Further mounts of the engine, of `extraVolumes`.", {"type": "object", "required": ["name", "mountPath"]}
         ),
@@ -113,18 +119,58 @@ WORKER: Final[dict[str, Schema]] = {
     ),
     "startupTimeoutSeconds": whole("How long a model may load before the pod is restarted.", 10, 86400),
     "drain": drain("a worker", 25, "Not needed: gateways avoid a draining worker."),
-    "resources": resources("a worker, or of vLLM"),
+    "resources": resources(
+        "a worker, or of vLLM", claims="DRA claims of it, of `resourceClaims`; a worker with one runs on CUDA."
+    ),
     "shmSize": quantity("Size of /dev/shm; empty: the runtime's, and 8Gi for vLLM.", optional=True),
     "runtimeClassName": name("Runtime class of the pods."),
     **pod(),
+    **probes(loading=True),
+    "updateStrategy": group(
+        "How an upgrade replaces workers.",
+        type=choice("One by one, or each when its pod is deleted.", "RollingUpdate", "OnDelete"),
+        rollingUpdate=group("Of type RollingUpdate.", partition=whole("Pods below this number stay as they are.")),
+    ),
     "autoscaling": autoscaling(
         whole("Mean of waiting prompt tokens above which a worker is added.", 1),
         "queuedTokensPerReplica",
     ),
 }
 
+HOST: Final[Schema] = {
+    "type": ["string", "object"],
+    "minLength": 1,
+    "required": ["host"],
+    "additionalProperties": False,
+    "properties": {
+        "host": text("Host name.", minLength=1),
+        "path": text("Path.", pattern="^/"),
+        "pathType": choice("How it matches.", "Prefix", "Exact", "ImplementationSpecific"),
+    },
+}
+
+RELABELING: Final = group(
+    "A rule, as the Prometheus operator defines it.",
+    sourceLabels=array("Labels that are joined.", text("A label.")),
+    separator=text("Between them."),
+    targetLabel=text("Label that is written."),
+    regex=text("Expression that the joined labels match."),
+    modulus=whole("For the action hashmod.", 1),
+    replacement=text("What is written."),
+    action=text("What is done; replace when it is not set."),
+)
+
 VALUES: Final = group(
     "Values of the chart headstart.",
+    **{
+        "global": group(
+            "What parent charts set for all of their charts.",
+            imageRegistry=text("Registry of the images whose `repository` names none.", pattern=r"^([^\s/]\S*)?$"),
+            imagePullSecrets=array(
+                "Further secrets for pulling images.", group("A secret.", ("name",), name=name("Its name."))
+            ),
+        )
+    },
     nameOverride=text("Replaces the chart's name in labels and names.", pattern=NAME, maxLength=30),
     fullnameOverride=text("Replaces the prefix of all names.", pattern=NAME, maxLength=30),
     ipFamily=choice("Address family on which pods listen and workers announce themselves.", "IPv4", "IPv6"),
@@ -216,8 +262,18 @@ VALUES: Final = group(
             ),
         ),
         drain=drain("a gateway", 15, "Gives load balancers time to drop the pod."),
-        resources=resources("a gateway"),
+        resources=resources("a gateway", claims="DRA claims of it, of `resourceClaims`."),
         **pod(),
+        **probes(),
+        strategy=group(
+            "How an upgrade replaces gateways.",
+            type=choice("One by one, or all at once.", "RollingUpdate", "Recreate"),
+            rollingUpdate=group(
+                "Of type RollingUpdate.",
+                maxSurge=count_or_percentage("Gateways above `replicas`, or a percentage of them.", 0),
+                maxUnavailable=count_or_percentage("Gateways below it.", 0),
+            ),
+        ),
         autoscaling=autoscaling(
             whole("Target for kind hpa, in percent of the CPU request.", 1, 100),
             "targetCPUUtilization",
@@ -227,6 +283,11 @@ VALUES: Final = group(
             "The Service of the OpenAI API. The ops port has a headless Service of its own.",
             type=choice("Its type.", "ClusterIP", "NodePort", "LoadBalancer"),
             port=whole("Its port.", 1, 65535),
+            nodePort=whole("Its port of the nodes; 0: any.", 0, 65535),
+            loadBalancerIP=text("Address of the load balancer, where the cloud obeys it.", pattern=r"^[0-9a-fA-F.:]*$"),
+            externalTrafficPolicy=choice(
+                "`Local` keeps the caller's address; empty: the cluster's default.", "", "Cluster", "Local"
+            ),
             annotations=strings("Its annotations."),
         ),
         ingress=group(
@@ -234,7 +295,7 @@ VALUES: Final = group(
             enabled=flag("Whether there is one."),
             className=name("Its class; empty: the cluster's default."),
             annotations=strings("Its annotations."),
-            hosts=array("Its host names.", {"type": "string", "minLength": 1}),
+            hosts=array("Its host names; or a host, path (/v1) and pathType (Prefix) each.", HOST),
             tls=array("Its certificates.", free("hosts and secretName.")),
         ),
         httpRoute=group(
@@ -266,6 +327,7 @@ VALUES: Final = group(
             memoryMiB=whole("Its memory, three quarters for data; 100 MiB hold about a million blocks.", 64),
             cpuRequest=quantity("CPUs reserved."),
             tlsSecret=name("Secret with tls.crt, tls.key and ca.crt; empty: no TLS."),
+            **security_contexts(),
             **placement(),
         ),
         external=group(
@@ -299,7 +361,13 @@ VALUES: Final = group(
             "Scraping of gateways and workers.",
             enabled=flag("Whether there are ServiceMonitors."),
             interval=text("How often.", pattern="^[0-9]+(ms|s|m)$"),
+            scrapeTimeout=text(
+                "Time for an answer, at most the interval; empty: Prometheus'.", pattern="^([0-9]+(ms|s|m))?$"
+            ),
+            namespace=name("Namespace of the ServiceMonitors; empty: the release's."),
             labels=strings("Labels by which your Prometheus selects them."),
+            relabelings=array("Rules for a target's labels before a scrape.", RELABELING),
+            metricRelabelings=array("Rules for series after it.", RELABELING),
         ),
         prometheusRule=group(
             "The alerts.",
@@ -319,7 +387,6 @@ VALUES: Final = group(
 
 def schema() -> Schema:
     """Return the contents of values.schema.json."""
-    properties = VALUES["properties"] | {"global": free("For parent charts; not read.")}
     worker = group("The workers.", **WORKER)
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"worker": worker}}
-    return head | VALUES | {"properties": properties}
+    return head | VALUES

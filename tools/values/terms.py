@@ -55,6 +55,52 @@ def group(meaning: str, required: tuple[str, ...] = (), /, **properties: Schema)
     return schema | ({"required": list(required)} if required else {})
 
 
+CLAIM: Final = {"name": text("Its name in `resourceClaims`."), "request": text("A request of it; empty: all.")}
+SHARED_CONTEXT: Final = (
+    *("appArmorProfile", "runAsGroup", "runAsNonRoot", "runAsUser", "seLinuxOptions", "seccompProfile"),
+    "windowsOptions",
+)
+POD_CONTEXT: Final = (
+    *SHARED_CONTEXT,
+    *("fsGroup", "fsGroupChangePolicy", "seLinuxChangePolicy", "supplementalGroups", "supplementalGroupsPolicy"),
+    "sysctls",
+)
+CONTAINER_CONTEXT: Final = (
+    *SHARED_CONTEXT,
+    *("allowPrivilegeEscalation", "capabilities", "privileged", "procMount", "readOnlyRootFilesystem"),
+)
+
+
+def security_contexts() -> dict[str, Schema]:
+    """Fields that are set replace the default's; null removes one."""
+    return {
+        "podSecurityContext": free("Security context of the pods, merged by field; null removes one.")
+        | {"propertyNames": {"enum": sorted(POD_CONTEXT)}},
+        "securityContext": free("That of the chart's own containers, merged by field; null removes one.")
+        | {"propertyNames": {"enum": sorted(CONTAINER_CONTEXT)}},
+    }
+
+
+def probe(meaning: str, *, threshold: bool = True) -> Schema:
+    """The timings of a probe; what it asks is the chart's."""
+    timings = {
+        "periodSeconds": whole("Time from one to the next.", 1),
+        "timeoutSeconds": whole("Time for an answer.", 1),
+        "failureThreshold": whole("Failures in a row that count.", 1),
+    }
+    return group(meaning, **(timings if threshold else {key: timings[key] for key in list(timings)[:2]}))
+
+
+def probes(*, loading: bool = False) -> dict[str, Schema]:
+    """With `loading`, startupTimeoutSeconds stands for the startup probe's failures."""
+    startup = "Whether it has started" + ("; startupTimeoutSeconds ends it." if loading else ".")
+    return {
+        "startupProbe": probe(startup, threshold=not loading),
+        "readinessProbe": probe("Whether it takes requests."),
+        "livenessProbe": probe("Whether it makes progress; the container restarts else."),
+    }
+
+
 def image(whose: str, tag: str) -> Schema:
     return group(
         f"The image of {whose}.",
@@ -65,7 +111,17 @@ def image(whose: str, tag: str) -> Schema:
     )
 
 
-def resources(whose: str) -> Schema:
+def count_or_percentage(meaning: str, minimum: int = 1, *, optional: bool = False) -> Schema:
+    pattern = r"^[1-9][0-9]?%$|^100%$" + (r"|^0%$" if minimum == 0 else "") + ("|^$" if optional else "")
+    return {"type": ["integer", "string"], "description": meaning, "minimum": minimum, "pattern": pattern}
+
+
+def objects(meaning: str, *required: str) -> Schema:
+    """A list that is written into a pod as it stands."""
+    return array(meaning, {"type": "object", "required": list(required)})
+
+
+def resources(whose: str, *, claims: str = "") -> Schema:
     amounts = {
         "cpu": quantity(f"CPUs of {whose}."),
         "memory": quantity(f"Memory of {whose}."),
@@ -75,6 +131,7 @@ def resources(whose: str) -> Schema:
         f"Requests and limits of {whose}; GPUs stand in `gpu`.",
         requests=group("What is reserved.", **amounts),
         limits=group("What is never exceeded.", **amounts),
+        **({"claims": array(claims, group("A claim.", ("name",), **CLAIM))} if claims else {}),
     )
 
 
@@ -105,21 +162,23 @@ def pod() -> dict[str, Schema]:
                 nodeTaintsPolicy=choice("How taints count.", "Honor", "Ignore"),
             ),
         ),
+        "schedulerName": name("Scheduler of the pods; empty: the cluster's default."),
+        **security_contexts(),
         "podLabels": strings("Further labels of the pods."),
         "podAnnotations": strings("Annotations of the pods."),
         "extraArgs": array("Further options of the command line.", {"type": "string", "minLength": 1}),
         "extraEnv": array("Further environment variables.", {"type": "object", "required": ["name"]}),
+        "extraEnvFrom": objects("Further environment variables, of whole ConfigMaps and Secrets."),
         "extraVolumes": array("Further volumes.", {"type": "object", "required": ["name"]}),
         "extraVolumeMounts": array("Further mounts.", {"type": "object", "required": ["name", "mountPath"]}),
+        "initContainers": objects("Containers that end before the chart's start.", "name", "image"),
+        "extraContainers": objects("Containers next to the chart's.", "name", "image"),
+        "resourceClaims": objects("DRA claims of the pods; `resources.claims` uses them.", "name"),
         "podDisruptionBudget": group(
             "How many pods a node drain may take at once.",
             enabled=flag("Whether there is a PodDisruptionBudget."),
-            maxUnavailable={
-                "type": ["integer", "string"],
-                "description": "Pods, or a percentage of them.",
-                "minimum": 1,
-                "pattern": "^[1-9][0-9]?%$|^100%$",
-            },
+            maxUnavailable=count_or_percentage("Pods, or a percentage of them."),
+            minAvailable=count_or_percentage("Pods that stay, instead; empty: maxUnavailable.", optional=True),
         ),
     }
 

@@ -2,6 +2,7 @@
 {{- define "headstart.checks" -}}
 {{- $names := list -}}
 {{- range .Values.models -}}
+{{- $name := .name -}}
 {{- if has .name $names }}{{ fail (printf "models: the name %q stands twice" .name) }}{{ end -}}
 {{- if has .name (list "gateway" "gateway-ops" "redis" "cluster" "api-keys" "test") }}{{ fail (printf "models: the name %q is taken by a part of the chart" .name) }}{{ end -}}
 {{- $names = append $names .name -}}
@@ -20,6 +21,26 @@
 {{- end -}}
 {{- if and $worker.kvDisk.claim (not $worker.kvDisk.size) }}{{ fail (printf "models.%s.kvDisk.size: a claim needs a size" .name) }}{{ end -}}
 {{- include "headstart.checkEngine" (dict "model" . "worker" $worker) -}}
+{{- include "headstart.checkClaims" (dict "pod" $worker "key" (printf "models.%s" .name)) -}}
+{{- with $worker.updateStrategy -}}
+{{- if and (eq .type "OnDelete") .rollingUpdate.partition }}{{ fail (printf "models.%s.updateStrategy.rollingUpdate: it is for type: RollingUpdate" $name) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- include "headstart.checkClaims" (dict "pod" .Values.gateway "key" "gateway") -}}
+{{- with .Values.gateway.service -}}
+{{- if and .nodePort (eq .type "ClusterIP") }}{{ fail "gateway.service.nodePort: a Service of type ClusterIP has none; set type: NodePort" }}{{ end -}}
+{{- if and .externalTrafficPolicy (eq .type "ClusterIP") }}{{ fail "gateway.service.externalTrafficPolicy: a Service of type ClusterIP has none; set type: NodePort or LoadBalancer" }}{{ end -}}
+{{- if and .loadBalancerIP (ne .type "LoadBalancer") }}{{ fail "gateway.service.loadBalancerIP: it is for type: LoadBalancer" }}{{ end -}}
+{{- end -}}
+{{- with .Values.gateway.strategy -}}
+{{- if and (eq .type "RollingUpdate") (eq (toString .rollingUpdate.maxSurge) "0") (eq (toString .rollingUpdate.maxUnavailable) "0") -}}
+{{- fail "gateway.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so no pod could be replaced" -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.metrics.serviceMonitor -}}
+{{- if and .scrapeTimeout (gt (include "headstart.milliseconds" .scrapeTimeout | int) (include "headstart.milliseconds" .interval | int)) -}}
+{{- fail (printf "metrics.serviceMonitor.scrapeTimeout: %s is longer than the interval %s" .scrapeTimeout .interval) -}}
+{{- end -}}
 {{- end -}}
 {{- if eq .Values.apiKeys.key .Values.apiKeys.plainKey }}{{ fail "apiKeys.plainKey: gateways would be given the key itself; name another key than apiKeys.key" }}{{ end -}}
 {{- range $part, $tls := .Values.tls -}}
@@ -30,6 +51,20 @@
 {{- if and (eq .mode "external") (not .external.url) }}{{ fail "redis.external.url: mode external needs the address of a Redis" }}{{ end -}}
 {{- if and (ne .mode "external") .external.url }}{{ fail "redis.external.url: it is set, but redis.mode is not external" }}{{ end -}}
 {{- if contains "@" .external.url }}{{ fail "redis.external.url: put no password into it; name a Secret in redis.existingSecret" }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "headstart.milliseconds" -}}
+{{- mul (regexFind "^[0-9]+" .) (index (dict "ms" 1 "s" 1000 "m" 60000) (regexFind "[a-z]+$" .)) -}}
+{{- end -}}
+
+{{/* A container may use only the claims of its pod. (dict "pod" $worker "key" "models.llama") */}}
+{{- define "headstart.checkClaims" -}}
+{{- $key := .key -}}
+{{- $names := list -}}
+{{- range .pod.resourceClaims }}{{ $names = append $names .name }}{{ end -}}
+{{- range .pod.resources.claims -}}
+{{- if not (has .name $names) }}{{ fail (printf "%s.resources.claims: %q is no name in resourceClaims" $key .name) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 

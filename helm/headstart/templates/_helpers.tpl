@@ -58,9 +58,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* (dict "image" .image "tag" "the tag when none is set") */}}
+{{/* global.imageRegistry goes before a repository that names no registry: a host has a dot or a port, or is localhost.
+(dict "root" $ "image" .image "tag" "the tag when none is set") */}}
 {{- define "headstart.image" -}}
-{{- $reference := printf "%s:%s" .image.repository (default .tag .image.tag) -}}
+{{- $repository := .image.repository -}}
+{{- with .root.Values.global.imageRegistry -}}
+{{- if not (regexMatch "^([^/]*[.:][^/]*|localhost)/" $repository) }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
+{{- end -}}
+{{- $reference := printf "%s:%s" $repository (default .tag .image.tag) -}}
 {{- if .image.digest -}}
 {{- $reference = printf "%s@%s" $reference .image.digest -}}
 {{- end -}}
@@ -151,8 +156,17 @@ whose emptyDir exceeds its limit is evicted. The folder below the mount is the w
         storage: {{ .volume.size }}
 {{- end -}}
 
+{{/* Without claims that nobody asked for: a list of none is a field to old clusters. */}}
+{{- define "headstart.resources" -}}
+{{- toYaml (ternary (omit . "claims") . (empty .claims)) -}}
+{{- end -}}
+
 {{/* The engine, with its GPUs. */}}
 {{- define "headstart.worker.resources" -}}
+{{- with .resources.claims }}
+claims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- range $part := list "requests" "limits" }}
 {{ $part }}:
   {{- with index $.resources $part }}
@@ -172,25 +186,40 @@ whose emptyDir exceeds its limit is evicted. The folder below the mount is the w
 {{- ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.ipFamily "IPv6") -}}
 {{- end -}}
 
-{{/* Pod Security "restricted". */}}
-{{- define "headstart.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: {{ .uid }}
-runAsGroup: {{ .uid }}
-fsGroup: {{ .uid }}
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{/* A security context of the values. Helm removes a key that is null, but not in an entry of `models`. */}}
+{{- define "headstart.securityContext" -}}
+{{- $kept := dict -}}
+{{- range $key, $value := . -}}
+{{- if not (kindIs "invalid" $value) }}{{ $_ := set $kept $key $value }}{{ end -}}
+{{- end -}}
+{{- toYaml $kept -}}
 {{- end -}}
 
-{{- define "headstart.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-runAsNonRoot: true
-capabilities:
-  drop: [ALL]
-seccompProfile:
-  type: RuntimeDefault
+{{/* Those of parent charts, then the chart's own. -> JSON */}}
+{{- define "headstart.pullSecrets" -}}
+{{- concat (default list .Values.global.imagePullSecrets) (default list .Values.imagePullSecrets) | toJson -}}
+{{- end -}}
+
+{{/* How often a probe asks, and when it gives up: one of the probes of the values. */}}
+{{- define "headstart.timings" -}}
+periodSeconds: {{ int .periodSeconds }}
+timeoutSeconds: {{ int .timeoutSeconds }}
+failureThreshold: {{ int .failureThreshold }}
+{{- end -}}
+
+{{/* A startup probe gives up after startupTimeoutSeconds. (dict "probe" ... "worker" ...) */}}
+{{- define "headstart.startupTimings" -}}
+{{- $most := max 1 (div (int .worker.startupTimeoutSeconds) (int .probe.periodSeconds)) -}}
+{{- include "headstart.timings" (merge (dict "failureThreshold" $most) .probe) -}}
+{{- end -}}
+
+{{/* The limit of a `podDisruptionBudget`. */}}
+{{- define "headstart.budget" -}}
+{{- if .minAvailable -}}
+minAvailable: {{ .minAvailable }}
+{{- else -}}
+maxUnavailable: {{ .maxUnavailable }}
+{{- end -}}
 {{- end -}}
 
 {{/* Soft spreading over nodes and zones by default. (dict "constraints" ... "labels" ...) */}}
@@ -362,4 +391,14 @@ tlsConfig:
       port: 53
     - protocol: TCP
       port: 53
+{{- end -}}
+
+{{/* The hosts of the Ingress, each with its path. -> JSON */}}
+{{- define "headstart.ingressRules" -}}
+{{- $rules := list -}}
+{{- range .Values.gateway.ingress.hosts -}}
+{{- $host := kindIs "string" . | ternary (dict "host" .) . -}}
+{{- $rules = append $rules (merge (dict) $host (dict "path" "/v1" "pathType" "Prefix")) -}}
+{{- end -}}
+{{- toJson $rules -}}
 {{- end -}}

@@ -7,11 +7,11 @@ front of it. The engine's ports: 8000 API, 5557 and up cache events, 5657 and up
 {{- $vllm := .worker.vllm -}}
 {{- $events := dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" "tcp://127.0.0.1:5557" "replay_endpoint" "tcp://127.0.0.1:5657" -}}
 - name: engine
-  image: {{ include "headstart.image" (dict "image" $vllm.image "tag" "") }}
+  image: {{ include "headstart.image" (dict "root" .root "image" $vllm.image "tag" "") }}
   imagePullPolicy: {{ $vllm.image.pullPolicy }}
   restartPolicy: Always
   securityContext:
-    {{- include "headstart.containerSecurityContext" .root | nindent 4 }}
+    {{- include "headstart.securityContext" .worker.securityContext | nindent 4 }}
   {{- if $vllm.apiKey.existingSecret }}
   # vLLM reads no key from a file.
   command:
@@ -72,22 +72,20 @@ front of it. The engine's ports: 8000 API, 5557 and up cache events, 5657 and up
     {{- with $vllm.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- with $vllm.extraEnvFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   # The kubelet probes the pod's address, where nothing listens, so these run in the container.
   startupProbe:
     {{- include "headstart.vllm.probe" . | nindent 4 }}
-    periodSeconds: 5
-    timeoutSeconds: 6
-    failureThreshold: {{ max 1 (div (int .worker.startupTimeoutSeconds) 5) }}
+    {{- include "headstart.startupTimings" (dict "probe" $vllm.startupProbe "worker" .worker) | nindent 4 }}
   readinessProbe:
     {{- include "headstart.vllm.probe" . | nindent 4 }}
-    periodSeconds: 10
-    timeoutSeconds: 6
-    failureThreshold: 2
+    {{- include "headstart.timings" $vllm.readinessProbe | nindent 4 }}
   livenessProbe:
     {{- include "headstart.vllm.probe" . | nindent 4 }}
-    periodSeconds: 10
-    timeoutSeconds: 6
-    failureThreshold: 6
+    {{- include "headstart.timings" $vllm.livenessProbe | nindent 4 }}
   resources:
     {{- include "headstart.worker.resources" .worker | nindent 4 }}
   volumeMounts:
@@ -148,19 +146,21 @@ exec:
 {{- end }}
 {{- end -}}
 
-{{/* Prometheus cannot reach the engine's port, so this relays its metrics, and nothing else. */}}
+{{/* Prometheus cannot reach the engine's port, so this relays its metrics, and nothing else.
+(dict "root" $ "worker" ...) */}}
 {{- define "headstart.vllm.metrics" -}}
+{{- $values := .root.Values -}}
 - name: engine-metrics
-  image: {{ include "headstart.image" (dict "image" .Values.gateway.image "tag" .Chart.AppVersion) }}
-  imagePullPolicy: {{ .Values.gateway.image.pullPolicy }}
+  image: {{ include "headstart.image" (dict "root" .root "image" $values.gateway.image "tag" .root.Chart.AppVersion) }}
+  imagePullPolicy: {{ $values.gateway.image.pullPolicy }}
   restartPolicy: Always
   securityContext:
-    {{- include "headstart.containerSecurityContext" . | nindent 4 }}
+    {{- include "headstart.securityContext" .worker.securityContext | nindent 4 }}
   command: [python3, -I, -c]
   args:
     - |
-      {{- .Files.Get "files/engine_metrics.py" | nindent 6 }}
-    - {{ include "headstart.listenHost" . | quote }}
+      {{- .root.Files.Get "files/engine_metrics.py" | nindent 6 }}
+    - {{ include "headstart.listenHost" .root | quote }}
     - "8090"
     - http://127.0.0.1:8000/metrics
   ports:
@@ -171,7 +171,7 @@ exec:
     httpGet:
       path: /health
       port: engine-metrics
-      {{- include "headstart.tls.probe" (dict "tls" $.Values.tls.workers) | nindent 6 }}
+      {{- include "headstart.tls.probe" (dict "tls" $values.tls.workers) | nindent 6 }}
     periodSeconds: 10
     timeoutSeconds: 6
     failureThreshold: 6
@@ -182,8 +182,8 @@ exec:
       memory: 32Mi
     limits:
       memory: 128Mi
-  {{- if .Values.tls.workers.secret }}
+  {{- if $values.tls.workers.secret }}
   volumeMounts:
-    {{- include "headstart.tls.volumeMount" (dict "tls" .Values.tls.workers) | nindent 4 }}
+    {{- include "headstart.tls.volumeMount" (dict "tls" $values.tls.workers) | nindent 4 }}
   {{- end }}
 {{- end -}}
