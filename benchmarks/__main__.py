@@ -29,6 +29,7 @@ DEV_BENCHES: Final = {
     "prompts": "what a prompt of 8,000 to 128,000 tokens costs the gateway",
     "route": "routing policies on recorded workloads in simulated time",
     "speculation": "tokens per second with drafts and without, in pairs",
+    "steps": "steps bounded by time, in the engine and in simulation",
     "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",
 }
 """Summary of each bench that needs a checkout."""

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from benchmarks.dev.route_load.runs import DATA
 from benchmarks.dev.simulation.engine import Job, SimulatedWorker
-from benchmarks.dev.simulation.replay import Replay, ReplaySettings
+from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.traces import SWE_AGENT, SweAgentTrace, Workload
 from server.router.policies import POLICIES
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.dev.simulation.replay import ReplaySettings
+from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.step_replay import StepReplay, TokenTimes
 from benchmarks.dev.simulation.traces import CONVERSATION, ConversationTrace
 from benchmarks.report import Figure, Report, option_parser, publish

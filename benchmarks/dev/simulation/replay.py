@@ -123,8 +123,11 @@ class Replay:
 
     # --- workers ------------------------------------------------------------------------------------------------
 
+    def _make_worker(self) -> SimulatedWorker:
+        return self._fleet.make_worker()
+
     def _join(self) -> None:
-        worker = self._fleet.make_worker()
+        worker = self._make_worker()
         self._index.register(worker.member)
         self._tiers.register(worker.member)
         self._workers[worker.member.worker_id] = worker

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Final
 
 from benchmarks.dev.simulation.engine import EngineModel, Job, SimulatedWorker
-from benchmarks.dev.simulation.replay import MODEL, Outcome, Replay, ReplaySettings
+from benchmarks.dev.simulation.fleet import MODEL, ReplaySettings
+from benchmarks.dev.simulation.outcomes import Outcome
+from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.step_engine import TICK_S, StepWorker
 from benchmarks.dev.simulation.traces import Workload
 from cache.allocators.hash import HashAllocator
@@ -59,25 +61,21 @@ class StepReplay(Replay):
         within = [self._ttft_s[n] <= MAX_TTFT_S and self._token_s[n] <= MAX_TOKEN_S for n in scored]
         return TokenTimes(outcome, quantile(times, 0.5), quantile(times, 0.99), sum(within) / len(within))
 
-    def _make_workers(self) -> list[SimulatedWorker]:
-        settings, workload = self._settings, self._workload
+    def _make_worker(self) -> SimulatedWorker:
+        settings, workload, number = self._settings, self._workload, len(self._step_workers)
         model = EngineModel(workload.prefill_tokens_per_s, workload.block_size)
-        share = int(workload.num_distinct_blocks * settings.cache_share) // settings.num_workers
-        for number in range(settings.num_workers):
-            objective, name = None, f"worker-{number:02}"
-            if self._max_step_s is not None:
-                token_s = 1.0 / model.prefill_tokens_per_s
-                objective = StepObjective(self._max_step_s, 16, token_s, model.decode_step_s / token_s)
-            epoch, kind = Epoch(f"{number:016x}"), "simulated"
-            member = WorkerMember(
-                WorkerId(name), epoch, f"http://{name}", MODEL, "", kind, workload.block_size, 1 << 30, 1
-            )
-            pool = HashAllocator(share + 1, 1)
-            worker = StepWorker(member, model, pool, settings.report_s, objective=objective)
-            self._index.register(member)
-            self._tiers.register(member)
-            self._step_workers.append(worker)
-        return list(self._step_workers)
+        objective = None
+        if self._max_step_s is not None:
+            token_s = 1.0 / model.prefill_tokens_per_s
+            objective = StepObjective(self._max_step_s, 16, token_s, model.decode_step_s / token_s)
+        name, epoch = f"worker-{number:02}", Epoch(f"{number:016x}")
+        member = WorkerMember(
+            WorkerId(name), epoch, f"http://{name}", MODEL, "", "simulated", workload.block_size, 1 << 30, 1
+        )
+        pool = HashAllocator(int(workload.num_distinct_blocks * settings.cache_share) // settings.num_workers + 1, 1)
+        worker = StepWorker(member, model, pool, settings.report_s, objective=objective)
+        self._step_workers.append(worker)
+        return worker
 
     def _begin(self, worker: SimulatedWorker) -> None:
         assert isinstance(worker, StepWorker)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.dev import steps
-from benchmarks.dev.simulation.replay import ReplaySettings
+from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.step_replay import StepReplay, quantile
 from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload
 from cache.hashing import hash_chain
