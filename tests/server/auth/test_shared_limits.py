@@ -151,7 +151,7 @@ async def test_each_gateway_grants_its_share_without_a_sound_redis(
         granted = [(await drain(http, [gateway], other)).total() for gateway in found]
         allowed = 1200 + 20.0 * (time.monotonic() - begun_s)
         most = 1.1 if kind == "gone" else 2.2  # between two spoilings a gateway may read the others
-        assert 1000 <= sum(granted) <= most * allowed, "their shares, never none"
+        assert 700 <= sum(granted) <= most * allowed, "their shares, never none"
         assert kind != "gone" or min(granted) >= 500
 
         if task is None:
