@@ -47,7 +47,7 @@ class GatewayRecord(Struct, frozen=True, array_like=True):
 class _Peer:
     """Another gateway, alive or not."""
 
-    __slots__ = ("advanced_s", "is_live", "record", "taken_s")
+    __slots__ = ("advanced_s", "is_live", "is_stale", "record", "taken_s")
 
     def __init__(self, record: GatewayRecord, now_s: float) -> None:
         self.record = record
@@ -55,6 +55,8 @@ class _Peer:
         self.advanced_s = -math.inf
         """When its record last advanced while this gateway read it."""
         self.is_live = False
+        self.is_stale = True
+        """This gateway has left it its share since its last record."""
 
 
 class FleetLimits:
@@ -115,7 +117,7 @@ class FleetLimits:
                 self._take(peer, record, usages, now_s)
                 peer.record = record
                 peer.advanced_s = peer.taken_s = now_s
-                peer.is_live = not record.is_last
+                peer.is_live, peer.is_stale = not record.is_last, False
         self._apply(now_s, usages)
 
     def missed(self) -> bool:
@@ -139,7 +141,6 @@ class FleetLimits:
 
     def _take(self, peer: _Peer, record: GatewayRecord, usages: Mapping[str, KeyUsage], now_s: float) -> None:
         """Take a gateway's increases from the buckets."""
-        is_known = now_s - peer.advanced_s <= FRESH_S  # else it has used its share, which this gateway left to it
         joins = not peer.is_live and now_s - self._begun_s < JOIN_S
         for name, use in record.keys.items():
             usage = usages.get(name)
@@ -148,8 +149,7 @@ class FleetLimits:
             if usage is None or not (requests or tokens or joins):
                 continue
             self.is_busy |= bool(requests or tokens)
-            if is_known:
-                usage.draw(requests, tokens)
+            usage.draw(requests, tokens, to_zero=peer.is_stale)
             if joins:
                 usage.lower(use.requests_left, use.tokens_left)
 
@@ -160,6 +160,8 @@ class FleetLimits:
                 peer.is_live &= now_s - peer.advanced_s < FORGET_S
         live = [peer for peer in self._peers.values() if peer.is_live]
         fresh = [peer for peer in live if now_s - peer.advanced_s <= FRESH_S]
+        for peer in live:
+            peer.is_stale |= now_s - peer.advanced_s > FRESH_S
         today = [peer for peer in self._peers.values() if peer.record.day == self._day]
         num_gateways = max(1 + len(live), self._min_gateways if now_s - self._read_s > FRESH_S else 1)
         self.part = (1 + len(fresh)) / num_gateways

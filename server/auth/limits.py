@@ -192,11 +192,12 @@ class KeyUsage:
         )
         return use.spent > use.tokens or any(limit is not None and n > times * limit for n, limit in amounts)
 
-    def draw(self, requests: int, tokens: int) -> None:
-        """Take what another gateway has granted."""
+    def draw(self, requests: int, tokens: int, *, to_zero: bool) -> None:
+        """Take what another gateway has granted; `to_zero`: at most what is left."""
         for name, amount in (("requests", requests), ("tokens", tokens)):
-            if amount and name in self._buckets:
-                self._buckets[name].add(self._clock(), -amount)
+            if amount and (bucket := self._buckets.get(name)) is not None:
+                left = max(0.0, bucket.level(self._clock()))
+                bucket.add(self._clock(), -(min(amount, left) if to_zero else amount))
 
     def lower(self, requests_left: float, tokens_left: float) -> None:
         """Lower the buckets to these levels, which another gateway has."""

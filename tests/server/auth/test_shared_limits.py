@@ -95,7 +95,7 @@ async def test_a_limit_holds_over_two_gateways(tmp_path: Path, server: RedisServ
         await until(lambda: at_most(http, found[1], key, 1000))
         granted = await drain(http, found, key)
         allowed = 1200 + 20.0 * (time.monotonic() - begun_s)
-        assert granted.total() + 400 <= 1.02 * allowed + 4
+        assert granted.total() + 400 <= 1.1 * allowed, "not twice: what a stalled machine leaves unread is overdrawn"
         assert granted.total() >= 600, "what was left, but for a few polls"
 
 
@@ -145,13 +145,15 @@ async def test_each_gateway_grants_its_share_without_a_sound_redis(
             server.kill()
         else:
             task = asyncio.create_task(keep_spoiling())
-        for gateway in found:
+        for gateway in found if kind in ("gone", "flushed", "rewound") else ():
             await until(lambda gateway=gateway: has_part(gateway, 0.5))
-        for gateway in found:
-            begun_s = time.monotonic()
-            granted = (await drain(http, [gateway], other)).total()
-            most = 600 if kind == "gone" else 1200  # between two spoilings a gateway may read the others
-            assert 500 <= granted <= 1.02 * (most + most / 60.0 * (time.monotonic() - begun_s)), "its share, never none"
+        begun_s = time.monotonic()
+        granted = [(await drain(http, [gateway], other)).total() for gateway in found]
+        allowed = 1200 + 20.0 * (time.monotonic() - begun_s)
+        most = 1.1 if kind == "gone" else 2.2  # between two spoilings a gateway may read the others
+        assert 700 <= sum(granted) <= most * allowed, "their shares, never none"
+        assert kind != "gone" or min(granted) >= 500
+
         if task is None:
             server.start()
         else:
@@ -214,13 +216,17 @@ async def test_the_limits_have_an_acl_user_of_their_own(tmp_path: Path) -> None:
 async def test_twenty_keys_at_four_gateways_for_two_minutes(tmp_path: Path, server: RedisServer) -> None:
     """Keys of 600 requests a minute at half to three times their limit, over the wire."""
     rng, seconds, limit = random.Random(3), 120.0, 600
-    keys = keys_file(tmp_path, *[f"requests_per_minute = {limit}"] * 20)
+    first, *keys = keys_file(tmp_path, *[f"requests_per_minute = {limit}"] * 21)
     demands = {key: rng.choice((0.5, 0.9, 0.97, 1.3, 2.0)) for key in keys}
     asked: Counter[str] = Counter()
     granted: Counter[str] = Counter()
     took_s: dict[str, float] = {}
 
     async with gateways(tmp_path, server.url, 4) as found, aiohttp.ClientSession() as http:
+        for _ in range(300):
+            await ask(http, found[0], first)
+        for gateway in found[1:]:  # until it has read the others
+            await until(lambda gateway=gateway: at_most(http, gateway, first, 550))
         begun_s = time.monotonic()
 
         async def use(key: str) -> None:
