@@ -1,6 +1,6 @@
-"""tools/try_cluster.sh as far as it goes without a cluster: its values, its helm options, its report.
+"""tools/try_cluster.sh without a cluster: its values, its helm options, its report.
 
-Here kind, kubectl, docker and curl are programs that write down how they were called, and print what a cluster would.
+Small programs stand in for kind, kubectl, helm, docker and curl. They write down each call, and print an answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ANSWERS: Final = {
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """Return a folder of programs that write their words into calls.log, and then do as `ANSWERS` says."""
+    """Return a folder of programs that write their words into calls.log, and then answer by `ANSWERS`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, answer in ANSWERS.items():
