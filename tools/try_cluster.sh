@@ -49,7 +49,13 @@ VALUES
 
 kube() { kubectl --context "kind-$CLUSTER" --namespace "$NAMESPACE" "$@"; }
 chart() { helm --kube-context "kind-$CLUSTER" --namespace "$NAMESPACE" "$@"; }
-stop_forward() { if [ -n "$FORWARD" ]; then kill "$FORWARD" 2>/dev/null; fi; FORWARD=; }
+stop_forward() {
+  if [ -n "$FORWARD" ]; then
+    kill "$FORWARD" 2>/dev/null
+    wait "$FORWARD" 2>/dev/null
+  fi
+  FORWARD=
+}
 
 finish() {
   local status=$?
@@ -141,7 +147,8 @@ chat() {
   local key port tries=0
   key=$(kube get secret "$PREFIX-api-keys" --output 'jsonpath={.data.api-key}' | base64 -d) || return 1
   stop_forward
-  kube port-forward "service/$PREFIX-gateway" :80 >"$WORK/forward" 2>&1 &
+  kubectl --context "kind-$CLUSTER" --namespace "$NAMESPACE" port-forward "service/$PREFIX-gateway" :80 \
+    >"$WORK/forward" 2>&1 & # no function: its shell would be stopped in place of kubectl
   FORWARD=$!
   until port=$(sed -n 's/^Forwarding from 127\.0\.0\.1:\([0-9]*\) .*/\1/p' "$WORK/forward") && [ -n "$port" ]; do
     tries=$((tries + 1))
@@ -214,7 +221,7 @@ WORK=$(mktemp -d)
 trap finish EXIT
 trap 'exit 130' INT TERM
 values >"$WORK/values.yaml"
-must "kind, kubectl, helm, docker and curl are there" tools_are_there
+must "the programs it needs are there" tools_are_there
 if [ "$BUILD" = 1 ]; then must "both images build" build; fi
 CREATED=1
 must "a cluster starts" kind create cluster --name "$CLUSTER" --wait 3m

@@ -156,7 +156,7 @@ whose emptyDir exceeds its limit is evicted. The folder below the mount is the w
         storage: {{ .volume.size }}
 {{- end -}}
 
-{{/* Without claims that nobody asked for: a list of none is a field to old clusters. */}}
+{{/* Without an empty list of claims. */}}
 {{- define "headstart.resources" -}}
 {{- toYaml (ternary (omit . "claims") . (empty .claims)) -}}
 {{- end -}}
