@@ -33,6 +33,7 @@ COVERED: Final = {
     r"make test-browser": "tests/browser/test_pages.py",
     r"make test-deep": "tests/cache/test_allocator_machine.py",
     r"make gpu-(check|bundle)": "tests/benchmarks/test_gpu.py",
+    r"python -m sglang\.launch_server": "tests/worker/adapter/test_over_sglang.py",
     r"headstart serve": "tests/e2e/serving.py",
     r"headstart (gateway|worker)": "tests/e2e/test_main_job.py",
     r"headstart bench route": "tests/benchmarks/dev/test_route.py",

@@ -31,7 +31,7 @@ def request(number: int, num_tokens: int, num_output: int) -> TraceRequest:
 def workload(*requests: tuple[float, int, int]) -> Workload:
     """Each request's start, prompt tokens and output tokens."""
     sessions = [
-        Session(start_s, (request(number, num_tokens, num_output),), (0.0,))
+        Session(start_s, (request(number, num_tokens, num_output),), (0.0,), number)
         for number, (start_s, num_tokens, num_output) in enumerate(requests, 1)
     ]
     return Workload(sessions, BLOCK, len(sessions), 400, RATE)

@@ -17,6 +17,7 @@ from tests.tiny_model import write_tiny_model
 STABLE = {
     *("ttft_cold_s", "ttft_pool_s", "ttft_disk_s", "ttft_disk_uncached_s", "ttft_peer_s", "ttft_restart_s"),
     *("pool_of_cold", "disk_of_cold", "disk_uncached_of_cold", "peer_of_cold", "restart_of_cold"),
+    *("ttft_join_s", "join_of_cold"),
     *("disk_write_mb_per_s", "disk_read_mb_per_s", "disk_uncached_read_mb_per_s", "peer_read_mb_per_s"),
     *("overhead_ratio_b8", "tokens_per_s_b8", "tokens_per_s_b8_disk", "written_bytes_per_read_byte"),
 }
@@ -72,7 +73,7 @@ def test_each_place_gives_one_answer_a_round(tmp_path: Path, monkeypatch: pytest
     bench = scripted_bench(monkeypatch, ScriptedWorker, tmp_path)
     bench.measure_first_tokens()
     bench.measure_restart()
-    assert {len(answers) for answers in bench.answers.values()} == {2}
+    assert {len(answers) for place, answers in bench.answers.items() if place != "join"} == {2}
     assert bench.num_short_loads == 0
 
 

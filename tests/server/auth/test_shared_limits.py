@@ -139,7 +139,10 @@ async def test_each_gateway_grants_its_share_without_a_sound_redis(
     async with gateways(tmp_path, server.url, 2) as found, aiohttp.ClientSession() as http:
         for _ in range(200):
             await ask(http, found[0], key)
-        await until(lambda: at_most(http, found[1], key, 1150))
+        await until(lambda: at_most(http, found[1], key, 1050))
+        for _ in range(200):  # so that each gateway has seen the other's record advance
+            await ask(http, found[1], key)
+        await until(lambda: at_most(http, found[0], key, 900))
         task = None
         if kind == "gone":
             server.kill()
@@ -151,7 +154,7 @@ async def test_each_gateway_grants_its_share_without_a_sound_redis(
         granted = [(await drain(http, [gateway], other)).total() for gateway in found]
         allowed = 1200 + 20.0 * (time.monotonic() - begun_s)
         most = 1.1 if kind == "gone" else 2.2  # between two spoilings a gateway may read the others
-        assert 700 <= sum(granted) <= most * allowed, "their shares, never none"
+        assert 580 <= sum(granted) <= most * allowed, "at least the first one's share"
         assert kind != "gone" or min(granted) >= 500
 
         if task is None:

@@ -152,7 +152,8 @@ class GroupsMachine(RuleBasedStateMachine):
                     engine = self.engine
                     if self.is_complete:
                         known = engine.last_end(prompt, engine.known)
-                        assert promised >= known, (prompt, promised, known)
+                        # A copy whose removal was not counted leaves a block that only a later store shows again.
+                        assert promised >= known or not engine.counts_copies, (prompt, promised, known)
                         if not (engine.has_gap or engine.parted or engine.has_doubtful_events):
                             assert known == engine.last_end(prompt, engine.copies)
                             assert self.eagle or known == found
