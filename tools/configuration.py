@@ -78,7 +78,7 @@ num-blocks = 2048
 
 - The processes that `headstart serve` starts read `[gateway]` and `[worker]` of the same file, and the variables that
   are not options of `serve` itself.
-- `keys` and `prefix` take options from the command line only.
+- `keys`, `prefix`, `usage` and `bench` take options from the command line only.
 - Secrets come from files that options name. `HEADSTART_CLUSTER_SECRET` is the one secret that is also a variable.
 - In Kubernetes, a Service named `headstart` sets `HEADSTART_PORT=tcp://...` in other pods of its namespace. The chart
   turns that off in its own pods (`enableServiceLinks: false`); do the same in yours.

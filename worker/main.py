@@ -43,7 +43,7 @@ from worker.http.protocol import BoundedProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
-from worker.kv_transfer.warm_start import warm_start
+from worker.kv_transfer.warm_start import has_purged, warm_start
 from worker.publisher import Publisher, PublisherInbox
 from worker.wire import POOLING_PATHS
 
@@ -199,7 +199,9 @@ class Worker:
         time_s, exchange = self._config.warm_start_s, engine.exchange
         if time_s and exchange is not None and await publisher.wait_connected(_CONNECT_S):
             try:
-                await warm_start(engine.member, exchange, await publisher.workers(), time_s)
+                fetched = await warm_start(engine.member, exchange, await publisher.workers(), time_s)
+                if has_purged(fetched, await publisher.workers()):
+                    await asyncio.wrap_future(engine.purge())
             except EngineDeadError as error:
                 logger.warning("no warm start: %s", error)
         self._say_ready(engine.member)

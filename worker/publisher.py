@@ -198,10 +198,6 @@ class PublisherInbox:
                 self._loop.call_soon_threadsafe(self.wake.set)
 
 
-async def _nothing() -> None:
-    pass
-
-
 class Publisher:
     """Publishes what comes into its inbox, over an IndexWriter. Runs in the worker's event loop."""
 
@@ -249,14 +245,15 @@ class Publisher:
     def num_held(self) -> int:
         return len(self._changes[None].held)
 
-    async def run(self, prepare: Callable[[], Awaitable[None]] = _nothing) -> None:
+    async def run(self, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
         """Connect, await `prepare`, then publish until cancelled or closed."""
         self._is_running = True
         connection = asyncio.create_task(self._writer.run())
         retry_s = self._settings.retry_s
         try:
-            await prepare()
-            self._published_s = time.monotonic()
+            if prepare is not None:
+                await prepare()
+                self._published_s = time.monotonic()
             while not self._closing:
                 published = await self._round()
                 await self._pause(self._settings.interval_s if published else retry_s)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from http.client import HTTPException
-from typing import Final
+from typing import Final, NamedTuple
 
 from cache.records import WorkerMember
 from cache.redis_index import RegistryEntry
@@ -24,6 +25,15 @@ _NUM_FETCHES: Final = 2
 """Chains that come at a time: the engine's other fetch threads stay free for requests."""
 _POOL_SHARE: Final = 0.5
 """The share of the own pool that may be filled."""
+_ASK_SHARE: Final = 0.2
+"""The share of the time after which a peer that has not answered is left out."""
+
+
+class Peer(NamedTuple):
+    """A worker that gave blocks."""
+
+    url: str
+    epoch: str
 
 
 def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[RegistryEntry]:
@@ -40,30 +50,38 @@ def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[Reg
 
 async def warm_start(
     member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], time_s: float
-) -> int:
-    """Fill at most half of the pool within `time_s`, each peer's latest chains first.
-
-    Return the blocks that came. A peer that fails or stalls costs at most the time.
-    """
+) -> Counter[Peer]:
+    """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
     begun_s, room = time.monotonic(), int(_POOL_SHARE * exchange.num_blocks)
     end_s = begun_s + time_s
     peers = [entry.member for entry in peers_of(member, entries) if entry.load.num_free_blocks < entry.load.num_blocks]
     chosen = random.sample(peers, min(MAX_PEERS, len(peers)))
-    answers = await asyncio.gather(*(asyncio.to_thread(_ask, exchange, peer, room, time_s) for peer in chosen if room))
+    ask_s = _ASK_SHARE * time_s
+    answers = await asyncio.gather(*(asyncio.to_thread(_ask, exchange, peer, room, ask_s) for peer in chosen if room))
     plan = _plan([answer for answer in answers if answer is not None], room)
-    num_blocks = 0
+    fetched = Counter[Peer]()
     for start in range(0, len(plan), _NUM_FETCHES):
         if time.monotonic() >= end_s:
             break
-        futures = [
-            asyncio.wrap_future(exchange.adopt(peer.url, peer.epoch, BlockHash(chain.root), chain.block_hashes()))
-            for peer, chain in plan[start : start + _NUM_FETCHES]
-        ]
-        done, _ = await asyncio.wait(futures, timeout=end_s - time.monotonic())
-        num_blocks += sum(future.result() for future in done)
+        futures = {
+            asyncio.wrap_future(
+                exchange.adopt(offer.url, offer.epoch, BlockHash(chain.root), chain.block_hashes())
+            ): Peer(offer.url, offer.epoch)
+            for offer, chain in plan[start : start + _NUM_FETCHES]
+        }
+        done, late = await asyncio.wait(futures, timeout=end_s - time.monotonic())
+        for future in done:
+            fetched[futures[future]] += future.result()
+        fetched.update({futures[future]: 0 for future in late})  # their blocks may still come
     took_s = time.monotonic() - begun_s
-    logger.info("warm start: %d blocks of %d peers in %.1f s", num_blocks, len(chosen), took_s)
-    return num_blocks
+    logger.info("warm start: %d blocks of %d peers in %.1f s", fetched.total(), len(chosen), took_s)
+    return fetched
+
+
+def has_purged(peers: Collection[Peer], entries: Sequence[RegistryEntry]) -> bool:
+    """Return whether one of the peers has begun another epoch: what came from it may have been purged there."""
+    epochs = {peer.url: peer.epoch for peer in peers}
+    return any(epochs.get(entry.member.url, entry.member.epoch) != entry.member.epoch for entry in entries)
 
 
 def _plan(offers: Sequence[Handover], room: int) -> list[tuple[Handover, OfferedChain]]:
