@@ -87,16 +87,16 @@ async def left(http: aiohttp.ClientSession, gateway: Process, key: str) -> int:
 
 
 async def test_a_limit_holds_over_two_gateways(tmp_path: Path, server: RedisServer) -> None:
-    (key,) = keys_file(tmp_path, "requests_per_minute = 1200")
+    (key,) = keys_file(tmp_path, "requests_per_minute = 300")
     async with gateways(tmp_path, server.url, 2) as found, aiohttp.ClientSession() as http:
         begun_s = time.monotonic()
-        for _ in range(400):
+        for _ in range(100):
             assert (await ask(http, found[0], key))[0]
-        await until(lambda: at_most(http, found[1], key, 1000))
+        await until(lambda: at_most(http, found[1], key, 250))
         granted = await drain(http, found, key)
-        allowed = 1200 + 20.0 * (time.monotonic() - begun_s)
-        assert granted.total() + 400 <= 1.1 * allowed, "not twice: what a stalled machine leaves unread is overdrawn"
-        assert granted.total() >= 600, "what was left, but for a few polls"
+        allowed = 300 + 5.0 * (time.monotonic() - begun_s)
+        assert granted.total() + 100 <= 1.1 * allowed, "not twice: what a stalled machine leaves unread is overdrawn"
+        assert granted.total() >= 150, "what was left, but for a few polls"
 
 
 async def at_most(http: aiohttp.ClientSession, gateway: Process, key: str, most: int) -> bool:
@@ -115,7 +115,7 @@ def spoil(kind: str, client: Any, old: dict[bytes, dict[bytes, bytes]]) -> None:
             case "forged":
                 client.hset(name, mapping={field: random.randbytes(200) for field in records})
             case "huge":
-                client.hset(name, mapping=dict.fromkeys([*records, b"a", b"b", b"c", b"d"], b"\xff" * (1 << 20)))
+                client.hset(name, mapping=dict.fromkeys([*records, b"a"], b"\xff" * (1 << 20)))
             case "another type":
                 client.set(name, "text")
 
@@ -124,8 +124,8 @@ def spoil(kind: str, client: Any, old: dict[bytes, dict[bytes, bytes]]) -> None:
 async def test_each_gateway_grants_its_share_without_a_sound_redis(
     tmp_path: Path, server: RedisServer, kind: str
 ) -> None:
-    """Two gateways have 600 each of 1,200 a minute. With Redis back the fleet has one bucket."""
-    key, other = keys_file(tmp_path, "requests_per_minute = 1200", "requests_per_minute = 1200")
+    """Two gateways have 150 each of 300 a minute. With Redis back the fleet has one bucket."""
+    key, other = keys_file(tmp_path, "requests_per_minute = 300", "requests_per_minute = 300")
     client = redis.Redis(unix_socket_path=str(server.socket))
     spoiling = asyncio.Event()
 
@@ -134,15 +134,15 @@ async def test_each_gateway_grants_its_share_without_a_sound_redis(
         while not spoiling.is_set():
             with contextlib.suppress(redis.exceptions.ResponseError):  # the type that another spoiling gave
                 await asyncio.to_thread(spoil, kind, client, old)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1 if kind == "huge" else 0.01)
 
     async with gateways(tmp_path, server.url, 2) as found, aiohttp.ClientSession() as http:
-        for _ in range(200):
+        for _ in range(50):
             await ask(http, found[0], key)
-        await until(lambda: at_most(http, found[1], key, 1050))
-        for _ in range(200):  # so that each gateway has seen the other's record advance
+        await until(lambda: at_most(http, found[1], key, 262))
+        for _ in range(50):  # so that each gateway has seen the other's record advance
             await ask(http, found[1], key)
-        await until(lambda: at_most(http, found[0], key, 900))
+        await until(lambda: at_most(http, found[0], key, 225))
         task = None
         if kind == "gone":
             server.kill()
@@ -152,10 +152,10 @@ async def test_each_gateway_grants_its_share_without_a_sound_redis(
             await until(lambda gateway=gateway: has_part(gateway, 0.5))
         begun_s = time.monotonic()
         granted = [(await drain(http, [gateway], other)).total() for gateway in found]
-        allowed = 1200 + 20.0 * (time.monotonic() - begun_s)
+        allowed = 300 + 5.0 * (time.monotonic() - begun_s)
         most = 1.1 if kind == "gone" else 2.2  # between two spoilings a gateway may read the others
-        assert 580 <= sum(granted) <= most * allowed, "at least the first one's share"
-        assert kind != "gone" or min(granted) >= 500
+        assert 145 <= sum(granted) <= most * allowed, "at least the first one's share"
+        assert kind != "gone" or min(granted) >= 145
 
         if task is None:
             server.start()
@@ -165,9 +165,9 @@ async def test_each_gateway_grants_its_share_without_a_sound_redis(
         for gateway in found:
             await until(lambda gateway=gateway: has_part(gateway, 1.0))
         before = await left(http, found[1], key)
-        for _ in range(300):
+        for _ in range(75):
             await ask(http, found[0], key)
-        await until(lambda: at_most(http, found[1], key, max(0, before - 100)))
+        await until(lambda: at_most(http, found[1], key, max(0, before - 25)))
 
 
 async def has_part(gateway: Process, part: float) -> bool:
