@@ -84,6 +84,7 @@ async def chat_spec(
         clamps_max_tokens=limits.clamps or limits.max_tokens is None,
         priority=allowed_priority(identity, fields.priority),
         tenant=identity.tag,
+        weight=identity.key.weight,
         affinity_key=intent.affinity_key,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
     )

@@ -88,6 +88,7 @@ async def prepare_completion(
         clamps_max_tokens=clamps,
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
+        weight=identity.key.weight,
         affinity_key=request.affinity_key,
     )
     echoes: list[str] = []

@@ -60,6 +60,7 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
         grammar_param="",
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
+        weight=identity.key.weight,
         affinity_key=request.affinity_key,
         embed=Embed(request.dimensions),
     )

@@ -11,12 +11,11 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 from msgspec import Struct
-from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
@@ -125,7 +124,7 @@ class GenerateEndpoint(ABC):
         self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         generations, time_slice = [], TimeSlice()
-        for spec in request.specs if (weight := identity.key.weight) == 1.0 else weighted(request.specs, weight):
+        for spec in request.specs:
             generations.append(Generation(spec, services.requests, deadline_s, hints))
             await time_slice.rest()
         if len(generations) == 1 and not generations[0].route.embeds:
@@ -253,11 +252,6 @@ class GenerateEndpoint(ABC):
                 mark_failed(context.trace.span, type(failure).__name__)
             forget(error)
             await writer.write(formatter.error_event(failure), more=False)
-
-
-def weighted(specs: Sequence[GenerationSpec], weight: float) -> list[GenerationSpec]:
-    """Return the specs with the weight of their tenant."""
-    return [replace(spec, weight=weight) for spec in specs]
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -310,6 +310,7 @@ def _prepared(
         clamps_max_tokens=True,
         priority=allowed_priority(identity, known.priority),
         tenant=identity.tag,
+        weight=identity.key.weight,
         affinity_key=known.prompt_cache_key or known.user,
         ask=ask,
         media=media,

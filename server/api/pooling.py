@@ -83,6 +83,7 @@ def prepared_pooling(
         grammar_param="",
         priority=allowed_priority(identity, priority),
         tenant=identity.tag,
+        weight=identity.key.weight,
         affinity_key=user,
         ask=ask,
     )

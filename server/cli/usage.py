@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,17 +20,7 @@ from server.usage.account import Account
 from worker.common.command_line import CommandParser
 
 GROUPS: Final = ("tenant", "key", "model", "day", "route", "status", "worker")
-SUMS: Final = (
-    "requests",
-    "unfinished",
-    "prompt_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "queue_s",
-    "prefill_s",
-    "prefill_saved_s",
-    "block_s",
-)
+SUMS: Final = tuple(Account(tenant="", key="", route="").sums())
 PLAIN_COLUMNS: Final = 200
 _decode: Final = msgspec.json.Decoder(Account).decode
 
@@ -42,7 +33,7 @@ class Sums:
     def __init__(self, by: Sequence[str]) -> None:
         self.by = by
         self.num_invalid = 0
-        self._rows: dict[Group, list[float]] = {}
+        self._rows = defaultdict[Group, Counter[str]](Counter)
 
     def add(self, lines: Iterable[bytes]) -> None:
         for line in lines:
@@ -51,25 +42,15 @@ class Sums:
             except msgspec.MsgspecError:
                 self.num_invalid += bool(line.strip())
                 continue
-            group = tuple(
-                [
-                    f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
-                    if name == "day"
-                    else getattr(account, name)
-                    for name in self.by
-                ]
-            )
-            row = self._rows.setdefault(group, [0] * len(SUMS))
-            amounts = (getattr(account, name) for name in SUMS[5:])
-            counts = (account.prompt_tokens, sum(account.cached_tokens.values()), account.output_tokens)
-            for index, amount in enumerate((1, not account.finished, *counts, *amounts)):
-                row[index] += amount
+            day = f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
+            group = tuple([day if name == "day" else getattr(account, name) for name in self.by])
+            self._rows[group].update(account.sums())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the groups in order, each with its sums."""
         return [
-            dict(zip((*self.by, *SUMS), (*group, *(round(value, 3) for value in row)), strict=True))
-            for group, row in sorted(self._rows.items())
+            dict(zip(self.by, group, strict=True)) | {name: round(row[name], 3) for name in SUMS}
+            for group, row in sorted(self._rows.items(), key=lambda item: item[0])
         ]
 
 

@@ -134,11 +134,10 @@ class ResponseStream:
         """Add the use of every prompt."""
         account.finished = self.finished
         account.num_prompts = len(self.generations)
-        queue_s = prefill_s = saved_s = block_s = 0.0
         for each in self.generations:
             spec, times = each.spec, each.times
             account.num_choices += len(each.choices)
-            queue_s += times.queue_s
+            account.queue_s += times.queue_s
             if not times.tokens_per_s:  # no prefill has begun
                 continue
             num_output_tokens = each.num_output_tokens
@@ -146,13 +145,11 @@ class ResponseStream:
             num_cached = min(num_tokens, each.num_cached_tokens or 0)
             account.prompt_tokens += num_tokens
             account.output_tokens += num_output_tokens
-            prefill_s += (num_tokens - num_cached) / times.tokens_per_s
-            saved_s += num_cached / times.tokens_per_s
-            block_s += -(-(num_tokens + num_output_tokens) // spec.model.bundle.block_size) * times.held_s
+            account.prefill_s += (num_tokens - num_cached) / times.tokens_per_s
+            account.prefill_saved_s += num_cached / times.tokens_per_s
+            account.block_s += -(-(num_tokens + num_output_tokens) // spec.model.bundle.block_size) * times.held_s
             if num_cached:
                 account.add_cached(num_cached, each.fetched_tokens)
-        account.queue_s, account.block_s = round(queue_s, 6), round(block_s, 6)
-        account.prefill_s, account.prefill_saved_s = round(prefill_s, 6), round(saved_s, 6)
 
     def worker_ids(self) -> str:
         """Return the ids of the workers that served the prompts, without duplicates."""

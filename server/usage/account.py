@@ -51,12 +51,29 @@ class Account(Struct, eq=False, kw_only=True):
         for place, num_fetched in fetched.items():
             cached[place] = cached.get(place, 0) + num_fetched
 
+    def sums(self) -> dict[str, float]:
+        """Return what is added up over requests; cached tokens also by place."""
+        return {
+            "requests": 1,
+            "unfinished": int(not self.finished),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": sum(self.cached_tokens.values()),
+            "output_tokens": self.output_tokens,
+            "queue_s": self.queue_s,
+            "prefill_s": self.prefill_s,
+            "prefill_saved_s": self.prefill_saved_s,
+            "block_s": self.block_s,
+            **self.cached_tokens,
+        }
+
     def end(self, request_id: str, status: int, worker: str, elapsed_s: float) -> None:
         self.ended_at = round(time.time(), 3)
         self.request_id = request_id
         self.status = status
         self.worker = worker
         self.seconds = round(elapsed_s, 6)
+        self.queue_s, self.block_s = round(self.queue_s, 6), round(self.block_s, 6)
+        self.prefill_s, self.prefill_saved_s = round(self.prefill_s, 6), round(self.prefill_saved_s, 6)
 
 
 class PromptTimes:
@@ -77,10 +94,11 @@ class PromptTimes:
     def wait(self) -> None:
         """Begin to wait for a worker, or again after one was lost."""
         now_s = self._clock()
-        if self._since_s is not None and not self._is_waiting:
-            self.held_s += now_s - self._since_s
-        elif self._since_s is not None:
-            self.queue_s += now_s - self._since_s
+        elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
+        if self._is_waiting:
+            self.queue_s += elapsed_s
+        else:
+            self.held_s += elapsed_s
         self._since_s, self._is_waiting = now_s, True
 
     def start(self, tokens_per_s: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from heapq import nlargest
 from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily
@@ -21,8 +23,19 @@ _WINDOW_S: Final = 3600.0
 _RANK_INTERVAL_S: Final = 1.0
 _MARGIN: Final = 1.5
 """A key takes over a series when its weight is this many times that of the lightest."""
-_SUMS: Final = ("requests", "prompt_tokens", "output_tokens", "queue_s", "prefill_s", "prefill_saved_s", "block_s")
-_NAMES: Final = (*_SUMS, *PLACES)
+_FAMILIES: Final[tuple[tuple[str, str, tuple[str, ...], dict[tuple[str, ...], str]], ...]] = (
+    ("requests", "Requests that reached a model's route.", (), {(): "requests"}),
+    ("tokens", "Tokens.", ("kind",), {("prompt",): "prompt_tokens", ("output",): "output_tokens"}),
+    ("cached_tokens", "Cached prompt tokens.", ("place",), {(place,): place for place in PLACES}),
+    (
+        "seconds",
+        "Seconds in queues, of prefills, and saved by the cache.",
+        ("kind",),
+        {("queue",): "queue_s", ("prefill",): "prefill_s", ("saved",): "prefill_saved_s"},
+    ),
+    ("block_seconds", "Blocks held x seconds.", (), {(): "block_s"}),
+)
+"""Name, text and further labels of each metric, and which sum has which values of these labels."""
 
 Owner = tuple[str, str]
 """A tenant and a key."""
@@ -36,8 +49,8 @@ class UsageTotals(Collector):
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._rows: dict[Owner, list[float]] = {}
-        self._other = [0.0] * len(_NAMES)
+        self._rows: dict[Owner, dict[str, float]] = {}
+        self._other = defaultdict[str, float](float)
         self._weights: dict[Owner, DecayedSum] = {}
         """Recent tokens, by which the heaviest are found."""
         self._ranked_s = -_RANK_INTERVAL_S
@@ -45,17 +58,10 @@ class UsageTotals(Collector):
     def add(self, account: Account) -> None:
         owner = (account.tenant, account.key)
         row = self._row(owner, account.prompt_tokens + account.output_tokens)
-        row[0] += 1.0
-        row[1] += account.prompt_tokens
-        row[2] += account.output_tokens
-        row[3] += account.queue_s
-        row[4] += account.prefill_s
-        row[5] += account.prefill_saved_s
-        row[6] += account.block_s
-        for place, num_tokens in account.cached_tokens.items():
-            row[_NAMES.index(place)] += num_tokens
+        for name, amount in account.sums().items():
+            row[name] += amount
 
-    def _row(self, owner: Owner, num_tokens: int) -> list[float]:
+    def _row(self, owner: Owner, num_tokens: int) -> dict[str, float]:
         now_s = self._clock()
         weight = self._weights.get(owner)
         if weight is None:
@@ -65,7 +71,7 @@ class UsageTotals(Collector):
         weight.add(num_tokens, now_s)
         row = self._rows.get(owner)
         if row is None and (len(self._rows) < MAX_SERIES or self._makes_room(weight, now_s)):
-            row = self._rows[owner] = [0.0] * len(_NAMES)
+            row = self._rows[owner] = defaultdict(float)
         return self._other if row is None else row
 
     def _makes_room(self, weight: DecayedSum, now_s: float) -> bool:
@@ -82,38 +88,20 @@ class UsageTotals(Collector):
 
     def by_tenant(self, limit: int) -> list[dict[str, Any]]:
         """Return the sums of the heaviest tenants, by tokens, since their series began."""
-        sums: dict[str, list[float]] = {}
-        for tenant, row in [*((tenant, row) for (tenant, _), row in self._rows.items()), (OTHER, self._other)]:
-            sums[tenant] = [a + b for a, b in zip(sums.get(tenant, [0.0] * len(row)), row, strict=True)]
-        heaviest = sorted(sums.items(), key=lambda item: -item[1][1] - item[1][2])[:limit]
-        return [
-            {"tenant": tenant, "cached_tokens": sum(row[len(_SUMS) :]), **dict(zip(_SUMS, row, strict=False))}
-            for tenant, row in heaviest
-            if row[0]
-        ]
+        sums = defaultdict[str, Counter[str]](Counter)
+        for (tenant, _), row in self._series():
+            sums[tenant].update(row)
+        heaviest = nlargest(limit, sums.items(), lambda item: item[1]["prompt_tokens"] + item[1]["output_tokens"])
+        return [{"tenant": tenant, **row} for tenant, row in heaviest if row]
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        labels = ("tenant", "key")
-        requests = CounterMetricFamily(
-            "headstart_usage_requests", "Requests that reached a model's route.", labels=labels
-        )
-        tokens = CounterMetricFamily("headstart_usage_tokens", "Tokens.", labels=(*labels, "kind"))
-        cached = CounterMetricFamily(
-            "headstart_usage_cached_tokens", "Cached prompt tokens.", labels=(*labels, "place")
-        )
-        seconds = CounterMetricFamily(
-            "headstart_usage_seconds",
-            "Seconds in queues, of prefills, and saved by the cache.",
-            labels=(*labels, "kind"),
-        )
-        blocks = CounterMetricFamily("headstart_usage_block_seconds", "Blocks held x seconds.", labels=labels)
-        for owner, row in [*self._rows.items(), ((OTHER, OTHER), self._other)]:
-            requests.add_metric(owner, row[0])
-            for kind, value in zip(("prompt", "output"), row[1:], strict=False):
-                tokens.add_metric((*owner, kind), value)
-            for kind, value in zip(("queue", "prefill", "saved"), row[3:], strict=False):
-                seconds.add_metric((*owner, kind), value)
-            blocks.add_metric(owner, row[6])
-            for place, value in zip(PLACES, row[len(_SUMS) :], strict=True):
-                cached.add_metric((*owner, place), value)
-        yield from (requests, tokens, cached, seconds, blocks)
+        for name, text, labels, sums in _FAMILIES:
+            family = CounterMetricFamily(f"headstart_usage_{name}", text, labels=("tenant", "key", *labels))
+            for owner, row in self._series():
+                for values, amount in sums.items():
+                    family.add_metric((*owner, *values), row.get(amount, 0.0))
+            yield family
+
+    def _series(self) -> Iterator[tuple[Owner, dict[str, float]]]:
+        yield from self._rows.items()
+        yield (OTHER, OTHER), self._other

@@ -46,7 +46,7 @@ class Logged:
         self.path = folder / "usage.jsonl"
         keys = folder / "keys.toml"
         keys.write_text(
-            f'[[keys]]\ndigest = "{digest_text(KEY.encode())}"\ntenant = "one"\nname = "notebook"\n'
+            f'[[keys]]\ndigest = "{digest_text(KEY.encode())}"\ntenant = "one"\nname = "notebook"\nweight = 4\n'
             f'[[keys]]\ndigest = "{digest_text(UNNAMED.encode())}"\ntenant = "two"\n'
         )
         self.options = {"usage_log": str(self.path), "api_keys": str(keys)}
@@ -107,6 +107,7 @@ async def test_a_line_equals_the_usage(worker: ScriptedWorker, logged: Logged, p
     assert line["prefill_saved_s"] == 2 * line["num_prompts"]
     assert 0 < line["queue_s"] < line["num_prompts"] * line["seconds"]
     assert line["block_s"] > 0
+    assert {request.weight for request in worker.received} == {4.0}, "that of the key"
     assert KEY not in logged.path.read_text()
 
 
@@ -125,13 +126,16 @@ async def test_embeddings_and_ranks(bundle: TokenizerBundle, logged: Logged) -> 
     (line,) = logged.lines()
     assert (line["prompt_tokens"], line["output_tokens"]) == usage_of(raw, stream=False)
     assert (line["route"], line["num_prompts"], line["finished"]) == ("embeddings", 2, True)
+    assert {request.weight for request in worker.received} == {4.0}
 
 
 async def test_ranks_count_what_the_engine_counts(bundle: TokenizerBundle, logged: Logged) -> None:
-    async with pooling_gateway(PoolingWorker(bundle), **logged.options) as target:
+    worker = PoolingWorker(bundle)
+    async with pooling_gateway(worker, **logged.options) as target:
         assert (await post(target.url, BODY, "/rerank", **AUTH))[0] == 200
     (line,) = logged.lines()
     assert (line["route"], line["prompt_tokens"], line["output_tokens"]) == ("pooling", 9, 0)
+    assert {request.weight for request in worker.received} == {4.0}
 
 
 async def test_scored_prompts_have_no_output(worker: ScriptedWorker, logged: Logged) -> None:
@@ -235,6 +239,7 @@ async def test_an_engines_own_text(bundle: TokenizerBundle, raw_tokenizer: Token
     for line, request in zip(logged.lines(), worker.received, strict=True):
         assert (line["prompt_tokens"], line["output_tokens"]) == (len(request.prompt_ids), 5)
         assert (line["cached_tokens"], line["finished"], line["key"]) == ({"pool": 3}, True, "notebook")
+        assert request.weight == 4.0
 
 
 async def test_the_command_sums_logs(
