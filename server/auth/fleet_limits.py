@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from cache.records import Count
+from server.auth.identity import MAX_KEYS
 from server.auth.limits import KeyUsage, KeyUse
 
 FRESH_S: Final = 1.5
@@ -29,7 +30,6 @@ FORGET_S: Final = 10.0
 """It has ended if others' records have been read for this time without it."""
 JOIN_S: Final = 5.0
 """After its start a gateway takes the buckets' levels from the others."""
-MAX_KEYS: Final = 8192
 MAX_GATEWAYS: Final = 1024
 _UNUSED: Final = KeyUse()
 
@@ -44,19 +44,16 @@ class GatewayRecord(Struct, frozen=True, array_like=True):
     keys: Annotated[dict[str, KeyUse], Meta(max_length=MAX_KEYS)]
 
 
+@dataclass(slots=True, eq=False)
 class _Peer:
     """Another gateway, alive or not."""
 
-    __slots__ = ("advanced_s", "is_live", "is_stale", "record", "taken_s")
-
-    def __init__(self, record: GatewayRecord, now_s: float) -> None:
-        self.record = record
-        self.taken_s = now_s
-        self.advanced_s = -math.inf
-        """When its record last advanced while this gateway read it."""
-        self.is_live = False
-        self.is_stale = True
-        """This gateway has left it its share since its last record."""
+    record: GatewayRecord
+    advanced_s: float
+    """When its record was first read, or last advanced."""
+    is_live: bool = False
+    is_stale: bool = True
+    """This gateway has left it its share since its last record."""
 
 
 class FleetLimits:
@@ -71,6 +68,7 @@ class FleetLimits:
         self._min_gateways = min_gateways
         self._peers: dict[str, _Peer] = {}
         self._number = 0
+        self._has_ended = False
         self._day = ""
         self._begun_s = clock()
         self._intact_s = -math.inf
@@ -83,17 +81,19 @@ class FleetLimits:
         self._num_used = 0
 
     def record(self, day: str, *, is_last: bool = False) -> GatewayRecord:
-        """Return the record to publish."""
+        """Return the record to publish. After the last one all are last: `run` may still publish."""
+        usages = self._usages()
         if day != self._day:
             self._day = day
             self._peers = {name: peer for name, peer in self._peers.items() if peer.is_live}
-            for usage in self._usages().values():
+            for usage in usages.values():
                 usage.begin_day()
         self._number += 1
+        self._has_ended |= is_last
         self.is_busy = self.was_used()
-        self._num_used = sum([usage.num_used for usage in self._usages().values()])
-        used = {name: usage.use() for name, usage in self._usages().items() if usage.num_used}
-        return GatewayRecord(self._number, is_last, day, dict(list(used.items())[:MAX_KEYS]))
+        self._num_used = sum([usage.num_used for usage in usages.values()])
+        used = {name: usage.use() for name, usage in usages.items() if usage.num_used}
+        return GatewayRecord(self._number, self._has_ended, day, used)
 
     def was_used(self) -> bool:
         """Return whether a key was used at this gateway since the last record."""
@@ -109,15 +109,12 @@ class FleetLimits:
         for name, record in records.items():
             peer = self._peers.get(name)
             if peer is None:
-                peer = _Peer(replace(record, keys={}), now_s)
-                if len(self._peers) < MAX_GATEWAYS and self._is_sound(peer, record, now_s, is_first=True):
-                    peer.record = record
-                    self._peers[name] = peer
-            elif record.number > peer.record.number and self._is_sound(peer, record, now_s):
+                known = [(usages[key], use) for key, use in record.keys.items() if key in usages]
+                is_sound = all(usage.may_grant(use, use, 0.0) for usage, use in known)
+                if is_sound and len(self._peers) < MAX_GATEWAYS:
+                    self._peers[name] = _Peer(record, now_s)
+            elif record.number > peer.record.number:
                 self._take(peer, record, usages, now_s)
-                peer.record = record
-                peer.advanced_s = peer.taken_s = now_s
-                peer.is_live, peer.is_stale = not record.is_last, False
         self._apply(now_s, usages)
 
     def missed(self) -> bool:
@@ -126,32 +123,21 @@ class FleetLimits:
         self._apply(now_s, self._usages())
         return now_s - self._read_s > FRESH_S
 
-    def _is_sound(self, peer: _Peer, record: GatewayRecord, now_s: float, *, is_first: bool = False) -> bool:
-        """Return whether the gateway may have granted this since its last record, or ever if that is its first."""
-        usages = self._usages()
-        for name, use in record.keys.items():
-            before = use if is_first else peer.record.keys.get(name, _UNUSED)
-            if use.amounts() == before.amounts() and not is_first:
-                continue
-            if use.requests < before.requests or use.tokens < before.tokens:
-                return False
-            if (usage := usages.get(name)) is not None and usage.is_huge(use, before, now_s - peer.taken_s):
-                return False
-        return True
-
     def _take(self, peer: _Peer, record: GatewayRecord, usages: Mapping[str, KeyUsage], now_s: float) -> None:
-        """Take a gateway's increases from the buckets."""
+        """Take a gateway's increases from the buckets, unless it cannot have granted this since its last record."""
         joins = not peer.is_live and now_s - self._begun_s < JOIN_S
+        changes = []
         for name, use in record.keys.items():
-            usage = usages.get(name)
-            before = peer.record.keys.get(name, _UNUSED)
-            requests, tokens = use.requests - before.requests, use.tokens - before.tokens
-            if usage is None or not (requests or tokens or joins):
-                continue
-            self.is_busy |= bool(requests or tokens)
-            usage.draw(requests, tokens, to_zero=peer.is_stale)
-            if joins:
-                usage.lower(use.requests_left, use.tokens_left)
+            before, usage = peer.record.keys.get(name, _UNUSED), usages.get(name)
+            if usage is not None and (joins or use.amounts() != before.amounts()):
+                if not usage.may_grant(use, before, now_s - peer.advanced_s):
+                    return
+                changes.append((usage, use, before))
+        for usage, use, before in changes:
+            usage.draw(use, before, to_zero=peer.is_stale, joins=joins)
+        self.is_busy |= bool(changes)
+        peer.record, peer.advanced_s = record, now_s
+        peer.is_live, peer.is_stale = not record.is_last, False
 
     def _apply(self, now_s: float, usages: Mapping[str, KeyUsage]) -> None:
         """Set each key's share of its limits, and what the others have open and spent."""

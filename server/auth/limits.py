@@ -54,6 +54,10 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     may_prioritise: bool = False
 
+    @property
+    def per_minute(self) -> dict[str, int | None]:
+        return {"requests": self.requests_per_minute, "tokens": self.tokens_per_minute}
+
 
 class KeyUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The use of one key by one gateway, as others read it."""
@@ -80,15 +84,15 @@ class KeyUsage:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_open = 0
-        self.num_used = 0
-        """Requests and tokens that this gateway has granted."""
         self._limits = KeyEntry(digest="", tenant="")
         self._clock = clock
         self._buckets: dict[str, TokenBucket] = {}
         self._used = {"requests": 0, "tokens": 0}
         """By this gateway, since its start."""
-        self._spent = self._others_spent = 0
-        """Tokens of the day, here and elsewhere."""
+        self._used_before = 0
+        """Tokens used before the day."""
+        self._others_spent = 0
+        """Tokens of the day, elsewhere."""
         self._num_open_elsewhere = 0
         self._num_opened = 0
         """Requests opened since `_num_open_elsewhere` was last set."""
@@ -99,13 +103,23 @@ class KeyUsage:
     def apply(self, key: KeyEntry) -> None:
         """Apply the limits of a reloaded key file; usage stays counted."""
         self._limits = key
-        for name, limit in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
+        for name, limit in key.per_minute.items():
             if limit is None:
                 self._buckets.pop(name, None)
                 continue
-            part = self._num_known / self._num_gateways
-            bucket = self._buckets.setdefault(name, TokenBucket(limit * part / _MINUTE_S, limit * part))
-            bucket.per_s, bucket.capacity = limit * part / _MINUTE_S, limit * part
+            capacity = limit * self._num_known / self._num_gateways
+            bucket = self._buckets.setdefault(name, TokenBucket(capacity / _MINUTE_S, capacity))
+            bucket.per_s, bucket.capacity = capacity / _MINUTE_S, capacity
+
+    @property
+    def num_used(self) -> int:
+        """Requests and tokens that this gateway has granted."""
+        return self._used["requests"] + self._used["tokens"]
+
+    @property
+    def _spent(self) -> int:
+        """Tokens of the day, here."""
+        return self._used["tokens"] - self._used_before
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
@@ -140,26 +154,18 @@ class KeyUsage:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
         bucket = self._buckets.get(name)
         if bucket is not None and (wait_s := bucket.take(self._clock(), amount)):
-            message = f"This key may use {self._limit(name)} {name} a minute; try again in {math.ceil(wait_s)} s."
+            message = (
+                f"This key may use {self._limits.per_minute[name]} {name} a minute; try again in {math.ceil(wait_s)} s."
+            )
             headers = tuple(self.headers()) if name == "requests" else ()
             raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
-        self._count(name, amount)
+        self._used[name] += amount
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
         if (bucket := self._buckets.get("tokens")) is not None:
             bucket.add(self._clock(), -num_tokens)
-        self._count("tokens", num_tokens)
-
-    def _count(self, name: str, amount: int) -> None:
-        self._used[name] += amount
-        self.num_used += amount
-        if name == "tokens":
-            self._spent += amount
-
-    def _limit(self, name: str) -> int:
-        key = self._limits
-        return (key.requests_per_minute if name == "requests" else key.tokens_per_minute) or 0
+        self._used["tokens"] += num_tokens
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
@@ -168,7 +174,7 @@ class KeyUsage:
             level = bucket.level(self._clock())
             reset_s = (bucket.capacity - level) / bucket.per_s
             headers += [
-                (f"x-ratelimit-limit-{name}".encode(), b"%d" % self._limit(name)),
+                (f"x-ratelimit-limit-{name}".encode(), b"%d" % (self._limits.per_minute[name] or 0)),
                 (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(level))),
                 (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
             ]
@@ -176,34 +182,36 @@ class KeyUsage:
 
     def use(self) -> KeyUse:
         """Return this gateway's part of the use, to publish."""
-        now_s, used = self._clock(), self._used
+        now_s = self._clock()
         left = {name: bucket.level(now_s) for name, bucket in self._buckets.items()}
         levels = left.get("requests", MAX_LEVEL), left.get("tokens", MAX_LEVEL)
-        return KeyUse(used["requests"], used["tokens"], self.num_open, self._spent, *levels)
+        return KeyUse(self._used["requests"], self._used["tokens"], self.num_open, self._spent, *levels)
 
-    def is_huge(self, use: KeyUse, before: KeyUse, elapsed_s: float) -> bool:
-        """Return whether another gateway cannot have granted this since `before`, `elapsed_s` ago."""
+    def may_grant(self, use: KeyUse, before: KeyUse, elapsed_s: float) -> bool:
+        """Return whether another gateway can have granted this since `before`, `elapsed_s` ago."""
         key, times = self._limits, _HUGE * (1.0 + elapsed_s / _MINUTE_S)
+        requests, tokens = use.requests - before.requests, use.tokens - before.tokens
         amounts = (
-            (use.requests - before.requests, key.requests_per_minute),
-            (use.tokens - before.tokens, key.tokens_per_minute),
+            (requests, key.requests_per_minute),
+            (tokens, key.tokens_per_minute),
             (use.num_open, key.max_streams),
             (use.spent, key.tokens_per_day),
         )
-        return use.spent > use.tokens or any(limit is not None and n > times * limit for n, limit in amounts)
+        is_huge = any(limit is not None and amount > times * limit for amount, limit in amounts)
+        return min(requests, tokens, use.tokens - use.spent) >= 0 and not is_huge
 
-    def draw(self, requests: int, tokens: int, *, to_zero: bool) -> None:
-        """Take what another gateway has granted; `to_zero`: at most what is left."""
-        for name, amount in (("requests", requests), ("tokens", tokens)):
-            if amount and (bucket := self._buckets.get(name)) is not None:
-                left = max(0.0, bucket.level(self._clock()))
-                bucket.add(self._clock(), -(min(amount, left) if to_zero else amount))
+    def draw(self, use: KeyUse, before: KeyUse, *, to_zero: bool, joins: bool) -> None:
+        """Take what another gateway has granted since `before`.
 
-    def lower(self, requests_left: float, tokens_left: float) -> None:
-        """Lower the buckets to these levels, which another gateway has."""
-        for name, level in (("requests", requests_left), ("tokens", tokens_left)):
-            if (bucket := self._buckets.get(name)) is not None:
-                bucket.add(self._clock(), min(0.0, level - bucket.level(self._clock())))
+        `to_zero`: at most what is left. `joins`: have at most the levels of that gateway.
+        """
+        amounts = {"requests": use.requests - before.requests, "tokens": use.tokens - before.tokens}
+        levels = {"requests": use.requests_left, "tokens": use.tokens_left}
+        now_s = self._clock()
+        for name, bucket in self._buckets.items():
+            level = bucket.level(now_s)
+            amount = min(amounts[name], max(0.0, level)) if to_zero else amounts[name]
+            bucket.add(now_s, -max(amount, level - levels[name] if joins else 0.0))
 
     def share(self, num_known: int, num_gateways: int, num_open_elsewhere: int, others_spent: int) -> None:
         """Grant the part of `num_known` gateways of `num_gateways`. Those that are not known use the rest."""
@@ -216,13 +224,13 @@ class KeyUsage:
         falls = num_known * self._num_gateways < self._num_known * num_gateways
         self._num_known, self._num_gateways = num_known, num_gateways
         now_s = self._clock()
-        levels = {name: bucket.level(now_s) for name, bucket in self._buckets.items()}
+        for bucket in self._buckets.values():  # it has refilled at the old rate; a smaller share begins without a debt
+            bucket.add(now_s, max(0.0, -bucket.level(now_s)) if falls else 0.0)
         self.apply(self._limits)
-        for name, level in levels.items() if falls else ():  # an overdrawn bucket begins its share with nothing owed
-            self._buckets[name].add(now_s, max(0.0, -level))
 
     def begin_day(self) -> None:
-        self._spent = self._others_spent = self._known_spent = 0
+        self._used_before = self._used["tokens"]
+        self._others_spent = self._known_spent = 0
 
 
 def duration_text(seconds: float) -> str:

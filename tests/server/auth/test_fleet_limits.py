@@ -30,7 +30,7 @@ class Fleet:
     is_up: bool = True
     day: str = "1"
     spoil: Callable[[], None] = lambda: None
-    """What happens to the records before each exchange."""
+    """Called before each exchange."""
 
     def __post_init__(self) -> None:
         self.gateways: dict[str, tuple[FleetLimits, dict[str, KeyUsage]]] = {}
@@ -312,6 +312,33 @@ def test_a_gateway_that_ended_leaves_its_share() -> None:
     fleet.advance(fleet.now_s + FORGET_S + FRESH_S + 1.0)
     fleet.granted("k", 30.0, 40.0)
     assert fleet.granted("k", 30.0, 40.0) == pytest.approx(300, rel=TOLERANCE)
+
+
+def test_after_its_last_record_a_gateway_has_ended() -> None:
+    """The task that publishes may run once more after the last record."""
+    fleet = Fleet({"k": entry(requests_per_minute=600)}, num_gateways=2)
+    fleet.settle()
+    fleet.records["g1"] = fleet.gateways["g1"][0].record(fleet.day, is_last=True)
+    fleet.settle()
+    assert fleet.gateways["g0"][0].part == 1.0
+    fleet.stall("g1", 60.0)
+    fleet.advance(fleet.now_s + 2 * FRESH_S)
+    assert fleet.gateways["g0"][0].part == 1.0
+
+
+def test_a_share_refills_at_its_own_rate() -> None:
+    """Time spent on a share is not counted again at the whole limit."""
+    fleet = Fleet({"k": entry(requests_per_minute=600)}, num_gateways=2)
+    fleet.settle()
+    assert all(fleet.ask("g0", "k") for _ in range(600))
+    fleet.settle()
+    fleet.is_up = False
+    fleet.advance(fleet.now_s + FRESH_S)
+    before = fleet.left("g1", "k")
+    fleet.advance(fleet.now_s + 20.0)
+    fleet.is_up = True
+    fleet.settle()
+    assert fleet.left("g1", "k") == pytest.approx(before + 100 + 10, abs=10 * FRESH_S)
 
 
 def test_headers_show_what_is_left_in_the_fleet() -> None:
