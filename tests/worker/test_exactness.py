@@ -85,7 +85,7 @@ def test_bounded_by_time(model: LoadedModel, alone, max_step_s) -> None:
         begun_s = time.monotonic()
         plan = bounded.step()
         assert plan is not None
-        objective.measure(plan.num_decodes, plan.prefills, time.monotonic() - begun_s)
+        objective.measure(plan.num_decode_rows, plan.prefills, time.monotonic() - begun_s)
     assert [bounded.answer(request).tokens for request in requests] == alone
 
 

@@ -168,7 +168,7 @@ class InFlightBatches:
             self.metrics.count_parts(kind, *result.times)
         self.reporter.measure(plan, returned_s - started_s, returned_s)
         if (objective := self.scheduler.objective) is not None:
-            objective.measure(plan.num_decodes, plan.prefills, returned_s - started_s)
+            objective.measure(plan.num_decode_rows, plan.prefills, returned_s - started_s)
             if kind != "prefill" and returned_s - started_s > objective.max_step_s:
                 self.metrics.steps_over_objective.labels(kind).inc()
         if (speculation := self.scheduler.speculation) is not None:

@@ -180,6 +180,11 @@ class StepPlan:
     def num_decodes(self) -> int:
         return sum(not chunk.is_prefill for chunk in self.chunks.values())
 
+    @property
+    def num_decode_rows(self) -> int:
+        """Decodes and their draft tokens."""
+        return sum(chunk.num_rows for chunk in self.chunks.values() if not chunk.is_prefill)
+
     def add_tokens(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Plan `num_tokens` more tokens of the sequence."""
         chunk = self.chunks.get(sequence)

@@ -81,7 +81,10 @@ class StepObjective:
         return num_tokens / (self._ratio * step_s) if step_s > 0.0 else 0.0
 
     def measure(self, num_decodes: int, prefills: Sequence[range], duration_s: float) -> None:
-        """Take the duration of a step with `prefills` of these positions. One without decodes measures nothing."""
+        """Take the duration of a step with `prefills` of these positions. One without decodes measures nothing.
+
+        A draft token counts as a decode.
+        """
         if num_decodes and not prefills:
             self._decodes.measure(num_decodes, duration_s)
         elif num_decodes:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine, generate
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.plan import StepPlan
@@ -49,7 +50,7 @@ def step(engine: HandEngine, noise: float = 1.0) -> StepPlan:
     plan = engine.step()
     assert plan is not None
     if engine.scheduler.objective is not None:
-        engine.scheduler.objective.measure(plan.num_decodes, plan.prefills, seconds(plan, noise))
+        engine.scheduler.objective.measure(plan.num_decode_rows, plan.prefills, seconds(plan, noise))
     return plan
 
 
@@ -172,6 +173,20 @@ def test_no_objective_changes_a_token(seed: int) -> None:
         engine.finish()
         answers.append([engine.answer(request).tokens for request in requests])
     assert answers[0] == answers[1]
+
+
+def test_drafts_do_not_make_decodes_slower() -> None:
+    """A step with drafts has more rows, each of which costs what a decode does."""
+    objective = StepObjective(OBJECTIVE_S, BLOCK_SIZE, DECODE_S, FIXED_S / DECODE_S)
+    runner = ArithmeticRunner(ENGINE["num_blocks"], BLOCK_SIZE, window=1)  # its answers go in circles
+    engine = HandEngine(block_size=BLOCK_SIZE, max_drafts=4, runner=runner, **ENGINE)
+    engine.submit(generate(prompt(8, 1), 200))
+    num_drafted = 0
+    while (plan := engine.step()) is not None:
+        num_drafted += plan.num_rows - plan.num_tokens
+        objective.measure(plan.num_decode_rows, plan.prefills, FIXED_S + DECODE_S * plan.num_rows)
+    assert num_drafted > 20
+    assert objective.decode_s(1) == pytest.approx(FIXED_S + DECODE_S, rel=0.02)
 
 
 def test_the_rate_next_to_decodes_is_what_a_prefill_gets() -> None:
