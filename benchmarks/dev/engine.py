@@ -28,7 +28,7 @@ from benchmarks.dev.requantised import requantised_model
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.allocators import make_allocator
 from worker.config import default_step_tokens
-from worker.contracts.engine import RequestKey
+from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import Launch, StepResult
 from worker.kernels.cpu import products_for
 from worker.model.config import LoadOptions, ModelConfig
@@ -41,6 +41,7 @@ from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
+from worker.scheduler.step_objective import StepObjective
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, Tokens
 
 PROMPT_TOKENS: Final = 32
@@ -62,6 +63,7 @@ class Engine:
         block_size: int,
         chunk_tokens: int | None = None,
         speculation: Speculation | None = None,
+        objective: StepObjective | None = None,
     ) -> None:
         """Steps of `chunk_tokens`; None: as a worker on this device."""
         self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size, eos_token_ids=())
@@ -71,7 +73,8 @@ class Engine:
             max_solo_prefill_tokens=solo if chunk_tokens is None else None,
             max_model_len=model.config.max_model_len,
         )
-        self._scheduler = Scheduler(make_allocator("hash", num_blocks, block_size), limits, (), speculation)
+        allocator = make_allocator("hash", num_blocks, block_size)
+        self._scheduler = Scheduler(allocator, limits, (), speculation, objective=objective)
         self._num_requests = 0
         self._in_flight: deque[tuple[StepPlan, Launch[StepResult]]] = deque()
 
@@ -85,7 +88,7 @@ class Engine:
         """Tokens that the pool had, of all requests so far."""
         return self._scheduler.allocator.stats().hit_tokens
 
-    def submit(self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0) -> None:
+    def submit(self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0) -> Request:
         self._num_requests += 1
         wire = GenerateRequest(
             request_id=str(self._num_requests),
@@ -96,37 +99,32 @@ class Engine:
             choices=(ChoiceState(0, self._num_requests),),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
         )
-        key = RequestKey(self._num_requests)
-        self._scheduler.submit(Request(key, wire, 0.0, 30.0, {}))
+        request = Request(RequestKey(self._num_requests), wire, 0.0, 30.0, {})
+        self._scheduler.submit(request)
+        return request
 
-    def step(self) -> int | None:
-        """Return the tokens of one step; None when there was nothing to do. On a device that computes next to this
+    def step(self) -> tuple[StepPlan, list[EngineOutput]] | None:
+        """Return one step and its outputs; None when there was nothing to do. On a device that computes next to this
         thread the next step is launched first, where the worker would."""
         now_s = time.monotonic()
         if not self._in_flight:
             if (plan := self._scheduler.schedule(now_s)) is None:
                 return None
-            self._launch(plan)
-        if (
-            self._runner.overlaps
-            and len(self._in_flight) == 1
-            and (ahead := self._scheduler.schedule_async()) is not None
-        ):
-            self._launch(ahead)
+            self._in_flight.append((plan, self._runner.launch(plan.step())))
+        may_overlap = self._runner.overlaps and len(self._in_flight) == 1
+        if may_overlap and (ahead := self._scheduler.schedule_async()) is not None:
+            self._in_flight.append((ahead, self._runner.launch(ahead.step())))
         plan, launch = self._in_flight.popleft()
         outputs = self._scheduler.update(plan, launch.collect().sequences, now_s)
         if (speculation := self._scheduler.speculation) is not None:
             speculation.measure(plan, time.monotonic() - now_s)
-        return sum(len(output.frame.token_ids) for output in outputs if isinstance(output.frame, Tokens))
-
-    def _launch(self, plan: StepPlan) -> None:
-        self._in_flight.append((plan, self._runner.launch(plan.step())))
+        return plan, outputs
 
     def drain(self) -> int:
         """Step until all is done -> tokens that came out."""
         num_tokens = 0
-        while (produced := self.step()) is not None:
-            num_tokens += produced
+        while (done := self.step()) is not None:
+            num_tokens += sum(len(out.frame.token_ids) for out in done[1] if isinstance(out.frame, Tokens))
         return num_tokens
 
 

@@ -9,11 +9,12 @@ simulation   recorded conversations on workers in steps of tokens: times between
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.outcomes import quantile
 from benchmarks.dev.simulation.step_replay import StepReplay, TokenTimes
 from benchmarks.dev.simulation.traces import CONVERSATION, ConversationTrace
 from benchmarks.report import Figure, Report, option_parser, publish
@@ -88,7 +89,7 @@ def simulation_figures(options: Namespace) -> Iterator[Figure]:
 
 def simulate(trace: ConversationTrace, options: Namespace, max_step_s: float | None) -> TokenTimes:
     workload = trace.workload(num_workers=options.workers, load=options.load, seed=options.seed)
-    settings = ReplaySettings(options.workers, options.cache, seed=options.seed)
+    settings = ReplaySettings(options.workers, options.cache, seed=options.seed, shared_engine=True)
     return StepReplay(workload, POLICIES["headstart"], settings, max_step_s).token_times()
 
 
@@ -102,7 +103,3 @@ def _curve(name: str, found: TokenTimes, free: TokenTimes, max_step_s: float | N
     yield Figure(f"{name}.ttft_p99_s", found.outcome.ttft_p99_s, "s")
     if max_step_s is not None:
         yield Figure(f"{name}.ttft_over_free", ratio, "x", goal="<= 1.3")
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -103,5 +103,9 @@ class Fleet:
             worker = MovingWorker(member, model, cache, settings.report_s, tier=tier, peers=self._peers)
             self._peers[member.url] = worker
             return worker
-        kind = SharedWorker if settings.shared_engine else SimulatedWorker
-        return kind(member, model, cache, settings.report_s, settings.passes)
+        return self._new(member, model, cache)
+
+    def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> SimulatedWorker:
+        """Return a worker that moves no blocks."""
+        kind = SharedWorker if self._settings.shared_engine else SimulatedWorker
+        return kind(member, model, cache, self._settings.report_s, self._settings.passes)

@@ -55,7 +55,13 @@ class Arrival:
 class Replay:
     """One run of one policy; `run` may be called once."""
 
-    def __init__(self, workload: Workload, make_policy: Callable[[], Policy], settings: ReplaySettings) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        make_policy: Callable[[], Policy],
+        settings: ReplaySettings,
+        fleet: Fleet | None = None,
+    ) -> None:
         self._workload = workload
         self._settings = settings
         self._now_s = 0.0
@@ -67,7 +73,7 @@ class Replay:
         self._late: deque[tuple[float, bool, WorkerId, list[BlockEvent]]] = deque()
         rng = random.Random(settings.seed)
         self._gateway_rng = random.Random(rng.getrandbits(64))
-        self._fleet = Fleet(workload, settings)
+        self._fleet = fleet or Fleet(workload, settings)
         self._workers: dict[WorkerId, SimulatedWorker] = {}
         """All that there have been."""
         self._live: list[SimulatedWorker] = []
@@ -123,11 +129,8 @@ class Replay:
 
     # --- workers ------------------------------------------------------------------------------------------------
 
-    def _make_worker(self) -> SimulatedWorker:
-        return self._fleet.make_worker()
-
     def _join(self) -> None:
-        worker = self._make_worker()
+        worker = self._fleet.make_worker()
         self._index.register(worker.member)
         self._tiers.register(worker.member)
         self._workers[worker.member.worker_id] = worker
@@ -239,14 +242,17 @@ class Replay:
 
     def _prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         self._publish(worker)
-        self._scorers[job.gateway].first_token(job.placement)
-        number, placement = job.request.number, job.placement
-        self._ttft_s.setdefault(number, self._now_s - job.arrival_s)
-        self._predicted[number] = placement.predicted_ttft_s / (self._now_s - placement.placed_s)
+        self._first_token(job)
         num_left = job.left_share * job.request.num_output_tokens
         job.decode_start_s, job.decode_s = self._now_s, worker.model.decode_s(num_left, worker.num_decoding)
         self._at(self._now_s + job.decode_s, lambda: self._decoded(worker, job))
         self._begin(worker)
+
+    def _first_token(self, job: Job) -> None:
+        number, placement = job.request.number, job.placement
+        self._scorers[job.gateway].first_token(placement)
+        self._ttft_s.setdefault(number, self._now_s - job.arrival_s)
+        self._predicted[number] = placement.predicted_ttft_s / (self._now_s - placement.placed_s)
 
     def _decoded(self, worker: SimulatedWorker, job: Job) -> None:
         if worker.is_dead:

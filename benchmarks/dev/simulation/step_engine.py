@@ -15,7 +15,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from benchmarks.dev.simulation.engine import Job, SimulatedWorker
-from benchmarks.dev.simulation.traces import ROOT
 from worker.scheduler.budget import BatchLimits, PrefillBudget
 from worker.scheduler.step_objective import StepObjective
 
@@ -51,21 +50,15 @@ class StepWorker(SimulatedWorker):
     """Tokens by the time since the one before, in ticks."""
     steps: tuple[float, float, int] | None = None
     """When the steps that run began, how long each takes, and their number: above 1 only without a prefill."""
+    version: int = 0
+    """Another number after every plan of their end: only the last one counts."""
 
     def admit(self, now_s: float) -> list[Job]:
         """Take from the queue what fits into the pool."""
         admitted = []
-        while self.queue and len(self.running) < self.limits.max_num_seqs:
-            job = self.queue[0]
+        while self.queue and len(self.running) < self.limits.max_num_seqs and (job := self.take(now_s)) is not None:
             request = job.request
-            job.allocation = self.cache.allocate(len(request.block_ids), request.block_ids, ROOT, hashes=request.chain)
-            if job.allocation is None:
-                break
-            self.report(now_s)
-            self.queue.popleft()
-            job.num_cached_tokens = min(
-                job.allocation.num_cached_tokens * self.model.block_size, request.num_prompt_tokens - 1
-            )
+            job.num_cached_tokens = min(job.num_cached_tokens, request.num_prompt_tokens - 1)
             job.started_s = now_s
             num_pending = request.num_prompt_tokens - job.num_cached_tokens
             self.running.append(Running(job, num_pending, max(0, request.num_output_tokens - 1)))

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from benchmarks.dev.simulation.engine import EngineModel, Job, SimulatedWorker
-from benchmarks.dev.simulation.fleet import MODEL, ReplaySettings
+from benchmarks.dev.simulation.engine import EngineModel, SimulatedWorker
+from benchmarks.dev.simulation.fleet import Fleet, ReplaySettings
 from benchmarks.dev.simulation.outcomes import Outcome
 from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.step_engine import TICK_S, StepWorker
 from benchmarks.dev.simulation.traces import Workload
 from cache.allocators.hash import HashAllocator
 from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
 from server.router.policies import Policy
 from worker.scheduler.step_objective import StepObjective
 
@@ -34,8 +33,23 @@ class TokenTimes:
     """Share of requests within 2 s to the first token and 50 ms a token."""
 
 
+class StepFleet(Fleet):
+    """Makes workers whose steps are bounded."""
+
+    def __init__(self, workload: Workload, settings: ReplaySettings, max_step_s: float | None) -> None:
+        Fleet.__init__(self, workload, settings)
+        self._max_step_s = max_step_s
+
+    def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> StepWorker:
+        objective = None
+        if self._max_step_s is not None:
+            token_s = 1.0 / model.prefill_tokens_per_s
+            objective = StepObjective(self._max_step_s, 16, token_s, model.decode_step_s / token_s)
+        return StepWorker(member, model, cache, self._settings.report_s, objective=objective)
+
+
 class StepReplay(Replay):
-    """Without fetches and tiers, and not pooled."""
+    """Shared engine, without fetches and tiers, and not pooled."""
 
     def __init__(
         self,
@@ -44,38 +58,19 @@ class StepReplay(Replay):
         settings: ReplaySettings,
         max_step_s: float | None = None,
     ) -> None:
-        self._max_step_s = max_step_s
-        self._step_workers: list[StepWorker] = []
-        self._versions: Counter[str] = Counter()
-        """Plans of each worker's step ends; only the last one counts."""
         self._token_s: dict[int, float] = {}
-        Replay.__init__(self, workload, make_policy, settings)
+        Replay.__init__(self, workload, make_policy, settings, StepFleet(workload, settings, max_step_s))
 
     def token_times(self) -> TokenTimes:
         """Run, once."""
         outcome = self.run()
         scored = self._arrivals[int(len(self._arrivals) * self._settings.warmup_share) :]
         times: Counter[int] = Counter()
-        for worker in self._step_workers:
+        for worker in self._workers.values():
+            assert isinstance(worker, StepWorker)
             times.update(worker.token_times)
         within = [self._ttft_s[n] <= MAX_TTFT_S and self._token_s[n] <= MAX_TOKEN_S for n in scored]
         return TokenTimes(outcome, quantile(times, 0.5), quantile(times, 0.99), sum(within) / len(within))
-
-    def _make_worker(self) -> SimulatedWorker:
-        settings, workload, number = self._settings, self._workload, len(self._step_workers)
-        model = EngineModel(workload.prefill_tokens_per_s, workload.block_size)
-        objective = None
-        if self._max_step_s is not None:
-            token_s = 1.0 / model.prefill_tokens_per_s
-            objective = StepObjective(self._max_step_s, 16, token_s, model.decode_step_s / token_s)
-        name, epoch = f"worker-{number:02}", Epoch(f"{number:016x}")
-        member = WorkerMember(
-            WorkerId(name), epoch, f"http://{name}", MODEL, "", "simulated", workload.block_size, 1 << 30, 1
-        )
-        pool = HashAllocator(int(workload.num_distinct_blocks * settings.cache_share) // settings.num_workers + 1, 1)
-        worker = StepWorker(member, model, pool, settings.report_s, objective=objective)
-        self._step_workers.append(worker)
-        return worker
 
     def _begin(self, worker: SimulatedWorker) -> None:
         assert isinstance(worker, StepWorker)
@@ -89,11 +84,11 @@ class StepReplay(Replay):
     def _end_at(self, worker: StepWorker, end_s: float | None) -> None:
         if end_s is None:
             return
-        self._versions[worker.member.worker_id] += 1
-        self._at(end_s, partial(self._end_step, worker, self._versions[worker.member.worker_id]))
+        worker.version += 1
+        self._at(end_s, partial(self._end_step, worker, worker.version))
 
     def _end_step(self, worker: StepWorker, version: int) -> None:
-        if version != self._versions[worker.member.worker_id]:
+        if version != worker.version:
             return
         first, last = worker.end_step(self._now_s)
         self._publish(worker)
@@ -106,12 +101,6 @@ class StepReplay(Replay):
             self._decoded(worker, job)
         if worker.steps is None:
             self._begin(worker)
-
-    def _first_token(self, job: Job) -> None:
-        placement = job.placement
-        self._scorers[job.gateway].first_token(placement)
-        self._ttft_s[job.request.number] = self._now_s - job.arrival_s
-        self._predicted[job.request.number] = placement.predicted_ttft_s / max(1e-9, self._now_s - placement.placed_s)
 
 
 def quantile(times: Counter[int], share: float) -> float:

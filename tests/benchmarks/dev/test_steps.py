@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.dev import steps
 from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.step_engine import StepWorker
 from benchmarks.dev.simulation.step_replay import StepReplay, quantile
 from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload
 from cache.hashing import hash_chain
@@ -38,10 +39,12 @@ def workload(*requests: tuple[float, int, int]) -> Workload:
 
 
 def run(work: Workload, max_step_s: float | None) -> tuple[StepReplay, Counter[int]]:
-    replay = StepReplay(work, POLICIES["headstart"], ReplaySettings(1, 1.0, warmup_share=0.0), max_step_s)
+    settings = ReplaySettings(1, 1.0, warmup_share=0.0, shared_engine=True)
+    replay = StepReplay(work, POLICIES["headstart"], settings, max_step_s)
     replay.token_times()
     times: Counter[int] = Counter()
-    for worker in replay._step_workers:
+    for worker in replay._workers.values():
+        assert isinstance(worker, StepWorker)
         times.update(worker.token_times)
         assert worker.steps is None
         assert not worker.running
