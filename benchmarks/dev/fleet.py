@@ -210,8 +210,9 @@ async def restart_figures(
 ) -> tuple[list[Figure], dict[str, str]]:
     """Restart workers while requests go on; return also the epochs of all."""
     chats = OpenLoop(gateway.url + "/v1/chat/completions", bodies, options.rate)
-    load = asyncio.create_task(chats.run(options.down_s + 10.0))
-    await asyncio.sleep(2.0)
+    before_s = min(2.0, options.seconds)
+    load = asyncio.create_task(chats.run(before_s + options.down_s + min(8.0, options.seconds)))
+    await asyncio.sleep(before_s)
     workers.restart(options.restarts, options.down_s)
     epochs, _ = await workers.epochs("restarted")
     begun_s = time.monotonic()

@@ -24,39 +24,26 @@ import uvloop
 from benchmarks.dev.fleet_load.registry import Published, restarted
 from benchmarks.dev.gateway_load import stub
 from benchmarks.dev.gateway_load.processes import free_ports
-from cache.hashing import Namespace, hash_chain, index_entry
-from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
+from cache.hashing import hash_chain, index_entry
+from cache.records import WorkerLoad, WorkerState, signed
 from cache.redis_index.schema import Keys, Signer
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.types import BlockHash
 from worker.common.proof import PROVE_PATH, gateway_token, new_instance, prove
-from worker.wire import (
-    PROTOCOL_VERSION,
-    End,
-    Failed,
-    Finished,
-    Started,
-    TokenizerBundle,
-    Tokens,
-    pack,
-    pack_frame,
-    unpack,
-    unpack_request,
-)
+from worker.wire import Failed, Started, TokenizerBundle, pack, pack_frame, unpack, unpack_request
 
 TICK_S: Final = 0.01
+_KIND: Final = b"application/msgpack"
 _WRONG_EPOCH: Final = b"HTTP/1.1 409 Conflict\r\ncontent-length: %d\r\ncontent-type: application/msgpack\r\n\r\n%b"
-_FRAME: Final = stub.chunk(pack_frame(Tokens(0, (stub.TOKEN_ID,))))
-_END: Final = stub.chunk(pack_frame(Finished(0, "length")) + pack_frame(End(0.0, 0.0, 0.0))) + b"0\r\n\r\n"
 
 
 class FakeWorker:
     """One worker: its registry entry, and its open connections."""
 
-    def __init__(self, published: Published, bundle: TokenizerBundle, token: str, streams: Streams) -> None:
+    def __init__(self, published: Published, token: str, shared: stub.Worker) -> None:
+        """`shared`: the bundle and the paced answers of all workers."""
         self.published = published
-        self.bundle = bundle
         self.token = token
-        self.streams = streams
+        self.shared = shared
         self.instance = new_instance()
         self.connections: set[Connection] = set()
         self.server: asyncio.Server | None = None
@@ -74,30 +61,9 @@ class FakeWorker:
             connection.transport.abort()
 
 
-class Streams:
-    """Answers that are sent a token at a time, all at the same ticks."""
-
-    def __init__(self) -> None:
-        self._left: dict[Connection, int] = {}
-
-    def begin(self, connection: Connection, num_tokens: int) -> None:
-        self._left[connection] = num_tokens
-
-    def end(self, connection: Connection) -> None:
-        self._left.pop(connection, None)
-
-    def tick(self) -> None:
-        for connection, left in list(self._left.items()):
-            connection.transport.write(_FRAME if left > 1 else _FRAME + _END)
-            if left > 1:
-                self._left[connection] = left - 1
-            else:
-                del self._left[connection]
-
-
 class Connection(stub.Connection):
     def __init__(self, worker: FakeWorker) -> None:
-        self._received = b""
+        stub.Connection.__init__(self, worker.shared)
         self._fake = worker
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -105,22 +71,19 @@ class Connection(stub.Connection):
         self._fake.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        stub.Connection.connection_lost(self, exc)
         self._fake.connections.discard(self)
-        self._fake.streams.end(self)
 
     def _answer(self, path: bytes, body: bytes) -> None:
-        worker, kind = self._fake, b"application/msgpack"
-        member = worker.published.member
+        worker, member = self._fake, self._fake.published.member
         if path == PROVE_PATH.encode():
-            self._plain(pack(prove(worker.token, body, member.url, worker.instance)), kind)
+            self._plain(pack(prove(worker.token, body, member.url, worker.instance)), _KIND)
         elif path == b"/state":
-            self._plain(pack(WorkerState(member, WorkerLoad(prefill_tokens_per_s=20_000.0))), kind)
-        elif path == b"/bundle":
-            self._plain(pack(worker.bundle), kind)
+            self._plain(pack(WorkerState(member, WorkerLoad(prefill_tokens_per_s=20_000.0))), _KIND)
         elif path == b"/generate":
             self._generate(body)
         else:
-            self._plain(b"{}", b"application/json")
+            stub.Connection._answer(self, path, body)
 
     def _generate(self, body: bytes) -> None:
         worker, request = self._fake, unpack_request(body)
@@ -131,12 +94,8 @@ class Connection(stub.Connection):
             return
         hashes = hash_chain(BlockHash(request.root), request.prompt_ids, member.block_size)
         num_cached = worker.published.hold([index_entry(h) for h in hashes]) * member.block_size
-        self._stream(0, b"application/msgpack", pack_frame(Started(num_cached)), b"", b"")
         num_left = request.sampling.max_tokens - len(request.choices[0].output_ids)
-        worker.streams.begin(self, num_left)
-
-    def _stream(self, num_tokens: int, kind: bytes, first: bytes, frame: bytes, end: bytes) -> None:
-        self.transport.write(stub._CHUNKED % kind + stub.chunk(first))
+        self._stream(num_left, _KIND, pack_frame(Started(num_cached)), stub.TOKEN_FRAME, stub.END)
 
 
 class FakeFleet:
@@ -151,7 +110,7 @@ class FakeFleet:
         """Workers that do not run."""
         self._redis: asyncio.StreamWriter
 
-    async def run(self, redis: str, streams: Streams, every_token_s: float) -> None:
+    async def run(self, redis: str, shared: stub.Worker) -> None:
         parts = urlsplit(redis)
         reader, self._redis = await asyncio.open_connection(parts.hostname, parts.port)
         now_ms = time.time_ns() // 1_000_000 + 3000 + len(self._workers)  # when they have all been signed
@@ -165,7 +124,7 @@ class FakeFleet:
             group.create_task(self._discard(reader))
             self._say("registered")
             group.create_task(self._publish(now_ms))
-            group.create_task(self._tick(streams, every_token_s))
+            group.create_task(shared.tick())
             group.create_task(self._obey())
 
     def _sign(self, number: int, worker: FakeWorker, first_ms: int) -> None:
@@ -191,11 +150,6 @@ class FakeFleet:
             commands = [self._workers[n].published.publish() for n in numbers if self._workers[n].published.states]
             self._redis.write(b"".join(commands))
             await self._redis.drain()
-
-    async def _tick(self, streams: Streams, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            streams.tick()
 
     async def _obey(self) -> None:
         reader = asyncio.StreamReader()
@@ -231,27 +185,17 @@ class FakeFleet:
 async def serve(options: argparse.Namespace) -> None:
     bundle = unpack(options.bundle.read_bytes(), TokenizerBundle)
     secret = options.secret.read_bytes().strip()
-    space = Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size)
-    keys, signer, streams = Keys("headstart", 0), Signer(secret, "headstart", 0), Streams()
+    keys, signer = Keys("headstart", 0), Signer(secret, "headstart", 0)
+    shared = stub.Worker(bundle, options.token_s)
     (port,) = free_ports(1)
     workers = []
     for number in range(options.workers):
-        member = WorkerMember(
-            worker_id=WorkerId(f"fake-{number:04}"),
-            epoch=Epoch(f"{number:016x}"),
-            url=f"http://127.0.{1 + number // 250}.{1 + number % 250}:{port}",
-            model=bundle.model,
-            namespace=space.fingerprint,
-            numerics="none",
-            block_size=bundle.block_size,
-            max_model_len=bundle.max_model_len,
-            protocol=PROTOCOL_VERSION,
-            epoch_started_ms=1,
-        )
+        url = f"http://127.0.{1 + number // 250}.{1 + number % 250}:{port}"
+        member = stub.make_member(bundle, f"fake-{number:04}", f"{number:016x}", url)
         published = Published(signed(secret, member), keys, signer)
-        workers.append(FakeWorker(published, bundle, gateway_token(secret), streams))
+        workers.append(FakeWorker(published, gateway_token(secret), shared))
     fleet = FakeFleet(workers, keys, options.workers / options.publishes, options.seconds)
-    await fleet.run(options.redis, streams, options.token_s)
+    await fleet.run(options.redis, shared)
 
 
 def main() -> None:

@@ -51,9 +51,9 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-_TOKEN_FRAME: Final = pack_frame(Tokens(0, (TOKEN_ID,)))
+TOKEN_FRAME: Final = pack_frame(Tokens(0, (TOKEN_ID,)))
 _STARTED: Final = pack_frame(Started(0))
-_END: Final = pack_frame(Finished(0, "length")) + pack_frame(End(0.0, 0.0, 0.0))
+END: Final = pack_frame(Finished(0, "length")) + pack_frame(End(0.0, 0.0, 0.0))
 _EVENT: Final = (
     b"data: " + _HEAD % b".chunk" + b'"delta":{"content":" the"},"logprobs":null,"finish_reason":null}]}\n\n'
 )
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
                 request = unpack_request(body)
                 worker.computed.append(request)
                 first = worker.started(request)
-                self._stream(request.sampling.max_tokens, b"application/msgpack", first, _TOKEN_FRAME, _END)
+                self._stream(request.sampling.max_tokens, b"application/msgpack", first, TOKEN_FRAME, END)
             case b"/inference/v1/generate":
                 self._token_api(body)
             case b"/v1/chat/completions":
@@ -199,11 +199,27 @@ class Connection(asyncio.Protocol):
 
     def _stream(self, num_tokens: int, kind: bytes, first: bytes, frame: bytes, end: bytes) -> None:
         head = _CHUNKED % kind + (chunk(first) if first else b"")
-        if self._worker.pace_s:
+        if self._worker.pace_s and num_tokens > 1:
             self.transport.write(head + chunk(frame))
             self._worker.streams[self] = (num_tokens - 1, chunk(frame), chunk(end) + _LAST)
         else:
             self.transport.write(head + chunk(frame * num_tokens + end) + _LAST)
+
+
+def make_member(bundle: TokenizerBundle, worker_id: str, epoch: str, url: str) -> WorkerMember:
+    space = Namespace(bundle.model, bundle.revision, bundle.fingerprint, bundle.block_size)
+    return WorkerMember(
+        worker_id=WorkerId(worker_id),
+        epoch=Epoch(epoch),
+        url=url,
+        model=bundle.model,
+        namespace=space.fingerprint,
+        numerics="none",
+        block_size=bundle.block_size,
+        max_model_len=bundle.max_model_len,
+        protocol=PROTOCOL_VERSION,
+        epoch_started_ms=1,
+    )
 
 
 def _load() -> WorkerLoad:
@@ -235,25 +251,12 @@ async def serve(
     bundle: TokenizerBundle, redis: str | None, pace_s: float, num_workers: int, events: str | None
 ) -> None:
     loop = asyncio.get_running_loop()
-    space = Namespace(
-        model=bundle.model, revision=bundle.revision, tokenizer=bundle.fingerprint, block_size=bundle.block_size
-    )
     async with asyncio.TaskGroup() as group:
         for number in range(num_workers):
             worker = Worker(bundle, pace_s, tells_cached=num_workers > 1, events=events)
             server = await loop.create_server(partial(Connection, worker), "127.0.0.1", 0, backlog=4096)
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            worker.member = WorkerMember(
-                worker_id=WorkerId(f"stub-{number}"),
-                epoch=Epoch("1"),
-                url=url,
-                model=bundle.model,
-                namespace=space.fingerprint,
-                numerics="none",
-                block_size=bundle.block_size,
-                max_model_len=bundle.max_model_len,
-                protocol=PROTOCOL_VERSION,
-            )
+            worker.member = make_member(bundle, f"stub-{number}", "1", url)
             if number == 0:
                 print(url, flush=True)
             if pace_s:
