@@ -25,8 +25,11 @@ T = TypeVar("T")
 CONTEXTS: Final = (48, 160)
 """Decodes are padded to these: an interpreted program takes milliseconds."""
 ROWS: Final = (1, 2, 4, 8)
-SHORT: Final = {"BATCH_SIZES": (1, 2), "PROMPT_TOKENS": 8, "CONTEXT_TOKENS": 128, "PREFILL_TOKENS": 64}
-"""The sizes of `benchmarks.dev.engine`."""
+SHORT: Final = {
+    **{"BATCH_SIZES": (1, 2), "PROMPT_TOKENS": 8, "CONTEXT_TOKENS": 96, "PREFILL_TOKENS": 32},
+    "STEPS_IN_A_ROW": 2,
+}
+"""The sizes of `benchmarks.dev.engine`. The context is above the 80 tokens that attention gathers here."""
 
 
 def is_on() -> bool:

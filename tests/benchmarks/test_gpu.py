@@ -33,7 +33,7 @@ def check(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_its_parts_run_through_the_interpreter(tmp_path: Path) -> None:
-    names = ["ready", "attention", "bench", "profile"]
+    names = ["ready", "attention", "triton_ops", "bench", "profile"]
     code, summary = check(tmp_path, "--quick", "--parts", ",".join(names))
     assert (code, summary["ok"], summary["mode"]) == (0, True, "interpreter"), summary
     assert [(part["name"], part["status"]) for part in summary["parts"]] == [(name, "ok") for name in names]
@@ -47,11 +47,22 @@ def test_its_parts_run_through_the_interpreter(tmp_path: Path) -> None:
         assert (tmp_path / f"profile-{name}.json.gz").stat().st_size > 0
 
 
-def test_a_part_that_fails_is_reported_and_the_next_runs(tmp_path: Path) -> None:
-    code, summary = check(tmp_path, "--quick", "--model", str(tmp_path / "none"), "--parts", "triton_ops,parity")
-    assert (code, summary["ok"]) == (1, False)
+def test_a_part_that_fails_is_reported_and_the_next_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = (sys.executable, "-c", "raise SystemExit('no model in this folder')")
+    planned = [Part("attention", "", failing, 60.0), Part("parity", "", (sys.executable, "-c", ""), 60.0)]
+    monkeypatch.setattr(gpu.plan, "parts", lambda *_, **__: planned)
+    assert gpu.main(["--device", "cpu", "--report", str(tmp_path), "--parts", "attention,parity"]) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
     statuses = {part["name"]: part["status"] for part in summary["parts"]}
-    assert statuses == {"ready": "ok", "triton_ops": "ok", "parity": "failed"}
+    assert (summary["ok"], statuses) == (False, {"ready": "ok", "attention": "failed", "parity": "ok"})
+    assert "no model in this folder" in (tmp_path / summary["parts"][1]["log"]).read_text()
+
+
+@pytest.mark.deep
+def test_a_model_that_is_not_there_fails_parity(tmp_path: Path) -> None:
+    code, summary = check(tmp_path, "--quick", "--model", str(tmp_path / "none"), "--parts", "parity")
+    assert (code, summary["ok"]) == (1, False)
+    assert {part["name"]: part["status"] for part in summary["parts"]} == {"ready": "ok", "parity": "failed"}
     log = tmp_path / next(part["log"] for part in summary["parts"] if part["name"] == "parity")
     assert str(tmp_path / "none") in log.read_text()
 
