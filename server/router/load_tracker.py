@@ -170,7 +170,7 @@ class WorkerLoadEstimate:
             return False
         request.closed = True
         self.first_token(request)
-        self.num_unreported_blocks(now_s)
+        self.num_unreported_blocks(now_s)  # a report may include it by now
         if request.is_reported and request.started_s is not None:
             self._departed.append((now_s, request.num_own_blocks))
             self._num_departed_blocks += request.num_own_blocks

@@ -36,7 +36,7 @@ class Listed(NamedTuple):
 
     candidates: Sequence[Candidate]
     common_blocks: int
-    """The match that half of the fleet has at least."""
+    """The match that half of the fleet has at least, in its pools."""
     own: WorkerId | None
     """The worker of the request's affinity key."""
 
@@ -61,10 +61,14 @@ class ShortList:
         by_id = {candidate.member.worker_id: candidate for candidate in candidates}
         if by_id.keys() != self._load_s.keys():
             self._join(by_id)
-        matches = [max(c.tier_blocks) if c.tier_blocks else c.matched_blocks for c in candidates]
-        ordered = sorted(matches)
-        common_blocks = ordered[(len(matches) - 1) // 2]
-        least = max(common_blocks + 1, ordered[-MAX_HOLDERS])
+        matches = [candidate.matched_blocks for candidate in candidates]
+        tiers = [candidate.tier_blocks for candidate in candidates]
+        ordered, half = sorted(matches), (len(matches) - 1) // 2
+        common_blocks = ordered[half]
+        if any(tiers):
+            matches = [max(blocks, default=match) for blocks, match in zip(tiers, matches, strict=True)]
+            ordered = sorted(matches)
+        least = max(ordered[half] + 1, ordered[-MAX_HOLDERS])
         holders = [(match, candidate) for match, candidate in zip(matches, candidates, strict=True) if match >= least]
         if len(holders) > MAX_HOLDERS:
             holders = heapq.nlargest(MAX_HOLDERS, holders, key=_depth_and_load)

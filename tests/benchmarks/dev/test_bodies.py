@@ -22,7 +22,7 @@ async def check(count: int, max_bytes: int, seed: int) -> None:
 
 async def test_generated_bodies() -> None:
     """They take little memory and never hold the loop."""
-    await check(30, 4 << 20, seed=2)
+    await check(30, 2 << 20, seed=2)
 
 
 @pytest.mark.deep

@@ -19,7 +19,7 @@ from benchmarks.dev.route_load.runs import COMPARED, DATA, POOLED, POOLED1, exec
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.outcomes import Decile, Move, Observed, Outcome, Predictions
 from benchmarks.dev.simulation.replay import Replay
-from benchmarks.dev.simulation.traces import SWE_AGENT, ConversationTrace, SweAgentTrace, TraceRequest
+from benchmarks.dev.simulation.traces import SWE_AGENT, ConversationTrace, SweAgentTrace, TraceRequest, Workload
 from benchmarks.dev.simulation.variants import (
     NUM_TENANTS,
     with_kept_answers,
@@ -179,10 +179,14 @@ def test_blocks_move_only_between_workers_that_share_their_time() -> None:
             options_of(arguments)
 
 
-def test_copies_of_a_trajectory_share_the_system_prompt() -> None:
-    workload = SweAgentTrace(DATA / SWE_AGENT).workload(num_workers=1, load=1.0, seed=0)
+@pytest.fixture(scope="module")
+def agent_workload() -> Workload:
+    return SweAgentTrace(DATA / SWE_AGENT, half=0).workload(num_workers=1, load=1.0, seed=0)
+
+
+def test_copies_of_a_trajectory_share_the_system_prompt(agent_workload: Workload) -> None:
     by_size: dict[int, list[TraceRequest]] = {}
-    for session in workload.sessions:
+    for session in agent_workload.sessions:
         by_size.setdefault(session.requests[-1].num_prompt_tokens, []).append(session.requests[-1])
     one, other, *_ = max(by_size.items())[1]
     shared = [a == b for a, b in zip(one.hashes, other.hashes, strict=True)]
@@ -190,10 +194,9 @@ def test_copies_of_a_trajectory_share_the_system_prompt() -> None:
     assert not any(shared[sum(shared) :])
 
 
-def test_longer_answers_change_only_their_length() -> None:
-    workload = SweAgentTrace(DATA / SWE_AGENT, half=0).workload(num_workers=1, load=1.0, seed=0)
-    longer = with_longer_answers(workload, 8)
-    for session, same in zip(longer.sessions, workload.sessions, strict=True):
+def test_longer_answers_change_only_their_length(agent_workload: Workload) -> None:
+    longer = with_longer_answers(agent_workload, 8)
+    for session, same in zip(longer.sessions, agent_workload.sessions, strict=True):
         assert [r.num_output_tokens for r in session.requests] == [8 * r.num_output_tokens for r in same.requests]
         assert session.start_s == same.start_s
 

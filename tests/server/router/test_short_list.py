@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -13,7 +14,7 @@ from cache.types import BlockHash, GatewayId, WorkerId
 from server.router.placement import Placement, Scorer
 from server.router.policies import make_policy, rendezvous_worker
 from server.router.short_list import SCORE_ALL, ShortList
-from tests.server.router.fleets import RATE, Clock, chain, make_request, member
+from tests.server.router.fleets import BLOCK, RATE, Clock, chain, make_request, member
 
 LOAD = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=10_000, num_blocks=10_000)
 
@@ -106,3 +107,18 @@ def test_the_load_of_a_large_fleet_counts_what_was_placed() -> None:
     for number in range(300):
         short_list.placed(candidates[number].member.worker_id, 0.5)
     assert short_list.assigned_s == pytest.approx(150.0)
+
+
+@pytest.mark.parametrize("size", [SCORE_ALL, 200])
+def test_blocks_below_the_pools_are_not_in_use(size: int) -> None:
+    """A holder takes room for its blocks, although half of the fleet has them on its disks."""
+    hashes = chain(40)
+    below = [
+        replace(each, member=dataclasses.replace(each.member, tiers=("disk",)), tier_blocks=(40,))
+        for each in fleet(size, w005=30)
+    ]
+    decision = make_scorer().decide(make_request(hashes), below)
+    holder = next(view for view in decision.workers if view.member.worker_id == "w005")
+    assert holder.matched_tokens >= 30 * BLOCK
+    assert holder.num_shared_blocks == 0
+    assert holder.kv_usage == pytest.approx(41 / LOAD.num_blocks)
