@@ -49,7 +49,7 @@ async def test_changes_of_states_are_seen(redis_server: RedisServer, secret: byt
         await populate(client, hashes, NUM_WORKERS, "head")
         await until(lambda: _sees(index, NUM_WORKERS))
         other = member_of(3).worker_id
-        await client.call(("HSET", KEYS.states, other, state(3, 2, replace_running(77))), timeout_s=30)
+        await client.call(("HSET", KEYS.states, other, state(3, 2, WorkerLoad(num_running=77))), timeout_s=30)
         await until(lambda: _is(loads, other, 77))
         await client.call(("HSET", KEYS.states, other, state(3, 3, LOAD, deadline_ms=1)), timeout_s=30)
         await until(lambda: _is(loads, other, None))
@@ -70,9 +70,10 @@ async def test_lookups_in_a_row_leave_the_states_out(redis_server: RedisServer) 
             await until(lambda: client.up)
             await populate(client, hashes, num_workers, "head")
             await until(lambda index=index, n=num_workers: _sees(index, n))
-            assert shard._needs_states(shard._query("model")) == (num_workers <= MAX_ALL_STATES)
+            read_at = shard._states_at
             found = await index.lookup(hashes, "model")
             assert found is not None
+            assert (shard._states_at > read_at) == (num_workers <= MAX_ALL_STATES)
             assert [item.matched_blocks for item in found] == [1] * num_workers
             assert {item.load.num_running for item in found} == {LOAD.num_running}
 
@@ -96,10 +97,6 @@ async def test_a_late_loop_reads_what_came_in_time() -> None:
     assert ended == [True]
     writer.close()
     ends[1].close()
-
-
-def replace_running(num_running: int) -> WorkerLoad:
-    return WorkerLoad(num_running=num_running)
 
 
 async def _sees(index: RedisIndex, num_workers: int) -> bool:
