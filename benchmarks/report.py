@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +42,12 @@ class Report:
     figures: Sequence[Figure]
     env: Mapping[str, object] = field(default_factory=dict)
     """Sizes, repetitions and versions that the figures depend on."""
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The nearest rank; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def option_parser(bench: str, description: str) -> argparse.ArgumentParser:

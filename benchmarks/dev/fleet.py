@@ -35,6 +35,7 @@ from benchmarks.dev.gateway_load.processes import (
     gateway_process,
     make_bundle,
     rss_bytes,
+    scrape,
     started,
     until_ready,
 )
@@ -43,6 +44,7 @@ from benchmarks.dev.private_redis import private_redis
 from benchmarks.report import Figure, Report, option_parser, publish
 from cache.redis_index.client import RedisClient
 from cache.redis_index.connection import ClientSettings
+from server.ops.feed import quantile
 from worker.common.modules import module_command
 from worker.wire import pack
 
@@ -179,7 +181,7 @@ async def load_figures(
     metrics = {name: value - before.metrics.get(name, 0.0) for name, value in after.metrics.items()}
     num_decisions = metrics['headstart_route_seconds_count{stage="lookup"}']
     missed = {event: metrics.get(f'headstart_index_events_total{{event="{event}"}}', 0.0) for event in NO_ANSWER}
-    p99_s = {stage: histogram_quantile(metrics, stage, 0.99) for stage in STAGES}
+    p99_s = {stage: stage_quantile(metrics, stage, 0.99) for stage in STAGES}
     mean_s = {stage: metrics[f'headstart_route_seconds_sum{{stage="{stage}"}}'] / num_decisions for stage in STAGES}
     found = metrics["headstart_cached_tokens_total"] / metrics["headstart_promised_cached_tokens_total"]
     figures = [
@@ -242,9 +244,8 @@ async def sample(gateway: Gateway, workers: Workers, client: RedisClient) -> Sam
     (info,) = await client.call(("INFO",), timeout_s=30.0)
     redis = dict(re.findall(r"^(\w+):(\S+)\r$", info.decode(), re.MULTILINE))
     pids = {"gateway": gateway.pid, "redis": int(redis["process_id"]), "workers": workers.pid, "client": os.getpid()}
-    async with aiohttp.ClientSession() as session, session.get(gateway.ops + "/metrics") as response:
-        text = await response.text()
-    metrics = {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
+    async with aiohttp.ClientSession() as session:
+        metrics = await scrape(session, gateway.ops)
     return Sample(
         time.monotonic(),
         metrics,
@@ -259,16 +260,11 @@ def waited_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
-def histogram_quantile(metrics: Mapping[str, float], stage: str, share: float) -> float:
-    """Return a quantile of a stage of the decisions, interpolated in its bucket."""
+def stage_quantile(metrics: Mapping[str, float], stage: str, share: float) -> float:
+    """Return a quantile of a stage of the decisions."""
     found = re.compile(rf'headstart_route_seconds_bucket\{{(?=.*stage="{stage}").*le="([^"]+)"')
     buckets = sorted((float(match[1]), count) for name, count in metrics.items() if (match := found.match(name)))
-    wanted, low_s, before = share * buckets[-1][1], 0.0, 0.0
-    for bound_s, count in buckets:
-        if count >= wanted:
-            return low_s + (bound_s - low_s) * (wanted - before) / (count - before) if bound_s < 1e9 else low_s
-        low_s, before = bound_s, count
-    raise AssertionError("the last bucket has all")
+    return quantile(share, [bound_s for bound_s, _ in buckets], [count for _, count in buckets]) or 0.0
 
 
 def named(counts: Mapping[str, float]) -> str:

@@ -30,6 +30,7 @@ from benchmarks.dev.gateway_load.processes import (
     gateway_server,
     proxy_server,
     rss_bytes,
+    scrape,
     started,
     until_ready,
 )
@@ -249,8 +250,6 @@ async def _until_open(ops: str, num_streams: int) -> None:
     """Wait until `num_streams` streams have their first token."""
     async with asyncio.timeout(4 * START_TIMEOUT_S), aiohttp.ClientSession() as session:
         while True:
-            async with session.get(ops + "/metrics") as response:
-                text = await response.text()
-            if f"\nheadstart_time_to_first_token_seconds_count {num_streams:.1f}" in text:
+            if (await scrape(session, ops))["headstart_time_to_first_token_seconds_count"] == num_streams:
                 return
             await asyncio.sleep(0.2)

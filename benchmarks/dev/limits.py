@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from benchmarks.dev.gateway_load.processes import ended, free_ports, until_ready
+from benchmarks.dev.gateway_load.processes import ended, free_ports, scrape, until_ready
 from benchmarks.report import Figure, Report, environment, option_parser, to_json
 from worker.common.modules import module_command
 
@@ -339,10 +339,8 @@ async def _ask(url: str, body: bytes, timeout_s: float) -> int:
 
 
 async def _scrape(url: str) -> dict[str, float]:
-    """The metrics without labels; none of a server that has none."""
-    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
-        text = await response.text() if response.status == 200 else ""
-    return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", text, re.MULTILINE)}
+    async with aiohttp.ClientSession() as session:
+        return await scrape(session, url)
 
 
 def _forget_peak(pid: int) -> None:

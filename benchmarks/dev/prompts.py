@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ import aiohttp
 import uvloop
 
 from benchmarks.dev.gateway_load.client import Connection, post
-from benchmarks.dev.gateway_load.processes import MODEL, cpu_s, until_ready
+from benchmarks.dev.gateway_load.processes import MODEL, cpu_s, scrape, until_ready
 from benchmarks.dev.gateway_load.site import prepare
 from benchmarks.dev.gateway_load.traffic import Traffic
 from benchmarks.report import Figure, Report, option_parser, publish
@@ -28,7 +27,6 @@ CHAT: Final = "/v1/chat/completions"
 SIZES: Final = (8_000, 32_000, 128_000)
 MESSAGE_TOKENS: Final = 1_000
 GOALS: Final = {"128000_next_turn_cpu_s": "<= 0.025", "128000_cold_cpu_s": "<= 0.4", "128000_cold_loop_s": "<= 0.05"}
-_LONGEST: Final = re.compile(r"^headstart_event_loop_longest_delay_seconds (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +56,7 @@ class Front:
         return cost
 
     async def _longest_delay_s(self) -> float:
-        async with self._session.get(self._ops + "/metrics") as response:
-            found = _LONGEST.search(await response.text())
-        assert found is not None, "the gateway reports no delay of its loop"
-        return float(found[1])
+        return (await scrape(self._session, self._ops))["headstart_event_loop_longest_delay_seconds"]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.dev.simulation.fleet import ReplaySettings
-from benchmarks.dev.simulation.outcomes import quantile
 from benchmarks.dev.simulation.step_replay import StepReplay, TokenTimes
 from benchmarks.dev.simulation.traces import CONVERSATION, ConversationTrace
-from benchmarks.report import Figure, Report, option_parser, publish
+from benchmarks.report import Figure, Report, option_parser, percentile, publish
 from server.router.policies import POLICIES
 
 DATA: Final = Path(__file__).parents[2] / "tests" / "data"
@@ -64,11 +63,11 @@ def engine_figures(options: Namespace) -> Iterator[Figure]:
     yield Figure("objective_s", objective_s, "s", f"{options.times:g} times that")
     for name, max_step_s in (("free", None), ("bounded", objective_s)):
         found = bench.mixed(max_step_s, options.prompts)
-        times = sorted(found.cpu_s)
+        times = found.cpu_s
         within = sum(cpu_s <= objective_s for cpu_s in times) / len(times)
         note = f"{len(times)} steps with prefill"
-        yield Figure(f"{name}.step_cpu_p50_s", quantile(times, 0.5), "s", note)
-        yield Figure(f"{name}.step_cpu_p99_s", quantile(times, 0.99), "s")
+        yield Figure(f"{name}.step_cpu_p50_s", percentile(times, 0.5), "s", note)
+        yield Figure(f"{name}.step_cpu_p99_s", percentile(times, 0.99), "s")
         yield Figure(f"{name}.within", within, "", "steps within the objective", ">= 0.99" if max_step_s else "")
         yield Figure(f"{name}.prefill_tokens_per_cpu_s", found.num_prefill_tokens / sum(times), "1/s")
         yield Figure(f"{name}.prompt_cpu_s", sum(found.prompt_cpu_s) / len(found.prompt_cpu_s), "s", "to a first token")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from benchmarks.replay_load.client import Outcome
-from benchmarks.replay_load.summary import Run, mean, percentile
+from benchmarks.replay_load.summary import Run, mean
+from benchmarks.report import percentile
 
 Plot = Callable[[Any, Sequence[Run]], None]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.replay_load.client import Outcome
-from benchmarks.report import Figure
+from benchmarks.report import Figure, percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,6 @@ class Run:
     def cached_share(self) -> float:
         num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in self.answered)
         return sum(outcome.num_cached_tokens for outcome in self.answered) / max(1, num_prompt_tokens)
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """The nearest rank; 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def mean(values: Sequence[float]) -> float:

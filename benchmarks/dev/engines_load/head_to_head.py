@@ -20,9 +20,8 @@ from benchmarks.dev.engines_load.vllm import BLOCK_SIZE, Engine
 from benchmarks.dev.gateway_load.processes import MODEL
 from benchmarks.replay_load.client import ChatClient, Outcome, Target
 from benchmarks.replay_load.driver import Pace, drive
-from benchmarks.replay_load.summary import percentile
 from benchmarks.replay_load.workload import Conversation, Message, Turn
-from benchmarks.report import Figure
+from benchmarks.report import Figure, percentile
 
 SETTLE_S: Final = 2.0
 """For the events of the reset to reach whoever listens."""

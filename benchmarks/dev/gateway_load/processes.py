@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -180,3 +181,10 @@ def cpu_s(pid: int) -> float:
 
 def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def scrape(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Return the metrics by their names and labels; none of a server that has none."""
+    async with session.get(url + "/metrics") as response:
+        text = await response.text() if response.status == 200 else ""
+    return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}

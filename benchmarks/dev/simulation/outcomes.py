@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Self
 
+from benchmarks.report import percentile
 from server.router.cost import WorkerView
 
 NUM_DECILES = 11
@@ -154,17 +155,12 @@ class Outcome:
         return cls(
             hit=num_cached_tokens / num_prompt_tokens,
             ttft_mean_s=sum(ordered) / len(ordered),
-            ttft_p50_s=quantile(ordered, 0.5),
-            ttft_p90_s=quantile(ordered, 0.9),
-            ttft_p95_s=quantile(ordered, 0.95),
-            ttft_p99_s=quantile(ordered, 0.99),
+            ttft_p50_s=percentile(ordered, 0.5),
+            ttft_p90_s=percentile(ordered, 0.9),
+            ttft_p95_s=percentile(ordered, 0.95),
+            ttft_p99_s=percentile(ordered, 0.99),
             max_over_mean_busy=max(busy_s) / (sum(busy_s) / len(busy_s)),
-            predicted_over_actual_p50=quantile(sorted(predicted_over_actual), 0.5),
+            predicted_over_actual_p50=percentile(predicted_over_actual, 0.5),
             num_requests=float(len(ordered)),
             predictions=predictions,
         )
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value that this share of them stays within."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -45,7 +45,7 @@ def test_a_quantile_is_interpolated_in_its_bucket() -> None:
     counts = {"0.001": 50.0, "0.01": 98.0, "0.02": 100.0, "+Inf": 100.0}
     metrics = {name.format("lookup", bound): count for bound, count in counts.items()}
     metrics |= {name.format("choose", bound): 1.0 for bound in counts}
-    assert fleet.histogram_quantile(metrics, "lookup", 0.99) == pytest.approx(0.015)
+    assert fleet.stage_quantile(metrics, "lookup", 0.99) == pytest.approx(0.015)
 
 
 def test_every_figure_comes_out(capfd: pytest.CaptureFixture[str]) -> None:

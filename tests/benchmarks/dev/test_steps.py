@@ -14,9 +14,10 @@ from benchmarks.dev import steps
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.step_engine import StepWorker
 from benchmarks.dev.simulation.step_replay import StepReplay, quantile
-from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload
+from benchmarks.dev.simulation.traces import CONVERSATION, ROOT, Session, TraceRequest, Workload
 from cache.hashing import hash_chain
 from server.router.policies import POLICIES
+from tests.benchmarks.dev.test_route import conversations
 from tests.tiny_model import write_tiny_model
 
 RATE = 8000.0
@@ -94,3 +95,17 @@ def test_every_figure_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(math.isfinite(value) and value >= 0 for value in figures.values())
     assert figures["objective_s"] == pytest.approx(3 * figures["decode_step_cpu_s"])
     assert {"free.within", "bounded.within", "bounded.step_cpu_p99_s"} <= figures.keys()
+
+
+def test_the_curve_over_objectives_comes_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations(tmp_path / CONVERSATION, 150)
+    monkeypatch.setattr(steps, "DATA", tmp_path)
+    small = ["--workers", "2", "--objectives", "50", "100", "--only", "simulation"]
+    assert steps.main(["--json", *small]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert figures["objective_50ms.itl_p99_s"] <= 0.05
+    assert figures["objective_100ms.itl_p99_s"] <= 0.1 < figures["free.itl_p99_s"]
+    assert 0.0 < figures["free.within"] <= 1.0
+    assert figures["objective_50ms.ttft_over_free"] > figures["objective_100ms.ttft_over_free"] > 0.9

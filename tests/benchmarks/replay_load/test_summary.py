@@ -6,7 +6,8 @@ import re
 
 from benchmarks.replay_load.client import Outcome
 from benchmarks.replay_load.page import render
-from benchmarks.replay_load.summary import Objective, Run, figures, percentile
+from benchmarks.replay_load.summary import Objective, Run, figures
+from benchmarks.report import percentile
 
 
 def outcome(turn: int, ttft_s: float, *, cached: int = 0, error: str | None = None, worker: str = "w0") -> Outcome:
