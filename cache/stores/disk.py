@@ -175,7 +175,7 @@ class DiskStore(RecordStore):
         """Rebuild the index from the headers. Payloads are verified when they are read.
 
         A record with a damaged header is free. So is a copy: a block of a forgotten chain leaves one when it is written
-        again.
+        again. So is a block without its parent: until its record is used again, a later start may find both.
         """
         room = self._max_records
         for number in sorted(self._own_segments()):
