@@ -28,8 +28,8 @@ FULL_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attenti
 """Kinds of a group in which every block of a prefix is needed, and kept, in order."""
 _WINDOW_KINDS: Final = ("sliding_window", "sliding_window_mla")
 _STATE_KIND: Final = "mamba"
-_MAX_COPIED: Final = 100_000
-"""With more copies in a group, every event that could be a report counts as one."""
+_MAX_COPIES: Final = 100_000
+"""With more names of copies in a group, every event that could be a report counts as one."""
 _MAX_STEP: Final = 1 << 13
 """With a longer step between ends, none is published: real groups have block sizes with a small common multiple."""
 _EXPECTED: Final = -1
@@ -49,8 +49,8 @@ class KvGroup:
     """The blocks before an end that must be held, or `_ALL`."""
     is_state: bool
     held: set[EngineHash] = field(default_factory=set)
-    copied: set[EngineHash] = field(default_factory=set)
-    """Names that were stored while they were held. After a removal, a copy may be left that does not count."""
+    copies: dict[EngineHash, int] = field(default_factory=dict)
+    """How many copies of a name may be held, at most, besides the one in `held`. Names without one are omitted."""
     before: dict[EngineHash, EngineHash] = field(default_factory=dict)
     """The name before each name, where the tree's blocks are longer than this group's."""
     nodes: dict[EngineHash, set[EngineHash]] = field(default_factory=dict)
@@ -64,6 +64,31 @@ class KvGroup:
     @property
     def is_unknown(self) -> bool:
         return self.block_size == 1 and self.num_needed == _ALL and not self.held
+
+    def may_hold(self, name: EngineHash) -> bool:
+        """Return whether the engine may hold a copy, if no event was lost."""
+        return name in self.held or name in self.copies
+
+    def note_stored(self, names: Sequence[EngineHash], counted: Sequence[EngineHash]) -> None:
+        """Note the names of an event, before those that count are held. Each may be one more copy."""
+        first = set(counted).difference(self.held)
+        for name in names:
+            if name not in first:
+                self.copies[name] = self.copies.get(name, 0) + 1
+
+    def remove_copy(self, name: EngineHash) -> None:
+        """Apply the removal of one copy, by an engine that does not send how many are left."""
+        if name in self.held:
+            self.held.discard(name)
+        else:
+            self.note_left(name, self.copies.get(name, 0) - 1)
+
+    def note_left(self, name: EngineHash, num_left: int) -> None:
+        """Set how many copies of a name may be left, if there may be any."""
+        if num_left <= 0:
+            self.copies.pop(name, None)
+        elif name in self.copies:
+            self.copies[name] = num_left
 
     @classmethod
     def of(cls, event: BlockStored) -> KvGroup | None:
@@ -158,9 +183,12 @@ class KvGroups:
         is_whole = len(names) * event.block_size == len(event.token_ids)
         if is_whole and event.parent_block_hash is None and names:
             names = self._without_report(group, names)
-        changed = self._changed.setdefault(index, set())
-        changed.update(names)
-        group.copied.update(group.held.intersection(names))
+        if not self._has_lost_events:
+            group.note_stored(event.block_hashes, names)
+            if len(group.copies) > _MAX_COPIES:
+                group.copies.clear()
+                self._has_lost_events = True
+        self._changed.setdefault(index, set()).update(names)
         group.held.update(names)
         if group.block_size < self._tree_block_size or self._tree_group is None:
             if is_whole:
@@ -177,19 +205,23 @@ class KvGroups:
         if group is None:
             self._add_unknown([index] if index else [])
             return
+        changed = self._changed.setdefault(index, set())
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(event.block_hashes):
-            counts = (0,) * len(event.block_hashes)
-        else:
-            group.copied.difference_update(event.block_hashes)
-        gone = [name for name, num_left in zip(event.block_hashes, counts, strict=True) if not num_left]
-        self._changed.setdefault(index, set()).update(gone)
-        group.held.difference_update(gone)
+            changed.update(event.block_hashes)
+            for name in event.block_hashes:
+                group.remove_copy(name)
+            return
+        for name, num_left in zip(event.block_hashes, counts, strict=True):
+            group.note_left(name, num_left)
+            if not num_left:
+                changed.add(name)
+                group.held.discard(name)
 
     def clear(self) -> None:
         """Forget every block, and keep what is known of the groups."""
         for group in self._groups.values():
-            group.held, group.copied, group.before, group.nodes = set(), set(), {}, {}
+            group.held, group.copies, group.before, group.nodes = set(), {}, {}, {}
         self._changed, self._sparse = {}, []
         self._has_lost_events = False
 
@@ -256,12 +288,7 @@ class KvGroups:
         prefix, also those that this group does not hold. It ends at an end, so the group holds the last ones.
         """
         last = names[max(0, len(names) - group.num_needed) :]
-        if len(group.copied) > _MAX_COPIED:
-            group.copied.clear()
-            self._has_lost_events = True
-        if self._has_lost_events or all(name in group.held or name in group.copied for name in last):
-            return last
-        return names
+        return last if self._has_lost_events or all(map(group.may_hold, last)) else names
 
     def _link(self, group: KvGroup, names: Sequence[EngineHash]) -> None:
         """Note the order of names of adjacent blocks."""

@@ -57,6 +57,8 @@ class GroupedEngine:
     """Events were lost since the last reset."""
     known: set[tuple[int, int]] = field(default_factory=set)
     """Blocks that a reader must count as held: by what it was sent since the last gap."""
+    possible: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The most copies of each block that the events allow: a report could also be a store."""
 
     @cached_property
     def hash_size(self) -> int:
@@ -171,7 +173,7 @@ class GroupedEngine:
         needed = 1 if group.kind == "mamba" else group.num_needed(False)
         learnt = kept
         if not group.is_full and not first and len(kept) == last and len(kept) > needed:
-            is_doubtful = self.has_gap or all((index, name) in self.copies for name in kept[len(kept) - needed :])
+            is_doubtful = self.has_gap or all((index, name) in self.possible for name in kept[len(kept) - needed :])
             self.has_doubtful_events = self.has_doubtful_events or is_doubtful
             learnt = kept[len(kept) - needed :] if is_doubtful else kept
         if not group.is_full or not first or (index, names[first - 1]) in self.known:
@@ -201,6 +203,8 @@ class GroupedEngine:
         (salt, tokens), size = prompt, group.block_size
         parent = self.names(prompt, size)[begin // size - 1] if begin else None
         first = self.names(prompt, size)[0]
+        for name in names:
+            self.possible[index, name] = self.possible.get((index, name), 0) + 1
         self.events.append(
             BlockStored(
                 tuple(names),
@@ -226,11 +230,14 @@ class GroupedEngine:
         else:
             del self.copies[block]
             self.parted.discard(block)
+        self.possible[block] = num_left if self.counts_copies else self.possible[block] - 1
+        if not self.possible[block]:
+            del self.possible[block]
         counts = (num_left,) if self.counts_copies else None
         self.events.append(BlockRemoved((block[1],), "GPU", block[0], counts))
 
     def reset(self) -> None:
-        self.copies, self.parted, self.known = {}, set(), set()
+        self.copies, self.parted, self.known, self.possible = {}, set(), set(), {}
         self.has_doubtful_events = self.has_gap = False
         self.events.append(AllBlocksCleared())
 

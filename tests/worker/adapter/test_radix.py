@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import ClassVar
 
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from tests.fake_engine.radix import RadixCache, Space, pack
 from tests.worker.adapter.fake_blocks import OTHER, ROOT
+from tests.worker.adapter.published import Published
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.kv_events import decode_batch
 
@@ -39,7 +40,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.loads = {name: f"{next(self.numbers):032x}" for name in ADAPTERS.values()}
         self.running: list[tuple[Prompt, Space]] = []
         self.prompts: list[Prompt] = []
-        self.published: dict[BlockHash, int] = {}
+        self.published = Published()
         self.is_exact = True
 
     def space(self, root: BlockHash) -> Space:
@@ -111,7 +112,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.evict_one(data)
         self.engine.take_events()
         self.is_exact = False
-        self.replay(self.blocks.forget_held())
+        self.published.replay(self.blocks.forget_held())
 
     @rule(name=st.sampled_from(tuple(ADAPTERS.values())))
     def reload(self, name: str) -> None:
@@ -125,7 +126,7 @@ class RadixMachine(RuleBasedStateMachine):
             if each[1].lora_name != name or self.engine.num_found((*each[0][1], 0), each[1])
         ]
         self.loads[name] = f"{next(self.numbers):032x}"
-        self.replay(self.blocks.forget_adapters([name]))
+        self.published.replay(self.blocks.forget_adapters([name]))
 
     @rule(is_said=st.booleans())
     def restart(self, is_said: bool) -> None:
@@ -136,51 +137,33 @@ class RadixMachine(RuleBasedStateMachine):
         else:
             self.engine.take_events()
             self.blocks.clear()
-            self.published = {}
+            self.published.clear()
         self.is_exact = True
 
     def apply(self) -> None:
-        applied = self.blocks.apply(decode_batch(pack(1.0, self.engine.take_events())).events)
-        if applied.cleared:
-            self.published = {}
-        self.replay(applied.events)
+        self.published.apply(self.blocks.apply(decode_batch(pack(1.0, self.engine.take_events())).events))
 
-    def replay(self, events: list[BlockEvent]) -> None:
-        for event in events:
-            match event:
-                case Stored(block_hash):
-                    assert block_hash not in self.published
-                    self.published[block_hash] = 0
-                case Removed(block_hash):
-                    del self.published[block_hash]
-                case Stops(block_hash, num_blocks):
-                    self.published[block_hash] = num_blocks
-
-    def promise(self, root: BlockHash, tokens: tuple[int, ...]) -> int:
+    def promise(self, chain: Sequence[BlockHash], num_prompt_tokens: int) -> int:
         """Return what a gateway promises."""
-        chain = hash_chain(root, tokens, self.block_size)
-        num_matched = next((at for at, block in enumerate(chain) if block not in self.published), len(chain))
         if self.blocks.ends:
-            stops = [self.published[block] * self.block_size for block in reversed(chain[:num_matched])]
-            return next((stop for stop in stops[:2] if stop < len(tokens)), 0)
-        num_tokens = min(num_matched * self.block_size, len(tokens) - 1)
+            return self.published.stop(chain, self.block_size, num_prompt_tokens)
+        num_tokens = min(self.published.num_matched(chain) * self.block_size, num_prompt_tokens - 1)
         return num_tokens - num_tokens % self.page_size
 
     @invariant()
     def promised_is_found(self) -> None:
         if not hasattr(self, "engine"):
             return
-        again = {event.block_hash: 0 for event in self.blocks.visible_events()}
-        again |= {e.block_hash: e.num_blocks for e in self.blocks.visible_events() if isinstance(e, Stops)}
-        assert again == self.published
+        assert Published().replay(self.blocks.visible_events()) == self.published
         for tokens in {tokens for _, tokens in self.prompts[-8:]}:
             for prompt in (tokens, (*tokens, 0), (*tokens, 1, 1), tokens[: len(tokens) // 2 + 1], tokens[:-1]):
                 if not prompt:
                     continue
                 for each in ROOTS:
-                    promised, found = self.promise(each, prompt), self.engine.num_found(prompt, self.space(each))
-                    assert promised <= found, (prompt, promised, found)
                     chain = hash_chain(each, prompt, self.block_size)
+                    promised = self.promise(chain, len(prompt))
+                    found = self.engine.num_found(prompt, self.space(each))
+                    assert promised <= found, (prompt, promised, found)
                     assert promised == self.blocks.num_matched_tokens(chain, len(prompt))
                     if self.is_exact:
                         lost = self.page_size + self.block_size - 1  # by rounding down to both
