@@ -33,6 +33,8 @@ class Node:
     stored_at: int = 0
     """The batch that stored it, or a block after it, last."""
     root: BlockHash | None = None
+    adapter: str | None = None
+    """Its LoRA adapter, for an engine whose blocks get new names if it loads the adapter again (SGLang)."""
     hashes: Sequence[BlockHash] = ()
     """The hashes of our blocks that end inside this one."""
     last: BlockHash | None = None
@@ -78,6 +80,8 @@ class Names:
     """The tokens before the first of these blocks."""
     engine_block_size: int
     block_size: int
+    adapter: str | None = None
+    """`Node.adapter`."""
 
     @classmethod
     def of(cls, event: BlockStored, first: int, parent: Node | None, is_orphan: bool, block_size: int) -> Names:
@@ -108,7 +112,8 @@ class Names:
         tokens = [*tail, *event.token_ids[first * size : end * size]]
         hashes = [last, *hash_chain(last, tokens, block_size, media)]
         num_before = 0 if parent is None else parent.num_tokens
-        return cls(root, tokens, media, hashes, first, end, len(tail), num_before, size, block_size)
+        adapter = None if event.cache_salt is None else event.lora_name
+        return cls(root, tokens, media, hashes, first, end, len(tail), num_before, size, block_size, adapter)
 
     def assign(self, node: Node, position: int) -> None:
         """Give the node at a position of the event its hashes, if it is in the named range."""
@@ -119,7 +124,7 @@ class Names:
         # The first block completes a block that its parent's tail began; the tail is everything before `begin`.
         num_before, num_done = begin // self.block_size, end // self.block_size
         done = num_done * self.block_size
-        node.root = self.root
+        node.root, node.adapter = self.root, self.adapter
         node.num_tokens = self.num_before + end - self.num_tail
         node.hashes = self.hashes[num_before + 1 : num_done + 1]
         node.last = self.hashes[num_done]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 
-from cache.types import BlockHash
 from worker.adapter.block_names import Names, Node
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import EngineHash
@@ -110,10 +109,10 @@ class BlockTree:
             each.hashes = each.tail = ()
             self._set_held(each, was_held)
 
-    def forget_roots(self, roots: Container[BlockHash]) -> None:
-        """Take the hashes of all blocks with these roots, permanently."""
+    def forget_adapters(self, lora_names: Container[str]) -> None:
+        """Take the hashes of all blocks of these adapters (`Node.adapter`), permanently."""
         for node in self._nodes.values():
-            if node.root is not None and node.parent is None and node.root in roots:
+            if node.root is not None and node.parent is None and node.adapter in lora_names:
                 self.make_ambiguous(node)
 
     @property

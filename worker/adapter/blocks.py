@@ -15,7 +15,7 @@ Source: vllm/v1/core/block_pool.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from cache.events import BlockEvent, Stops, Stored
@@ -71,8 +71,6 @@ class EngineBlocks:
         self.tree = BlockTree(self._holders, max_names)
         self._groups = KvGroups(self.tree, drops_last_block=drops_last_block, expected=expected_parts)
         self._num_prompts = self._counted_at = 0
-        self._roots: dict[str, set[BlockHash]] = {}
-        """The roots of each LoRA adapter, for an engine whose blocks get new names if it loads the adapter again."""
 
     @property
     def problem(self) -> str | None:
@@ -156,15 +154,13 @@ class EngineBlocks:
             self._groups.expect_no_windows()
         return self._take_events()
 
-    def forget_adapters(self, lora_names: Iterable[str]) -> list[BlockEvent]:
-        """Publish no block of unloaded LoRA adapters any more. Requests at a reloaded one do not find these blocks."""
-        for lora_name in lora_names:
-            self.tree.forget_roots(self._roots.pop(lora_name, ()))
+    def forget_adapters(self, lora_names: Container[str]) -> list[BlockEvent]:
+        """Publish no block of unloaded LoRA adapters, if requests at a reloaded one do not find these blocks."""
+        self.tree.forget_adapters(lora_names)
         return self._take_events()
 
     def clear(self) -> None:
         """Forget everything: the engine was reset or has restarted, and a new epoch begins. Emits no events."""
-        self._roots = {}
         self._holders.clear()
         self.tree.clear()
         self._groups.clear()
@@ -214,8 +210,6 @@ class EngineBlocks:
             if node.root is None and not node.is_ambiguous:
                 if names is None:
                     names = Names.of(event, position, parent, is_orphan, self._block_size)
-                    if event.cache_salt is not None and event.lora_name is not None and parent is None:
-                        self._roots.setdefault(event.lora_name, set()).add(names.root)
                 self.tree.place(node, parent, is_orphan, names, position)
             node.stored_at = self.num_batches
             self.tree.hold(node)
