@@ -263,7 +263,7 @@ def _advice_for_silence(source: EventSource, advertised: EventSource | None) -> 
         return f"the engine publishes to {advertised.endpoint}: leave out --events, or name that"
     if advertised is not None and source.topic != advertised.topic:
         return f"the engine's topic is {advertised.topic!r}: leave out --events, or give --events-topic"
-    if source.binds or (source.binds is None and engine_binds(source.endpoint)):
+    if engine_binds(source.endpoint, source.binds):
         return "no engine publishes there: run the adapter where this endpoint is the engine's"
     return (
         "vLLM connects to an endpoint without *, and waits there for a listener: run the adapter on the engine's "

@@ -9,7 +9,7 @@ import msgspec
 
 from worker.adapter.api import EngineRefusedError, TextPart
 from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
-from worker.adapter.text import CHAT, LENGTHS, answer_of, decode_body
+from worker.adapter.text import CHAT, LENGTHS, answer_of, decode_body, shorten
 from worker.wire import EngineCall, GenerateRequest, Rendered
 
 _RENDER_TIMEOUT_S: Final = 60.0
@@ -59,9 +59,8 @@ def chat_body(request: GenerateRequest, request_id: str, rank: int | None) -> di
     """Return the engine's body: the client's, with the prompt's ids and the salt."""
     call = request.call
     assert call is not None
-    output_ids = request.choices[0].output_ids
     body = _body_of(call) | {
-        "input_ids": [*request.prompt_ids, *output_ids],
+        "input_ids": [*request.prompt_ids, *request.choices[0].output_ids],
         "cache_salt": request.root.hex(),
         "rid": request_id,
     }
@@ -71,10 +70,7 @@ def chat_body(request: GenerateRequest, request_id: str, rank: int | None) -> di
         body["lora_path"] = request.adapter
     if rank is not None:
         body["data_parallel_rank"] = rank
-    if output_ids:
-        for name in LENGTHS[CHAT]:
-            body.pop(name, None)
-        body[LENGTHS[CHAT][0]] = request.sampling.max_tokens - len(output_ids)
+    shorten(body, request, CHAT)
     return body
 
 

@@ -31,8 +31,13 @@ _MAX_QUEUED: Final = 100_000
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
-def engine_binds(endpoint: str) -> bool:
-    """Return whether an engine binds this endpoint. It connects to any other endpoint, which the reader binds."""
+def engine_binds(endpoint: str, binds: bool | None = None) -> bool:
+    """Return whether an engine binds this endpoint: `binds`, or else by its form.
+
+    It connects to any other endpoint, which the reader binds.
+    """
+    if binds is not None:
+        return binds
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
@@ -89,7 +94,7 @@ class EventSubscriber:
                 check_endpoint(each, exposed=exposed)
         self.num_batches = 0
         self._endpoint = endpoint
-        self._engine_binds = engine_binds(endpoint) if binds is None else binds
+        self._engine_binds = engine_binds(endpoint, binds)
         self._replay_endpoint = replay_endpoint or None
         self._topic = topic.encode()
         self._on_batch = on_batch

@@ -254,10 +254,16 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
         body["prompt"] = prompt_ids
     if call.path in LENGTHS and not echoes:  # an echo of ids has no text
         body["return_token_ids"] = True
-    if output_ids:
-        for name in LENGTHS[call.path]:
-            body.pop(name, None)
-        body[LENGTHS[call.path][0]] = request.sampling.max_tokens - len(output_ids)
-        if "min_tokens" in body:
-            body["min_tokens"] = max(0, msgspec.json.decode(body["min_tokens"]) - len(output_ids))
+    shorten(body, request, call.path)
     return body
+
+
+def shorten(body: dict[str, Any], request: GenerateRequest, path: str) -> None:
+    """Ask for the rest of an answer of which the request brings the first tokens."""
+    num_done = len(request.choices[0].output_ids)
+    if num_done:
+        for name in LENGTHS[path]:
+            body.pop(name, None)
+        body[LENGTHS[path][0]] = request.sampling.max_tokens - num_done
+        if "min_tokens" in body:
+            body["min_tokens"] = max(0, msgspec.json.decode(body["min_tokens"]) - num_done)

@@ -141,8 +141,9 @@ async def test_a_field_of_the_gateway_is_refused(name: str) -> None:
 
 def test_the_rest_of_a_chat() -> None:
     choices = make_request(output_ids=(8,)).choices
-    body = chat_body(msgspec.structs.replace(chat(priority=3, model="a:b", temperature=0.5), choices=choices), "r", 2)
+    request = chat(priority=3, model="a:b", temperature=0.5, min_tokens=3)
+    body = chat_body(msgspec.structs.replace(request, choices=choices), "r", 2)
     assert body["input_ids"] == [5, 6, 7, 8]
-    assert (body["max_completion_tokens"], body["data_parallel_rank"]) == (7, 2)
+    assert (body["max_completion_tokens"], body["min_tokens"], body["data_parallel_rank"]) == (7, 2, 2)
     assert not {"priority", "model", "max_tokens"}.intersection(body)
     assert bytes(body["temperature"]) == b"0.5"
