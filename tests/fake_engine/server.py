@@ -7,7 +7,6 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -16,8 +15,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tokenizers import Tokenizer
 
+from tests.fake_engine.options import options, parsed
 from tests.fake_engine.rank import Rank
 
 
@@ -192,25 +191,15 @@ class FakeEngine:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path, help="with tokenizer.json, as tests.tiny_model writes it")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--model", default="tiny")
+    parser = options("0.32.0")
     parser.add_argument("--alias", action="append", default=[], help="another name that it is served under")
-    parser.add_argument("--version", default="0.32.0")
-    parser.add_argument("--events", default="")
-    parser.add_argument("--replay")
     parser.add_argument("--topic", default="kv")
-    parser.add_argument("--layout", choices=("maps", "arrays"), default="maps")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--api-key", default="")
-    parser.add_argument("--lora", action="append", default=[])
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--num-blocks", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--prefill-tokens-per-s", type=float, default=50_000.0)
-    parser.add_argument("--token-s", type=float, default=0.001)
     parser.add_argument("--mean-tokens", type=int, default=64)
     parser.add_argument("--no-token-api", action="store_true", help="as vLLM without --enable-scale-out")
     parser.add_argument("--refuses-text", action="store_true", help="offers an API of text, and refuses every call")
@@ -223,8 +212,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quantization", default="")
     parser.add_argument("--weights", default="", help="other weights give other tokens")
     parser.add_argument("--tokenizer-shift", type=int, default=0, help="another tokenizer")
-    args = parser.parse_args(argv)
-    args.tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
+    args = parsed(parser, argv)
     args.eos = [2]
     return args
 

@@ -12,7 +12,6 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -21,9 +20,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tokenizers import Tokenizer
 
 from tests.fake_engine.events import Events
+from tests.fake_engine.options import options, parsed
 from tests.fake_engine.radix import RadixCache, Space, as_array, pack
 
 
@@ -237,25 +236,13 @@ class FakeSglang:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path, help="with tokenizer.json")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--version", default="0.5.23")
-    parser.add_argument("--events", default="")
-    parser.add_argument("--replay")
-    parser.add_argument("--layout", choices=("maps", "arrays"), default="maps", help="arrays carry no salt")
-    parser.add_argument("--lora", action="append", default=[])
+    parser = options("0.5.23")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--num-pages", type=int, default=256)
-    parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--token-s", type=float, default=0.001)
     parser.add_argument("--eagle", action="store_true", help="its keys are pairs of tokens")
     parser.add_argument("--windows", action="store_true", help="its model has sliding windows")
     parser.add_argument("--old-paths", dest="has_short_paths", action="store_false", help="/get_server_info only")
-    args = parser.parse_args(argv)
-    args.tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
-    return args
+    return parsed(parser, argv)
 
 
 def main() -> None:
