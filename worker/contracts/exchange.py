@@ -58,12 +58,16 @@ class OfferedChain(Struct, frozen=True):
     def __post_init__(self) -> None:
         _check_hashes(self.hashes)
 
+    @classmethod
+    def of(cls, chain: Sequence[ChainLink]) -> OfferedChain:
+        return cls(chain[0].parent, b"".join(link.block_hash for link in chain))
+
     def block_hashes(self) -> list[BlockHash]:
         return split_hashes(self.hashes)
 
 
 class Handover(Struct, frozen=True):
-    """The chains of a worker that leaves, for another one to fetch."""
+    """The chains of a worker, for another one to fetch."""
 
     url: str
     epoch: str

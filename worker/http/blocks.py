@@ -133,7 +133,7 @@ class ChainsEndpoint:
             num_hashes += len(chain)
             if num_hashes > MAX_BLOCKS or len(chains) == MAX_CHAINS:
                 break
-            chains.append(OfferedChain(chain[0].parent, b"".join(link.block_hash for link in chain)))
+            chains.append(OfferedChain.of(chain))
         return Response(pack(Handover(member.url, member.epoch, member.layout, tuple(chains))), media_type=CONTENT_TYPE)
 
 

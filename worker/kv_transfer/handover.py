@@ -46,8 +46,7 @@ def _share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> li
         largest = max(range(len(left)), key=left.__getitem__)
         if left[largest] >= len(chain) and len(chain) <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
             left[largest] -= len(chain)
-            hashes = b"".join(link.block_hash for link in chain)
-            shares[largest].append(OfferedChain(chain[0].parent, hashes))
+            shares[largest].append(OfferedChain.of(chain))
     return [tuple(share) for share in shares]
 
 
