@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install serving dev serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench test-deep gpu-check gpu-bundle format clean
+.PHONY: install serving dev serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench docs sbom test-deep gpu-check gpu-bundle format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -83,9 +83,16 @@ check: dev ## ruff, mypy, import rules, docs
 	@$(BIN)/python tools/check_docs.py
 	@$(BIN)/python tools/check_prose.py
 	@$(BIN)/python tools/configuration.py --check
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir $(VENV)/site
 
 bench: dev ## the measurements: make bench ARGS="cache --json"
 	@$(BIN)/headstart bench $(ARGS)
+
+docs: dev ## the pages as a site, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+sbom: dev ## what the images install, as CycloneDX, in sbom/
+	@$(BIN)/python -m tools.sbom sbom
 
 format: dev ## rewrite the sources as `make check` wants them
 	@$(BIN)/ruff check --fix-only .

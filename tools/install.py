@@ -45,7 +45,8 @@ MODULES = {
     ),
     "dev": (
         *("pytest", "pytest_asyncio", "xdist", "hypothesis", "mypy", "importlinter", "openai", "anthropic"),
-        *("accelerate", "cryptography", "jsonschema", "matplotlib", "PIL", "triton"),
+        *("accelerate", "cryptography", "cyclonedx_py", "jsonschema", "material", "matplotlib", "mkdocs"),
+        *("PIL", "triton"),
     ),
 }
 """Modules that are imported at the end. Ours import the rest."""

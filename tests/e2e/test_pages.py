@@ -89,12 +89,14 @@ def run(command: str, serve: Serve) -> str:
     """Its output; the addresses are those of `serve`. Asserts that it succeeds."""
     local = command.replace("http://127.0.0.1:8000", serve.url).replace("http://127.0.0.1:8001", serve.ops_url)
     local = local.split(" &")[0].replace("| jq", "")
-    local = re.sub(r"^headstart ", f"{shlex.quote(sys.executable)} -m server.cli ", local)
+    local = re.sub(r"^headstart ", "python -m server.cli ", local)
+    local = re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", local)
     if local.startswith("curl"):
         if shutil.which("curl") is None:
             pytest.skip("needs curl")
         local = local.replace("curl", f"curl --silent --show-error --fail-with-body --max-time {HANG_S:g}", 1)
-    done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT)
+    env = {**os.environ, "OPENAI_BASE_URL": f"{serve.url}/v1", "OPENAI_API_KEY": "unused"}
+    done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env=env)
     assert done.returncode == 0, (local, done.stdout, done.stderr)
     return done.stdout
 
