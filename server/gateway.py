@@ -61,6 +61,7 @@ from server.router.partings import Partings
 from server.router.placement import Placer
 from server.router.router import Router
 from server.usage.account import Account
+from server.usage.day import DayHistory
 from server.usage.log import UsageLog
 from server.usage.totals import UsageTotals
 from server.workers.client import StallWatch, WorkerClient
@@ -156,6 +157,7 @@ class Gateway:
 
         self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
         self.usage = UsageTotals()
+        self.day = DayHistory()
         self.metrics.registry.register(self.usage)
         self._usage_log = None
         if config.usage_log is not None:
@@ -163,7 +165,7 @@ class Gateway:
             self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
         parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
         self.public = public_app(config, *parts)
-        overview = Overview(self.api, self.endpoint, self.router, self._index, self.usage)
+        overview = Overview(self.api, self.endpoint, self.router, self._index, self.usage, self.day)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)
         operations = OpsApi(overview, self.feed, partial(tenant_identity, secret), self.drain)
@@ -243,6 +245,7 @@ class Gateway:
 
     def _count_usage(self, account: Account) -> None:
         self.usage.add(account)
+        self.day.add(account)
         if self._usage_log is not None:
             self._usage_log.add(account)
 

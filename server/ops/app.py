@@ -86,6 +86,7 @@ class OpsApi:
             "/index": self.index,
             "/prefixes": self.prefixes,
             "/events": self.feed,
+            "/history": self.history,
             "/health/live": self.overview.api.live,
             "/health/ready": self.overview.api.ready,
         }
@@ -123,6 +124,10 @@ class OpsApi:
             "partings": self.overview.partings.top(int(limit), tag),
         }
         return json_response(answer)
+
+    async def history(self, request: Request) -> Response:
+        """Return what this gateway has done in each minute of the last day."""
+        return json_response(self.overview.day.report())
 
     async def compare(self, request: Request) -> Response:
         """Compare two prompts: where they part, and what is volatile there. The answer holds no text of them."""

@@ -18,6 +18,7 @@ from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
 from server.router.prefix_tree import SharedPrefix
 from server.router.router import Router
+from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex, state_of
 
@@ -32,6 +33,7 @@ class Overview(Collector):
         router: Router,
         index: RedisIndex | NoIndex,
         usage: UsageTotals,
+        day: DayHistory,
     ) -> None:
         self.api = api
         self.services = services
@@ -41,6 +43,7 @@ class Overview(Collector):
         self.router = router
         self.fleet = router.fleet
         self.usage = usage
+        self.day = day
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, and its load as last reported."""

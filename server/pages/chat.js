@@ -149,6 +149,7 @@ async function answer(conversation) {
     announce(message.facts.end === "aborted" ? "Answer stopped" : "Answer complete");
   } catch (error) {
     message.error = error instanceof TypeError ? "The gateway cannot be reached. Is it running?" : error.message;
+    message.final = error.status === 400 || error.status === 413;
     if (error.status === 401) byId("settings").open = true;
     announce(message.error);
   }

@@ -1,6 +1,7 @@
 // The dashboard: shows one stream of events from the gateway.
 
 import { byId, setAttribute, setText } from "./dom.js";
+import { Day } from "./day.js";
 import { Decisions } from "./decisions.js";
 import { askForKey, headers } from "./key.js";
 import { showPartings } from "./partings.js";
@@ -101,3 +102,4 @@ async function run() {
 
 byId("key").addEventListener("click", () => askForKey());
 run();
+new Day().run();

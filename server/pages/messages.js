@@ -2,7 +2,7 @@
 
 import { h, setStyle } from "./dom.js";
 import { count, rate, seconds } from "./format.js";
-import { render } from "./markdown.js";
+import { copyButton, render } from "./markdown.js";
 
 const ENDS = { length: "stopped at the token limit", aborted: "stopped by you" };
 const IDEAS = ["What is the capital of France?", "Explain what a KV cache is, in three sentences.", "Write a haiku about waiting."];
@@ -35,7 +35,7 @@ export class MessageView {
   }
 }
 
-function factsOf({ facts, error, role }, retry) {
+function factsOf({ content, facts, error, final, role }, retry) {
   if (role === "user") return [];
   const parts = [];
   const span = (text, name) => h("span", name ? { class: name } : {}, text);
@@ -51,7 +51,8 @@ function factsOf({ facts, error, role }, retry) {
   if (facts?.perS) parts.push(span(`${rate(facts.perS)} tokens per second`));
   if (facts && ENDS[facts.end]) parts.push(span(ENDS[facts.end], "cut"));
   if (error) parts.push(span(error, "failed"));
-  if (error || facts?.end === "aborted") {
+  if (facts?.end && content) parts.push(copyButton(content));
+  if ((error && !final) || facts?.end === "aborted") {
     parts.push(h("button", { class: "button small plain", type: "button", onclick: retry }, "Try again"));
   }
   return parts;

@@ -131,12 +131,57 @@ def test_the_tree_shows_shared_prefixes_and_who_holds_them(pages: Pages, serve: 
     pages.dashboard.evaluate("document.activeElement.blur()")
 
 
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(pages: Pages, scheme: str) -> None:
+def test_axe_finds_nothing_serious(pages: Pages, scheme: str, viewport: dict[str, int]) -> None:
     for page in (pages.dashboard, pages.chat):
         page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size(viewport)
         violations = axe_api.Axe().run(page).response["violations"]
+        page.set_viewport_size(WIDE)
         assert [v["id"] for v in violations if v["impact"] in ("serious", "critical")] == []
+
+
+def test_the_history_survives_a_reload(pages: Pages) -> None:
+    pages.dashboard.reload()
+    pages.dashboard.wait_for_function(
+        "/[1-9][0-9]* requests?, 0 refused/.test(document.querySelector('#day-text').textContent)"
+    )
+    assert pages.dashboard.locator("#day-requests g").count() == 60
+    assert float(pages.dashboard.locator("#day-requests .answered").last.get_attribute("width")) > 0
+    pages.dashboard.click("#day-hours button[value='24']")
+    assert "In the last 24 hours" in pages.dashboard.inner_text("#day-text")
+
+
+MARKDOWN = """\
+| model | tokens |
+|:--|--:|
+| a \\| b | **12** |
+
+1. One
+   - inner
+
+   ```
+   x = 1
+   ```
+2. Two
+
+> quoted [page](https://example.com/a_b) [bad](javascript:alert(1)) <b>text</b>
+"""
+
+
+def test_markdown_becomes_elements(pages: Pages) -> None:
+    markup = pages.chat.evaluate(
+        "async (text) => { const { render } = await import('/pages/markdown.js');"
+        " const box = document.createElement('div'); box.append(...render(text)); return box.innerHTML; }",
+        MARKDOWN,
+    )
+    assert '<td>a | b</td><td class="right"><strong>12</strong></td>' in markup
+    assert re.search(
+        r'<ol start="1"><li>One<ul><li>inner</li></ul><div class="code">.*x = 1.*</div></li><li>Two</li>', markup
+    )
+    assert '<blockquote><p>quoted <a href="https://example.com/a_b"' in markup
+    assert "[bad](javascript:alert(1)) &lt;b&gt;text" in markup
 
 
 def test_a_phone_needs_no_sideways_scrolling(pages: Pages, screenshots: Path | None) -> None:

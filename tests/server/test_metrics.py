@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from cache.records import Candidate, WorkerLoad
 from cache.types import GatewayId
 from server.ops.overview import Overview
+from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex
 from tests.members import make_member
@@ -120,7 +121,7 @@ def fleet_metrics(
         held_prefills_s=lambda model: list(held_prefills_s),
     )
     services = SimpleNamespace(requests=SimpleNamespace(partings=None, metrics=None))
-    return Overview(None, services, router, NoIndex(), UsageTotals())  # type: ignore[arg-type]
+    return Overview(None, services, router, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
 
 
 def test_a_model_without_workers_counts_as_zero() -> None:
