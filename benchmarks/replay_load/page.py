@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from heapq import nlargest
 from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
@@ -24,6 +25,7 @@ def render(runs: Sequence[Run], figures: Sequence[Figure], facts: Mapping[str, o
         rows=_rows(runs, figures),
         ratios=[(figure.name, formatted(figure.value), figure.note) for figure in figures if figure.unit == "x"],
         plots=[(title(plot), Markup(svg(plot, runs))) for plot in PLOTS if _worth_it(plot, runs)],
+        slowest=[(run.label, nlargest(10, run.answered, key=lambda outcome: outcome.ttft_s)) for run in runs],
         errors=[(run.label, run.errors[:20]) for run in runs if run.errors],
         facts=facts,
         command=command,

@@ -26,6 +26,7 @@ def ttft_by_turn(axes: Any, runs: Sequence[Run]) -> None:
         turns = _by_turn(run)
         axes.plot(list(turns), [percentile([o.ttft_s for o in outcomes], 0.5) for outcomes in turns.values()], "o-")
     axes.set_xlabel("turn")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("seconds")
 
 
@@ -38,6 +39,7 @@ def cached_by_turn(axes: Any, runs: Sequence[Run]) -> None:
         ]
         axes.plot(list(turns), shares, "o-", label=run.label)
     axes.set_xlabel("turn")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(0, 1)
 
 

@@ -52,6 +52,14 @@ def test_the_page_stands_alone() -> None:
     assert "headstart bench replay x" in page
 
 
+def test_the_slowest_requests_are_listed_first() -> None:
+    slowest = max(outcome.ttft_s for outcome in SLOW.answered)
+    page = render([SLOW], figures([SLOW], OBJECTIVE), {}, "cmd")
+    listed = re.findall(r'<td class="number">(\d+\.\d\d) s</td>', page)
+    assert float(listed[0]) == round(slowest, 2)
+    assert listed == sorted(listed, key=float, reverse=True)
+
+
 def test_plots_that_have_nothing_to_show_are_left_out() -> None:
     run = Run("only", [outcome(1, 0.1, worker="")], 1, 1.0)
     assert render([run], figures([run], OBJECTIVE), {}, "cmd").count("<svg") == 2
