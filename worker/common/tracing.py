@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
+from worker.common.extras import missing_extra
+
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
@@ -60,15 +62,19 @@ class Tracing:
 def open_tracing(service: str, endpoint: str | None, instance: str) -> Tracing | None:
     """Return None where no spans are wanted.
 
-    `endpoint` is the base URL of an OTLP/HTTP collector; without it the OTEL_ variables name one.
+    `endpoint` is the base URL of an OTLP/HTTP collector; without it the OTEL_ variables name one. Raises ValueError
+    for settings that are not supported, and without the packages of the extra `otel`.
     """
     if not wanted(endpoint, os.environ):
         return None
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+    except ImportError as error:
+        raise ValueError(missing_extra(error)) from error
 
     attributes = {"service.version": version("headstart"), "service.instance.id": instance}
     if "OTEL_SERVICE_NAME" not in os.environ:
