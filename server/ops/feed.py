@@ -159,7 +159,6 @@ class Feed:
             raise UnavailableError(reason, retry_after_s=5.0)
         if not self._viewers:
             self._decisions.active = True
-            self._decisions.recent.clear()
             self._decisions.drain()
             self._traffic = Traffic(self._overview.metrics.ttft_s.bounds)
             self._history.clear()

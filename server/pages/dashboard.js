@@ -41,7 +41,7 @@ const on = {
     if (snapshot.draining) link("Draining", "warn");
   },
   decisions(news) {
-    decisions.add(news.decisions, news.found);
+    decisions.add(news.decisions, news.found, news.times);
   },
   prefixes(tree) {
     prefixes.show(tree);

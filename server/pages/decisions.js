@@ -16,6 +16,7 @@ export class Decisions {
     this.explained = 0;
     this.timer = 0;
     this.costs = [];
+    this.timeline = new Timeline(byId("timeline"));
     this.policy = "headstart";
     this.pause = byId("pause");
     this.pause.addEventListener("click", () => this.setPaused(!this.paused));
@@ -29,7 +30,7 @@ export class Decisions {
   setPaused(paused) {
     this.pause.setAttribute("aria-pressed", String(paused));
     setText(this.pause, paused ? "Go on" : "Pause");
-    if (!paused) this.add(this.waiting.splice(0), {});
+    if (!paused) this.add(this.waiting.splice(0), {}, {});
   }
 
   begin(policy, decisions) {
@@ -38,10 +39,10 @@ export class Decisions {
     this.rows.clear();
     this.explained = 0;
     byId("decisions").replaceChildren();
-    this.add(decisions, {});
+    this.add(decisions, {}, {});
   }
 
-  add(decisions, found) {
+  add(decisions, found, times) {
     for (const decision of decisions) this.flash(decision.worker);
     if (this.paused) {
       this.waiting.push(...decisions);
@@ -49,7 +50,8 @@ export class Decisions {
     } else {
       this.put(decisions.slice(-MAX_ROWS));
     }
-    for (const [request, tokens] of Object.entries(found)) this.setFound(request, tokens);
+    for (const [request, reached] of Object.entries(times)) this.change(request, { times: reached });
+    for (const [request, tokens] of Object.entries(found)) this.change(request, { found_tokens: tokens });
     byId("decisions-empty").hidden = this.rows.size > 0 || this.waiting.length > 0;
     if (this.pinned === null && this.timer === 0) {
       const leftMs = Math.max(0, this.explained + EXPLAIN_MS - performance.now());
@@ -87,12 +89,12 @@ export class Decisions {
     return null;
   }
 
-  setFound(request, tokens) {
+  change(request, facts) {
     const waiting = this.waiting.find((decision) => decision.request === request);
-    if (waiting) waiting.found_tokens = tokens;
+    if (waiting) Object.assign(waiting, facts);
     const row = this.rows.get(request);
     if (row === undefined) return;
-    row.decision.found_tokens = tokens;
+    Object.assign(row.decision, facts);
     row.show();
     if (this.shown === request) this.explain(row.decision);
   }
@@ -116,6 +118,7 @@ export class Decisions {
     byId("why").hidden = false;
     byId("why-empty").hidden = true;
     byId("verdict").replaceChildren(...verdict(decision, this.policy));
+    this.timeline.show(decision.times);
     const most = Math.max(1e-9, ...decision.candidates.map((each) => each.wait_s + each.fetch_s + each.prefill_s));
     while (this.costs.length < decision.candidates.length) this.costs.push(new CostRow(byId("costs")));
     this.costs.forEach((row, i) => row.show(decision.candidates[i], decision, most));
@@ -180,9 +183,45 @@ function verdict(decision, policy) {
   if (decision.resumed) parts.push("It continues an answer whose worker was lost. ");
   if (!next) parts.push(decision.num_candidates > 1 ? "No other worker could take it." : "It is the only worker.");
   else if (policy !== "headstart") parts.push(`The policy is ${policy}.`);
-  else if (next.cost - chosen.cost < 5e-4) parts.push(`${next.worker} would have cost the same.`);
-  else parts.push(`${next.worker}, the next best, would have cost ${seconds(next.cost - chosen.cost)} more.`);
+  else parts.push(compared(next, chosen));
   return parts;
+}
+
+/** The cost also counts what a request does to others, so the cheapest worker may not be the quickest. */
+function compared(next, chosen) {
+  const laterS = untilFirstToken(next) - untilFirstToken(chosen);
+  if (Math.abs(laterS) < 5e-4) return `${next.worker}, the next best, was as quick.`;
+  if (laterS > 0) return `${next.worker}, the next best, would have taken ${seconds(laterS)} longer to the first token.`;
+  return `${next.worker}, the next best, would have been ${seconds(-laterS)} quicker, but at the cost of other requests.`;
+}
+
+const untilFirstToken = (candidate) => candidate.wait_s + candidate.fetch_s + candidate.prefill_s;
+
+const STAGES = [["prefill", "wait", "waited"], ["first_token", "prefill", "prefill"], ["end", "tokens", "tokens"]];
+
+/** Shows how long the request waited, was computed and was answered, as far as it has come. */
+class Timeline {
+  constructor(element) {
+    this.element = element;
+    this.text = h("span", { class: "muted" });
+    this.parts = STAGES.map(([, name]) => h("i", { class: name }));
+    element.append(h("span", { class: "stack", "aria-hidden": "true" }, ...this.parts), this.text);
+  }
+
+  show(times) {
+    this.element.hidden = times.prefill === undefined;
+    const last = Math.max(1e-9, ...Object.values(times));
+    let before = 0;
+    const texts = [];
+    STAGES.forEach(([stage, , word], index) => {
+      const spent = times[stage] === undefined ? 0 : times[stage] - before;
+      setStyle(this.parts[index], "width", `${((100 * spent) / last).toFixed(2)}%`);
+      if (times[stage] === undefined) return;
+      texts.push(`${word} ${seconds(spent)}`);
+      before = times[stage];
+    });
+    setText(this.text, texts.join(", "));
+  }
 }
 
 class CostRow {

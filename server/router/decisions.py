@@ -36,6 +36,7 @@ class DecisionLog:
         """By request id, the oldest first."""
         self._new: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
         self._found: dict[str, int] = {}
+        self._times: dict[str, dict[str, float]] = {}
         self._bucket = TokenBucket(PER_S, BURST)
 
     def decided(self, decision: Decision, placement: Placement, now_s: float, *, index_answered: bool) -> None:
@@ -54,14 +55,21 @@ class DecisionLog:
     def started(self, request_id: str, num_cached_tokens: int) -> None:
         if (entry := self.recent.get(request_id)) is not None:
             entry["found_tokens"] = self._found[request_id] = num_cached_tokens
+            self.reached(request_id, "prefill")
+
+    def reached(self, request_id: str, stage: str) -> None:
+        """Record the seconds from the decision to this stage: prefill, first_token, end."""
+        if (entry := self.recent.get(request_id)) is not None:
+            entry["times"][stage] = round(time.time() - entry["at"], 4)
+            self._times[request_id] = entry["times"]
 
     def drain(self) -> dict[str, Any] | None:
-        """Return the decisions since the last call, and what workers found of earlier ones; None without any."""
-        if not self._new and not self._found:
+        """Return the decisions since the last call, and what became of earlier ones; None without any."""
+        if not self._new and not self._times:
             return None
-        news = {"decisions": list(self._new), "found": self._found}
+        news = {"decisions": list(self._new), "found": self._found, "times": self._times}
         self._new.clear()
-        self._found = {}
+        self._found, self._times = {}, {}
         return news
 
 
@@ -96,6 +104,7 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
         "prompt_tokens": request.num_prompt_tokens,
         "matched_tokens": placement.promised_tokens,
         "found_tokens": None,
+        "times": {},
         "index_answered": index_answered,
         "resumed": request.numerics is not None,
         "num_candidates": decision.num_candidates,

@@ -168,6 +168,7 @@ class Router:
         """Mark the worker healthy and record that it holds the prompt's blocks."""
         if not self.scorer.first_token(placement):
             return
+        self.decisions.reached(placement.request.request_id, "first_token")
         member = placement.worker
         self.fleet.report_success(member.worker_id)
         self._recent.add((member.worker_id, member.epoch), placement.request.hashes)
@@ -178,6 +179,7 @@ class Router:
     def closed(self, placement: Placement) -> None:
         """Record the end of the request."""
         self.scorer.closed(placement)
+        self.decisions.reached(placement.request.request_id, "end")
 
     def index_state(self) -> dict[str, Any]:
         """Return the index's health as JSON: precision and recall; blind if it is wrong or does not answer."""

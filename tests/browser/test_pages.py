@@ -97,6 +97,7 @@ def test_both_workers_and_the_decisions_are_on_the_dashboard(pages: Pages) -> No
         assert worker in pages.worker_row(worker).inner_text()
     assert len(pages.dashboard.query_selector_all("#decisions li")) >= 2
     assert re.search(r"worker-\d", pages.dashboard.inner_text("#verdict"))
+    assert re.search(r"waited .*, prefill .*, tokens ", pages.dashboard.inner_text("#timeline"))
 
 
 def converse(serve: Serve, topic: str) -> None:
@@ -186,6 +187,7 @@ def test_markdown_becomes_elements(pages: Pages) -> None:
 
 def test_a_phone_needs_no_sideways_scrolling(pages: Pages, screenshots: Path | None) -> None:
     """Also takes the pictures of both pages, on request."""
+    pages.dashboard.wait_for_selector("#why:visible")
     for name, page in (("dashboard", pages.dashboard), ("chat", pages.chat)):
         for scheme, size in (("light", WIDE), ("dark", WIDE), ("phone", PHONE)):
             page.emulate_media(color_scheme="light" if scheme == "phone" else scheme)

@@ -72,6 +72,8 @@ async def test_the_feed_has_workers_prefixes_and_decisions(gateway: Process) -> 
         async with session.get(gateway.ops + "/events") as late:
             _, hello = await anext(events(late))
             assert [each["found_tokens"] for each in hello["decisions"]] == [16]
+            (times,) = [each["times"] for each in hello["decisions"]]
+            assert 0.0 <= times["prefill"] <= times["first_token"] <= times["end"]
 
 
 async def test_the_gateway_stops_while_a_viewer_reads_the_feed(gateway: Process) -> None:
