@@ -28,6 +28,7 @@ DEV_BENCHES: Final = {
     "limits": "single requests within every limit, each at the worst of its fields",
     "prompts": "what a prompt of 8,000 to 128,000 tokens costs the gateway",
     "route": "routing policies on recorded workloads in simulated time",
+    "scale": "a fleet that follows the number of workers needed, through a simulated day",
     "speculation": "tokens per second with drafts and without, in pairs",
     "steps": "steps bounded by time, in the engine and in simulation",
     "tiers": "the first token of a prompt whose blocks are elsewhere, and the cost of keeping blocks",

@@ -112,6 +112,11 @@ class GatewayConfig(SharedConfig):
     hold_s: float = _fleet(
         3.0, "a request that would wait longer at its worker waits at the gateway; 0: none does (default 3)", least=0
     )
+    scale_objective_s: float = _fleet(
+        3.0,
+        "wait and prefill that 90 % of a model's requests should not exceed: `headstart_workers_needed` is the number"
+        " of workers for it (default 3)",
+    )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
     max_images: int = _api(32, "images of a request, for engines that take them; 0: none (default 32)", least=0)
     max_image_bytes: int = _api(

@@ -123,7 +123,13 @@ class Gateway:
         )
 
         self.router = Router(
-            self._index, self.fleet, gateway_id, self.metrics, policy=config.policy, hold_s=config.hold_s
+            self._index,
+            self.fleet,
+            gateway_id,
+            self.metrics,
+            policy=config.policy,
+            hold_s=config.hold_s,
+            scale_objective_s=config.scale_objective_s,
         )
         self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(
@@ -227,6 +233,7 @@ class Gateway:
         """Yield each background task with the name under which its failures are counted."""
         yield "fleet", self.fleet.run
         yield "feed", self.feed.run
+        yield "workers needed", self.router.observe_load
         yield "models", lambda: self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S)
         yield "stall watch", self.watch.run
         yield "keep-alive", self.keep_alive.run

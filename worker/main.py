@@ -269,11 +269,13 @@ class Worker:
                 await asyncio.wait_for(self._publisher.close(), _RETIRE_S)
 
     async def _hand_over(self) -> None:
-        """Offer the most recently used blocks to peers. Without them, peers compute these blocks."""
+        """Offer blocks to peers. Without them, peers compute these blocks."""
         if self._publisher is None or self._engine is None or self._engine.exchange is None or self._status:
             return
         try:
-            await hand_over(self._engine.member, self._engine.exchange, await self._publisher.workers())
+            await hand_over(
+                self._engine.member, self._engine.exchange, await self._publisher.workers(), self._publisher.held
+            )
         except EngineDeadError as error:
             logger.warning("no hand-over: %s", error)
 

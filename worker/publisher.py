@@ -26,7 +26,7 @@ from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import IndexWriter, RegistryEntry, SetChange, WriterSettings
-from cache.types import IndexEntry, Tier, TierName
+from cache.types import BlockHash, IndexEntry, Tier, TierName
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +275,10 @@ class Publisher:
     async def workers(self) -> list[RegistryEntry]:
         """Return the workers in the registry; empty when it cannot be read."""
         return await self._writer.upkeep.workers()
+
+    async def held(self, entries: Sequence[RegistryEntry], hashes: Sequence[BlockHash]) -> list[bool]:
+        """Return for each block whether one of the workers has it in its pool."""
+        return await self._writer.upkeep.held(entries, hashes)
 
     async def close(self) -> None:
         """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""

@@ -7,13 +7,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from cache.hashing import index_entry
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
 from cache.redis_index.hashes import HashReader
 from cache.redis_index.registry import Registry, RegistryEntry
 from cache.redis_index.schema import Keys, RegistryError, ReplyError, Signer
 from cache.redis_index.transactions import Command, Transactions
-from cache.types import WorkerId
+from cache.types import BlockHash, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,16 @@ class RegistryUpkeep:
         except (RedisDownError, ReplyError) as error:
             logger.debug("the registry cannot be read: %s", error)
         return registry.entries()
+
+    async def held(self, entries: Sequence[RegistryEntry], hashes: Sequence[BlockHash]) -> list[bool]:
+        """Return for each block whether one of the workers has it in its pool; False where this cannot be read."""
+        keys = [self._keys.blocks(each.member.worker_id, each.member.epoch, each.set_version) for each in entries]
+        names = [index_entry(block_hash) for block_hash in hashes]
+        if not keys or not names:
+            return [False] * len(hashes)
+        replies = await self._transactions.ask(*(("SMISMEMBER", key, *names) for key in keys))
+        answers = [each for each in replies or () if isinstance(each, list) and len(each) == len(names)]
+        return [any(answer[at] == 1 for answer in answers) for at in range(len(names))]
 
     async def prune(self) -> int:
         """Remove members whose lease ended `dead_after_s` ago. A revived worker writes a new entry."""

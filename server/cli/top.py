@@ -98,7 +98,7 @@ def picture(view: View, height: int | None = None, problem: str = "") -> Group:
         num_decisions = max(1, rows - num_workers - num_prefixes - num_partings)
     return Group(
         *_head(view, problem),
-        *_workers(workers, num_workers),
+        *_workers(workers, num_workers, snapshot.get("workers_needed", {})),
         line(f"\nDECISIONS, latest first{', a sample' if sampled else ''}", "bold"),
         _grid(map(_decision, list(view.decisions)[::-1][:num_decisions])),
         line("\nHOTTEST PREFIXES, and who holds them", "bold"),
@@ -143,7 +143,7 @@ def index_state(index: dict[str, Any]) -> tuple[str, str]:
     return f"healthy: predicted hits have precision {index['precision']:.0%}, recall {index['recall']:.0%}", "green"
 
 
-def _workers(workers: Sequence[dict[str, Any]], num_shown: int) -> list[RenderableType]:
+def _workers(workers: Sequence[dict[str, Any]], num_shown: int, needed: dict[str, int]) -> list[RenderableType]:
     if not workers:
         return [line("no worker yet: start one with `headstart worker --redis URL`", "yellow")]
     serving = sum(worker["state"] == "serving" for worker in workers)
@@ -160,7 +160,9 @@ def _workers(workers: Sequence[dict[str, Any]], num_shown: int) -> list[Renderab
         cells.append("over" if left_s is not None and left_s <= 0 else number(left_s, ".1f", " s"))
         state = line(worker["state"], _STATES.get(worker["state"], "dim"))
         table.add_row(line(worker["worker"]), state, *map(line, cells))
-    head = line(f"{serving} of {len(workers)} workers serving {models}", "dim")
+    wanted = ", ".join(f"{model} {number:,}" for model, number in needed.items())
+    needs = f"   needed for the objective: {wanted}" if wanted else ""
+    head = line(f"{serving} of {len(workers)} workers serving {models}{needs}", "dim")
     return [head, table, *([line(f"and {num_more} more", "dim")] if num_more else [])]
 
 

@@ -203,6 +203,7 @@ class Feed:
             "totals": totals,
             "index": overview.index_state(),
             "workers": overview.worker_rows(),
+            "workers_needed": overview.workers_needed(),
         }
         self._last["snapshot"] = event("snapshot", snapshot)
         self._send(self._last["snapshot"])

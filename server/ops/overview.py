@@ -93,6 +93,11 @@ class Overview(Collector):
             "load": load,
         }
 
+    def workers_needed(self) -> dict[str, int]:
+        """Return the workers that each model needs, where that is known."""
+        numbers = {model: self.router.workers_needed.needed(model) for model in self._models()}
+        return {model: number for model, number in numbers.items() if number is not None}
+
     def index_state(self) -> dict[str, Any]:
         """Return the health of the shared index and of each of its shards."""
         shards = self.index.health() if isinstance(self.index, RedisIndex) else []
@@ -119,8 +124,10 @@ class Overview(Collector):
 
     def _live_workers(self) -> list[Candidate]:
         """Return the live workers of every model."""
-        models = {worker.model for worker in self.fleet.workers()}
-        return [candidate for model in sorted(models) for candidate in self.fleet.candidates(model, None)]
+        return [candidate for model in self._models() for candidate in self.fleet.candidates(model, None)]
+
+    def _models(self) -> list[str]:
+        return sorted({worker.model for worker in self.fleet.workers()})
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield gauges of the fleet as this gateway sees it. Computed at each scrape, so that no request pays for it.
@@ -151,8 +158,15 @@ class Overview(Collector):
         )
         held = _gauge("headstart_held_requests", "Requests that wait at this gateway for a worker.", "model")
         held_s = _gauge("headstart_held_prefill_seconds", "Prefill seconds that wait at this gateway.", "model")
+        needed = _gauge(
+            "headstart_workers_needed",
+            "Workers that the model needs for the objective, of all gateways: scale by the maximum.",
+            "model",
+        )
+        for model, number in self.workers_needed().items():
+            needed.add_metric((model,), number)
         broken = self.fleet.broken()
-        for model in sorted({worker.model for worker in self.fleet.workers()}):
+        for model in self._models():
             candidates = self.fleet.candidates(model, None)
             states = [state_of(candidate, broken) for candidate in candidates]
             for state in ("serving", "draining", "broken"):
@@ -169,7 +183,7 @@ class Overview(Collector):
             usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
             for block_size in sorted({candidate.member.block_size for candidate in candidates}):
                 pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
-        yield from (workers, waiting, running, usage, pools, prefill, held, held_s)
+        yield from (workers, needed, waiting, running, usage, pools, prefill, held, held_s)
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:

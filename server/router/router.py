@@ -30,6 +30,7 @@ from server.router.placement import OTHER_TASK, TOO_SHORT, UNSUPPORTED, Decision
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
+from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from server.workers.fleet import Fleet
 
 MAX_RECENT_BLOCKS: Final = 1 << 20
@@ -57,12 +58,14 @@ class Router:
         *,
         policy: str = "headstart",
         hold_s: float = 0.0,
+        scale_objective_s: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """Raises ValueError for an unknown policy.
 
         `hold_s`: requests that would wait longer at their worker wait here (see `HeldRequests`); 0.0: none does.
+        `scale_objective_s`: see `WorkersNeeded`.
         """
         self._index = index
         self.fleet = fleet
@@ -75,6 +78,7 @@ class Router:
         self.held = HeldRequests[_Waiting](hold_s)
         self._releasing: asyncio.Task[None] | None = None
         """Runs while requests are held."""
+        self.workers_needed = WorkersNeeded(scale_objective_s, clock)
         self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()
         self._failed_s = self._answered_s = -math.inf
@@ -152,11 +156,20 @@ class Router:
         """Return the prefill seconds of each held request."""
         return [held.item.prefill_s for held in self.held if held.item.request.model == model]
 
+    async def observe_load(self) -> None:
+        """Keep `workers_needed` up to date, until cancelled."""
+        while True:
+            models = {worker.model for worker in self.fleet.workers()}
+            workers = {model: self.fleet.candidates(model, None) for model in models}
+            self.workers_needed.observe(workers, lambda model: sum(self.held_prefills_s(model)))
+            await asyncio.sleep(INTERVAL_S)
+
     def started(self, placement: Placement, num_cached_tokens: int) -> None:
         """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""
         if self.scorer.started(placement, num_cached_tokens):
             self._accuracy.add(placement.promised_tokens, num_cached_tokens)
             self.prefix_tree.add(placement.request, placement.worker, num_cached_tokens)
+            self.workers_needed.started(placement, num_cached_tokens)
             self.decisions.started(placement.request.request_id, num_cached_tokens)
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:

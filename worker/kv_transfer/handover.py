@@ -1,16 +1,20 @@
-"""The hand-over of a worker that leaves: its most recently used chains go to peers with enough room."""
+"""The hand-over of a worker that leaves: its chains go to peers with enough room.
+
+Those that no peer holds go first. Of these and of the others, the most recently used go first.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from http.client import HTTPException
 from typing import Final
 
 from cache.records import WorkerMember
 from cache.redis_index import RegistryEntry
 from cache.store import ChainLink
+from cache.types import BlockHash
 from worker.contracts.exchange import MAX_BLOCKS, MAX_CHAINS, BlockExchange, Handover, OfferedChain
 from worker.kv_transfer.peers import FetchError
 from worker.kv_transfer.warm_start import peers_of
@@ -19,18 +23,25 @@ logger = logging.getLogger(__name__)
 
 HANDOVER_S: Final = 10.0
 """Time for a hand-over, after the last open request."""
-_ROOM_SHARE: Final = 0.5
+ROOM_SHARE: Final = 0.5
 """The share of a peer's free blocks that a hand-over may take. They hold its least recently used blocks."""
 
 
-async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry]) -> int:
+Held = Callable[[Sequence[RegistryEntry], Sequence[BlockHash]], Awaitable[Sequence[bool]]]
+"""Asks the index for each block whether one of the workers has it: `Publisher.held`."""
+
+
+async def hand_over(
+    member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], held: Held
+) -> int:
     """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
     peers = peers_of(member, entries)
-    room = [int(_ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
-    chains = await asyncio.wrap_future(exchange.recent_chains(sum(room)))
+    room = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
+    chains = await asyncio.wrap_future(exchange.recent_chains(exchange.num_blocks if any(room) else 0))
+    chains = unique_first(chains, await held(peers, [chain[-1].block_hash for chain in chains]))
     offers = [
         asyncio.to_thread(_offer, exchange, peer.member, Handover(member.url, member.epoch, member.layout, offered))
-        for peer, offered in zip(peers, _share_out(chains, room), strict=True)
+        for peer, offered in zip(peers, share_out(chains, room), strict=True)
         if offered
     ]
     num_blocks = sum(await asyncio.gather(*offers))
@@ -38,7 +49,13 @@ async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequ
     return num_blocks
 
 
-def _share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
+def unique_first(chains: Sequence[list[ChainLink]], held: Sequence[bool]) -> list[list[ChainLink]]:
+    """Put the chains that are `held` elsewhere last."""
+    pairs = list(zip(chains, held, strict=True))
+    return [chain for chain, is_held in pairs if not is_held] + [chain for chain, is_held in pairs if is_held]
+
+
+def share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
     """Give each chain to the peer with the most room left, in blocks."""
     left = list(room)
     shares: list[list[OfferedChain]] = [[] for _ in room]

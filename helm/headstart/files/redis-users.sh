@@ -9,5 +9,5 @@ user default off resetkeys resetchannels -@all
 user probe on nopass resetkeys resetchannels -@all +ping
 user $GATEWAY_USER on #$(digest /passwords/gateway) resetkeys resetchannels %R~{$PREFIX:*}:* -@all +ping +hello +auth +select +time +get +getrange +memory|usage +hlen +hkeys +hstrlen +hgetall +hmget +hvals +sismember +smismember +scard +evalsha_ro +script|load
 user $LIMITS_USER on #$(digest /passwords/gateway) resetkeys resetchannels ~$PREFIX-limits:* -@all +ping +hello +auth +select +hgetall +hset +expire +del
-user $WORKER_USER on #$(digest /passwords/worker) resetkeys resetchannels ~{$PREFIX:*}:* -@all +ping +hello +auth +select +time +multi +exec +discard +memory|usage +hlen +hkeys +hstrlen +hget +hmget +hgetall +hexists +hset +hdel +sadd +srem +scard +set +pexpire +unlink
+user $WORKER_USER on #$(digest /passwords/worker) resetkeys resetchannels ~{$PREFIX:*}:* -@all +ping +hello +auth +select +time +multi +exec +discard +memory|usage +hlen +hkeys +hstrlen +hget +hmget +hgetall +hexists +hset +hdel +sadd +srem +smismember +scard +set +pexpire +unlink
 EOF

@@ -34,7 +34,7 @@ GATEWAY_RIGHTS = (
     *("+hlen", "+hkeys", "+hstrlen", "+memory|usage"),
 )
 WORKER_RIGHTS = (
-    *("+multi", "+exec", "+time", "+get", "+set", "+sadd", "+srem", "+scard", "+pexpire", "+unlink"),
+    *("+multi", "+exec", "+time", "+get", "+set", "+sadd", "+srem", "+smismember", "+scard", "+pexpire", "+unlink"),
     *("+hset", "+hget", "+hexists", "+hdel", "+hgetall", "+hlen", "+hkeys", "+hmget", "+hstrlen", "+memory|usage"),
 )
 

@@ -24,7 +24,7 @@ from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, TOKEN, moving_
 from tests.worker.scheduler.engine import ROOT
 from worker.contracts.exchange import Handover, OfferedChain
 from worker.kv_transfer import handover, peers
-from worker.kv_transfer.handover import _share_out, hand_over
+from worker.kv_transfer.handover import share_out, hand_over
 from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.transfers import KVTransfers
 
@@ -106,7 +106,7 @@ async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) ->
 )
 def test_no_peer_gets_more_than_its_room(chains, room) -> None:
     made = [chain(*numbers) for numbers in chains]
-    shares = _share_out(made, room)
+    shares = share_out(made, room)
     assert len(shares) == len(room)
     for share, most in zip(shares, room, strict=True):
         assert sum(len(each.block_hashes()) for each in share) <= most
@@ -119,7 +119,7 @@ def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch)
     """A hand-over with one chain too many would be refused as a whole."""
     monkeypatch.setattr(handover, "MAX_CHAINS", 3)
     monkeypatch.setattr(handover, "MAX_BLOCKS", 2)
-    (share,) = _share_out([chain(1, 2, 3), *(chain(n) for n in range(10, 20))], [100])
+    (share,) = share_out([chain(1, 2, 3), *(chain(n) for n in range(10, 20))], [100])
     assert [len(each.block_hashes()) for each in share] == [1, 1, 1]
 
 

@@ -1,0 +1,1 @@
+"""A simulated day with a fleet that grows and shrinks."""

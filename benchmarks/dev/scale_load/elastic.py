@@ -1,0 +1,181 @@
+"""A replay whose fleet changes: a scaler names its size, workers take time to start, and leave when they are done."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+from benchmarks.dev.simulation.engine import Job, SimulatedWorker
+from benchmarks.dev.simulation.fleet import MODEL, ReplaySettings
+from benchmarks.dev.simulation.replay import Replay
+from benchmarks.dev.simulation.traces import ROOT, TraceRequest, Workload
+from benchmarks.report import percentile
+from cache.allocators.hash import HashAllocator
+from cache.records import Candidate
+from cache.types import GatewayId, WorkerId
+from server.router.policies import make_policy
+from server.router.workers_needed import INTERVAL_S, WorkersNeeded
+from worker.kv_transfer.handover import ROOM_SHARE, share_out, unique_first
+
+MINUTE_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSettings:
+    num_workers: int
+    """At the start."""
+    worker_blocks: int
+    """Blocks of each worker's pool."""
+    objective_s: float
+    every_s: float = 15.0
+    """How often the scaler looks, as KEDA and the autoscaler of Kubernetes do."""
+    start_s: float = 30.0
+    """From the decision until a new worker serves."""
+    num_gateways: int = 1
+    hands_over: bool = True
+    seed: int = 0
+
+
+class Minute(NamedTuple):
+    p90_s: float
+    """Of queue and prefill."""
+    num_workers: float
+    """Pods: those that start and those that end their requests included."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class ElasticReplay(Replay):
+    """`size` returns the number of workers at a time, from the largest number that the gateways give."""
+
+    def __init__(self, workload: Workload, settings: ScaleSettings, size: Callable[[float, int], int]) -> None:
+        self._scale_settings = settings
+        self._size = size
+        self._leaving: set[WorkerId] = set()
+        self._num_starting = 0
+        self._worker_s: dict[int, float] = defaultdict(float)
+        self.num_handed_blocks = 0
+        gateways = (GatewayId(f"gateway-{number}") for number in range(settings.num_gateways))
+        self._needed = {
+            gateway: WorkersNeeded(settings.objective_s, lambda: self._now_s) for gateway in gateways
+        }
+        self._end_s = workload.sessions[-1].start_s
+        # A day counts as one distinct block: a pool has as many blocks as it is told, whatever the fleet's size.
+        replay = ReplaySettings(
+            settings.num_workers,
+            float(settings.num_workers * settings.worker_blocks),
+            num_gateways=settings.num_gateways,
+            shared_engine=True,
+            seed=settings.seed,
+        )
+        super().__init__(workload, lambda: make_policy("headstart"), replay)
+        self._at(0.0, self._scale)
+        self._at(0.0, self._observe)
+
+    def minutes(self) -> list[Minute]:
+        """Return the finished replay, by the minute in which requests arrive."""
+        first_tokens_s: dict[int, list[float]] = defaultdict(list)
+        tokens: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for session in self._workload.sessions:
+            minute, number = int(session.start_s // MINUTE_S), session.requests[0].number
+            first_tokens_s[minute].append(self._ttft_s[number])
+            tokens[minute].append(self._cached[number])
+        return [
+            Minute(
+                percentile(sorted(first_tokens_s[minute]), 0.9),
+                self._worker_s[minute] / MINUTE_S,
+                sum(prompt for _, prompt in tokens[minute]),
+                sum(cached for cached, _ in tokens[minute]),
+            )
+            for minute in sorted(first_tokens_s)
+        ]
+
+    def prefills(self) -> list[tuple[float, float]]:
+        """Return when each request came, and the seconds of its prefill without any other."""
+        rate = self._workload.prefill_tokens_per_s
+        found = ((session.start_s, *self._cached[session.requests[0].number]) for session in self._workload.sessions)
+        return [(start_s, 0.01 + (prompt - cached) / rate) for start_s, cached, prompt in found]
+
+    # --- the fleet ----------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        super()._join()
+        self._live[-1].cache.track_chains()
+
+    def _staying(self) -> list[SimulatedWorker]:
+        return [worker for worker in self._live if worker.member.worker_id not in self._leaving]
+
+    def _observe(self) -> None:
+        candidates = []
+        for worker in self._staying():
+            worker.report(self._now_s)
+            candidates.append(Candidate(worker.member, worker.load, 0))
+        for needed in self._needed.values():
+            needed.observe({MODEL: candidates}, lambda _: 0.0)
+        if self._now_s < self._end_s:
+            self._at(self._now_s + INTERVAL_S, self._observe)
+
+    def _scale(self) -> None:
+        settings, staying = self._scale_settings, self._staying()
+        numbers = [needed.needed(MODEL) for needed in self._needed.values()]
+        size = max(1, self._size(self._now_s, max((number for number in numbers if number), default=0)))
+        num_more = size - len(staying) - self._num_starting
+        for _ in range(num_more):
+            self._num_starting += 1
+            self._at(self._now_s + settings.start_s, self._started)
+        for worker in staying[::-1][: max(0, min(-num_more, len(staying) - 1))]:  # the highest ordinals
+            self._leaving.add(worker.member.worker_id)
+            self._leave_when_done(worker)
+        self._worker_s[int(self._now_s // MINUTE_S)] += settings.every_s * (len(self._live) + self._num_starting)
+        if self._now_s + settings.every_s < self._end_s:
+            self._at(self._now_s + settings.every_s, self._scale)
+
+    def _started(self) -> None:
+        self._num_starting -= 1
+        self._join()
+
+    def _leave_when_done(self, worker: SimulatedWorker) -> None:
+        if not any(job.placement.worker is worker.member for job in self._jobs):
+            self._at(self._now_s, partial(self._leave, worker))
+
+    def _leave(self, worker: SimulatedWorker) -> None:
+        if worker.is_dead:
+            return
+        worker.is_dead = True
+        self._live.remove(worker)
+        self._index.retire(worker.member.worker_id)
+        self._tiers.retire(worker.member.worker_id)
+        if self._scale_settings.hands_over:
+            self._hand_over(worker.cache)
+
+    def _hand_over(self, cache: HashAllocator) -> None:
+        """Copy chains to the other workers as the product does. The time that it takes is left out: it is bounded."""
+        peers = self._staying()
+        chains = cache.recent_chains(cache.num_blocks)
+        held = [any(peer.cache.block_of(chain[-1].block_hash) is not None for peer in peers) for chain in chains]
+        room = [int(ROOM_SHARE * peer.cache.num_free_blocks) for peer in peers]
+        for peer, offered in zip(peers, share_out(unique_first(chains, held), room), strict=True):
+            for chain in offered[::-1]:  # the latest is evicted last
+                if (blocks := peer.cache.reserve(ROOT, chain.block_hashes())) is not None:
+                    blocks.fill(len(chain.block_hashes()))
+                    blocks.free()
+                    self.num_handed_blocks += len(chain.block_hashes())
+            self._publish(peer)
+
+    # --- the course of a request --------------------------------------------------------------------------------
+
+    def _begun(self, worker: SimulatedWorker, job: Job) -> None:
+        super()._begun(worker, job)
+        self._needed[job.gateway].started(job.placement, job.num_cached_tokens)
+
+    def _close(self, job: Job) -> None:
+        super()._close(job)
+        if job.placement.worker.worker_id in self._leaving:
+            self._leave_when_done(self._workers[job.placement.worker.worker_id])
+
+    def _candidates(self, request: TraceRequest) -> list[Candidate]:
+        return [each for each in super()._candidates(request) if each.member.worker_id not in self._leaving]
+

@@ -1,0 +1,74 @@
+"""What a larger or smaller cache of the fleet would find, from the ages of the blocks that come back.
+
+A block's age is the time since a prompt last had it. Younger blocks are found more often. Workers keep a block for a
+time that grows with their number, so a fleet of `scale` times the workers finds a block of age `a` as often as today's
+finds one of age `a / scale`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from cache.types import BlockHash
+
+MAX_BLOCKS: Final = 1 << 15
+"""Remembered blocks. With more, half of them are forgotten, and every second one is remembered from then on."""
+SAMPLED_TOKENS: Final = 128
+"""One block of so many tokens of a prompt is looked at."""
+NUM_AGES: Final = 20
+"""Ages by powers of two seconds, up to twelve days."""
+_NEVER: Final = NUM_AGES
+
+
+class ReuseAges:
+    """The blocks that prompts of one model had, and how many of those that came back were cached, by their age."""
+
+    def __init__(self) -> None:
+        self._seen_s: dict[int, float] = {}
+        self._max_key = 1 << 32
+        self._cached = [0.0] * (NUM_AGES + 1)
+        self._all = [0.0] * (NUM_AGES + 1)
+
+    def add(self, hashes: Sequence[BlockHash], num_cached: int, block_size: int, now_s: float) -> None:
+        """Count the blocks of a prompt, of which the first `num_cached` were found."""
+        stride = max(1, SAMPLED_TOKENS // block_size)
+        seen_s = self._seen_s
+        for at in range(stride - 1, len(hashes), stride):
+            key = int.from_bytes(hashes[at][:4], "little")
+            if key >= self._max_key:
+                continue
+            before_s = seen_s.get(key)
+            age = _NEVER if before_s is None else min(NUM_AGES - 1, max(0, math.frexp(now_s - before_s)[1]))
+            self._all[age] += 1.0
+            self._cached[age] += at < num_cached
+            seen_s[key] = now_s
+        if len(seen_s) > MAX_BLOCKS:
+            self._max_key //= 2
+            self._seen_s = {key: at_s for key, at_s in seen_s.items() if key < self._max_key}
+
+    def fade(self, share: float) -> None:
+        """Keep only this share of what was counted."""
+        self._cached = [share * number for number in self._cached]
+        self._all = [share * number for number in self._all]
+
+    def missed_ratio(self, scale: float) -> float:
+        """Return the tokens that a fleet of `scale` times the workers would compute, over those of today's fleet.
+
+        From half to twice the fleet; beyond, the same as there.
+        """
+        num_all, num_cached = sum(self._all), sum(self._cached)
+        if num_all <= num_cached:
+            return 1.0
+        shift = max(-1.0, min(1.0, math.log2(scale)))
+        found = [cached / total if total else None for cached, total in zip(self._cached, self._all, strict=True)]
+        change = 0.0
+        for age in range(NUM_AGES):
+            ours, theirs = found[age], found[min(NUM_AGES - 1, max(0, age - 1 if shift > 0.0 else age + 1))]
+            if ours is None or theirs is None:
+                continue
+            # A larger fleet never finds less of an age.
+            moved = (theirs - ours) * abs(shift)
+            change += self._all[age] * (max(0.0, moved) if shift > 0.0 else min(0.0, moved))
+        return 1.0 - change / (num_all - num_cached)

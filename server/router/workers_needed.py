@@ -1,0 +1,158 @@
+"""How many workers a model needs for an objective: 90 % of its requests get their first token within it.
+
+    offered      prefill seconds that all gateways assign in a second, from the workers' own counters
+    per fleet    times what a fleet of that size would still compute (`ReuseAges`): more workers hold more blocks
+    wait         P(wait > t) = C(n, offered) exp(-2 t (n - offered) / dispersion), with Erlang's C
+    needed       the smallest n with P(wait + prefill > objective) <= 0.1
+
+Every gateway sees the whole fleet's work, so each has the same number. Prefills are a sample of its own requests.
+Source: Whitt, Approximations for the GI/G/m queue, Production and Operations Management 2 (1993).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Final
+
+from cache.records import Candidate
+from cache.types import Epoch, WorkerId
+from server.rates import DecayedRatio
+from server.router.placement import Placement
+from server.router.reuse_ages import ReuseAges
+
+INTERVAL_S: Final = 5.0
+LATE_SHARE: Final = 0.1
+WARM_UP_S: Final = 60.0
+"""A gateway that has just started has no number."""
+SETTLE_S: Final = 60.0
+"""A lower number counts after this time, a higher one at once."""
+MAX_GROWTH: Final = 4
+"""Never more than so many times the workers there are: reports in Redis may be forged."""
+_WINDOW_S: Final = 120.0
+_SLOW_WINDOW_S: Final = 360.0
+_DISPERSION_WINDOW_S: Final = 900.0
+_MEMORY_S: Final = 1800.0
+_MINUTE_S: Final = 60.0
+_QUANTILE: Final = 1.28
+"""Nine minutes of ten bring less work than their mean and so many standard deviations."""
+_MIN_BURST: Final = 1.5
+"""The measured dispersion is noisy: only above this ratio it replaces that of independent arrivals."""
+_MAX_POOL_USE: Final = 0.9
+_NUM_PREFILLS: Final = 512
+_NUM_QUANTILES: Final = 64
+
+
+class WorkersNeeded:
+    """One gateway's estimates, by model. Owned by the event loop."""
+
+    def __init__(self, objective_s: float, clock: Callable[[], float]) -> None:
+        self.objective_s = objective_s
+        self._clock = clock
+        self._models = defaultdict[str, _Model](lambda: _Model(objective_s, clock()))
+
+    def started(self, placement: Placement, num_cached_tokens: int) -> None:
+        """Count a request whose prefill begins."""
+        request, block_size = placement.request, placement.worker.block_size
+        model = self._models[request.model]
+        model.prefills_s.append(placement.active.prefill_s)
+        model.ages.add(request.hashes, num_cached_tokens // block_size, block_size, self._clock())
+
+    def observe(self, workers: Mapping[str, Sequence[Candidate]], held_s: Callable[[str], float]) -> None:
+        """Apply the reports of each model's live workers, every `INTERVAL_S`.
+
+        `held_s` returns the prefill seconds of a model that wait at this gateway.
+        """
+        for name, candidates in workers.items():
+            self._models[name].observe(candidates, held_s(name), self._clock())
+        for name in self._models.keys() - workers.keys():
+            del self._models[name]
+
+    def needed(self, model: str) -> int | None:
+        """Return the workers that the model needs, at least 1; None while the gateway is new."""
+        known = self._models.get(model)
+        return None if known is None or not known.recent else max(number for _, number in known.recent)
+
+
+class _Model:
+    def __init__(self, objective_s: float, now_s: float) -> None:
+        self.ages = ReuseAges()
+        self.prefills_s: deque[float] = deque(maxlen=_NUM_PREFILLS)
+        self.recent: deque[tuple[float, int]] = deque()
+        """When each number was computed, within `SETTLE_S`."""
+        self._objective_s = objective_s
+        self._begun_s = now_s
+        self._counters: dict[WorkerId, tuple[Epoch, float]] = {}
+        self._last: tuple[float, float] | None = None
+        """When reports were applied, and the work since the time before."""
+        self._offered = DecayedRatio(_WINDOW_S)
+        self._slow = DecayedRatio(_SLOW_WINDOW_S)
+        self._dispersion = DecayedRatio(_DISPERSION_WINDOW_S)
+
+    def observe(self, candidates: Sequence[Candidate], held_s: float, now_s: float) -> None:
+        work_s, counters = 0.0, dict[WorkerId, tuple[Epoch, float]]()
+        for member, load in ((each.member, each.load) for each in candidates):
+            epoch, before_s = self._counters.get(member.worker_id, ("", 0.0))
+            counters[member.worker_id] = member.epoch, load.assigned_prefill_s
+            work_s += max(0.0, load.assigned_prefill_s - before_s) if epoch == member.epoch else 0.0
+        self._counters = counters
+        if self._last is not None:
+            self._count(work_s, self._last[1], now_s - self._last[0], now_s)
+        self._last = now_s, work_s
+        if now_s - self._begun_s < WARM_UP_S:
+            return
+        staying = [each.load for each in candidates if not each.load.draining]
+        queued_s = held_s + sum(sum(each.load.queued_prefill_s.values()) for each in candidates)
+        used = sum(1.0 - load.num_free_blocks / load.num_blocks for load in staying if load.num_blocks)
+        number = max(self._for_prefills(max(1, len(staying)), queued_s, now_s), math.ceil(used / _MAX_POOL_USE))
+        self.recent.append((now_s, number))
+        while self.recent[0][0] < now_s - SETTLE_S:
+            self.recent.popleft()
+
+    def _count(self, work_s: float, before_s: float, elapsed_s: float, now_s: float) -> None:
+        self._offered.add(work_s, elapsed_s, now_s)
+        self._slow.add(work_s, elapsed_s, now_s)
+        self._dispersion.add((work_s - before_s) ** 2 / 2, work_s, now_s)
+        self.ages.fade(math.exp(-elapsed_s / _MEMORY_S))
+
+    def _for_prefills(self, num_workers: int, queued_s: float, now_s: float) -> int:
+        offered, slow = self._offered.at(now_s, 1e-9) or 0.0, self._slow.at(now_s, 1e-9) or 0.0
+        ordered = sorted(self.prefills_s)
+        if offered <= 0.0 or not ordered:
+            return 1
+        independent = sum(each * each for each in ordered) / sum(ordered)
+        dispersion = max(independent, (self._dispersion.at(now_s, 1e-9) or 0.0) / _MIN_BURST)
+        offered += max(0.0, offered - slow) / 2  # it will have risen further before a new worker serves
+        offered += _QUANTILE * math.sqrt(dispersion * offered / _MINUTE_S)
+        offered += max(0.0, queued_s - offered * self._objective_s) / _MINUTE_S  # works the queue off in a minute
+        prefills_s = ordered[:: -(-len(ordered) // _NUM_QUANTILES)]
+        # An objective that many prefills miss without any wait is met as well as more workers can.
+        limit = max(LATE_SHARE, late_share(math.inf, 0.0, dispersion, prefills_s, self._objective_s) + LATE_SHARE / 4)
+
+        def suffices(number: int) -> bool:
+            left = offered * self.ages.missed_ratio(number / num_workers)
+            return late_share(number, left, dispersion, prefills_s, self._objective_s) <= limit
+
+        most = MAX_GROWTH * num_workers
+        return min(most, bisect_left(range(most + 1), True, 1, key=suffices))
+
+
+def late_share(
+    num_workers: float, offered: float, dispersion: float, prefills_s: Sequence[float], objective_s: float
+) -> float:
+    """Return the share of requests with wait and prefill above the objective. `offered`: busy workers, on average."""
+    if offered >= num_workers:
+        return 1.0
+    waiting = 0.0
+    if offered > 0.0:
+        blocked = 1.0
+        for number in range(1, int(num_workers) + 1):
+            blocked = offered * blocked / (number + offered * blocked)
+        waiting = blocked / (1.0 - offered / num_workers * (1.0 - blocked))
+    slope = -2.0 * (num_workers - offered) / dispersion if waiting else 0.0
+    return fmean(
+        1.0 if each >= objective_s else waiting * math.exp(slope * (objective_s - each)) for each in prefills_s
+    )
