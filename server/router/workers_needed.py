@@ -129,19 +129,21 @@ class _Model:
         offered += _QUANTILE * math.sqrt(dispersion * offered / _MINUTE_S)
         offered += max(0.0, queued_s - offered * self._objective_s) / _MINUTE_S  # works the queue off in a minute
         prefills_s = ordered[:: -(-len(ordered) // _NUM_QUANTILES)]
-        # An objective that many prefills miss without any wait is met as well as more workers can.
-        limit = max(LATE_SHARE, late_share(math.inf, 0.0, dispersion, prefills_s, self._objective_s) + LATE_SHARE / 4)
+        # Prefills that miss the objective without any wait: workers do not help them. A part is left for the others.
+        possible_s = [each for each in prefills_s if each < self._objective_s] or [0.0]
+        impossible = 1.0 - len(possible_s) / len(prefills_s)
+        limit = min(0.5, max(LATE_SHARE - impossible, LATE_SHARE / 4) / (1.0 - impossible))
 
         def suffices(number: int) -> bool:
             left = offered * self.ages.missed_ratio(number / num_workers)
-            return late_share(number, left, dispersion, prefills_s, self._objective_s) <= limit
+            return late_share(number, left, dispersion, possible_s, self._objective_s) <= limit
 
         most = MAX_GROWTH * num_workers
         return min(most, bisect_left(range(most + 1), True, 1, key=suffices))
 
 
 def late_share(
-    num_workers: float, offered: float, dispersion: float, prefills_s: Sequence[float], objective_s: float
+    num_workers: int, offered: float, dispersion: float, prefills_s: Sequence[float], objective_s: float
 ) -> float:
     """Return the share of requests with wait and prefill above the objective. `offered`: busy workers, on average."""
     if offered >= num_workers:
@@ -149,7 +151,7 @@ def late_share(
     waiting = 0.0
     if offered > 0.0:
         blocked = 1.0
-        for number in range(1, int(num_workers) + 1):
+        for number in range(1, num_workers + 1):
             blocked = offered * blocked / (number + offered * blocked)
         waiting = blocked / (1.0 - offered / num_workers * (1.0 - blocked))
     slope = -2.0 * (num_workers - offered) / dispersion if waiting else 0.0

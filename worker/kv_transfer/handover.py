@@ -31,9 +31,7 @@ Held = Callable[[Sequence[RegistryEntry], Sequence[BlockHash]], Awaitable[Sequen
 """Asks the index for each block whether one of the workers has it: `Publisher.held`."""
 
 
-async def hand_over(
-    member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], held: Held
-) -> int:
+async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], held: Held) -> int:
     """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
     peers = peers_of(member, entries)
     room = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]

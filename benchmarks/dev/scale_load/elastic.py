@@ -59,9 +59,7 @@ class ElasticReplay(Replay):
         self._worker_s: dict[int, float] = defaultdict(float)
         self.num_handed_blocks = 0
         gateways = (GatewayId(f"gateway-{number}") for number in range(settings.num_gateways))
-        self._needed = {
-            gateway: WorkersNeeded(settings.objective_s, lambda: self._now_s) for gateway in gateways
-        }
+        self._needed = {gateway: WorkersNeeded(settings.objective_s, lambda: self._now_s) for gateway in gateways}
         self._end_s = workload.sessions[-1].start_s
         # A day counts as one distinct block: a pool has as many blocks as it is told, whatever the fleet's size.
         replay = ReplaySettings(
@@ -178,4 +176,3 @@ class ElasticReplay(Replay):
 
     def _candidates(self, request: TraceRequest) -> list[Candidate]:
         return [each for each in super()._candidates(request) if each.member.worker_id not in self._leaving]
-

@@ -57,7 +57,7 @@ class Traffic:
 def test_a_new_gateway_has_no_number() -> None:
     traffic = Traffic(2)
     assert traffic.needed.needed("m") is None
-    assert traffic.run(WARM_UP_S - INTERVAL_S, 1.0) is None
+    assert traffic.run(WARM_UP_S, 1.0) is None
     assert traffic.run(INTERVAL_S, 1.0) is not None
 
 

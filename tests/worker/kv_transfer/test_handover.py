@@ -24,7 +24,7 @@ from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, TOKEN, moving_
 from tests.worker.scheduler.engine import ROOT
 from worker.contracts.exchange import Handover, OfferedChain
 from worker.kv_transfer import handover, peers
-from worker.kv_transfer.handover import share_out, hand_over
+from worker.kv_transfer.handover import hand_over, share_out
 from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.transfers import KVTransfers
 
