@@ -114,8 +114,8 @@ class GatewayConfig(SharedConfig):
     )
     scale_objective_s: float = _fleet(
         3.0,
-        "wait and prefill that 90 % of a model's requests should not exceed: `headstart_workers_needed` is the number"
-        " of workers for it (default 3)",
+        "wait and prefill that nine of ten requests of a model should not exceed: `headstart_workers_needed` is for it"
+        " (default 3)",
     )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
     max_images: int = _api(32, "images of a request, for engines that take them; 0: none (default 32)", least=0)

@@ -1,11 +1,11 @@
 """`headstart bench scale`: a fleet that follows `headstart_workers_needed` through a day, in simulated time.
 
-The day has the recorded conversations, copied side by side, with few at night and many by day, so that 2 to 20 workers
-are needed. It is compressed: 144 minutes of 60 s, so that load rises and falls ten times as fast as in 24 hours. Every
-15 s a scaler sets the fleet's size to the number; a new worker serves 30 s later, and the highest ordinals leave.
+The day has copies of the recorded conversations, few at night and many by day: 2 to 20 workers are needed. It is
+compressed to 144 minutes. So load rises and falls ten times as fast as in 24 hours. Every 15 s a scaler sets the
+fleet's size to the number. A new worker serves 30 s later, and the highest ordinals leave.
 
-The oracle has the smallest fleet of each minute that meets the objective, found by simulation with the day known
-(`scale_load.oracle`). Then 8 workers become 6 under steady load, with and without the hand-over of their blocks.
+The oracle has the smallest fleet of each minute that meets the objective (`scale_load.oracle`). A second part shrinks a
+fleet of 8 to 6 under steady load, with and without the hand-over of blocks.
 """
 
 from __future__ import annotations

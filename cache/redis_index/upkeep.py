@@ -63,7 +63,8 @@ class RegistryUpkeep:
         names = [index_entry(block_hash) for block_hash in hashes]
         if not keys or not names:
             return [False] * len(hashes)
-        replies = await self._transactions.ask(*(("SMISMEMBER", key, *names) for key in keys))
+        commands: list[Command] = [("SMISMEMBER", key, *names) for key in keys]
+        replies = await self._transactions.ask(*commands)
         answers = [each for each in replies or () if isinstance(each, list) and len(each) == len(names)]
         return [any(answer[at] == 1 for answer in answers) for at in range(len(names))]
 

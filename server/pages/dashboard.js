@@ -36,7 +36,7 @@ const on = {
   },
   snapshot(snapshot) {
     tiles.show(snapshot.at, snapshot.traffic, snapshot.index);
-    workers.show(snapshot.workers);
+    workers.show(snapshot.workers, snapshot.workers_needed);
     decisions.setRate(snapshot.traffic.decisions_per_s);
     if (snapshot.draining) link("Draining", "warn");
   },

@@ -28,7 +28,7 @@ export class Workers {
     this.first = true;
   }
 
-  show(workers) {
+  show(workers, needed) {
     const body = byId("workers");
     const seen = new Set();
     const models = new Set(workers.map((worker) => worker.model));
@@ -47,13 +47,15 @@ export class Workers {
       this.rows.delete(name);
     }
     this.first = false;
-    this.count(workers, models);
+    this.count(workers, models, needed);
   }
 
-  count(workers, models) {
+  count(workers, models, needed) {
     const serving = workers.filter((worker) => worker.state === "serving").length;
     const model = models.size === 1 ? [...models][0] : plural(models.size, "model");
-    setText(byId("workers-count"), workers.length ? `${serving} of ${workers.length} serving ${model}` : "");
+    const numbers = Object.entries(needed).map(([name, number]) => (models.size === 1 ? count(number) : `${name} ${count(number)}`));
+    const wanted = numbers.length ? `, needed: ${numbers.join(", ")}` : "";
+    setText(byId("workers-count"), workers.length ? `${serving} of ${workers.length} serving ${model}${wanted}` : "");
     byId("workers-empty").hidden = workers.length > 0;
     byId("workers").parentElement.hidden = workers.length === 0;
   }

@@ -1,8 +1,7 @@
-"""What a larger or smaller cache of the fleet would find, from the ages of the blocks that come back.
+"""The work of a fleet with a larger or smaller cache, from the ages of blocks that come back.
 
-A block's age is the time since a prompt last had it. Younger blocks are found more often. Workers keep a block for a
-time that grows with their number, so a fleet of `scale` times the workers finds a block of age `a` as often as today's
-finds one of age `a / scale`.
+A block's age is the time since a prompt last had it: younger blocks are found more often. Twice the workers keep blocks
+twice as long. So they find blocks of an age as often as today's fleet finds blocks of half that age.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Final
 from cache.types import BlockHash
 
 MAX_BLOCKS: Final = 1 << 15
-"""Remembered blocks. With more, half of them are forgotten, and every second one is remembered from then on."""
+"""Remembered blocks. With more, half of them are forgotten, and later only every second block is remembered."""
 SAMPLED_TOKENS: Final = 128
-"""One block of so many tokens of a prompt is looked at."""
+"""One block of a prompt is looked at in that many tokens."""
 NUM_AGES: Final = 20
 """Ages by powers of two seconds, up to twelve days."""
 _NEVER: Final = NUM_AGES
 
 
 class ReuseAges:
-    """The blocks that prompts of one model had, and how many of those that came back were cached, by their age."""
+    """Counts by age the blocks of one model's prompts, and those that were cached."""
 
     def __init__(self) -> None:
         self._seen_s: dict[int, float] = {}

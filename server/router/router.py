@@ -188,6 +188,7 @@ class Router:
         actual_s = self._clock() - placement.placed_s
         if actual_s > 0.0:
             self._metrics.predicted_over_actual_ttft.observe(placement.predicted_ttft_s / actual_s)
+        self.workers_needed.first_token(placement, actual_s)
 
     def closed(self, placement: Placement) -> None:
         """Record the end of the request."""

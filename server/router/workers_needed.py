@@ -4,6 +4,7 @@
     per fleet    times what a fleet of that size would still compute (`ReuseAges`): more workers hold more blocks
     wait         P(wait > t) = C(n, offered) exp(-2 t (n - offered) / dispersion), with Erlang's C
     needed       the smallest n with P(wait + prefill > objective) <= 0.1
+    correction   what is offered counts for more after minutes that missed the objective
 
 Every gateway sees the whole fleet's work, so each has the same number. Prefills are a sample of its own requests.
 Source: Whitt, Approximations for the GI/G/m queue, Production and Operations Management 2 (1993).
@@ -31,16 +32,21 @@ WARM_UP_S: Final = 60.0
 SETTLE_S: Final = 60.0
 """A lower number counts after this time, a higher one at once."""
 MAX_GROWTH: Final = 4
-"""Never more than so many times the workers there are: reports in Redis may be forged."""
+"""The number is at most that many times the workers there are: reports in Redis may be forged."""
 _WINDOW_S: Final = 120.0
 _SLOW_WINDOW_S: Final = 360.0
 _DISPERSION_WINDOW_S: Final = 900.0
 _MEMORY_S: Final = 1800.0
 _MINUTE_S: Final = 60.0
 _QUANTILE: Final = 1.28
-"""Nine minutes of ten bring less work than their mean and so many standard deviations."""
+"""Nine minutes of ten bring less work than the mean plus that many standard deviations."""
 _MIN_BURST: Final = 1.5
 """The measured dispersion is noisy: only above this ratio it replaces that of independent arrivals."""
+_MIN_JUDGED: Final = 20
+"""A minute with fewer first tokens is not judged."""
+_RAISED: Final = 0.05
+_LOWERED: Final = 0.002
+_MAX_CORRECTION: Final = 1.5
 _MAX_POOL_USE: Final = 0.9
 _NUM_PREFILLS: Final = 512
 _NUM_QUANTILES: Final = 64
@@ -60,6 +66,12 @@ class WorkersNeeded:
         model = self._models[request.model]
         model.prefills_s.append(placement.active.prefill_s)
         model.ages.add(request.hashes, num_cached_tokens // block_size, block_size, self._clock())
+
+    def first_token(self, placement: Placement, elapsed_s: float) -> None:
+        """Count a request that had its first token `elapsed_s` after it was placed."""
+        model = self._models[placement.request.model]
+        model.num_ended += 1
+        model.num_late += elapsed_s > self.objective_s
 
     def observe(self, workers: Mapping[str, Sequence[Candidate]], held_s: Callable[[str], float]) -> None:
         """Apply the reports of each model's live workers, every `INTERVAL_S`.
@@ -83,6 +95,11 @@ class _Model:
         self.prefills_s: deque[float] = deque(maxlen=_NUM_PREFILLS)
         self.recent: deque[tuple[float, int]] = deque()
         """When each number was computed, within `SETTLE_S`."""
+        self.num_ended = self.num_late = 0
+        """Requests with a first token in this minute, and those above the objective."""
+        self._minute_s = now_s
+        """When the minute began."""
+        self._correction = 1.0
         self._objective_s = objective_s
         self._begun_s = now_s
         self._counters: dict[WorkerId, tuple[Epoch, float]] = {}
@@ -102,6 +119,8 @@ class _Model:
         if self._last is not None:
             self._count(work_s, self._last[1], now_s - self._last[0], now_s)
         self._last = now_s, work_s
+        if now_s - self._minute_s >= _MINUTE_S:
+            self._correct(now_s)
         if now_s - self._begun_s < WARM_UP_S:
             return
         staying = [each.load for each in candidates if not each.load.draining]
@@ -111,6 +130,19 @@ class _Model:
         self.recent.append((now_s, number))
         while self.recent[0][0] < now_s - SETTLE_S:
             self.recent.popleft()
+
+    def _correct(self, now_s: float) -> None:
+        """Judge the minute that ends."""
+        if self.num_ended >= _MIN_JUDGED:
+            is_late = self.num_late / self.num_ended > LATE_SHARE + self._impossible()
+            change = _RAISED if is_late else -_LOWERED
+            self._correction = min(_MAX_CORRECTION, max(1.0, self._correction + change))
+        self.num_ended = self.num_late = 0
+        self._minute_s = now_s
+
+    def _impossible(self) -> float:
+        """Return the share of prefills that miss the objective without any wait."""
+        return sum(each >= self._objective_s for each in self.prefills_s) / max(1, len(self.prefills_s))
 
     def _count(self, work_s: float, before_s: float, elapsed_s: float, now_s: float) -> None:
         self._offered.add(work_s, elapsed_s, now_s)
@@ -126,13 +158,14 @@ class _Model:
         independent = sum(each * each for each in ordered) / sum(ordered)
         dispersion = max(independent, (self._dispersion.at(now_s, 1e-9) or 0.0) / _MIN_BURST)
         offered += max(0.0, offered - slow) / 2  # it will have risen further before a new worker serves
+        offered *= self._correction
         offered += _QUANTILE * math.sqrt(dispersion * offered / _MINUTE_S)
         offered += max(0.0, queued_s - offered * self._objective_s) / _MINUTE_S  # works the queue off in a minute
         prefills_s = ordered[:: -(-len(ordered) // _NUM_QUANTILES)]
         # Prefills that miss the objective without any wait: workers do not help them. A part is left for the others.
         possible_s = [each for each in prefills_s if each < self._objective_s] or [0.0]
-        impossible = 1.0 - len(possible_s) / len(prefills_s)
-        limit = min(0.5, max(LATE_SHARE - impossible, LATE_SHARE / 4) / (1.0 - impossible))
+        impossible = min(0.95, self._impossible())
+        limit = max(LATE_SHARE - impossible, LATE_SHARE / 4) / (1.0 - impossible)
 
         def suffices(number: int) -> bool:
             left = offered * self.ages.missed_ratio(number / num_workers)

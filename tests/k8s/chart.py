@@ -79,13 +79,19 @@ EVERYTHING_ON: Final[Values] = {
             "volume": {"size": "200Gi", "storageClassName": "fast", "whenDeleted": "Delete"},
             "kvDisk": {"size": "1Ti", "claim": True, "storageClassName": "local"},
             "resources": {"requests": {"cpu": 8, "memory": "64Gi"}, "limits": {"cpu": 16, "memory": "64Gi"}},
-            "autoscaling": _ON | {"kind": "keda", "maxReplicas": 9, "prometheusAddress": "http://prometheus:9090"},
+            "autoscaling": _ON
+            | {
+                "kind": "keda",
+                "metric": "workersNeeded",
+                "maxReplicas": 9,
+                "prometheusAddress": "http://prometheus:9090",
+            },
         },
         {
             "name": "small",
             "source": "example/small",
             "kvDisk": {"size": "100Gi"},
-            "autoscaling": _ON,
+            "autoscaling": _ON | {"metric": "workersNeeded"},
             "gpu": {"count": 1, "resourceName": "nvidia.com/mig-1g.10gb"},
         },
         {

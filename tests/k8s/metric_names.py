@@ -65,11 +65,14 @@ def names_in_chart() -> set[str]:
         for document in chart.render(name):
             if document["kind"] == "HorizontalPodAutoscaler":
                 metrics = document["spec"]["metrics"]
-                names |= {metric["pods"]["metric"]["name"] for metric in metrics if metric["type"] == "Pods"}
+                kinds = {"Pods": "pods", "External": "external"}
+                named = [metric[kinds[metric["type"]]] for metric in metrics if metric["type"] in kinds]
+                names |= {each["metric"]["name"] for each in named}
             elif document["kind"] == "ScaledObject":
                 names |= _names_in_triggers(document)
-    for document in chart.parse((chart.EXAMPLES / "keda-prefill-seconds.yaml").read_text()):
-        names |= _names_in_triggers(document)
+    for path in chart.EXAMPLES.glob("keda-*.yaml"):
+        for document in chart.parse(path.read_text()):
+            names |= _names_in_triggers(document)
     return names
 
 

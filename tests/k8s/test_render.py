@@ -122,14 +122,45 @@ def test_the_schemas_of_custom_kinds_can_refuse() -> None:
         assert "surprise" in custom_errors([changed]), kind
 
 
-def test_the_example_of_keda_scales_a_workload_of_the_chart() -> None:
-    (scaler,) = chart.parse((chart.EXAMPLES / "keda-prefill-seconds.yaml").read_text())
+@pytest.mark.parametrize("example", ["keda-prefill-seconds", "keda-workers-needed"])
+def test_the_example_of_keda_scales_a_workload_of_the_chart(example: str) -> None:
+    (scaler,) = chart.parse((chart.EXAMPLES / f"{example}.yaml").read_text())
     assert custom_errors([scaler]) == ""
     target = scaler["spec"]["scaleTargetRef"]
     rendered = chart.helm("helm4", {})
     names = {(d["kind"], d["metadata"]["name"]) for d in chart.parse(rendered.stdout)}
     release = {name.removesuffix("-gateway") for kind, name in names if kind == "Deployment"}
     assert (target["kind"], target["name"].replace("chat-headstart", min(release))) in names
+
+
+def scaled_by_need(kind: str) -> dict[str, Any]:
+    scaling = {"enabled": True, "kind": kind, "metric": "workersNeeded", "prometheusAddress": "http://prometheus:9090"}
+    values = {"models": [{"name": "a", "source": "x/y", "servedName": "meta/llama", "autoscaling": scaling}]}
+    rendered = chart.helm("helm4", values)
+    assert rendered.returncode == 0, rendered.stderr
+    wanted = {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[kind]
+    (scaler,) = [each for each in chart.parse(rendered.stdout) if each["kind"] == wanted]
+    spec: dict[str, Any] = scaler["spec"]
+    return spec
+
+
+def test_keda_scales_to_the_workers_that_the_model_needs() -> None:
+    (trigger,) = scaled_by_need("keda")["triggers"]
+    assert trigger["metricType"] == "AverageValue"
+    metadata = trigger["metadata"]
+    assert re.fullmatch(r'max\(headstart_workers_needed\{namespace="\w+",model="meta/llama"\}\)', metadata["query"])
+    assert metadata["threshold"] == "1"
+    assert metadata["ignoreNullValues"] == "false", "no number is not 0 workers"
+    example = chart.parse((chart.EXAMPLES / "keda-workers-needed.yaml").read_text())[0]["spec"]["triggers"][0]
+    assert {**example["metadata"], "query": "", "serverAddress": ""} == {**metadata, "query": "", "serverAddress": ""}
+
+
+def test_an_hpa_scales_to_the_workers_that_the_model_needs() -> None:
+    (metric,) = scaled_by_need("hpa")["metrics"]
+    assert metric["external"] == {
+        "metric": {"name": "headstart_workers_needed", "selector": {"matchLabels": {"model": "meta/llama"}}},
+        "target": {"type": "AverageValue", "averageValue": "1"},
+    }
 
 
 def test_no_trace_of_a_registry_or_of_a_withdrawn_image() -> None:

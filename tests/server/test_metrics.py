@@ -107,6 +107,7 @@ def fleet_metrics(
     blind: bool = False,
     held_prefills_s: Sequence[float] = (),
     ends: str = "",
+    needed: int | None = None,
 ) -> Overview:
     fleet = SimpleNamespace(
         workers=lambda: [SimpleNamespace(model=model, ends=ends) for model in models],
@@ -119,6 +120,7 @@ def fleet_metrics(
         index_state=lambda: {"blind": blind},
         scorer=scorer,
         held_prefills_s=lambda model: list(held_prefills_s),
+        workers_needed=SimpleNamespace(needed=lambda model: needed),
     )
     services = SimpleNamespace(requests=SimpleNamespace(partings=None, metrics=None))
     return Overview(None, services, router, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
@@ -171,6 +173,15 @@ def test_the_waiting_prefill_follows_the_load_of_all_gateways() -> None:
     assert waiting_s({}, {}) == 0.0
     assert waiting_s({mine: 1.5, other: 2.0}, {other: 0.5}) == 4.0
     assert waiting_s() == 0.0, "a model without workers"
+
+
+@pytest.mark.parametrize("needed", [None, 3])
+def test_the_workers_needed_are_no_number_while_unknown(needed: int | None) -> None:
+    registry = CollectorRegistry()
+    overview = fleet_metrics(needed=needed)
+    registry.register(overview)
+    assert registry.get_sample_value("headstart_workers_needed", {"model": "m"}) == needed
+    assert overview.workers_needed() == ({} if needed is None else {"m": needed})
 
 
 def test_held_requests_wait_too() -> None:

@@ -134,6 +134,11 @@ WORKER: Final[dict[str, Schema]] = {
     "autoscaling": autoscaling(
         whole("Mean of waiting prompt tokens above which a worker is added.", 1),
         "queuedTokensPerReplica",
+        metric=choice(
+            "What replicas follow: the workers needed for `gateway.scaleObjectiveSeconds`, or waiting prompt tokens.",
+            "workersNeeded",
+            "queuedTokens",
+        ),
     ),
 }
 
@@ -246,6 +251,11 @@ VALUES: Final = group(
         image=image("the gateways", "Tag of the image; empty: the chart's appVersion."),
         replicas=whole("Gateways.", 1),
         policy=choice("Routing policy.", *POLICIES),
+        scaleObjectiveSeconds={
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "description": "Wait and prefill that 90 % of requests should not exceed: decides the workers needed.",
+        },
         workerNetworks=array(
             "Networks in which gateways look for workers; empty: those of RFC 1918.",
             text("A network.", pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"),

@@ -8,19 +8,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from benchmarks.dev.simulation.engine import Job, SimulatedWorker
-from benchmarks.dev.simulation.fleet import MODEL, ReplaySettings
+import msgspec
+
+from benchmarks.dev.simulation.engine import EngineModel, Job, SimulatedWorker
+from benchmarks.dev.simulation.fleet import MODEL, Fleet, ReplaySettings
+from benchmarks.dev.simulation.memory_index import MemoryIndex
 from benchmarks.dev.simulation.replay import Replay
+from benchmarks.dev.simulation.shared_engine import SharedWorker
 from benchmarks.dev.simulation.traces import ROOT, TraceRequest, Workload
 from benchmarks.report import percentile
 from cache.allocators.hash import HashAllocator
-from cache.records import Candidate
+from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.router.policies import make_policy
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from worker.kv_transfer.handover import ROOM_SHARE, share_out, unique_first
 
 MINUTE_S: Final = 60.0
+_MEMORY_REQUESTS: Final = 50
+"""Requests over which a worker takes the mean of its decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class ScaleSettings:
 
 class Minute(NamedTuple):
     p90_s: float
-    """Of queue and prefill."""
+    """The 90th percentile of queue and prefill."""
     num_workers: float
     """Pods: those that start and those that end their requests included."""
     num_prompt_tokens: int
@@ -57,11 +63,12 @@ class ElasticReplay(Replay):
         self._leaving: set[WorkerId] = set()
         self._num_starting = 0
         self._worker_s: dict[int, float] = defaultdict(float)
+        self._prefill_s: dict[int, float] = {}
         self.num_handed_blocks = 0
         gateways = (GatewayId(f"gateway-{number}") for number in range(settings.num_gateways))
         self._needed = {gateway: WorkersNeeded(settings.objective_s, lambda: self._now_s) for gateway in gateways}
         self._end_s = workload.sessions[-1].start_s
-        # A day counts as one distinct block: a pool has as many blocks as it is told, whatever the fleet's size.
+        # A day counts as one distinct block: the share is then the number of blocks.
         replay = ReplaySettings(
             settings.num_workers,
             float(settings.num_workers * settings.worker_blocks),
@@ -69,7 +76,7 @@ class ElasticReplay(Replay):
             shared_engine=True,
             seed=settings.seed,
         )
-        super().__init__(workload, lambda: make_policy("headstart"), replay)
+        super().__init__(workload, lambda: make_policy("headstart"), replay, _Workers(workload, replay))
         self._at(0.0, self._scale)
         self._at(0.0, self._observe)
 
@@ -92,16 +99,10 @@ class ElasticReplay(Replay):
         ]
 
     def prefills(self) -> list[tuple[float, float]]:
-        """Return when each request came, and the seconds of its prefill without any other."""
-        rate = self._workload.prefill_tokens_per_s
-        found = ((session.start_s, *self._cached[session.requests[0].number]) for session in self._workload.sessions)
-        return [(start_s, 0.01 + (prompt - cached) / rate) for start_s, cached, prompt in found]
+        """Return when each request came, and the seconds of its prefill next to the decodes that ran."""
+        return [(each.start_s, self._prefill_s[each.requests[0].number]) for each in self._workload.sessions]
 
     # --- the fleet ----------------------------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        super()._join()
-        self._live[-1].cache.track_chains()
 
     def _staying(self) -> list[SimulatedWorker]:
         return [worker for worker in self._live if worker.member.worker_id not in self._leaving]
@@ -144,6 +145,7 @@ class ElasticReplay(Replay):
             return
         worker.is_dead = True
         self._live.remove(worker)
+        assert isinstance(self._index, MemoryIndex)
         self._index.retire(worker.member.worker_id)
         self._tiers.retire(worker.member.worker_id)
         if self._scale_settings.hands_over:
@@ -167,7 +169,12 @@ class ElasticReplay(Replay):
 
     def _begun(self, worker: SimulatedWorker, job: Job) -> None:
         super()._begun(worker, job)
+        self._prefill_s[job.request.number] = job.prefill_s
         self._needed[job.gateway].started(job.placement, job.num_cached_tokens)
+
+    def _first_token(self, job: Job) -> None:
+        super()._first_token(job)
+        self._needed[job.gateway].first_token(job.placement, self._now_s - job.placement.placed_s)
 
     def _close(self, job: Job) -> None:
         super()._close(job)
@@ -176,3 +183,34 @@ class ElasticReplay(Replay):
 
     def _candidates(self, request: TraceRequest) -> list[Candidate]:
         return [each for each in super()._candidates(request) if each.member.worker_id not in self._leaving]
+
+
+@dataclass(slots=True, eq=False)
+class _MeasuredWorker(SharedWorker):
+    """Reports the prefill rate that it measures: lower than without decodes, as at our workers."""
+
+    mean_decoding: float = 0.0
+
+    def submit(self, job: Job, now_s: float) -> None:
+        assigned_s = self.assigned_s
+        SharedWorker.submit(self, job, now_s)
+        self.mean_decoding += (self.num_decoding - self.mean_decoding) / _MEMORY_REQUESTS
+        added_s = (self.assigned_s - assigned_s) * self.model.slowdown_per_decode * self.mean_decoding
+        job.estimate_s += added_s
+        self.assigned_s += added_s
+
+    def report(self, now_s: float) -> None:
+        before = self.load
+        SharedWorker.report(self, now_s)
+        if self.load is not before:
+            slowdown = 1.0 + self.model.slowdown_per_decode * self.mean_decoding
+            rate = self.model.prefill_tokens_per_s / slowdown
+            self.load = msgspec.structs.replace(self.load, prefill_tokens_per_s=rate)
+
+
+class _Workers(Fleet):
+    """Makes workers that measure their rate and can hand chains over."""
+
+    def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> SimulatedWorker:
+        cache.track_chains()
+        return _MeasuredWorker(member, model, cache, self._settings.report_s)

@@ -177,7 +177,11 @@ async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, den
 
         await until(written)
         assert await writer.publish([index_entry(hashes[3])], [], WorkerLoad(), 4)
+        (entry,) = await writer.upkeep.workers()
+        assert await writer.upkeep.held([entry], hashes) == [True] * 4
         assert await writer.publish([], [index_entry(hashes[3])], WorkerLoad(), 3)
+        assert await writer.upkeep.held([entry], hashes) == [True, True, True, False]
+        assert await writer.upkeep.held([], hashes) == [False] * 4
         await until(seen)
         assert await writer.upkeep.prune() == 0
         assert await writer.upkeep.remove_oversized() == 2

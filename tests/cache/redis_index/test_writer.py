@@ -41,6 +41,20 @@ async def test_batches_change_the_set(redis_server: RedisServer) -> None:
         assert await matches(index, hashes) == {"w0": 4}
 
 
+async def test_a_worker_asks_which_blocks_others_hold(redis_server: RedisServer) -> None:
+    hashes = chain(10)
+    first, second = (IndexWriter(redis_server.url, member(name), LASTING) for name in ("w0", "w1"))
+    async with linked(first, second):
+        assert await first.rewrite(entries(hashes[:2]), WorkerLoad())
+        assert await second.rewrite(entries(hashes[1:4]), WorkerLoad())
+        both = await first.upkeep.workers()
+        assert await first.upkeep.held(both, hashes[:6]) == [True] * 4 + [False] * 2
+        others = [entry for entry in both if entry.member.worker_id == "w1"]
+        assert await first.upkeep.held(others, hashes[:6]) == [False, True, True, True, False, False]
+        redis_server.command("FLUSHALL")
+        assert await first.upkeep.held(both, hashes[:2]) == [False, False]
+
+
 async def test_flush_is_detected_and_repaired(redis_server: RedisServer) -> None:
     hashes = chain(10)
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)

@@ -85,6 +85,13 @@ def drawn(seen: View, columns: int = 160, height: int | None = None, **options: 
     return captured.get()
 
 
+def test_the_workers_needed_are_on_the_screen() -> None:
+    seen = view(worker("w0"))
+    assert "needed" not in drawn(seen), "an older gateway does not have them"
+    seen.latest["snapshot"]["workers_needed"] = {"m": 3}
+    assert "needed for the objective: m 3" in drawn(seen)
+
+
 def test_everything_is_on_the_screen() -> None:
     seen = view(worker("w0"), worker("w1", "lost"))
     seen.update("decisions", {"decisions": [decision("b", "w1")], "found": {"a": 64}})

@@ -177,7 +177,7 @@ def chains(num: int) -> list[list[BlockHash]]:
 
 
 def test_a_larger_cache_finds_what_comes_back_a_little_later() -> None:
-    """Of blocks that come back after 16 s all are found, after 40 s none: twice the workers find both."""
+    """Blocks that come back after 12 s are found, after 24 s they are not: twice the workers find both."""
     ages = ReuseAges()
     for number, chain in enumerate(chains(200)):
         later_s = 12.0 if number % 2 else 24.0

@@ -16,6 +16,7 @@ from cache.hashing import hash_chain
 from cache.records import WorkerLoad
 from cache.redis_index import RegistryEntry
 from cache.store import ChainLink
+from cache.types import BlockHash
 from tests.members import make_member
 from tests.running import listening
 from tests.waiting import until
@@ -54,6 +55,8 @@ class Exchange:
         self.offers: dict[str, Handover] = {}
         self.epochs: list[str] = []
 
+    num_blocks = 100
+
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         self.asked.append(max_blocks)
         chains: Future[list[list[ChainLink]]] = Future()
@@ -68,6 +71,26 @@ class Exchange:
         return sum(len(each.block_hashes()) for each in handover.chains)
 
 
+async def nowhere(entries: Sequence[RegistryEntry], hashes: Sequence[BlockHash]) -> list[bool]:
+    return [False] * len(hashes)
+
+
+async def test_chains_that_no_peer_holds_go_first() -> None:
+    """The peer has room for two of three chains. The index has the most recently used one at a peer."""
+    chains = [chain(1, 2), chain(3, 4), chain(5, 6)]
+    asked = []
+
+    async def held(entries: Sequence[RegistryEntry], hashes: Sequence[BlockHash]) -> list[bool]:
+        asked.append([each.member.worker_id for each in entries])
+        return [block_hash == chains[0][-1].block_hash for block_hash in hashes]
+
+    exchange = Exchange(chains)
+    assert await hand_over(MEMBER, exchange, [entry("peer", 8), entry("gone", 100, lease_left_s=0.0)], held) == 4
+    assert asked == [["peer"]]
+    offered = [each.hashes for each in exchange.offers["http://peer"].chains]
+    assert offered == [OfferedChain.of(each).hashes for each in chains[1:]]
+
+
 async def test_only_peers_that_can_hold_blocks_are_asked() -> None:
     exchange = Exchange([chain(1, 2), chain(3)])
     entries = [
@@ -78,10 +101,10 @@ async def test_only_peers_that_can_hold_blocks_are_asked() -> None:
         entry("full", 0),
         entry("peer", 10),
     ]
-    assert await hand_over(MEMBER, exchange, entries) == 3
+    assert await hand_over(MEMBER, exchange, entries, nowhere) == 3
     assert exchange.offers.keys() == {"http://peer"}
     assert exchange.epochs == [entries[-1].member.epoch], "what it shows is for that peer's epoch alone"
-    assert exchange.asked == [5]
+    assert exchange.asked == [100]
     offered = exchange.offers["http://peer"]
     assert (offered.url, offered.epoch, offered.layout) == (MEMBER.url, MEMBER.epoch, MEMBER.layout)
 
@@ -89,14 +112,14 @@ async def test_only_peers_that_can_hold_blocks_are_asked() -> None:
 @pytest.mark.parametrize("entries", [[], [entry("w", 100)], [entry("peer", 1)]])
 async def test_without_a_peer_nothing_is_offered(entries: Sequence[RegistryEntry]) -> None:
     exchange = Exchange([chain(1)])
-    assert await hand_over(MEMBER, exchange, entries) == 0
+    assert await hand_over(MEMBER, exchange, entries, nowhere) == 0
     assert exchange.offers == {}
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), FetchError("503"), ValueError("port")])
 async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) -> None:
     exchange = Exchange([chain(1, 2), chain(3, 4)], error)
-    assert await hand_over(MEMBER, exchange, [entry("a", 10), entry("b", 10)]) == 2
+    assert await hand_over(MEMBER, exchange, [entry("a", 10), entry("b", 10)], nowhere) == 2
     assert len(exchange.offers) == 2
 
 
