@@ -254,6 +254,8 @@ REFUSED = [
     ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "kvDisk": {"size": "9Gi"}}]}, "models.a.kvDisk"),
     ({"worker": {"replicas": 0}}, "worker.replicas"),
     ({"worker": {"autoscaling": {"minReplicas": 0}}}, "worker.autoscaling.minReplicas"),
+    ({"worker": {"autoscaling": {"metric": "cpu"}}}, "worker.autoscaling.metric"),
+    ({"gateway": {"scaleObjectiveSeconds": 0}}, "gateway.scaleObjectiveSeconds"),
     ({"models": []}, "models"),
     ({"models": [{"name": "a"}]}, "source"),
     ({"models": [{"name": "Llama", "source": "x/y"}]}, "models.0.name"),

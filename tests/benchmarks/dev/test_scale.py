@@ -41,7 +41,7 @@ def test_a_fleet_that_shrinks_loses_no_request() -> None:
     replay = ElasticReplay(day, settings_of(OPTIONS, 4), lambda now_s, _: 4 if now_s < 60.0 else 2)
     replay.run()
     assert replay.num_handed_blocks > 0
-    assert [minute.num_workers for minute in replay.minutes()][0] == 4.0
+    assert replay.minutes()[0].num_workers == 4.0
 
 
 def test_the_oracle_follows_the_work() -> None:
