@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from cache.types import BlockHash
+from cache.types import HASH_BYTES, BlockHash
 
 MAX_BLOCKS: Final = 1 << 15
 """Remembered blocks. With more, half of them are forgotten, and later only every second block is remembered."""
-SAMPLED_TOKENS: Final = 128
+SAMPLED_TOKENS: Final = 256
 """One block of a prompt is looked at in that many tokens."""
 NUM_AGES: Final = 20
 """Ages by powers of two seconds, up to twelve days."""
@@ -25,27 +25,33 @@ class ReuseAges:
     """Counts by age the blocks of one model's prompts, and those that were cached."""
 
     def __init__(self) -> None:
-        self._seen_s: dict[int, float] = {}
-        self._max_key = 1 << 32
+        self._seen_s: dict[BlockHash, float] = {}
+        self._limit = 1 << 32
+        """Only blocks whose hash begins with a lower number are remembered."""
         self._cached = [0.0] * (NUM_AGES + 1)
         self._all = [0.0] * (NUM_AGES + 1)
 
     def add(self, hashes: Sequence[BlockHash], num_cached: int, block_size: int, now_s: float) -> None:
         """Count the blocks of a prompt, of which the first `num_cached` were found."""
         stride = max(1, SAMPLED_TOKENS // block_size)
-        seen_s = self._seen_s
+        seen_s, end = self._seen_s, self._end()
         for at in range(stride - 1, len(hashes), stride):
-            key = int.from_bytes(hashes[at][:4], "little")
-            if key >= self._max_key:
+            block_hash = hashes[at]
+            if block_hash >= end:
                 continue
-            before_s = seen_s.get(key)
+            before_s = seen_s.get(block_hash)
             age = _NEVER if before_s is None else min(NUM_AGES - 1, max(0, math.frexp(now_s - before_s)[1]))
             self._all[age] += 1.0
-            self._cached[age] += at < num_cached
-            seen_s[key] = now_s
+            if at < num_cached:
+                self._cached[age] += 1.0
+            seen_s[block_hash] = now_s
         if len(seen_s) > MAX_BLOCKS:
-            self._max_key //= 2
-            self._seen_s = {key: at_s for key, at_s in seen_s.items() if key < self._max_key}
+            self._limit //= 2
+            end = self._end()
+            self._seen_s = {key: at_s for key, at_s in seen_s.items() if key < end}
+
+    def _end(self) -> bytes:
+        return self._limit.to_bytes(5, "big")[1:] if self._limit < 1 << 32 else b"\xff" * (HASH_BYTES + 1)
 
     def fade(self, share: float) -> None:
         """Keep only this share of what was counted."""

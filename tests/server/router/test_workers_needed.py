@@ -181,8 +181,8 @@ def test_a_larger_cache_finds_what_comes_back_a_little_later() -> None:
     ages = ReuseAges()
     for number, chain in enumerate(chains(200)):
         later_s = 12.0 if number % 2 else 24.0
-        ages.add(chain, 0, 128, number * 100.0)
-        ages.add(chain, 4 if number % 2 else 0, 128, number * 100.0 + later_s)
+        ages.add(chain, 0, 256, number * 100.0)
+        ages.add(chain, 4 if number % 2 else 0, 256, number * 100.0 + later_s)
     assert ages.missed_ratio(1.0) == 1.0
     assert ages.missed_ratio(2.0) == pytest.approx(2 / 3)  # 800 blocks are new, 400 come back too late
     assert ages.missed_ratio(0.5) == pytest.approx(4 / 3)
@@ -192,7 +192,7 @@ def test_a_larger_cache_finds_what_comes_back_a_little_later() -> None:
 def test_what_never_comes_back_changes_nothing() -> None:
     ages = ReuseAges()
     for at, chain in enumerate(chains(100)):
-        ages.add(chain, 0, 128, float(at))
+        ages.add(chain, 0, 256, float(at))
     assert [ages.missed_ratio(scale) for scale in (0.25, 1.0, 4.0)] == [1.0, 1.0, 1.0]
 
 
@@ -200,6 +200,6 @@ def test_remembered_blocks_are_bounded() -> None:
     ages = ReuseAges()
     rng = random.Random(1)
     for at in range(100):
-        ages.add([BlockHash(rng.randbytes(HASH_BYTES)) for _ in range(1000)], 0, 128, float(at))
+        ages.add([BlockHash(rng.randbytes(HASH_BYTES)) for _ in range(1000)], 0, 256, float(at))
     assert MAX_BLOCKS / 4 < len(ages._seen_s) <= MAX_BLOCKS
     assert math.isfinite(ages.missed_ratio(2.0))
