@@ -28,6 +28,10 @@ LEAST: Final = 2
 MOST: Final = 24
 NUM_BEFORE: Final = 8
 NUM_AFTER: Final = 6
+COUNTED_MINUTES: Final = 4
+"""Minutes after the fleet has shrunk in which hits are counted."""
+STEADY_PEAK: Final = 1.2
+STEADY_RATE: Final = 8000.0
 
 
 def options_of(argv: list[str]) -> Namespace:
@@ -40,7 +44,10 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument("--gateways", type=int, default=1, help="each with a number of its own (default 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", nargs="+", choices=("day", "handover"), default=["day", "handover"])
-    parser.add_argument("--handover-minutes", type=int, default=16, help="the fleet shrinks after half (default 16)")
+    parser.add_argument("--handover-minutes", type=int, default=16, help="the fleet shrinks 4 before (default 16)")
+    parser.add_argument(
+        "--handover-blocks", type=int, default=16_000, help="of each worker's pool in that part (default 16000)"
+    )
     return parser.parse_args(argv)
 
 
@@ -72,17 +79,17 @@ def measure_day(options: Namespace) -> tuple[list[Minute], list[int]]:
 
 
 def measure_handover(options: Namespace) -> dict[str, float]:
-    """Return the cached tokens after half of the time, for a fleet that stays and for two that shrink."""
+    """Return the share of cached tokens in the last minutes, for a fleet that stays and for two that shrink."""
     num_minutes = options.handover_minutes
     load = day_of(
         recorded(),
         duration_s=num_minutes * MINUTE_S,
-        peak=options.peak / 4,
-        prefill_tokens_per_s=options.rate,
+        peak=STEADY_PEAK,
+        prefill_tokens_per_s=STEADY_RATE,
         seed=options.seed,
         rate=lambda _: 1.0,
     )
-    after = num_minutes // 2
+    after = num_minutes - COUNTED_MINUTES
 
     def shrinks(now_s: float, _: int) -> int:
         return NUM_BEFORE if now_s < after * MINUTE_S else NUM_AFTER
@@ -94,7 +101,9 @@ def measure_handover(options: Namespace) -> dict[str, float]:
     }
     hits = {}
     for name, (size, hands_over) in sizes.items():
-        replay = ElasticReplay(load, replace(settings_of(options, NUM_BEFORE), hands_over=hands_over), size)
+        settings = settings_of(options, NUM_BEFORE)
+        settings = replace(settings, hands_over=hands_over, worker_blocks=options.handover_blocks)
+        replay = ElasticReplay(load, settings, size)
         replay.run()
         minutes = replay.minutes()[after:]
         hits[name] = sum(each.num_cached_tokens for each in minutes) / sum(each.num_prompt_tokens for each in minutes)
