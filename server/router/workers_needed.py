@@ -38,14 +38,20 @@ _SLOW_WINDOW_S: Final = 360.0
 _DISPERSION_WINDOW_S: Final = 900.0
 _MEMORY_S: Final = 1800.0
 _MINUTE_S: Final = 60.0
-_QUANTILE: Final = 1.28
-"""Nine minutes of ten bring less work than the mean plus that many standard deviations."""
+_RISE: Final = 0.75
+"""A rise goes on while a worker starts: the part of it, above the mean of `_SLOW_WINDOW_S`, that is added."""
+_FALL: Final = 0.5
+"""The same of a fall, which the mean of `_WINDOW_S` shows late."""
+_NUM_DEVIATIONS: Final = 1.2
+"""The work of a minute is taken to be the mean plus that many standard deviations: nearly nine of ten bring less."""
+_SMALL_FLEET: Final = 2.5
+"""Further standard deviations, over the number of busy workers: queues of small fleets last longer."""
 _MIN_BURST: Final = 1.5
 """The measured dispersion is noisy: only above this ratio it replaces that of independent arrivals."""
 _MIN_JUDGED: Final = 20
 """A minute with fewer first tokens is not judged."""
-_RAISED: Final = 0.05
-_LOWERED: Final = 0.002
+_RAISED: Final = 0.02
+_LOWERED: Final = 0.001
 _MAX_CORRECTION: Final = 1.5
 _MAX_POOL_USE: Final = 0.9
 _NUM_PREFILLS: Final = 512
@@ -157,9 +163,10 @@ class _Model:
             return 1
         independent = sum(each * each for each in ordered) / sum(ordered)
         dispersion = max(independent, (self._dispersion.at(now_s, 1e-9) or 0.0) / _MIN_BURST)
-        offered += max(0.0, offered - slow) / 2  # it will have risen further before a new worker serves
+        offered = max(offered / 2, offered + (offered - slow) * (_RISE if offered > slow else _FALL))
         offered *= self._correction
-        offered += _QUANTILE * math.sqrt(dispersion * offered / _MINUTE_S)
+        deviation = math.sqrt(dispersion * offered / _MINUTE_S)
+        offered += (_NUM_DEVIATIONS + _SMALL_FLEET / max(1.0, offered)) * deviation
         offered += max(0.0, queued_s - offered * self._objective_s) / _MINUTE_S  # works the queue off in a minute
         prefills_s = ordered[:: -(-len(ordered) // _NUM_QUANTILES)]
         # Prefills that miss the objective without any wait: workers do not help them. A part is left for the others.

@@ -45,6 +45,6 @@ def test_a_fleet_that_shrinks_loses_no_request() -> None:
 
 
 def test_the_oracle_follows_the_work() -> None:
-    """Each minute has one request a second, of 0.5 s in the first ten minutes and of 3.5 s in the next."""
+    """One request comes each second, of 0.5 s for ten minutes and of 3.5 s for ten more."""
     prefills = [(float(at), 0.5 if at < 600 else 3.5) for at in range(1200)]
     assert oracle(prefills, 4.0, 1) == [1] * 10 + [4] * 10

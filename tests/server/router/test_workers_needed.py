@@ -80,7 +80,7 @@ def test_it_rises_at_once_and_falls_slowly() -> None:
     assert low is not None
     assert rising is not None
     assert rising > low
-    high = traffic.run(600, 6.0)
+    high = traffic.run(3000, 6.0)
     traffic.run(SETTLE_S - INTERVAL_S, 0.0)
     assert traffic.needed.needed("m") == high
     assert traffic.run(1800, 0.0) == 1
