@@ -54,8 +54,8 @@ from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview
 from server.request.queue_limit import PromptTokenLimiter
-from server.request.request import RequestServices
 from server.request.retry_state import RetryState, WorkerReports
+from server.request.services import RequestServices
 from server.request_context import add_ids
 from server.router.partings import Partings
 from server.router.placement import Placer

@@ -15,9 +15,11 @@ from worker.scheduler.budget import BatchLimits
 
 EngineKind = Literal["headstart", "vllm", "sglang"]
 Task = Literal["auto", "generate", "embed"]
+Role = Literal["mixed", "prefill"]
 KV_DISK_BYTES: Final = 10 << 30
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
+ROLES: Final[tuple[Role, ...]] = ("mixed", "prefill")
 
 _model = partial(option, "model")
 _net = partial(option, "network")
@@ -107,6 +109,7 @@ class WorkerConfig(SharedConfig):
     max_step_ms: float | None = _batch(
         None, "objective for the time between tokens: bounds prefills in steps with decodes (default: none)", type=float
     )
+    role: Role = _batch("mixed", "prefill: compute prompts, and let other workers decode (mixed)", choices=ROLES)  # noqa: RUF009 (a field)
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
     max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)
@@ -153,6 +156,8 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if self.max_step_ms is not None and self.engine != "headstart":
             raise ValueError("--max-step-ms is for the built-in engine: bound the steps of the other engine itself")
+        if self.role == "prefill" and not (self.engine == "headstart" and self.prefix_cache == "hash"):
+            raise ValueError("--role prefill needs the built-in engine and --prefix-cache hash: others move no blocks")
         if self.speculate and self.engine != "headstart":
             raise ValueError("--speculate is for the built-in engine: use the option of the other engine")
         if (self.engine == "headstart") != (self.engine_url == ""):

@@ -29,8 +29,9 @@ from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.hints import read_hints
-from server.request.request import Generation, RequestServices
+from server.request.request import Generation
 from server.request.response import ResponseStream
+from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
 from server.schema.intent import Conversation
 from server.usage.account import Account

@@ -81,6 +81,9 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             has_images=bool(self.media),
             text_api="" if self.ask is None else self.ask.call.path,
             num_context_tokens=num_tokens + num_demanded,
+            may_split=self.sampling.max_tokens > 1
+            and self.sampling.prompt_logprobs is None
+            and (self.embed, self.ask) == (None, None),
         )
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:

@@ -6,6 +6,7 @@
       +-- worker lost before a token: from the prompt, on another worker
       +-- worker lost after a token: with the tokens received, on a worker of the same numerics class
       +-- no such worker, the client has no output: from the prompt, on any worker
+      +-- split, at the End of a worker of role "prefill": with its first token, on another worker
     error: no such worker, the client has output
 
 Source: docs/reliability.md, "How it works".
@@ -17,32 +18,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
 from cache.records import WorkerMember
-from cache.types import GatewayId, WorkerIncarnation
+from cache.types import WorkerIncarnation
 from server.errors import InternalError, WorkerLostError
-from server.metrics import GatewayMetrics, known_places
+from server.metrics import known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.engine_answer import EngineAnswer, EngineChoice
 from server.request.hints import NO_HINTS, RoutingHints
-from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
-from server.request.retry_state import RetryState
+from server.request.services import RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
-from server.router.partings import Partings
-from server.router.placement import Placement, Placer
+from server.router.placement import Placement
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.usage.account import PromptTimes
-from server.workers.client import GenerateStream, StallWatch, WorkerClient
+from server.workers.client import GenerateStream
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.common.features import resume_features
 from worker.wire import (
     PROTOCOL_VERSION,
-    BlockSource,
     Embedding,
     End,
     EngineText,
@@ -63,20 +60,6 @@ WORKER_WAIT_S: Final = 0.25
 """Pause before the next search for a worker: one may have returned or started in the pause."""
 
 Deliver = Callable[[list[ChoiceDelta]], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RequestServices:
-    """The parts that every generation of this process shares."""
-
-    gateway_id: GatewayId
-    router: Placer
-    partings: Partings
-    client: WorkerClient
-    watch: StallWatch
-    metrics: GatewayMetrics
-    retry: RetryState
-    limiter: PromptTokenLimiter
 
 
 class Generation:
@@ -114,6 +97,10 @@ class Generation:
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
+        self._prefilled_at: WorkerIncarnation | None = None
+        """The worker of role "prefill" that computed the prompt."""
+        self._is_split = False
+        """The last attempt ended there, as planned."""
         self._is_waiting = False
         """The prompt counts as waiting for its first token."""
         self._stopped_early = False
@@ -209,6 +196,8 @@ class Generation:
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
             request = replace(request, numerics=self._numerics, required=required, num_context_tokens=num_tokens)
+        if self._prefilled_at is not None:
+            request = replace(request, prefilled_at=self._prefilled_at)
         return request
 
     def _placed(self, placement: Placement, *, resumed: bool) -> None:
@@ -216,8 +205,11 @@ class Generation:
         if self.worker is None or not self.client_has_output:
             self.worker = placement.worker
             self.promised_tokens = placement.promised_tokens
-        if resumed:
+        if resumed and not self._is_split:
             metrics.resumed.inc()
+        self._is_split = False
+        if placement.is_split:
+            metrics.splits.inc()
         if placement.source is not None:
             metrics.planned_fetches.inc()
         self._numerics = placement.worker.numerics
@@ -243,12 +235,14 @@ class Generation:
         self._history.reached(Stage.SENT)
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
-                request = self._wire_request(worker, placement.source, attempt_carrier(trace))
+                request = self._wire_request(placement, attempt_carrier(trace))
                 stream = self._services.client.generate(worker.url, request)
                 with self._services.watch.watching(stream):
                     async with stream:
                         await self._read(stream, placement, trace, deliver)
-            return
+            if self.finished:
+                return
+            self._prefilled_at, self._is_split = (worker.worker_id, worker.epoch), True
         except (WorkerRefused, WorkerLost, WorkerFailed) as error:
             if not (isinstance(error, WorkerLost) and self.finished):  # else only the End frame is missing
                 self._record_failure(worker, error)
@@ -271,10 +265,11 @@ class Generation:
             if not self.finished:
                 raise
 
-    def _wire_request(
-        self, worker: WorkerMember, source: BlockSource | None, carrier: Mapping[str, str]
-    ) -> GenerateRequest:
-        spec = self.spec
+    def _wire_request(self, placement: Placement, carrier: Mapping[str, str]) -> GenerateRequest:
+        spec, worker = self.spec, placement.worker
+        sampling = spec.sampling_at(worker.max_model_len)
+        if placement.is_split:
+            sampling = replace(sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
         return GenerateRequest(
             request_id=spec.request_id,
             gateway_id=self._services.gateway_id,
@@ -282,7 +277,7 @@ class Generation:
             root=spec.root,
             prompt_ids=spec.prompt_ids,
             choices=tuple([choice.state() for choice in self.choices if not choice.done]),
-            sampling=spec.sampling_at(worker.max_model_len),
+            sampling=sampling,
             priority=spec.priority,
             tenant=spec.tenant,
             weight=spec.weight,
@@ -291,7 +286,7 @@ class Generation:
             traceparent=carrier.get("traceparent", ""),
             tracestate=carrier.get("tracestate", ""),
             adapter=spec.model.adapter,
-            source=source,
+            source=placement.source,
             embed=spec.embed,
             call=None if spec.ask is None else spec.ask.call,
             media=spec.media,
@@ -339,6 +334,9 @@ class Generation:
             case Finished():
                 choice = self._choice(frame.choice)
                 if choice.finish_reason is None:
+                    if placement.is_split and frame.reason == "length":
+                        choice.finish_if_complete(self.spec.sampling_at(placement.worker.max_model_len).max_tokens)
+                        return
                     if frame.reason not in ("stop", "length"):
                         message = f"the worker ended the choice with {frame.reason!r:.80}"
                         raise WorkerFailed(Failed("aborted", message, retryable=True))
@@ -362,7 +360,7 @@ class Generation:
                 stream.completed = True
                 if frame.num_cached_tokens is not None:
                     self._correct(placement, frame.num_cached_tokens)
-                if not self.finished:
+                if not (self.finished or (placement.is_split and all(each.output_ids for each in self.choices))):
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
 
     def _correct(self, placement: Placement, num_cached_tokens: int) -> None:

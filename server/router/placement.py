@@ -31,6 +31,7 @@ from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLo
 from server.router.pending_prefixes import PendingPrefixes
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
+from server.router.split import PREFILL_ONLY, Split, cheapest_split
 from server.router.types import RouteRequest
 from worker.wire import BlockSource
 
@@ -61,11 +62,18 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
     """Empty when every worker is guarded, or predicted to miss the request's budget."""
     num_candidates: int
     """Workers of the model in the fleet; `workers` may be a short list."""
+    split: Split | None = None
+    """The cheapest split with one of the best; None: no pair fits."""
+
+    @property
+    def chosen(self) -> Sequence[WorkerView]:
+        """The workers of which one gets the request."""
+        return (self.split.prefill,) if self.split is not None and self.split.pays else self.best
 
     @property
     def wait_s(self) -> float:
         """How long the request would wait at the chosen worker before its prefill; 0 without one."""
-        return min([worker.wait_s for worker in self.best], default=0.0)
+        return min([worker.wait_s for worker in self.chosen], default=0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +97,8 @@ class Placement:
     """The number of its pending prefix; 0 without one."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the worker found cached; None before its prefill."""
+    is_split: bool = False
+    """The worker computes the prompt and the first token. Another placement follows for the rest."""
 
 
 class Placer(Protocol):
@@ -157,8 +167,7 @@ class Scorer:
         workers = self._views(request, candidates, broken, common_blocks(candidates))
         assigned_s = sum([worker.assigned_s for worker in workers])
         draw = (lambda: 0.5) if dry_run else self._rng.random
-        best = self._best(request, workers, FleetView(self._cost, assigned_s, len(workers), draw))
-        return Decision(request, workers, best, len(workers))
+        return self._decision(request, workers, FleetView(self._cost, assigned_s, len(workers), draw))
 
     def _decide_by_list(
         self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
@@ -173,26 +182,29 @@ class Scorer:
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
         fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
-        best = self._best(request, workers, fleet)
-        return Decision(request, workers, best, len(candidates)) if best else None
+        decision = self._decision(request, workers, fleet)
+        return decision if decision.best else None
 
-    def _best(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[WorkerView]:
-        """Score the unguarded workers, and return those with the lowest score."""
+    def _decision(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Decision:
+        """Score the unguarded workers, and find those with the lowest score and the cheapest split."""
         eligible = _eligible(workers)
         if not eligible:
-            return ()
+            return Decision(request, workers, (), fleet.num_workers)
         scores = self._policy.scores(request, eligible, fleet)
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score
-        return _best(request, eligible)
+        best = _best(request, eligible)
+        split = cheapest_split(request, workers, best, fleet) if self._policy.splits else None
+        return Decision(request, workers, best, fleet.num_workers, split)
 
     def place(self, decision: Decision) -> Placement:
-        """Choose one of the best workers at random, and count the request there."""
-        request, best, now_s = decision.request, decision.best, self._clock()
+        """Choose one of the best workers at random, or the split that pays, and count the request there."""
+        request, best, now_s = decision.request, decision.chosen, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
         self._policy.on_dispatch(request, chosen)
-        longest = max([worker.matched_tokens for worker in decision.workers])
-        self._return_share.add(longest, request.num_prompt_tokens, now_s)
+        if request.prefilled_at is None:  # else the prompt has been counted
+            longest = max([worker.matched_tokens for worker in decision.workers])
+            self._return_share.add(longest, request.num_prompt_tokens, now_s)
         member = chosen.member
         if (short_list := self._short_lists.get(request.model)) is not None:
             short_list.placed(member.worker_id, chosen.prefill_s)
@@ -216,6 +228,7 @@ class Scorer:
             estimate=chosen.estimate,
             active=chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks),
             pending=pending,
+            is_split=best is not decision.best,
         )
 
     def started(self, placement: Placement, num_cached_tokens: int) -> bool:
@@ -303,7 +316,7 @@ class Scorer:
         rates = sorted([load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0.0])
         peers: PeersByLayout = {}
         if any([load.fetch_tokens_per_s for load in loads]):  # noqa: C419 - a generator takes twice the time
-            peers = find_peers(candidates, broken, request.excluded)
+            peers = find_peers(candidates, broken, request)
         context = DecisionContext(
             request,
             self._cost,
@@ -351,12 +364,14 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return "draining"
     if member.worker_id in broken:
         return BREAKER
-    return SLOW if worker.load.is_slow else None
+    if worker.load.is_slow:
+        return SLOW
+    return PREFILL_ONLY if member.role == "prefill" and not request.embeds else None
 
 
 def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:
-    """Return the unguarded workers. Without one, fall back to slow ones, then to those with an open breaker."""
-    for guard in (None, SLOW, BREAKER):
+    """Return the unguarded workers. Without one, fall back to the slow, those for prompts, and the broken, in turn."""
+    for guard in (None, SLOW, PREFILL_ONLY, BREAKER):
         if eligible := [worker for worker in workers if worker.guard is guard]:
             return eligible
     return []

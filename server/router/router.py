@@ -29,6 +29,7 @@ from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import OTHER_TASK, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
+from server.router.split import Split
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from server.workers.fleet import Fleet
@@ -88,7 +89,7 @@ class Router:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
         found, decision = await self._decide(request)
         if request.may_be_held and (wait_s := decision.wait_s) > 0.0:
-            waiting = _Waiting(request, decision.best[0].prefill_s, asyncio.get_running_loop().create_future())
+            waiting = _Waiting(request, decision.chosen[0].prefill_s, asyncio.get_running_loop().create_future())
             if (held := self.held.add(waiting, request, wait_s, self._clock())) is not None:
                 return await self._wait(held)
         return self._place(decision, found)
@@ -148,7 +149,8 @@ class Router:
             "index": "answered" if found is not None else "no answer: own recent placements used",
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
-            "choice": [worker.member.worker_id for worker in decision.best],
+            "choice": [worker.member.worker_id for worker in decision.chosen],
+            "split": None if decision.split is None else _explained_split(decision.split),
             "workers": [self._explained(worker) for worker in decision.workers],
         }
 
@@ -256,6 +258,18 @@ class Router:
             Candidate(c.member, c.load, 0 if c.member.ends else recent.get(_incarnation(c.member), 0), c.load_age_s)
             for c in candidates
         ]
+
+
+def _explained_split(split: Split) -> dict[str, Any]:
+    return {
+        "prefill": split.prefill.member.worker_id,
+        "decode": split.decode.member.worker_id,
+        "predicted_ttft_s": split.prefill.predicted_ttft_s,
+        "handover_s": split.handover_s,
+        "split_s": split.split_s,
+        "stay_s": split.stay_s,
+        "pays": split.pays,
+    }
 
 
 def _incarnation(member: WorkerMember) -> WorkerIncarnation:

@@ -3,6 +3,7 @@
     holders        of more of the prompt than most, in the index or pending: the longest matches
     least loaded   kept in order by what the last views of them showed
     own            the worker of the request's affinity key
+    of role        "prefill": those that got least work lately
     in turn        a few others, so that no worker's place in the order stays old
 
 A view costs 4 us. So a decision among 1,000 workers costs what one among 30 does, and a pass over their matches.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -27,6 +28,7 @@ SCORE_ALL: Final = 64
 MAX_HOLDERS: Final = 12
 NUM_LEAST_LOADED: Final = 8
 NUM_IN_TURN: Final = 8
+NUM_PREFILLS: Final = 4
 _MAX_KEYS: Final = 4096
 """Affinity keys whose workers are remembered."""
 
@@ -53,6 +55,8 @@ class ShortList:
         """A heap; an entry counts while it is equal to `_load_s`."""
         self._turn = 0
         self._own: dict[str, WorkerId] = {}
+        self._prefills: list[WorkerId] = []
+        """Workers of role "prefill"."""
 
     def choose(
         self, request: RouteRequest, candidates: Sequence[Candidate], pending: Iterable[WorkerIncarnation]
@@ -75,6 +79,8 @@ class ShortList:
         chosen = {candidate.member.worker_id for _, candidate in holders}
         chosen.update(worker_id for worker_id, _ in pending if worker_id in by_id)
         chosen.update(self._least_loaded())
+        if self._prefills:
+            chosen.update(heapq.nsmallest(NUM_PREFILLS, self._prefills, key=self._assigned_s.__getitem__))
         own = self._own_worker(request.affinity_key, candidates) if request.affinity_key else None
         if own is not None:
             chosen.add(own)
@@ -132,8 +138,9 @@ class ShortList:
             heapq.heappush(order, entry)
         return [worker_id for _, worker_id in found]
 
-    def _join(self, workers: Iterable[WorkerId]) -> None:
+    def _join(self, workers: Mapping[WorkerId, Candidate]) -> None:
         """Begin with these workers; new ones count as idle."""
+        self._prefills = [name for name, candidate in workers.items() if candidate.member.role == "prefill"]
         self._load_s = {worker_id: self._load_s.get(worker_id, 0.0) for worker_id in workers}
         self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in self._load_s}
         self.assigned_s = sum(self._assigned_s.values())

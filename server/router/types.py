@@ -77,6 +77,11 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     weight: float = 1.0
     """The tenant's, for its turns in the hold queue."""
 
+    may_split: bool = False
+    """One worker may compute the prompt and the first token, and another one the rest."""
+    prefilled_at: WorkerIncarnation | None = None
+    """The worker that has done so: it holds the prompt's blocks, whether or not the index has them yet."""
+
     @property
     def may_be_held(self) -> bool:
         """True if it may wait at the gateway: it is new, has no budget, and may go to any worker."""

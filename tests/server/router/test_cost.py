@@ -178,7 +178,7 @@ def test_pending_blocks_are_not_there_to_be_fetched() -> None:
 
 def test_the_least_loaded_of_equal_peers_gives() -> None:
     busy, idle = (Candidate(mover(n), report(num_running=r), 40) for n, r in (("busy", 5), ("idle", 1)))
-    peers = find_peers([busy, idle], (), ())[("m", LAYOUT)]
+    peers = find_peers([busy, idle], (), make_request(chain(50)))[("m", LAYOUT)]
     assert peers.num_blocks == 40
     assert Fleets().router.scorer.choose_peer(peers.holders).worker_id == "idle"
     scorer, twin = Fleets().router.scorer, Candidate(mover("twin"), report(num_running=1), 40)

@@ -1,0 +1,27 @@
+"""The parts that every generation of this process shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache.types import GatewayId
+from server.metrics import GatewayMetrics
+from server.request.queue_limit import PromptTokenLimiter
+from server.request.retry_state import RetryState
+from server.router.partings import Partings
+from server.router.placement import Placer
+from server.workers.client import StallWatch, WorkerClient
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RequestServices:
+    """The parts that every generation of this process shares."""
+
+    gateway_id: GatewayId
+    router: Placer
+    partings: Partings
+    client: WorkerClient
+    watch: StallWatch
+    metrics: GatewayMetrics
+    retry: RetryState
+    limiter: PromptTokenLimiter
