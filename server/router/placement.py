@@ -165,9 +165,10 @@ class Scorer:
             if decision is not None:
                 return decision
         workers = self._views(request, candidates, broken, common_blocks(candidates))
-        assigned_s = sum([worker.assigned_s for worker in workers])
+        shared = [worker.assigned_s for worker in workers if worker.member.role != "prefill"]
         draw = (lambda: 0.5) if dry_run else self._rng.random
-        return self._decision(request, workers, FleetView(self._cost, assigned_s, len(workers), draw))
+        fleet = FleetView(self._cost, sum(shared), max(1, len(shared)), draw)
+        return self._decision(request, workers, fleet, len(candidates))
 
     def _decide_by_list(
         self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
@@ -181,21 +182,24 @@ class Scorer:
         if not unguarded or (listed.own is not None and listed.own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
-        fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
-        decision = self._decision(request, workers, fleet)
+        num_workers = max(1, len(candidates) - len(short_list.prefills))
+        fleet = FleetView(self._cost, short_list.assigned_s, num_workers, self._rng.random, common_tokens)
+        decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
 
-    def _decision(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Decision:
+    def _decision(
+        self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView, num_candidates: int
+    ) -> Decision:
         """Score the unguarded workers, and find those with the lowest score and the cheapest split."""
         eligible = _eligible(workers)
         if not eligible:
-            return Decision(request, workers, (), fleet.num_workers)
+            return Decision(request, workers, (), num_candidates)
         scores = self._policy.scores(request, eligible, fleet)
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score
         best = _best(request, eligible)
         split = cheapest_split(request, workers, best, fleet) if self._policy.splits else None
-        return Decision(request, workers, best, fleet.num_workers, split)
+        return Decision(request, workers, best, num_candidates, split)
 
     def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, or the split that pays, and count the request there."""

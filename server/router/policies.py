@@ -25,7 +25,7 @@ _RENDEZVOUS_SEED: Final = b"3"
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """The fleet as one decision sees it."""
+    """The fleet as one decision sees it, without its workers of role "prefill"."""
 
     cost: CostModel
     assigned_s: float

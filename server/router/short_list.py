@@ -48,14 +48,14 @@ class ShortList:
 
     def __init__(self) -> None:
         self.assigned_s = 0.0
-        """Prefill seconds assigned to all workers, by the last view of each."""
+        """Prefill seconds assigned to all workers but `prefills`, by the last view of each."""
         self._load_s: dict[WorkerId, float] = {}
         self._assigned_s: dict[WorkerId, float] = {}
         self._order: list[tuple[float, WorkerId]] = []
         """A heap; an entry counts while it is equal to `_load_s`."""
         self._turn = 0
         self._own: dict[str, WorkerId] = {}
-        self._prefills: list[WorkerId] = []
+        self.prefills: set[WorkerId] = set()
         """Workers of role "prefill"."""
 
     def choose(
@@ -79,8 +79,8 @@ class ShortList:
         chosen = {candidate.member.worker_id for _, candidate in holders}
         chosen.update(worker_id for worker_id, _ in pending if worker_id in by_id)
         chosen.update(self._least_loaded())
-        if self._prefills:
-            chosen.update(heapq.nsmallest(NUM_PREFILLS, self._prefills, key=self._assigned_s.__getitem__))
+        if self.prefills:
+            chosen.update(heapq.nsmallest(NUM_PREFILLS, self.prefills, key=self._assigned_s.__getitem__))
         own = self._own_worker(request.affinity_key, candidates) if request.affinity_key else None
         if own is not None:
             chosen.add(own)
@@ -117,7 +117,8 @@ class ShortList:
             self._assign(worker_id, self._assigned_s[worker_id] + prefill_s)
 
     def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
-        self.assigned_s += assigned_s - self._assigned_s[worker_id]
+        if worker_id not in self.prefills:
+            self.assigned_s += assigned_s - self._assigned_s[worker_id]
         self._assigned_s[worker_id] = assigned_s
 
     def _set(self, worker_id: WorkerId, load_s: float) -> None:
@@ -140,10 +141,10 @@ class ShortList:
 
     def _join(self, workers: Mapping[WorkerId, Candidate]) -> None:
         """Begin with these workers; new ones count as idle."""
-        self._prefills = [name for name, candidate in workers.items() if candidate.member.role == "prefill"]
+        self.prefills = {name for name, candidate in workers.items() if candidate.member.role == "prefill"}
         self._load_s = {worker_id: self._load_s.get(worker_id, 0.0) for worker_id in workers}
         self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in self._load_s}
-        self.assigned_s = sum(self._assigned_s.values())
+        self.assigned_s = sum(seconds for name, seconds in self._assigned_s.items() if name not in self.prefills)
         self._own.clear()
         self._turn = 0
         self._sort()

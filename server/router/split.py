@@ -58,9 +58,10 @@ def cheapest_split(
     if not prefills or not rate or not member.layout:
         return None
     beta = cost.beta(fleet.assigned_s, fleet.num_workers)
+    prefill_beta = cost.beta(sum(worker.assigned_s for worker in prefills), len(prefills))
     prefills_s = [
         cost_s + worker.report_age_s * fleet.draw()
-        for worker, cost_s in zip(prefills, cost.costs_s(prefills, beta), strict=True)
+        for worker, cost_s in zip(prefills, cost.costs_s(prefills, prefill_beta), strict=True)
     ]
     least_s = min(prefills_s)
     num_full = len(request.hashes) * member.block_size

@@ -49,12 +49,12 @@ class MovingWorker(SharedWorker):
                 continue
             if sum(plan.tier_tokens):
                 seconds = sum(plan.tier_tokens) / self.model.tier_tokens_per_s[0]
-                job.loaded_s = _transfer(now_s, seconds, self.tier_link)
+                job.loaded_s = transfer(now_s, seconds, self.tier_link)
             if plan.peer_tokens:
                 source = job.placement.source
                 assert source is not None, "a plan without its source"
                 seconds = plan.peer_tokens / self.model.fetch_tokens_per_s
-                job.loaded_s = _transfer(job.loaded_s, seconds, self.link, self.peers[source.url].link)
+                job.loaded_s = transfer(job.loaded_s, seconds, self.link, self.peers[source.url].link)
             job.num_cached_tokens = plan.end_tokens
         return admitted
 
@@ -94,7 +94,7 @@ class MovingWorker(SharedWorker):
         return cheapest_plan(request.num_prompt_tokens, num_pool_tokens, rate, tiers, peer_end_tokens, fetch_rate)
 
 
-def _transfer(now_s: float, duration_s: float, *links: Link) -> float:
+def transfer(now_s: float, duration_s: float, *links: Link) -> float:
     """Hold the links as soon as all are free; return when the transfer ends."""
     end_s = max(now_s, *(link.free_s for link in links)) + duration_s
     for link in links:

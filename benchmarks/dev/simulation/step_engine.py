@@ -60,10 +60,15 @@ class StepWorker(SimulatedWorker):
             request = job.request
             job.num_cached_tokens = min(job.num_cached_tokens, request.num_prompt_tokens - 1)
             job.started_s = now_s
-            num_pending = request.num_prompt_tokens - job.num_cached_tokens
-            self.running.append(Running(job, num_pending, max(0, request.num_output_tokens - 1)))
+            self.start(job)
             admitted.append(job)
         return admitted
+
+    def start(self, job: Job) -> None:
+        """Let the request join the steps."""
+        num_known, num_tokens = int(job.is_rest), job.request.num_prompt_tokens - job.num_cached_tokens
+        num_left = 0 if job.placement.is_split else max(0, job.request.num_output_tokens - 1 - num_known)
+        self.running.append(Running(job, num_tokens + num_known, num_left))
 
     def begin_step(self, now_s: float) -> float | None:
         """Plan a step, or the steps up to the next end of a decode; return when they end, or None without work."""

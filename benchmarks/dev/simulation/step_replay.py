@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from benchmarks.dev.simulation.engine import EngineModel, SimulatedWorker
+from benchmarks.dev.simulation.engine import EngineModel, Job, SimulatedWorker
 from benchmarks.dev.simulation.fleet import Fleet, ReplaySettings
 from benchmarks.dev.simulation.outcomes import Outcome
 from benchmarks.dev.simulation.replay import Replay
@@ -41,11 +41,13 @@ class StepFleet(Fleet):
         self._max_step_s = max_step_s
 
     def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> StepWorker:
-        objective = None
-        if self._max_step_s is not None:
-            token_s = 1.0 / model.prefill_tokens_per_s
-            objective = StepObjective(self._max_step_s, 16, token_s, model.decode_step_s / token_s)
-        return StepWorker(member, model, cache, self._settings.report_s, objective=objective)
+        return StepWorker(member, model, cache, self._settings.report_s, objective=self._objective(model))
+
+    def _objective(self, model: EngineModel) -> StepObjective | None:
+        if self._max_step_s is None:
+            return None
+        token_s = 1.0 / model.prefill_tokens_per_s
+        return StepObjective(self._max_step_s, 16, token_s, model.decode_step_s / token_s)
 
 
 class StepReplay(Replay):
@@ -57,15 +59,19 @@ class StepReplay(Replay):
         make_policy: Callable[[], Policy],
         settings: ReplaySettings,
         max_step_s: float | None = None,
+        fleet: StepFleet | None = None,
     ) -> None:
         self._token_s: dict[int, float] = {}
-        Replay.__init__(self, workload, make_policy, settings, StepFleet(workload, settings, max_step_s))
+        self._gaps: Counter[int] = Counter()
+        """Times between tokens of different workers, in ticks."""
+        fleet = fleet or StepFleet(workload, settings, max_step_s)
+        Replay.__init__(self, workload, make_policy, settings, fleet)
 
     def token_times(self) -> TokenTimes:
         """Run, once."""
         outcome = self.run()
         scored = self._arrivals[int(len(self._arrivals) * self._settings.warmup_share) :]
-        times: Counter[int] = Counter()
+        times = self._gaps.copy()
         for worker in self._workers.values():
             assert isinstance(worker, StepWorker)
             times.update(worker.token_times)
@@ -76,10 +82,13 @@ class StepReplay(Replay):
         assert isinstance(worker, StepWorker)
         if worker.steps is None:
             for job in worker.admit(self._now_s):
-                self._begun(worker, job)
+                self._admitted(worker, job)
             self._end_at(worker, worker.begin_step(self._now_s))
         else:
             self._end_at(worker, worker.interrupted(self._now_s))
+
+    def _admitted(self, worker: StepWorker, job: Job) -> None:
+        self._begun(worker, job)
 
     def _end_at(self, worker: StepWorker, end_s: float | None) -> None:
         if end_s is None:
@@ -95,12 +104,15 @@ class StepReplay(Replay):
         for job in first:
             self._first_token(job)
         for job in last:
-            ttft_s, num_later = self._ttft_s[job.request.number], job.request.num_output_tokens - 1
-            decode_s = self._now_s - job.arrival_s - ttft_s
-            self._token_s[job.request.number] = decode_s / num_later if num_later > 0 else 0.0
-            self._decoded(worker, job)
+            self._ended(worker, job)
         if worker.steps is None:
             self._begin(worker)
+
+    def _ended(self, worker: StepWorker, job: Job) -> None:
+        ttft_s, num_later = self._ttft_s[job.request.number], job.request.num_output_tokens - 1
+        decode_s = self._now_s - job.arrival_s - ttft_s
+        self._token_s[job.request.number] = decode_s / num_later if num_later > 0 else 0.0
+        self._decoded(worker, job)
 
 
 def quantile(times: Counter[int], share: float) -> float:
