@@ -98,6 +98,7 @@ class SplitReplay(StepReplay):
         StepReplay.__init__(self, workload, make_policy, settings, max_step_s, fleet)
 
     def _admitted(self, worker: StepWorker, job: Job) -> None:
+        assert isinstance(worker, SplitWorker)
         if job.loaded_s > self._now_s:
             self._at(job.loaded_s, partial(self._arrived, worker, job))
         else:

@@ -65,7 +65,7 @@ class StepWorker(SimulatedWorker):
         return admitted
 
     def start(self, job: Job) -> None:
-        """Let the request join the steps."""
+        """Add the request to the steps."""
         num_known, num_tokens = int(job.is_rest), job.request.num_prompt_tokens - job.num_cached_tokens
         num_left = 0 if job.placement.is_split else max(0, job.request.num_output_tokens - 1 - num_known)
         self.running.append(Running(job, num_tokens + num_known, num_left))
