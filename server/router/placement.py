@@ -270,7 +270,7 @@ class Scorer:
         if placement.pending:
             self._pending.cancel(placement.pending)
         now_s = self._clock()
-        if placement.estimate.close(active, now_s) and active.started_s is not None:
+        if placement.estimate.close(active, now_s) and active.started_s is not None and not placement.is_split:
             self._residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
 
     def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
