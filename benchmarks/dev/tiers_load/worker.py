@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -49,6 +49,9 @@ class Answer:
     cached_tokens: int = 0
     loaded_tokens: dict[str, int] | None = None
     token_ids: tuple[int, ...] = ()
+    gaps_s: list[float] = field(default_factory=list)
+    """Times between tokens."""
+    last_s: float = 0.0
 
     def add(self, frame: Frame, now_s: float) -> None:
         """Take a frame that arrived `now_s` after the request. Raises SystemExit for a failure."""
@@ -56,7 +59,9 @@ class Answer:
             case Started():
                 self.cached_tokens, self.loaded_tokens = frame.num_cached_tokens, frame.loaded_tokens
             case Tokens():
-                self.ttft_s = self.ttft_s or now_s
+                if self.ttft_s:
+                    self.gaps_s.append(now_s - self.last_s)
+                self.ttft_s, self.last_s = self.ttft_s or now_s, now_s
                 self.token_ids += frame.token_ids
             case End():
                 self.queue_s = frame.queue_s
@@ -109,15 +114,21 @@ class BenchWorker:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def ask(self, prompt_ids: Sequence[int], num_tokens: int, source: BlockSource | None = None) -> Answer:
-        """Return the greedy answer of `num_tokens` tokens. Any thread may ask."""
+    def ask(
+        self,
+        prompt_ids: Sequence[int],
+        num_tokens: int,
+        source: BlockSource | None = None,
+        output_ids: tuple[int, ...] = (),
+    ) -> Answer:
+        """Return the greedy answer of `num_tokens` tokens, from after its first `output_ids`. Any thread may ask."""
         request = GenerateRequest(
             request_id=uuid.uuid4().hex,
             gateway_id="bench",
             epoch=self.epoch,
             root=_ROOT,
             prompt_ids=list(prompt_ids),
-            choices=(ChoiceState(0, 0),),
+            choices=(ChoiceState(0, 0, output_ids),),
             sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
             source=source,
         )
@@ -133,7 +144,7 @@ class BenchWorker:
                     answer.add(frame, now_s)
         finally:
             connection.close()
-        if len(answer.token_ids) != num_tokens:
+        if len(output_ids) + len(answer.token_ids) != num_tokens:
             raise SystemExit(f"a worker gave {len(answer.token_ids)} of {num_tokens} tokens")
         return answer
 
