@@ -59,9 +59,9 @@ def simulated_figures(options: Namespace) -> Iterator[Figure]:
         for load in options.loads
         for num_prefill in (0, *options.prefill)
     ]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(cells, pool.map(simulate, cells, [options] * len(cells)), strict=True))
-    yield from _figures(found)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:  # one job needs none
+        apply = map if options.jobs == 1 else pool.map
+        yield from _figures(dict(zip(cells, apply(simulate, cells, [options] * len(cells)), strict=True)))
 
 
 @cache
