@@ -71,6 +71,8 @@ class PrefixFetch:
     started_s: float
     deadline_s: float
     lock: threading.Lock = field(default_factory=threading.Lock)
+    in_background: bool = False
+    """No sequence waited for it when it began."""
     num_arrived: int = 0
     """Blocks of the chain that are in the pool. Under `lock`, like `ended`."""
     ended: bool = False
@@ -130,6 +132,11 @@ class FetchQueue:
         if num_cached_blocks >= len(hashes):
             return False
         other = self._fetches.get(hashes[num_cached_blocks])
+        if other is not None and other.in_background and sequence.request.wire.source is not None:
+            self._end(other)  # its peer sends slowly, and this sequence has a peer that sends at once
+            num_cached_blocks, other = sequence.count_cached(self._allocator) // self._allocator.block_size, None
+            if num_cached_blocks >= len(hashes):
+                return False
         if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
             compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
             other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
@@ -165,7 +172,7 @@ class FetchQueue:
         is_busy = len(self.active) > self._num_threads // 2 or any(each in self._fetches for each in hashes)
         if is_busy or source.start >= source.stop:
             return None
-        return self._reserve(root, hashes, [source], deadline_s)
+        return self._reserve(root, hashes, [source], deadline_s, in_background=True)
 
     def poll(self, now_s: float) -> None:
         """Make findable what has arrived. End the fetches that are complete or late."""
@@ -177,7 +184,8 @@ class FetchQueue:
                 self._end(fetch)
             elif now_s >= fetch.deadline_s:
                 self._end(fetch)
-                late.rate.add(0, now_s - fetch.started_s, now_s)
+                if not fetch.in_background:
+                    late.rate.add(0, now_s - fetch.started_s, now_s)
 
     def stop(self) -> None:
         self.give_up_all()
@@ -216,13 +224,27 @@ class FetchQueue:
         return sequence.fetch is not None
 
     def _reserve(
-        self, root: BlockHash, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], deadline_s: float
+        self,
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        sources: Sequence[FetchSource],
+        deadline_s: float,
+        *,
+        in_background: bool = False,
     ) -> PrefixFetch | None:
         allocation = self._allocator.reserve(root, hashes)
         if allocation is None:
             return None
         links = [ChainLink(each, hashes[n - 1] if n else root, n) for n, each in enumerate(hashes)]
-        fetch = PrefixFetch(links, sources, allocation, time.monotonic(), deadline_s, num_arrived=allocation.num_filled)
+        fetch = PrefixFetch(
+            links,
+            sources,
+            allocation,
+            time.monotonic(),
+            deadline_s,
+            in_background=in_background,
+            num_arrived=allocation.num_filled,
+        )
         self.active.append(fetch)
         self._fetches.update(dict.fromkeys(hashes[sources[0].start :], fetch))
         self._jobs.put(fetch)
@@ -272,7 +294,7 @@ class FetchQueue:
                         num_read += 1
                         yield
             finally:
-                if num_read:  # a miss does not measure the rate
+                if num_read and not fetch.in_background:  # neither a miss nor a slow peer measures the rate
                     now_s = time.monotonic()
                     source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
 

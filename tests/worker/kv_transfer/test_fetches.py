@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+from msgspec import structs
 
 from cache.allocators.hash import HashAllocator
 from cache.store import ChainLink
@@ -20,6 +21,7 @@ from worker.contracts.rates import PrefillRate, TransferRate
 from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.scheduler.request import Request, TokenSequence, split_into_sequences
+from worker.wire import BlockSource
 
 NUM_BLOCKS = 33
 
@@ -282,6 +284,29 @@ def test_the_wait_for_an_adopted_chain_is_bounded(make_fetches) -> None:
     assert fetch.deadline_s < time.monotonic() + HANG_S
     fetches.queue.poll(fetch.deadline_s)
     assert not fetches.queue.is_fetching(sequence)
+    fetches.assert_idle()
+
+
+def test_a_request_with_a_peer_takes_over_a_background_fetch(make_fetches) -> None:
+    """The peer sends slowly in the background. What has come stays, and does not count as the peer's rate."""
+    slow, fast = Source(), Source()
+    slow.gate.clear()
+    slow.hangs_at = 2
+    fetches = make_fetches(fast)
+    sequence = fetches.sequence(5)
+    hashes = sequence.hash_blocks(BLOCK_SIZE)
+    adopted = FetchSource("peer", 0, 5, slow.rate, slow.open)
+    fetch = fetches.queue.fetch_chain(ROOT, hashes, adopted, time.monotonic() + 1e6)
+    assert fetch is not None
+    wait_until(lambda: len(slow.read_blocks) == 2 and fetch.num_arrived == 2)
+    sequence.request.wire = structs.replace(sequence.request.wire, source=BlockSource("http://peer", "e", 5))
+    assert fetches.start(sequence)
+    assert fetch.ended
+    assert fetches.run(sequence) == 5
+    assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE}
+    slow.gate.set()
+    assert slow.closing.acquire(timeout=HANG_S)
+    assert slow.rate.tokens_per_s(time.monotonic()) == 1e6
     fetches.assert_idle()
 
 
