@@ -117,6 +117,9 @@ class GatewayConfig(SharedConfig):
         "wait and prefill that nine of ten requests of a model should not exceed: `headstart_workers_needed` is for it"
         " (default 3)",
     )
+    max_copies: int = _fleet(
+        4, "copies of hot prefixes to other workers that are made at a time; 0: none (default 4)", least=0
+    )
     policy: str = _fleet("headstart", "routing policy (default headstart)", choices=tuple(POLICIES))
     max_images: int = _api(32, "images of a request, for engines that take them; 0: none (default 32)", least=0)
     max_image_bytes: int = _api(

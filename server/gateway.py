@@ -130,6 +130,8 @@ class Gateway:
             policy=config.policy,
             hold_s=config.hold_s,
             scale_objective_s=config.scale_objective_s,
+            send_copy=self._client.adopt,
+            max_copies=config.max_copies,
         )
         self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(

@@ -179,6 +179,8 @@ class GatewayMetrics:
         )
         self._placed_tokens.start(*PLACES)
         self.planned_fetches = metric("planned_fetches", "Requests sent with a peer to fetch blocks from.")
+        self.copies = metric("chain_copies", "Copies of hot prefixes to other workers.", "end")
+        self.copies.start("made", "failed")
         self._promise_errors = metric(
             "promise_error_tokens", "Cached tokens promised too many or too few.", "direction"
         )

@@ -79,6 +79,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             weight=self.weight,
             embeds=self.embed is not None or (self.ask is not None and self.ask.call.pools),
             has_images=bool(self.media),
+            root=self.root,
             text_api="" if self.ask is None else self.ask.call.path,
             num_context_tokens=num_tokens + num_demanded,
             may_split=self.sampling.max_tokens > 1

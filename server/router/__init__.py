@@ -6,4 +6,5 @@ placement         one decision and its Placement          held_requests   the qu
 types             RouteRequest, NoWorkerError             index_accuracy  predicted against found tokens
 pending_prefixes  blocks that are being computed          decisions       a sample for the dashboard
 prefix_tree       the tree of shared prefixes             partings        where conversations part
+copies            more homes for hot chains
 """

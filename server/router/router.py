@@ -10,17 +10,19 @@ The lookup is awaited. Everything after it happens in one turn of the event loop
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from cache.records import Candidate, PrefixIndex, WorkerMember
-from cache.types import GatewayId, WorkerIncarnation
+from cache.types import BlockHash, GatewayId, WorkerIncarnation
 from server.metrics import GatewayMetrics
+from server.router.copies import CopyPlan, CopyPlanner
 from server.router.cost import WorkerView
 from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
@@ -32,10 +34,17 @@ from server.router.prefix_tree import PrefixTree
 from server.router.split import Split
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
+from server.workers.connection import WorkerLost
 from server.workers.fleet import Fleet
+
+logger = logging.getLogger(__name__)
 
 MAX_RECENT_BLOCKS: Final = 1 << 20
 RETRY_AFTER_S: Final = 1.0
+
+
+SendCopy = Callable[[str, WorkerMember, BlockHash, Sequence[BlockHash]], Awaitable[int]]
+"""`WorkerClient.adopt`."""
 
 
 class _Waiting(msgspec.Struct, eq=False):
@@ -60,6 +69,8 @@ class Router:
         policy: str = "headstart",
         hold_s: float = 0.0,
         scale_objective_s: float = 3.0,
+        send_copy: SendCopy | None = None,
+        max_copies: int = 0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -67,6 +78,7 @@ class Router:
 
         `hold_s`: requests that would wait longer at their worker wait here (see `HeldRequests`); 0.0: none does.
         `scale_objective_s`: see `WorkersNeeded`.
+        `send_copy` makes copies of hot chains, of which `max_copies` are in flight.
         """
         self._index = index
         self.fleet = fleet
@@ -76,6 +88,9 @@ class Router:
         self.decisions = DecisionLog()
         self.prefix_tree = PrefixTree(clock)
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random())
+        self.copies = CopyPlanner(clock, max_copies if send_copy is not None else 0)
+        self._send_copy = send_copy
+        self._copying: set[asyncio.Task[None]] = set()
         self.held = HeldRequests[_Waiting](hold_s)
         self._releasing: asyncio.Task[None] | None = None
         """Runs while requests are held."""
@@ -110,7 +125,24 @@ class Router:
             raise _no_worker(decision)
         placement = self.scorer.place(decision)
         self.decisions.decided(decision, placement, self._clock(), index_answered=found is not None)
+        if (plan := self.copies.placed(decision)) is not None:
+            self.copies.begun(plan)
+            task = asyncio.create_task(self._copy(plan))
+            self._copying.add(task)
+            task.add_done_callback(self._copying.discard)
         return placement
+
+    async def _copy(self, plan: CopyPlan) -> None:
+        """Make a copy. One that fails changes nothing."""
+        assert self._send_copy is not None, "copies are planned without a sender"
+        num_blocks = 0
+        try:
+            num_blocks = await self._send_copy(plan.target.url, plan.source, plan.root, plan.hashes)
+        except WorkerLost as error:
+            logger.info("no copy to %s: %s", plan.target.worker_id, error)
+        finally:
+            self.copies.ended(plan)
+            self._metrics.copies.inc("made" if num_blocks else "failed")
 
     async def _wait(self, held: HeldRequest[_Waiting]) -> Placement:
         """Wait for a held request's placement. Raises NoWorkerError."""
@@ -144,6 +176,7 @@ class Router:
         """Return how `place` would score each worker, and which it would choose. Places nothing."""
         found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken(), dry_run=True)
+        plan = self.copies.plan(decision)
         return {
             "policy": self.policy,
             "index": "answered" if found is not None else "no answer: own recent placements used",
@@ -151,6 +184,7 @@ class Router:
             "prompt_blocks": len(request.hashes),
             "choice": [worker.member.worker_id for worker in decision.chosen],
             "split": None if decision.split is None else _explained_split(decision.split),
+            "copy": None if plan is None else plan.describe() | {"in_flight": self.copies.is_in_flight(plan)},
             "workers": [self._explained(worker) for worker in decision.workers],
         }
 

@@ -76,6 +76,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     tenant: str = ""
     weight: float = 1.0
     """The tenant's, for its turns in the hold queue."""
+    root: BlockHash = BlockHash(b"")
+    """The parent of the first block; empty: no chain of it is copied."""
 
     may_split: bool = False
     """One worker may compute the prompt and the first token, and another one the rest."""

@@ -13,6 +13,7 @@ from typing import Any, Final, Self, TypeVar
 import msgspec
 
 from cache.records import WorkerMember, WorkerState
+from cache.types import BlockHash
 from server.workers.connection import (
     ConnectionPool,
     HttpConnection,
@@ -42,6 +43,8 @@ MAX_ANSWER_BYTES: Final = 256 * 1024
 MAX_BUNDLE_BYTES: Final = 256 << 20
 PROBE_TIMEOUT_S: Final = 2.0
 ACTION_TIMEOUT_S: Final = 10.0
+ADOPT_TIMEOUT_S: Final = 15.0
+"""More than the worker's own time for it."""
 BUNDLE_TIMEOUT_S: Final = 30.0
 RENDER_TIMEOUT_S: Final = 60.0
 NUM_PROBES: Final = 2
@@ -138,6 +141,13 @@ class WorkerClient(ConnectionPool):
         except WorkerElsewhere as there:
             answer = await self._exchange(there.proven_url, b"GET /state", PROBE_TIMEOUT_S)
         return _decoded(url, answer, WorkerState)
+
+    async def adopt(self, url: str, peer: WorkerMember, root: BlockHash, hashes: Sequence[BlockHash]) -> int:
+        """Ask a worker to fetch a chain from a peer. Return the number of blocks that came. Raises WorkerLost."""
+        chain = {"root": root, "hashes": b"".join(hashes)}
+        body = {"url": peer.url, "epoch": peer.epoch, "layout": peer.layout, "chains": [chain]}
+        answer = await self._exchange(url, b"POST /adopt", ADOPT_TIMEOUT_S, msgspec.msgpack.encode(body))
+        return _decoded(url, answer, dict[str, int]).get("adopted_blocks", 0)
 
     async def bundle(self, url: str) -> TokenizerBundle:
         """Return the worker's tokenizer bundle. Raises WorkerLost."""

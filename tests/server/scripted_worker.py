@@ -24,6 +24,7 @@ from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from tests.members import make_member
 from tests.waiting import until as until
 from worker.common.proof import PROVE_PATH, gateway_token, new_instance, prove
+from worker.contracts.exchange import Handover
 from worker.wire import (
     End,
     Failed,
@@ -37,6 +38,7 @@ from worker.wire import (
     Tokens,
     pack,
     pack_frame,
+    unpack,
     unpack_request,
 )
 
@@ -75,6 +77,8 @@ class ScriptedWorker:
     namespace: str = ""
     embedding_size: int = 0
     unsupported: tuple[str, ...] = ()
+    layout: str = ""
+    adopted: list[Handover] = field(default_factory=list)
 
     def member(self) -> WorkerMember:
         b = self.bundle
@@ -90,6 +94,7 @@ class ScriptedWorker:
             max_model_len=b.max_model_len,
             embedding_size=self.embedding_size,
             unsupported=self.unsupported,
+            layout=self.layout,
         )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
@@ -130,6 +135,7 @@ class ScriptedWorker:
                 Route("/state", self._state),
                 Route("/bundle", self._bundle),
                 Route("/purge", self._purge, methods=["POST"]),
+                Route("/adopt", self._adopt, methods=["POST"]),
             ]
         )
 
@@ -170,7 +176,13 @@ class ScriptedWorker:
         return Response(b"{}")
 
     async def _state(self, http: Request) -> Response:
-        return Response(pack(WorkerState(self.member(), WorkerLoad(prefill_tokens_per_s=self.prefill_tokens_per_s))))
+        rate = self.prefill_tokens_per_s
+        load = WorkerLoad(prefill_tokens_per_s=rate, fetch_tokens_per_s=100 * rate if self.layout else 0.0)
+        return Response(pack(WorkerState(self.member(), load)))
+
+    async def _adopt(self, http: Request) -> Response:
+        self.adopted.append(unpack(await http.body(), Handover))
+        return Response(pack({"adopted_blocks": len(self.adopted[-1].chains[0].block_hashes())}))
 
     async def _purge(self, http: Request) -> Response:
         return Response(b'{"epoch": "epoch-after-purge"}')

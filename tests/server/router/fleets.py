@@ -12,7 +12,7 @@ from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.metrics import GatewayMetrics
 from server.router.placement import Placement
-from server.router.router import Router
+from server.router.router import Router, SendCopy
 from server.router.types import RouteRequest
 from server.workers.connection import WorkerLost
 from server.workers.fleet import Fleet
@@ -77,7 +77,14 @@ def make_request(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest
 class Fleets:
     """A router over a fleet whose workers answer from a dict."""
 
-    def __init__(self, policy: str = "headstart", workers: tuple[str, ...] = (), hold_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        policy: str = "headstart",
+        workers: tuple[str, ...] = (),
+        hold_s: float = 0.0,
+        send_copy: SendCopy | None = None,
+        max_copies: int = 4,
+    ) -> None:
         self.clock = Clock()
         self.index = Index(self.clock)
         self.states: dict[str, WorkerState] = {}
@@ -90,6 +97,8 @@ class Fleets:
             self.metrics,
             policy=policy,
             hold_s=hold_s,
+            send_copy=send_copy,
+            max_copies=max_copies,
             clock=self.clock,
             rng=random.Random(1),
         )
