@@ -16,15 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from cache.records import WorkerState
 from tests.faults.client import Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
-from tests.faults.part import metrics
+from tests.faults.part import Worker, metrics
 from tests.faults.worker_process import Additions
+from worker.contracts.exchange import ChainsWanted, Handover
+from worker.wire import WireError, pack, unpack
 
 pytestmark = pytest.mark.faults
 NUM_KILLS = 100
+COPY_S = 10.0
 NUM_CLIENTS = 8
 NUM_PROMPTS = 48
 POOL_BLOCKS = 400
@@ -143,6 +148,63 @@ async def test_a_hundred_kills(tmp_path: Path, model: Path, rng: random.Random) 
         await asyncio.sleep(INTEGRITY_S + 1.0)
         await check(cluster, asked[:3], expected[:3])
         await asyncio.sleep(1.0)
+        assert all(worker.poll() is None for worker in cluster.workers)
+        for worker in cluster.workers:
+            assert "Traceback" not in worker.log.read_text(errors="replace"), worker.tail()
+
+
+# --- copies on purpose ---------------------------------------------------------------------------------------------
+
+
+def copy_chain(source: Worker, target: Worker, rng: random.Random) -> int:
+    """Ask a worker for one of a peer's chains, as a gateway does. Return the blocks that it took; 0 if one has died."""
+    try:
+        state = unpack(httpx.get(f"{source.url}/state", timeout=COPY_S).content, WorkerState)
+        wanted = ChainsWanted(state.member.epoch, state.member.layout, POOL_BLOCKS)
+        offer = unpack(httpx.post(f"{source.url}/chains", content=pack(wanted), timeout=COPY_S).content, Handover)
+        if not offer.chains:
+            return 0
+        body = pack(Handover(offer.url, offer.epoch, offer.layout, (rng.choice(offer.chains),)))
+        answer = httpx.post(f"{target.url}/adopt", content=body, timeout=COPY_S)
+        return unpack(answer.content, dict[str, int]).get("adopted_blocks", 0)
+    except (httpx.HTTPError, WireError):
+        return 0
+
+
+async def test_a_hundred_kills_in_copies(tmp_path: Path, model: Path, rng: random.Random) -> None:
+    """The worker that gives dies, or the one that takes, while others answer requests."""
+    args = ["--dtype", "float32", "--deterministic", "--num-blocks", str(POOL_BLOCKS)]
+    parts = Topology(num_workers=3, worker_args=args, additions=Additions(step_s=0.02, serve_s=0.002))
+    num_cut, num_blocks = 0, 0
+    with Cluster(tmp_path / "fleet", model, parts) as cluster:
+        asked = bodies(rng)
+        expected = await cold(cluster, asked)
+        clients = Clients(cluster, asked, expected)
+        tasks = [asyncio.create_task(clients.run(rng.random())) for _ in range(NUM_CLIENTS // 2)]
+        try:
+            for number in range(NUM_KILLS):
+                pair = rng.sample(cluster.workers, 2)
+                copy = asyncio.create_task(asyncio.to_thread(copy_chain, *pair, rng))
+                await asyncio.sleep(rng.uniform(0.0, 1.5))
+                num_cut += not copy.done()
+                victim = rng.choice(pair)
+                await asyncio.to_thread(victim.kill)
+                num_blocks += await copy
+                victim.start()
+                await asyncio.to_thread(cluster.wait_ready)
+                assert clients.wrong == [], f"after {number + 1} kills"
+        finally:
+            clients.stopping = True
+            await asyncio.gather(*tasks)
+        print(f"{num_cut} copies cut short, {num_blocks} blocks in the others and {clients.num_answers} answers")
+        assert clients.wrong == []
+        assert num_cut > NUM_KILLS // 4
+        assert num_blocks > 0
+        fresh = [body | {"cache_salt": f"other {number}"} for number, body in enumerate(asked[:4])]
+        assert not await check(cluster, fresh, expected[:4]), "the blocks are another tenant's"
+        await asyncio.to_thread(cluster.assert_quiet, 20.0)
+        await asyncio.sleep(INTEGRITY_S + 1.0)
+        await check(cluster, asked[:3], expected[:3])
         assert all(worker.poll() is None for worker in cluster.workers)
         for worker in cluster.workers:
             assert "Traceback" not in worker.log.read_text(errors="replace"), worker.tail()

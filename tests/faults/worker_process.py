@@ -23,6 +23,7 @@ from cache.store import ChainLink
 from cache.stores.disk import DiskStore
 from worker.contracts.step import Launch, Runner, SequenceResult, Step, StepResult
 from worker.engine.engine import EngineCore
+from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.scheduler import Scheduler
 from worker.wire import SamplingParams
 
@@ -46,6 +47,8 @@ class Additions:
     by SIGKILL."""
     disk_s: float = 0.0
     """Duration of each read and write of a block on disk."""
+    serve_s: float = 0.0
+    """Duration of each read of a block for a peer."""
 
 
 class AddingRunner:
@@ -97,6 +100,15 @@ def _slow_disk(seconds: float) -> type[DiskStore]:
     return SlowDisk
 
 
+def _slow_transfers(seconds: float) -> type[KVTransfers]:
+    class SlowTransfers(KVTransfers):
+        def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
+            time.sleep(seconds)
+            return super().read_record(link, payload)
+
+    return SlowTransfers
+
+
 def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) -> None:
     """The target of a forked process. Never returns."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -111,6 +123,8 @@ def run_worker(argv: Sequence[str], log_path: str, additions: Additions | None) 
             return EngineCore(scheduler, AddingRunner(runner, additions), *args, **options)
 
         worker.loader.EngineCore = with_additions  # type: ignore[assignment, misc]
+        if additions.serve_s:
+            worker.loader.KVTransfers = _slow_transfers(additions.serve_s)  # type: ignore[misc]
         if additions.disk_s:
             worker.loader.DiskStore = _slow_disk(additions.disk_s)  # type: ignore[misc]
     code = worker.main.main(list(argv))
