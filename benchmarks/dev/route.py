@@ -16,7 +16,10 @@ and, after those, what changes:
     _tenants    twenty tenants with Zipf weights, which share no block
     _speeds     every second worker has half the speed of the others
     _churn      a worker dies, and later one with an empty cache joins
-    @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=3,engine=fifo   options for this cell only
+    _hot        a prefix of 30,000 tokens that one worker holds begins 50 requests/s for a minute
+    _ramp       the same, after a minute in which the rate grows
+    _join       a worker joins, after its warm start
+    @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=3,copies=0,warm=0,engine=fifo   options for this cell only
 
 `worst_ratio` is headstart's mean time to first token over that of the best other policy, in the worst cell. `--deep`
 adds combinations of load, gateways and fetching.
@@ -69,6 +72,10 @@ def options_of(argv: list[str]) -> Namespace:
     )
     parser.add_argument(
         "--fetch", type=float, default=0.0, metavar="X", help="blocks come from peers at X times the prefill rate"
+    )
+    parser.add_argument("--copies", type=int, choices=(0, 1), default=1, help="gateways copy hot chains on purpose")
+    parser.add_argument(
+        "--warm", type=float, default=5.0, metavar="S", help="--warm-start-s of the worker that joins (cells _join)"
     )
     parser.add_argument(
         "--lower-tier", type=float, default=0.0, metavar="F", help="a tier of F times the pool below each pool"

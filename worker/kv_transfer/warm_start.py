@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 8
 """Peers that are asked, chosen at random."""
-_NUM_FETCHES: Final = 2
+NUM_FETCHES: Final = 2
 """Chains that come at a time: the engine's other fetch threads stay free for requests."""
-_POOL_SHARE: Final = 0.5
+POOL_SHARE: Final = 0.5
 """The share of the own pool that may be filled."""
 _ASK_SHARE: Final = 0.2
 """The share of the time after which a peer that has not answered is left out."""
@@ -52,22 +52,22 @@ async def warm_start(
     member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], time_s: float
 ) -> Counter[Peer]:
     """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
-    begun_s, room = time.monotonic(), int(_POOL_SHARE * exchange.num_blocks)
+    begun_s, room = time.monotonic(), int(POOL_SHARE * exchange.num_blocks)
     end_s = begun_s + time_s
     peers = [entry.member for entry in peers_of(member, entries) if entry.load.num_free_blocks < entry.load.num_blocks]
     chosen = random.sample(peers, min(MAX_PEERS, len(peers)))
     ask_s = _ASK_SHARE * time_s
     answers = await asyncio.gather(*(asyncio.to_thread(_ask, exchange, peer, room, ask_s) for peer in chosen if room))
-    plan = _plan([answer for answer in answers if answer is not None], room)
+    plan = plan_chains([answer for answer in answers if answer is not None], room)
     fetched = Counter[Peer]()
-    for start in range(0, len(plan), _NUM_FETCHES):
+    for start in range(0, len(plan), NUM_FETCHES):
         if time.monotonic() >= end_s:
             break
         futures = {
             asyncio.wrap_future(
                 exchange.adopt(offer.url, offer.epoch, BlockHash(chain.root), chain.block_hashes())
             ): Peer(offer.url, offer.epoch)
-            for offer, chain in plan[start : start + _NUM_FETCHES]
+            for offer, chain in plan[start : start + NUM_FETCHES]
         }
         done, late = await asyncio.wait(futures, timeout=end_s - time.monotonic())
         for future in done:
@@ -84,7 +84,7 @@ def has_purged(peers: Collection[Peer], entries: Sequence[RegistryEntry]) -> boo
     return any(epochs.get(entry.member.url, entry.member.epoch) != entry.member.epoch for entry in entries)
 
 
-def _plan(offers: Sequence[Handover], room: int) -> list[tuple[Handover, OfferedChain]]:
+def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, OfferedChain]]:
     """Take the peers' chains in turn, the latest first, with at most `room` different blocks."""
     taken: set[BlockHash] = set()
     plan = []

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from benchmarks.dev.route_load.runs import BOUNDS, POOLED, POOLED1
+from benchmarks.dev.simulation.growth import Growth
 from benchmarks.dev.simulation.outcomes import Outcome, Predictions
 from benchmarks.report import Figure
 
@@ -29,9 +30,10 @@ def mean(outcomes: Iterable[Outcome]) -> Outcome:
     means = {
         each.name: statistics.fmean(getattr(o, each.name) for o in listed)
         for each in fields(Outcome)
-        if each.name != "predictions"
+        if each.name not in ("predictions", "growth")
     }
-    return replace(listed[0], **means, predictions=Predictions())
+    growth = {each.name: statistics.fmean(getattr(o.growth, each.name) for o in listed) for each in fields(Growth)}
+    return replace(listed[0], **means, predictions=Predictions(), growth=Growth(**growth))
 
 
 def figures(outcomes: Outcomes) -> list[Figure]:
@@ -51,6 +53,8 @@ def figures(outcomes: Outcomes) -> list[Figure]:
             Figure(f"{name}.max_over_mean_busy", outcome.max_over_mean_busy),
             Figure(f"{name}.predicted_over_actual_p50", outcome.predicted_over_actual_p50, "x"),
         ]
+        growth = {each.name: getattr(outcome.growth, each.name) for each in fields(Growth)}
+        listed += [Figure(f"{name}.{key}", value) for key, value in growth.items() if value and not math.isnan(value)]
     for cell in sorted({cell for policy, cell in means if policy == OURS}):
         ours, bound, bound1 = means[OURS, cell], means[POOLED, cell], means[POOLED1, cell]
         goal = f"<= {GOALS[cell]}" if cell in GOALS else ""

@@ -45,6 +45,7 @@ TIERS: Final = "llm-d-tiers"
 """Where nothing moves it is `LLM_D`, and runs only without that."""
 SPEEDS: Final = "speeds"
 CHURN: Final = "churn"
+JOIN: Final = "join"
 _CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
 _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "load": float,
@@ -52,6 +53,8 @@ _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "fetch": float,
     "lower_tier": float,
     "hold": float,
+    "copies": int,
+    "warm": float,
     "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
 }
 
@@ -81,10 +84,10 @@ class Run:
 def parse_cell(text: str) -> Cell:
     match = _CELL.fullmatch(text)
     variants = match[4].split("_")[1:] if match else []
-    if match is None or not int(match[2]) or not int(match[3]) or {*variants} - {*VARIANTS, SPEEDS, CHURN}:
+    if match is None or not int(match[2]) or not int(match[3]) or {*variants} - {*VARIANTS, SPEEDS, CHURN, JOIN}:
         raise ArgumentTypeError(
             f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8, swe10_n8_x8, conv25_n8@gateways=4 and the like;"
-            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN))}; after @ {', '.join(_OPTIONS)}"
+            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, JOIN))}; after @ {', '.join(_OPTIONS)}"
         )
     options: dict[str, object] = {}
     for option in match[5].split(",") if match[5] else ():
@@ -151,6 +154,9 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         redis=options.index == "redis" and not pooled,
         two_speeds=SPEEDS in cell.variants,
         death_and_join=CHURN in cell.variants,
+        copies=bool(options.copies),
+        join=JOIN in cell.variants,
+        warm_start_s=options.warm,
     )
     return Run(cell, policy, settings, options.load, options.half)
 

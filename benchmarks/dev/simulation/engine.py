@@ -136,22 +136,25 @@ class SimulatedWorker:
     def take(self, now_s: float) -> Job | None:
         """Take the next request that fits from the queue, with its blocks; None: none fits."""
         for at, job in enumerate(self.queue):
-            request, num_answer_blocks = job.request, len(job.request.answer_ids)
-            num_blocks = len(request.block_ids) + num_answer_blocks
-            allocation = self.cache.allocate(num_blocks, request.block_ids, ROOT, hashes=request.chain)
-            if allocation is not None:
+            if self.allocate(job):
                 self.report(now_s)
                 job.room_wait_s += self.total_blocked_s(now_s)
                 del self.queue[at]
-                job.allocation = allocation
-                job.num_cached_tokens = allocation.num_cached_tokens * self.model.block_size
                 self._block(False, now_s)
                 return job
-            assert num_blocks < self.cache.num_blocks, "a prompt larger than the pool"
             if not self.passes:
                 break
         self._block(bool(self.queue), now_s)
         return None
+
+    def allocate(self, job: Job) -> bool:
+        """Give a request its blocks, those cached first. False: they do not fit."""
+        request, num_blocks = job.request, len(job.request.block_ids) + len(job.request.answer_ids)
+        assert num_blocks < self.cache.num_blocks, "a prompt larger than the pool"
+        job.allocation = self.cache.allocate(num_blocks, request.block_ids, ROOT, hashes=request.chain)
+        if job.allocation is not None:
+            job.num_cached_tokens = job.allocation.num_cached_tokens * self.model.block_size
+        return job.allocation is not None
 
     def total_blocked_s(self, now_s: float) -> float:
         return self.blocked_s + (0.0 if self.blocked_since_s is None else now_s - self.blocked_since_s)

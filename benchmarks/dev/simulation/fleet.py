@@ -51,6 +51,12 @@ class ReplaySettings:
     """The index is a real Redis instead of its model in memory."""
     two_speeds: bool = False
     """Every second worker has half the speed of the others."""
+    copies: bool = True
+    """Gateways copy chains to other workers on purpose."""
+    join: bool = False
+    """A worker joins half-way through."""
+    warm_start_s: float = 0.0
+    """`--warm-start-s` of the worker that joins."""
     death_and_join: bool = False
     """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
 
@@ -100,6 +106,8 @@ class Fleet:
         cache = self._pool or HashAllocator(share + 1, 1)
         if settings.moves:
             tier = HashAllocator(int(settings.lower_tier * share) + 1, 1) if settings.lower_tier else None
+            if settings.join:
+                cache.track_chains()
             worker = MovingWorker(member, model, cache, settings.report_s, tier=tier, peers=self._peers)
             self._peers[member.url] = worker
             return worker

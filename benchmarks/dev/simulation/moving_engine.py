@@ -11,14 +11,18 @@ Loads and fetches are planned as in workers: only by seconds, at the rates that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.dev.simulation.engine import Job
 from benchmarks.dev.simulation.shared_engine import SharedWorker
 from benchmarks.dev.simulation.traces import ROOT, TraceRequest
-from cache.allocators.hash import HashAllocator
+from cache.allocators.hash import HashAllocation, HashAllocator
+from cache.types import BlockHash
 from server.router.fetch_plan import FetchPlan, cheapest_plan
+from worker.contracts.exchange import Handover, OfferedChain
+from worker.http.blocks import BACKGROUND_PAUSE
+from worker.kv_transfer.warm_start import NUM_FETCHES, POOL_SHARE, plan_chains
 
 
 @dataclass(slots=True, eq=False)
@@ -35,15 +39,35 @@ class MovingWorker(SharedWorker):
     """All workers, by URL."""
     link: Link = field(default_factory=Link)
     tier_link: Link = field(default_factory=Link)
+    arriving: dict[BlockHash, float] = field(default_factory=dict)
+    """When each block that is being fetched for a request arrives."""
+    computing: set[BlockHash] = field(default_factory=set)
+    held: list[Job] = field(default_factory=list)
+    """Requests whose next block is being computed for another one."""
+    awaiting: set[Job] = field(default_factory=set)
+    """Requests whose blocks are fetched for another one."""
 
     def num_reusable_tokens(self, job: Job) -> int:
         in_pool = SharedWorker.num_reusable_tokens(self, job)
+        first = in_pool // self.model.block_size
+        coming = sum(block in self.arriving or block in self.computing for block in job.request.hashes[first:])
+        if coming:
+            return in_pool + coming * self.model.block_size
         plan = self._plan(job, in_pool)
         return in_pool if plan is None else plan.end_tokens
 
     def admit(self, now_s: float) -> list[Job]:
-        admitted = SharedWorker.admit(self, now_s)
-        for job in admitted:
+        admitted = []
+        for job in SharedWorker.admit(self, now_s):
+            first = job.num_cached_tokens // self.model.block_size
+            if job.request.chain[first] in self.computing:
+                self._hold(job)
+                continue
+            admitted.append(job)
+            if (arrives_s := self.arriving.get(job.request.chain[first])) is not None:
+                job.loaded_s = arrives_s
+                self.awaiting.add(job)
+                continue
             plan = self._plan(job, job.num_cached_tokens)
             if plan is None:
                 continue
@@ -55,17 +79,29 @@ class MovingWorker(SharedWorker):
                 assert source is not None, "a plan without its source"
                 seconds = plan.peer_tokens / self.model.fetch_tokens_per_s
                 job.loaded_s = transfer(job.loaded_s, seconds, self.link, self.peers[source.url].link)
+                stop = plan.end_tokens // self.model.block_size
+                self.arriving |= dict.fromkeys(job.request.chain[first:stop], job.loaded_s)
             job.num_cached_tokens = plan.end_tokens
         return admitted
 
     def start(self, job: Job, now_s: float) -> None:
         """Begin the prefill: the blocks that have come are findable."""
         assert job.allocation is not None
+        if job in self.awaiting:
+            self.awaiting.remove(job)
+            job.allocation.free()
+            assert self.allocate(job), "the blocks that it has released are free"
+        for block in job.request.chain[: job.num_cached_tokens // self.model.block_size]:
+            self.arriving.pop(block, None)
         job.allocation.commit(job.request.block_ids, job.num_cached_tokens // self.model.block_size)
+        self.computing.update(job.request.hashes[job.num_cached_tokens // self.model.block_size :])
         SharedWorker.start(self, job, now_s)
 
     def finish_prefill(self, now_s: float) -> Job:
         job = SharedWorker.finish_prefill(self, now_s)
+        self.computing.difference_update(job.request.hashes)
+        self.queue.extendleft(reversed(self.held))
+        self.held.clear()
         if self.tier is not None:
             request = job.request
             written = self.tier.allocate(len(request.hashes), request.block_ids, ROOT, hashes=request.chain)
@@ -78,6 +114,44 @@ class MovingWorker(SharedWorker):
         """Return the longest prefix in the pool or the tier, both of which are prefix-closed."""
         stores = (self.cache, self.tier)
         return max(s.find(request.block_ids, ROOT, hashes=request.chain) for s in stores if s is not None)
+
+    def _hold(self, job: Job) -> None:
+        """Keep a request in the queue until another one has computed its prefix."""
+        assert job.allocation is not None
+        job.allocation.free()
+        job.allocation = None
+        self.num_active -= 1
+        self.held.append(job)
+
+    def copy(
+        self, hashes: Sequence[BlockHash], source: MovingWorker, now_s: float
+    ) -> tuple[float, HashAllocation] | None:
+        """Begin to fetch a chain for no request, with a part of the link. Return when and where it arrives."""
+        num_held = len(self.cache.find_blocks(hashes))
+        if num_held == len(hashes) or (allocation := self.cache.reserve(ROOT, hashes)) is None:
+            return None
+        pace = 1.0 + BACKGROUND_PAUSE if source.num_decoding or source.num_active else 1.0
+        num_tokens = (len(hashes) - num_held) * self.model.block_size
+        return now_s + pace * num_tokens / self.model.fetch_tokens_per_s, allocation
+
+    def warm_start(self, peers: Sequence[MovingWorker], time_s: float, now_s: float) -> float:
+        """Fetch what peers used last, as workers do before they register. Return the seconds that it takes."""
+        room = int(POOL_SHARE * self.cache.num_blocks)
+        offers = [
+            Handover(peer.member.url, "", "", tuple(OfferedChain.of(chain) for chain in peer.cache.recent_chains(room)))
+            for peer in peers
+        ]
+        took_s = 0.0
+        for offer, chain in plan_chains(offers, room):
+            copy = self.copy(chain.block_hashes(), self.peers[offer.url], now_s)
+            if copy is not None:
+                took_s += (copy[0] - now_s) / NUM_FETCHES
+                if took_s <= time_s:
+                    copy[1].fill(len(chain.block_hashes()))
+                copy[1].free()
+            if took_s > time_s:
+                break
+        return min(took_s, time_s)
 
     def _plan(self, job: Job, num_pool_tokens: int) -> FetchPlan | None:
         """Plan with what is there now: a source may have evicted what it was named for."""

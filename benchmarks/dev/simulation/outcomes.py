@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Self
 
+from benchmarks.dev.simulation.growth import Growth
 from benchmarks.report import percentile
 from server.router.cost import WorkerView
 
@@ -136,6 +137,7 @@ class Outcome:
     num_requests: float
     """Without the warm-up."""
     predictions: Predictions = field(default_factory=Predictions, compare=False)
+    growth: Growth = field(default_factory=Growth, compare=False)
 
     @classmethod
     def of(
@@ -147,6 +149,7 @@ class Outcome:
         busy_s: Sequence[float],
         predicted_over_actual: Iterable[float],
         observed: Iterable[Observed],
+        growth: Growth,
     ) -> Outcome:
         predictions = Predictions()
         for request in observed:
@@ -163,4 +166,5 @@ class Outcome:
             predicted_over_actual_p50=percentile(predicted_over_actual, 0.5),
             num_requests=float(len(ordered)),
             predictions=predictions,
+            growth=growth,
         )

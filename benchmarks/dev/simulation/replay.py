@@ -17,6 +17,7 @@ from typing import Final
 
 from benchmarks.dev.simulation.engine import Job, SimulatedWorker
 from benchmarks.dev.simulation.fleet import MODEL, Fleet, ReplaySettings
+from benchmarks.dev.simulation.growth import Answered, Growth
 from benchmarks.dev.simulation.memory_index import MemoryIndex
 from benchmarks.dev.simulation.moving_engine import MovingWorker
 from benchmarks.dev.simulation.outcomes import Observed, Outcome
@@ -24,9 +25,11 @@ from benchmarks.dev.simulation.redis_backend import RedisBackend
 from benchmarks.dev.simulation.rivals import Rival
 from benchmarks.dev.simulation.shared_engine import SharedWorker
 from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload
+from benchmarks.dev.simulation.variants import HOT
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate
 from cache.types import BlockHash, GatewayId, WorkerId
+from server.router.copies import CopyPlanner
 from server.router.held_requests import RETRY_S, HeldRequests
 from server.router.placement import Decision, Scorer
 from server.router.policies import Policy
@@ -34,6 +37,7 @@ from server.router.types import RouteRequest
 
 DEATH_SHARE: Final = 0.4
 JOIN_SHARE: Final = 0.6
+MAX_COPIES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +98,10 @@ class Replay:
         self._cached: dict[int, tuple[int, int]] = {}
         self._arrivals: list[int] = []
         self._observed: list[Observed] = []
+        self._answered: list[Answered] = []
+        self._num_copies = 0
+        self._joins_s: float | None = None
+        self._copies = [CopyPlanner(lambda: self._now_s, MAX_COPIES) for _ in self._gateways]
 
     def _make_gateway(self, gateway_id: GatewayId, policy: Policy, rng: random.Random) -> tuple[GatewayId, Scorer]:
         settings = self._settings
@@ -114,6 +122,8 @@ class Replay:
             last_s = max(session.start_s for session in self._workload.sessions)
             self._at(DEATH_SHARE * last_s, self._die)
             self._at(JOIN_SHARE * last_s, self._join)
+        if self._settings.join:
+            self._at(JOIN_SHARE * max(session.start_s for session in self._workload.sessions), self._start_warm)
         agenda = self._agenda
         try:
             while agenda:
@@ -129,12 +139,24 @@ class Replay:
 
     # --- workers ------------------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        worker = self._fleet.make_worker()
+    def _start_warm(self) -> None:
+        """Start a worker, which joins when its warm start has ended."""
+        self._joins_s = self._now_s
+        worker, settings = self._fleet.make_worker(), self._settings
+        took_s = 0.0
+        if settings.warm_start_s and isinstance(worker, MovingWorker):
+            peers = [peer for peer in self._live if isinstance(peer, MovingWorker)]
+            took_s = worker.warm_start(peers, settings.warm_start_s, self._now_s)
+        self._at(self._now_s + took_s, partial(self._join, worker))
+
+    def _join(self, started: SimulatedWorker | None = None) -> None:
+        worker = started or self._fleet.make_worker()
         self._index.register(worker.member)
         self._tiers.register(worker.member)
         self._workers[worker.member.worker_id] = worker
         self._live.append(worker)
+        if started is not None:
+            self._publish(worker)
 
     def _die(self) -> None:
         """Lose the first worker. Gateways send its requests again, without the part of the answer that they have."""
@@ -183,7 +205,9 @@ class Replay:
     def _decide(self, arrival: Arrival) -> Decision:
         request = arrival.request
         may_split = request.num_output_tokens > 1
-        route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes, may_split=may_split)
+        route = RouteRequest(
+            str(request.number), MODEL, request.num_prompt_tokens, request.hashes, may_split=may_split, root=ROOT
+        )
         return self._gateways[arrival.gateway][1].decide(route, self._candidates(request))
 
     def _place(self, arrival: Arrival, decision: Decision) -> None:
@@ -198,6 +222,30 @@ class Replay:
         self._observed.append(observed)
         worker.submit(job, self._now_s)
         self._begin(worker)
+        if self._settings.copies:
+            self._copy(self._copies[arrival.gateway], decision)
+
+    def _copy(self, planner: CopyPlanner, decision: Decision) -> None:
+        """Copy the request's longest match to another worker, if that is due."""
+        if (plan := planner.placed(decision)) is None:
+            return
+        planner.begun(plan)
+        target, source = self._workers[plan.target.worker_id], self._workers[plan.source.worker_id]
+        assert isinstance(target, MovingWorker), "it fetches"
+        assert isinstance(source, MovingWorker), "it gives"
+        copy = None if source.is_dead else target.copy(plan.hashes, source, self._now_s)
+
+        def end() -> None:
+            if copy is not None and not target.is_dead:
+                num_copied = len(source.cache.find_blocks(plan.hashes))
+                self._num_copies += num_copied == len(plan.hashes)
+                copy[1].fill(max(num_copied, copy[1].num_filled))
+                copy[1].free()
+                self._publish(target)
+                self._begin(target)
+            planner.ended(plan)
+
+        self._at(self._now_s if copy is None else copy[0], end)
 
     def _begin(self, worker: SimulatedWorker) -> None:
         if isinstance(worker, SharedWorker):
@@ -253,6 +301,16 @@ class Replay:
         number, placement = job.request.number, job.placement
         self._scorers[job.gateway].first_token(placement)
         self._ttft_s.setdefault(number, self._now_s - job.arrival_s)
+        self._answered.append(
+            Answered(
+                job.arrival_s,
+                placement.worker.worker_id,
+                job.request.num_prompt_tokens,
+                job.num_cached_tokens,
+                self._now_s - job.arrival_s,
+                job.session.conversation == HOT,
+            )
+        )
         self._predicted[number] = placement.predicted_ttft_s / (self._now_s - placement.placed_s)
 
     def _decoded(self, worker: SimulatedWorker, job: Job) -> None:
@@ -313,6 +371,7 @@ class Replay:
             busy_s=[worker.busy_s for worker in self._workers.values()],
             predicted_over_actual=[self._predicted[number] for number in scored],
             observed=self._observed,
+            growth=Growth.of(self._answered, self._num_copies, self._joins_s, self._live[-1].member.worker_id),
         )
 
 

@@ -46,7 +46,8 @@ class TraceRequest:
     """The full blocks after `block_ids` that the answer fills, where answers are kept (`variants`)."""
 
 
-def _request(number: int, num_prompt_tokens: int, num_output_tokens: int, full_blocks: list[int]) -> TraceRequest:
+def make_request(number: int, num_prompt_tokens: int, num_output_tokens: int, full_blocks: list[int]) -> TraceRequest:
+    """Return a request; its number makes the rest of its prompt its own."""
     block_ids = [*full_blocks, _REST | number]
     chain = hash_chain(ROOT, block_ids, 1)
     return TraceRequest(number, num_prompt_tokens, num_output_tokens, block_ids, chain, chain[:-1])
@@ -99,7 +100,7 @@ class ConversationTrace:
             distinct.update(line["hash_ids"])
             num_tokens = line["input_length"]
             block_ids = line["hash_ids"][: num_tokens // self.BLOCK_SIZE]
-            self._requests.append(_request(number, num_tokens, line["output_length"], block_ids))
+            self._requests.append(make_request(number, num_tokens, line["output_length"], block_ids))
             self._conversations.append(conversation)
             self._times_s.append(line["timestamp"] / 1000)
         self._num_distinct = len(distinct)
@@ -164,7 +165,7 @@ class CodingAgentTrace:
                 else:
                     key = tuple(local[i * group : (i + 1) * group])
                     block_ids.append(name_block("session", base, names.setdefault(key, len(names))))
-            requests.append(_request(next(numbers), turn["in"], turn["out"], block_ids))
+            requests.append(make_request(next(numbers), turn["in"], turn["out"], block_ids))
             think_s.append(min(self.MAX_THINK_S, float(turn.get("think_time") or 0.0)))
         return requests, think_s
 
@@ -207,7 +208,7 @@ class ToolChatTrace:
                     break
                 size = self.BLOCK_SIZE
                 blocks = [_name_of(ids[i : i + size]) for i in range(0, len(ids) - size, size)]
-                requests.append(_request(next(numbers), len(ids), self.OUTPUT_TOKENS, blocks))
+                requests.append(make_request(next(numbers), len(ids), self.OUTPUT_TOKENS, blocks))
             self._sessions.append(requests)
         self._num_distinct = len({h for requests in self._sessions for request in requests for h in request.hashes})
 
@@ -261,7 +262,7 @@ class SweAgentTrace:
         head = prompt.num_system_tokens // size
         if head < len(blocks):
             blocks[head] = name_block("copy", copy, blocks[head])
-        return _request(number, len(ids), prompt.num_output_tokens, blocks)
+        return make_request(number, len(ids), prompt.num_output_tokens, blocks)
 
 
 class TextPrompt(NamedTuple):

@@ -9,13 +9,22 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
-from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload, name_block
+from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload, make_request, name_block
 from cache.hashing import hash_chain
 
 NUM_TENANTS: Final = 20
+HOT_TOKENS: Final = 30_000
+HOT_PER_S: Final = 50.0
+HOT_S: Final = 60.0
+HOT_OWN_TOKENS: Final = 256
+HOT_ANSWER_TOKENS: Final = 64
+HOT: Final = -1
+"""The conversation of a request with the hot prefix."""
+_HOT_NUMBER: Final = 1 << 24
 
 
 def with_longer_answers(workload: Workload, times: int) -> Workload:
@@ -62,6 +71,28 @@ def with_kept_answers(workload: Workload) -> Workload:
     return _mapped(workload, kept)
 
 
+def with_hot_prefix(workload: Workload, seed: int, ramp_s: float = 0.0) -> Workload:
+    """Add a prefix that one worker computes, and that a minute later begins 50 requests/s for a minute.
+
+    It happens half-way through. `ramp_s`: the rate grows for this time before. The cache stays as large.
+    """
+    rng, block_size = random.Random(f"{seed}/hot"), workload.block_size
+    begin_s = workload.sessions[len(workload.sessions) // 2].start_s
+    shared = [name_block("hot", 0, at) for at in range(HOT_TOKENS // block_size)]
+    num_tokens = HOT_TOKENS + HOT_OWN_TOKENS
+    times_s, time_s = [begin_s - HOT_S], begin_s - ramp_s
+    while (time_s := time_s + rng.expovariate(HOT_PER_S)) < begin_s + HOT_S:
+        if rng.random() * ramp_s <= time_s - begin_s + ramp_s:
+            times_s.append(time_s)
+    added = []
+    for number, time_s in enumerate(times_s, _HOT_NUMBER):
+        own = [name_block("hot", number, at) for at in range(num_tokens // block_size - len(shared))]
+        request = make_request(number, num_tokens, HOT_ANSWER_TOKENS, [*shared, *own])
+        added.append(Session(time_s, (request,), (0.0,), HOT))
+    sessions = sorted([*workload.sessions, *added], key=lambda session: session.start_s)
+    return replace(workload, sessions=sessions, num_requests=workload.num_requests + len(added))
+
+
 def _with_answer(request: TraceRequest, following: TraceRequest | None, block_size: int) -> TraceRequest:
     """Name the blocks that the answer fills as the next prompt does, if that begins with this one."""
     full = list(request.block_ids[:-1])
@@ -97,5 +128,7 @@ VARIANTS: Final[Mapping[str, Callable[[Workload, int], Workload]]] = {
     "rate1.5": lambda workload, _: with_rate(workload, 1.5),
     "tenants": with_tenants,
     "kept": lambda workload, _: with_kept_answers(workload),
+    "hot": with_hot_prefix,
+    "ramp": partial(with_hot_prefix, ramp_s=HOT_S),
 }
 """By the name in a cell: each takes a workload and the seed. The order is that in which they apply."""

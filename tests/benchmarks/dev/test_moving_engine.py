@@ -76,6 +76,53 @@ def test_a_busy_link_queues() -> None:
     assert ends == pytest.approx([FETCH_S, 2 * FETCH_S], rel=0.01)
 
 
+def test_requests_for_the_same_blocks_share_a_fetch() -> None:
+    holder, target = fleet(2)
+    compute(holder, request(10))
+    first = job(request(10), source(holder, 10))
+    target.submit(first, 0.0)
+    target.admit(0.0)
+    second = job(request(12))
+    target.submit(second, 0.01)
+    assert second.estimate_s == pytest.approx(0.01 + (2 * SIZE + 1) / RATE)
+    target.admit(0.01)
+    assert second.loaded_s == first.loaded_s
+    for each in (first, second):
+        target.start(each, first.loaded_s)
+    assert second.num_cached_tokens == 10 * SIZE
+
+
+def test_a_request_waits_for_a_prefix_that_is_computed() -> None:
+    (worker,) = fleet(1)
+    worker.submit(job(request(10)), 0.0)
+    (first,) = worker.admit(0.0)
+    worker.start(first, 0.0)
+    second = job(request(12))
+    worker.submit(second, 0.1)
+    assert worker.admit(0.1) == []
+    ended_s = worker.next_end_s(0.1) or 0.0
+    worker.finish_next(ended_s)
+    assert worker.admit(ended_s) == [second]
+    assert second.num_cached_tokens == 10 * SIZE
+
+
+def test_a_copy_comes_slowly_from_a_busy_worker() -> None:
+    holder, target = fleet(2)
+    wanted = request(10)
+    compute(holder, wanted)
+    for num_decoding, slower in ((0, 1), (1, 4)):
+        holder.num_decoding = num_decoding
+        copy = target.copy(wanted.hashes, holder, 1.0)
+        assert copy is not None
+        assert copy[0] == pytest.approx(1.0 + slower * FETCH_S)
+        copy[1].free()
+    copy = target.copy(wanted.hashes, holder, 1.0)
+    assert copy is not None
+    copy[1].fill(10)
+    copy[1].free()
+    assert target.copy(wanted.hashes, holder, 1.0) is None, "it is there"
+
+
 def test_a_source_that_has_evicted_the_blocks_gives_none() -> None:
     holder, target = fleet(2)
     compute(holder, request(10))

@@ -22,6 +22,7 @@ from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.traces import SWE_AGENT, ConversationTrace, SweAgentTrace, TraceRequest, Workload
 from benchmarks.dev.simulation.variants import (
     NUM_TENANTS,
+    with_hot_prefix,
     with_kept_answers,
     with_longer_answers,
     with_rate,
@@ -127,6 +128,32 @@ def conversations(path: Path, num_requests: int) -> Path:
             if len(chat) > 24:
                 chat[:] = [0]
     return path
+
+
+def test_copies_spread_a_prefix_that_becomes_hot(tmp_path: Path) -> None:
+    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 400))
+    workload = trace.workload(num_workers=8, load=0.05, seed=1)
+    hot = with_hot_prefix(workload, 1, ramp_s=60.0)
+    assert hot.num_requests - workload.num_requests == pytest.approx(1.5 * 60 * 50, rel=0.1)
+    settings = ReplaySettings(num_workers=8, cache_share=4.0, shared_engine=True, fetch=4.0)
+    without, copied = (
+        Replay(hot, lambda: make_policy("headstart"), replace(settings, copies=copies)).run().growth
+        for copies in (False, True)
+    )
+    assert (without.num_copies, copied.num_copies) == (0, pytest.approx(5, abs=2))
+    assert copied.hot_ttft_p99_s < without.hot_ttft_p99_s / 2
+
+
+@pytest.mark.parametrize("warm_s", [0.0, 5.0])
+def test_a_worker_joins_with_or_without_a_warm_start(tmp_path: Path, warm_s: float) -> None:
+    trace = ConversationTrace(conversations(tmp_path / "trace.jsonl.gz", 400))
+    workload = trace.workload(num_workers=4, load=0.9, seed=1)
+    settings = ReplaySettings(
+        num_workers=4, cache_share=2.0, shared_engine=True, fetch=20.0, join=True, warm_start_s=warm_s
+    )
+    growth = Replay(workload, lambda: make_policy("headstart"), settings).run().growth
+    assert growth.warm_s < 60.0
+    assert growth.others_ttft_p99_s > 0.0
 
 
 def test_a_real_redis_gives_the_figures_of_the_index_in_memory(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
 from worker.http import blocks
 from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.transfers import KVTransfers
-from worker.kv_transfer.warm_start import MAX_PEERS, Peer, _plan, has_purged, warm_start
+from worker.kv_transfer.warm_start import MAX_PEERS, Peer, has_purged, plan_chains, warm_start
 from worker.main import Worker
 
 MEMBER = make_member("joiner", epoch="e9", block_size=BLOCK_SIZE, layout=RECORD.fingerprint)
@@ -119,7 +119,7 @@ async def test_no_chain_begins_after_the_time() -> None:
 )
 def test_the_plan_has_every_latest_chain_that_fits(offers: list[list[list[int]]], room: int) -> None:
     made = [offer(*(chain(*numbers) for numbers in chains)) for chains in offers]
-    plan = _plan(made, room)
+    plan = plan_chains(made, room)
     hashes = [each for _, planned in plan for each in planned.block_hashes()]
     assert len(set(hashes)) <= room
     for peer, planned in plan:
