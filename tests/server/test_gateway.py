@@ -103,7 +103,7 @@ async def test_two_ports_from_a_static_worker(worker: ScriptedWorker) -> None:
 
 
 async def test_a_hot_prefix_is_copied_without_redis(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
-    """The workers answer at once, but compute 200 tokens a second as they say: the holder counts as full."""
+    """The workers answer at once, and report 200 tokens a second: the holder counts as full."""
     reply = raw_tokenizer.encode(ANSWER).ids[:1]
     workers = [
         ScriptedWorker(bundle, worker_id=f"w{n}", reply=reply, prefill_tokens_per_s=200.0, layout="l") for n in range(2)
