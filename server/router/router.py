@@ -195,10 +195,14 @@ class Router:
     async def observe_load(self) -> None:
         """Keep `workers_needed` up to date, until cancelled."""
         while True:
-            models = {worker.model for worker in self.fleet.workers()}
-            workers = {model: self.fleet.candidates(model, None) for model in models}
-            self.workers_needed.observe(workers, lambda model: sum(self.held_prefills_s(model)))
+            self.observe_workers()
             await asyncio.sleep(INTERVAL_S)
+
+    def observe_workers(self) -> None:
+        """Apply the reports of all workers to `workers_needed`."""
+        models = {worker.model for worker in self.fleet.workers()}
+        workers = {model: self.fleet.candidates(model, None) for model in models}
+        self.workers_needed.observe(workers, lambda model: sum(self.held_prefills_s(model)))
 
     def started(self, placement: Placement, num_cached_tokens: int) -> None:
         """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""

@@ -363,3 +363,23 @@ async def test_pending_blocks_do_not_count_at_a_worker_with_ends() -> None:
     fleets.router.first_token(placement)
     fleets.index.away = True
     assert (await row(fleets, "a", hashes))["matched_tokens"] == 0
+
+
+async def test_the_workers_needed_follow_requests_and_reports(three: Fleets) -> None:
+    """The workers' counters rise by four seconds in a second; each request computes half a second."""
+    num_prompt_tokens = int(RATE / 2)
+    for step in range(60):
+        three.clock.now_s += 5.0
+        for name in "abc":
+            load = WorkerLoad(assigned_prefill_s=4.0 * 5.0 * step / 3, prefill_tokens_per_s=RATE)
+            three.index.memory.publish(WorkerId(name), load=load)
+        placement = await three.place([], num_prompt_tokens=num_prompt_tokens)
+        three.router.started(placement, 0)
+        three.clock.now_s += 0.5
+        three.router.first_token(placement)
+        three.router.closed(placement)
+        await three.fleet.poll()
+        three.router.observe_workers()
+    needed = three.router.workers_needed.needed("m")
+    assert needed is not None
+    assert 5 <= needed <= 7
