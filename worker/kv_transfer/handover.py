@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from http.client import HTTPException
+from itertools import accumulate
 from typing import Final
 
 from cache.records import WorkerMember
@@ -36,7 +37,9 @@ async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequ
     peers = peers_of(member, entries)
     room = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
     chains = await asyncio.wrap_future(exchange.recent_chains(exchange.num_blocks if any(room) else 0))
-    chains = unique_first(chains, await held(peers, [chain[-1].block_hash for chain in chains]))
+    num_unused = sum(max(0, peer.load.num_blocks - peer.num_entries) for peer in peers)
+    most = most_offered(exchange.num_blocks, num_unused)
+    chains = unique_first(chains, await held(peers, [chain[-1].block_hash for chain in chains]), most)
     offers = [
         asyncio.to_thread(_offer, exchange, peer.member, Handover(member.url, member.epoch, member.layout, offered))
         for peer, offered in zip(peers, share_out(chains, room), strict=True)
@@ -47,10 +50,19 @@ async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequ
     return num_blocks
 
 
-def unique_first(chains: Sequence[list[ChainLink]], held: Sequence[bool]) -> list[list[ChainLink]]:
-    """Put the chains that are `held` elsewhere last."""
-    pairs = list(zip(chains, held, strict=True))
-    return [chain for chain, is_held in pairs if not is_held] + [chain for chain, is_held in pairs if is_held]
+def most_offered(num_blocks: int, num_unused: int) -> int:
+    """Return how many of a pool's `num_blocks` to offer to peers with `num_unused` blocks that hold nothing.
+
+    Where blocks of peers have to go, the less recently used half is not worth them.
+    """
+    return max(num_unused, num_blocks // 2)
+
+
+def unique_first(chains: Sequence[list[ChainLink]], held: Sequence[bool], most: int) -> list[list[ChainLink]]:
+    """Return chains of at most that many blocks, those that are `held` elsewhere last."""
+    order = sorted(zip(chains, held, strict=True), key=lambda pair: pair[1])
+    sizes = accumulate(len(chain) for chain, _ in order)
+    return [chain for (chain, _), size in zip(order, sizes, strict=True) if size <= most]
 
 
 def share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:

@@ -22,7 +22,7 @@ from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.router.policies import make_policy
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
-from worker.kv_transfer.handover import ROOM_SHARE, share_out, unique_first
+from worker.kv_transfer.handover import ROOM_SHARE, most_offered, share_out, unique_first
 
 MINUTE_S: Final = 60.0
 _MEMORY_REQUESTS: Final = 50
@@ -157,7 +157,9 @@ class ElasticReplay(Replay):
         chains = cache.recent_chains(cache.num_blocks)
         held = [any(peer.cache.block_of(chain[-1].block_hash) is not None for peer in peers) for chain in chains]
         room = [int(ROOM_SHARE * peer.cache.num_free_blocks) for peer in peers]
-        for peer, offered in zip(peers, share_out(unique_first(chains, held), room), strict=True):
+        num_unused = sum(peer.cache.num_blocks - peer.cache.stats().num_cached_blocks for peer in peers)
+        most = most_offered(cache.num_blocks, num_unused)
+        for peer, offered in zip(peers, share_out(unique_first(chains, held, most), room), strict=True):
             for chain in offered[::-1]:  # the latest is evicted last
                 if (blocks := peer.cache.reserve(ROOT, chain.block_hashes())) is not None:
                     blocks.fill(len(chain.block_hashes()))
