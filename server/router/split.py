@@ -3,6 +3,7 @@
     stay_s      cost at the best other worker, and what the prefill costs the decodes there
     handover_s  blocks that this worker lacks / its fetch rate, and the start of a request there
     split_s     cost of the prompt at the cheapest worker of role "prefill" + (1 + beta) * handover_s
+                + wait for room and evictions at this worker
 
 A split pays where `split_s` is below `stay_s`. The second worker is chosen again after the prefill.
 """
@@ -69,4 +70,5 @@ def cheapest_split(
     handover_s = transfer_s + cost.prefill_s(request.num_prompt_tokens - num_full, decode.prefill_tokens_per_s)
     stay_s = (decode.score or 0.0) + cost.decode_weight * decode.num_decoding * decode.prefill_s
     prefill = prefills[prefills_s.index(least_s)]
-    return Split(prefill, decode, handover_s, least_s + (1.0 + beta) * handover_s, stay_s)
+    room_s = decode.kv_wait_s + decode.eviction_s  # its blocks take room at both
+    return Split(prefill, decode, handover_s, least_s + room_s + (1.0 + beta) * handover_s, stay_s)
