@@ -4,8 +4,8 @@ simulation  recorded workloads; K of N workers have the role "prefill", against 
     chat    recorded conversations          load: input tokens over what the fleet can prefill
     short   the same with an eighth of each answer
     agent   sessions of a coding agent      load: times as many sessions a second
-real        prompts next to decodes: at one worker with all threads; at two mixed ones with half of them each; at two
-            of which one computes the prompts. The answers are the same
+real        prompts next to decodes: at one worker with all threads; at two mixed ones, with half of them each; and at
+            two of which one computes the prompts. The answers are the same
 """
 
 from __future__ import annotations
