@@ -237,7 +237,7 @@ class Replay:
 
         def end() -> None:
             if copy is not None and not target.is_dead:
-                num_copied = len(source.cache.find_blocks(plan.hashes))
+                num_copied = 0 if source.is_dead else len(source.cache.find_blocks(plan.hashes))
                 self._num_copies += num_copied == len(plan.hashes)
                 copy[1].fill(max(num_copied, copy[1].num_filled))
                 copy[1].free()
