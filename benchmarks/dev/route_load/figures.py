@@ -51,6 +51,11 @@ def figures(outcomes: Outcomes) -> list[Figure]:
             Figure(f"{name}.max_over_mean_busy", outcome.max_over_mean_busy),
             Figure(f"{name}.predicted_over_actual_p50", outcome.predicted_over_actual_p50, "x"),
         ]
+        if "pauses" in cell:
+            listed += [
+                Figure(f"{name}.lost_after_pause", outcome.lost_after_pause, "", "tokens not found after a pause"),
+                Figure(f"{name}.others_ttft_mean_s", outcome.others_ttft_mean_s, "s", "without those after a pause"),
+            ]
     for cell in sorted({cell for policy, cell in means if policy == OURS}):
         ours, bound, bound1 = means[OURS, cell], means[POOLED, cell], means[POOLED1, cell]
         goal = f"<= {GOALS[cell]}" if cell in GOALS else ""

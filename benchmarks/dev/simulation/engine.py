@@ -133,6 +133,7 @@ class SimulatedWorker:
 
     def take(self, now_s: float) -> Job | None:
         """Take the next request that fits from the queue, with its blocks; None: none fits."""
+        self.cache.expire(now_s)
         for at, job in enumerate(self.queue):
             request, num_answer_blocks = job.request, len(job.request.answer_ids)
             num_blocks = len(request.block_ids) + num_answer_blocks

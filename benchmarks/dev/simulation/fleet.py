@@ -51,6 +51,8 @@ class ReplaySettings:
     """The index is a real Redis instead of its model in memory."""
     two_speeds: bool = False
     """Every second worker has half the speed of the others."""
+    keeps: bool = False
+    """Workers keep the chains of answers that call a tool, for as long as the gateway expects the tool to run."""
     death_and_join: bool = False
     """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
 

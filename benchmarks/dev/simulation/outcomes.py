@@ -135,6 +135,10 @@ class Outcome:
     """The time from the decision to the first token, as predicted, over what it took: the median."""
     num_requests: float
     """Without the warm-up."""
+    lost_after_pause: float
+    """Of the tokens that a request after a tool's pause shares with the one before, those not found cached."""
+    others_ttft_mean_s: float
+    """Of the requests that follow no tool's pause."""
     predictions: Predictions = field(default_factory=Predictions, compare=False)
 
     @classmethod
@@ -147,6 +151,8 @@ class Outcome:
         busy_s: Sequence[float],
         predicted_over_actual: Iterable[float],
         observed: Iterable[Observed],
+        lost_after_pause: float,
+        others_ttft_mean_s: float,
     ) -> Outcome:
         predictions = Predictions()
         for request in observed:
@@ -162,5 +168,7 @@ class Outcome:
             max_over_mean_busy=max(busy_s) / (sum(busy_s) / len(busy_s)),
             predicted_over_actual_p50=percentile(predicted_over_actual, 0.5),
             num_requests=float(len(ordered)),
+            lost_after_pause=lost_after_pause,
+            others_ttft_mean_s=others_ttft_mean_s,
             predictions=predictions,
         )
