@@ -9,6 +9,7 @@ Source: vLLM v1, KVCacheManager and BlockPool.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, Self, cast
 
@@ -21,7 +22,11 @@ from cache.store import ChainLink
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
 MAX_KEPT_SHARE: Final = 0.8
-"""Most of the pool that kept chains may take: the rest is left to the chains of others."""
+"""Most of the pool that kept chains may take."""
+SURE_KEPT_SHARE: Final = 0.3
+"""Beyond this share, kept chains give way while other free blocks are evicted within `MIN_OTHERS_S`."""
+MIN_OTHERS_S: Final = 60.0
+"""Conversations whose user reads an answer come back, too."""
 
 
 class HashAllocator(Allocator):
@@ -41,13 +46,20 @@ class HashAllocator(Allocator):
     return to the queue's end, tail first, when the chain is given up.
     """
 
-    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_kept", "_links", "_num_parked", "num_losses")
+    __slots__ = (
+        *("_cached", "_clock", "_copies", "_free", "_hashes", "_kept", "_links"),
+        *("_num_parked", "_others_clock", "_times", "num_losses"),
+    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
         super().__init__(num_blocks, block_size)
         self._free = FreeQueue(num_blocks)
         self._kept = KeptChains(num_blocks)
+        self._times: deque[tuple[float, int]] = deque()
+        """Times of the last `MIN_OTHERS_S`, a second apart, with the clock of allocations then."""
+        self._others_clock = 0
+        """The clock `MIN_OTHERS_S` ago."""
         self._num_parked = 0
         """Free blocks outside of the queue: those of kept chains that no table holds."""
         self._hashes: list[BlockHash | None] = [None] * num_blocks
@@ -134,6 +146,11 @@ class HashAllocator(Allocator):
         return len(found)
 
     def expire(self, now_s: float) -> int:
+        times = self._times
+        if not times or now_s >= times[-1][0] + 1.0:
+            times.append((now_s, self._clock))
+        while times[0][0] <= now_s - MIN_OTHERS_S:
+            self._others_clock = times.popleft()[1]
         expired = self._kept.expired(now_s)
         for chain in expired:
             self._give_up(chain)
@@ -229,7 +246,13 @@ class HashAllocator(Allocator):
                 self._give_up(chain)
             while len(self._free) < num_new:
                 self._give_up(self._kept.victim())
+            if num_new and self._kept.num_blocks > SURE_KEPT_SHARE * self.num_blocks and self._evicts_early():
+                self._give_up(self._kept.victim())
         return [*found, *self._evict(num_new)]
+
+    def _evicts_early(self) -> bool:
+        """Return whether the next victim was released within `MIN_OTHERS_S`."""
+        return -self._refs[next(iter(self._free))] > self._others_clock
 
     def _take(self, count: int) -> list[BlockId] | None:
         return self.hold((), count)

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from cache.hashing import extend_chain
@@ -29,8 +29,9 @@ MIN_PAUSE_S: Final = 1.0
 """A shorter pause ends before a pool is full of other blocks."""
 MAX_PAUSE_S: Final = 3600.0
 DEFAULT_PAUSE_S: Final = 300.0
-QUANTILE: Final = 0.95
-"""Share of a tool's pauses that end while its chain is kept."""
+QUANTILE: Final = 0.99
+SLACK: Final = 4.0
+"""A chain is kept for this many times the quantile: times have long tails, and old chains make room first."""
 MAX_TENANTS: Final = 256
 MAX_TOOLS: Final = 32
 """Tools of a tenant that have times of their own; the others share `OTHER`."""
@@ -39,13 +40,13 @@ MAX_PENDING: Final = 10_000
 _FIRST_S: Final = 0.25
 _PER_OCTAVE: Final = 2
 _NUM_BUCKETS: Final = 1 + math.ceil(_PER_OCTAVE * math.log2(MAX_PAUSE_S / _FIRST_S))
-_DECAY: Final = 0.99
+_DECAY: Final = 0.998
 _MIN_WEIGHT: Final = 5.0
 """Pauses that a quantile needs: with fewer, those of all tools of the tenant count."""
 
 
 class PauseHistogram:
-    """The last hundred pauses or so, in buckets of half an octave."""
+    """The last five hundred pauses or so, in buckets of half an octave."""
 
     __slots__ = ("_counts", "weight")
 
@@ -65,7 +66,7 @@ class PauseHistogram:
         for bucket, count in enumerate(self._counts):
             left -= count
             if left <= 1e-9:
-                return min(MAX_PAUSE_S, _FIRST_S * 2.0 ** (bucket / _PER_OCTAVE))
+                return min(MAX_PAUSE_S, _FIRST_S * math.pow(2.0, bucket / _PER_OCTAVE))
         return MAX_PAUSE_S
 
 
@@ -90,13 +91,13 @@ class PauseTimes:
 
     def expected_s(self, tenant: str, tools: Sequence[str]) -> float:
         """Return the time within which nearly all pauses of these tools end."""
-        histograms = self._tenants.get(tenant, {})
+        histograms: Mapping[str, PauseHistogram] = self._tenants.get(tenant, {})
         return max((self._of_tool(histograms.get(tool), histograms.get(OTHER)) for tool in tools), default=0.0)
 
     def _of_tool(self, *histograms: PauseHistogram | None) -> float:
         for histogram in histograms:
             if histogram is not None and histogram.weight >= _MIN_WEIGHT:
-                return histogram.quantile(QUANTILE)
+                return min(MAX_PAUSE_S, SLACK * histogram.quantile(QUANTILE))
         return DEFAULT_PAUSE_S
 
 

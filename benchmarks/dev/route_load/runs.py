@@ -88,7 +88,8 @@ def parse_cell(text: str) -> Cell:
     if match is None or not int(match[2]) or not int(match[3]) or {*variants} - {*VARIANTS, SPEEDS, CHURN, PAUSES}:
         raise ArgumentTypeError(
             f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8, swe10_n8_x8, conv25_n8@gateways=4 and the like;"
-            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, PAUSES))}; after @ {', '.join(_OPTIONS)}"
+            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, PAUSES))};"
+            f" after @ {', '.join(_OPTIONS)}"
         )
     options: dict[str, object] = {}
     for option in match[5].split(",") if match[5] else ():

@@ -205,7 +205,7 @@ class ToolChatTrace:
     OUTPUT_TOKENS: Final = 64
     MAX_PROMPT_TOKENS: Final = 8192
     START_S: Final = 30.0
-    PAUSED_START_S: Final = 300.0
+    PAUSED_START_S: Final = 1500.0
     USER_S: Final = 30.0
     """Mean time of the user's turns, where there are pauses."""
 
