@@ -108,8 +108,8 @@ class Allocator(ABC):
     def keep(self, hashes: Sequence[BlockHash], num_prompt_blocks: int, until_s: float, tenant: str) -> int:
         """Evict a chain of `hashes` after all other free blocks, until a request finds its first `num_prompt_blocks`.
 
-        Return the number of blocks kept. It is a wish: it ends at `until_s`, when running sequences need the blocks, or
-        when the kept chains take too much of the pool; then the tenant that keeps most loses its oldest chain.
+        Return the number of blocks kept. The wish ends at `until_s`, or when running sequences need the blocks. It also
+        ends when kept chains take too much of the pool: the tenant that keeps most loses its oldest chain.
         """
         return 0
 

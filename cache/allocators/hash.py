@@ -42,8 +42,8 @@ class HashAllocator(Allocator):
     The findable hashes are prefix-closed. A block is stored after its parent, and every table that holds a block holds
     a copy of its parent. A table is released tail first, so a parent's last copy leaves the queue after its children.
 
-    A kept chain is like such a table, but it holds nothing: its unheld blocks are free and outside of the queue, and
-    return to the queue's end, tail first, when the chain is given up.
+    A kept chain is like such a table, but it holds nothing. Its unheld blocks are free and outside of the queue. When
+    the chain is given up, they return to the queue's end, tail first.
     """
 
     __slots__ = (
@@ -157,7 +157,7 @@ class HashAllocator(Allocator):
         return len(expired)
 
     def _give_up(self, chain: KeptChain) -> None:
-        """Let a chain's blocks be evicted like others: as if they were released now."""
+        """Evict a chain's blocks like others, as if they were released now."""
         free = [block_id for block_id in self._kept.remove(chain) if self._refs[block_id] <= 0]
         for block_id in free:
             self._refs[block_id] = -self._clock

@@ -108,7 +108,7 @@ class _Pending(NamedTuple):
 
 
 class Pauses:
-    """Tells workers which chains to keep over a pause, and for how long."""
+    """Asks workers to keep chains over a pause, and learns how long pauses take."""
 
     def __init__(self, client: WorkerClient, now_s: Callable[[], float] = time.monotonic) -> None:
         self.times = PauseTimes()

@@ -30,6 +30,7 @@ from worker.wire import (
     Finished,
     Frame,
     GenerateRequest,
+    Keep,
     PromptLogprobs,
     Started,
     TokenizerBundle,
@@ -37,6 +38,7 @@ from worker.wire import (
     Tokens,
     pack,
     pack_frame,
+    unpack,
     unpack_request,
 )
 
@@ -75,6 +77,8 @@ class ScriptedWorker:
     namespace: str = ""
     embedding_size: int = 0
     unsupported: tuple[str, ...] = ()
+    keeps_chains: bool = False
+    kept: list[Keep] = field(default_factory=list)
 
     def member(self) -> WorkerMember:
         b = self.bundle
@@ -90,6 +94,7 @@ class ScriptedWorker:
             max_model_len=b.max_model_len,
             embedding_size=self.embedding_size,
             unsupported=self.unsupported,
+            keeps_chains=self.keeps_chains,
         )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
@@ -126,6 +131,7 @@ class ScriptedWorker:
             routes=[
                 Route("/generate", self._generate, methods=["POST"]),
                 Route("/abort", self._abort, methods=["POST"]),
+                Route("/keep", self._keep, methods=["POST"]),
                 Route("/health/live", self._live),
                 Route("/state", self._state),
                 Route("/bundle", self._bundle),
@@ -162,6 +168,10 @@ class ScriptedWorker:
         message = msgspec.msgpack.decode(await http.body())
         self.aborted.append((message["request_id"], message["choice"]))
         return Response(b"")
+
+    async def _keep(self, http: Request) -> Response:
+        self.kept.append(unpack(await http.body(), Keep))
+        return Response(pack({"blocks": 0}))
 
     async def _live(self, http: Request) -> Response:
         self.num_probed += 1

@@ -187,7 +187,7 @@ class Engine(Protocol):
         """End a request, or one choice of it, before the next step. Ignores unknown keys: it may be over."""
 
     def keep(self, keep: Keep) -> Future[int]:
-        """Evict the blocks of a chain after others for a while; return how many. 0: it knows nothing of that."""
+        """Evict the blocks of a chain after others for a while; return how many. 0: the engine has no such order."""
 
     def drain(self) -> None:
         """Report as draining."""

@@ -47,7 +47,7 @@ SPEEDS: Final = "speeds"
 CHURN: Final = "churn"
 PAUSES: Final = "pauses"
 MAX_PAUSE_S: Final = 3600.0
-"""Of recorded times, in cells with pauses."""
+"""The longest recorded time in cells with pauses."""
 _CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
 _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "load": float,

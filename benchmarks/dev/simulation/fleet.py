@@ -52,7 +52,7 @@ class ReplaySettings:
     two_speeds: bool = False
     """Every second worker has half the speed of the others."""
     keeps: bool = False
-    """Workers keep the chains of answers that call a tool, for as long as the gateway expects the tool to run."""
+    """Workers keep the chains of answers that call a tool, for the time that the gateway has learned."""
     death_and_join: bool = False
     """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
 

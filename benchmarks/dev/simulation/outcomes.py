@@ -136,9 +136,9 @@ class Outcome:
     num_requests: float
     """Without the warm-up."""
     lost_after_pause: float
-    """Of the tokens that a request after a tool's pause shares with the one before, those not found cached."""
+    """Share of the tokens that requests after a tool's pause share with the one before, and that were not found cached."""
     others_ttft_mean_s: float
-    """Of the requests that follow no tool's pause."""
+    """Mean over the requests that follow no tool's pause."""
     predictions: Predictions = field(default_factory=Predictions, compare=False)
 
     @classmethod

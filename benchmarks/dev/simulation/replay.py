@@ -330,8 +330,10 @@ class Replay:
         )
 
     def _pause_counts(self, scored: Collection[int]) -> tuple[int, int, list[int]]:
-        """Return the tokens that requests after a tool's pause share with the one before, those of them that were not
-        found cached, and the other requests."""
+        """Return counts over the requests that follow a tool's pause, and the other requests.
+
+        The counts: tokens shared with the request before, and those of them that were not found cached.
+        """
         num_reusable, num_lost, others = 0, 0, []
         for session in self._workload.sessions:
             for turn, request in enumerate(session.requests):

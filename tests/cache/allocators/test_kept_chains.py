@@ -87,7 +87,7 @@ def test_the_oldest_chain_of_the_largest_tenant_gives_way() -> None:
     assert [chain.block_ids for chain in allocator._kept] == [allocator.find_blocks(chain) for chain in chains]
 
 
-def test_others_stay_a_while_beside_many_kept_chains() -> None:
+def test_others_stay_a_while_next_to_many_kept_chains() -> None:
     allocator = HashAllocator(101, SIZE)
     for number in range(8):
         serve(allocator, tokens(number, 8))
