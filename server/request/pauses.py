@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from cache.hashing import extend_chain
+from cache.hashing import hash_chain
 from cache.types import BlockHash
 from server.request.request import Generation
 from server.workers.client import WorkerClient
@@ -138,11 +138,12 @@ class Pauses:
                 self._pending.popitem(last=False)
         if worker is None or not worker.keeps_chains or keep_s < MIN_PAUSE_S:
             return
-        chain = list(hashes)
+        answer: list[BlockHash] = []
         if len(generation.choices) == 1 and not spec.media:
-            token_ids = [*spec.prompt_ids, *generation.choices[0].output_ids]
-            extend_chain(chain, spec.root, token_ids, len(token_ids) // worker.block_size, worker.block_size)
-        keep = Keep(worker.epoch, b"".join(chain), len(hashes), keep_s, spec.tenant)
+            size = worker.block_size
+            token_ids = [*spec.prompt_ids[len(hashes) * size :], *generation.choices[0].output_ids]
+            answer = hash_chain(hashes[-1], token_ids, size)
+        keep = Keep(worker.epoch, b"".join([*hashes, *answer]), len(hashes), keep_s, spec.tenant)
         task = asyncio.create_task(self._send(worker.url, keep))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -136,7 +136,7 @@ class Outcome:
     num_requests: float
     """Without the warm-up."""
     lost_after_pause: float
-    """Share of the tokens that requests after a tool's pause share with the one before, and that were not found cached."""
+    """Tokens not found cached after a tool's pause, over those that the request shares with the one before."""
     others_ttft_mean_s: float
     """Mean over the requests that follow no tool's pause."""
     predictions: Predictions = field(default_factory=Predictions, compare=False)

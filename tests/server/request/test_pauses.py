@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from server.request.pauses import (
     DEFAULT_PAUSE_S,
@@ -115,3 +116,22 @@ async def test_a_worker_keeps_what_a_client_asks_for(bundle: TokenizerBundle) ->
     assert len(keep.hashes) == 16 * num_blocks
     assert keep.keep_s == MAX_PAUSE_S
     assert keep.epoch == "epoch-w0"
+
+
+async def test_the_times_of_a_tool_are_learned(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+    ids = raw_tokenizer.encode('[{"name":"look","arguments":{}}]').ids
+    worker = ScriptedWorker(bundle, reply=ids, keeps_chains=True)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    messages = [USER]
+    async with gateway(worker) as running:
+        for number in range(8):
+            body = {"model": bundle.model, "messages": messages, "tools": [tool], "tool_choice": "required"}
+            status, _, answer = await post(running.url, body)
+            assert status == 200, answer
+            await until(lambda number=number: len(worker.kept) > number)
+            (call,) = json.loads(answer)["choices"][0]["message"]["tool_calls"]
+            messages = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "nothing " * 20})
+    kept_s = [keep.keep_s for keep in worker.kept]
+    assert kept_s[:5] == [DEFAULT_PAUSE_S] * 5
+    assert kept_s[-1] < DEFAULT_PAUSE_S, "the client was fast"
