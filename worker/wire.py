@@ -3,6 +3,7 @@
     POST /generate   GenerateRequest -> a stream of frames: Started, Tokens..., Finished per choice, then End or Failed
                      with `embed`: Started, Embedding, Finished, then End or Failed
     POST /abort      {"request_id": str, "choice": int | None}
+    POST /keep       Keep -> {"blocks": int}, the number kept; only to a worker whose member has `keeps_chains`
     GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
@@ -195,6 +196,18 @@ class GenerateRequest(Struct, frozen=True):
     """The media in the prompt, in order, which the engine reads from the call."""
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     """The tenant's weight for its share of the worker."""
+
+
+class Keep(Struct, frozen=True):
+    """A conversation pauses, and is expected back: evict its blocks after others."""
+
+    epoch: str
+    hashes: bytes
+    """Those of its blocks so far, prompt and output, in order and without a gap."""
+    num_prompt_blocks: _U32
+    """A request that finds these ends the pause."""
+    keep_s: Annotated[float, Meta(ge=0.0, le=86_400.0)]
+    tenant: str = ""
 
 
 class _Frame(Struct, frozen=True, array_like=True):

@@ -90,6 +90,7 @@ async def prepare_completion(
         tenant=identity.tag,
         weight=identity.key.weight,
         affinity_key=request.affinity_key,
+        retention_s=request.retention_s,
     )
     echoes: list[str] = []
 

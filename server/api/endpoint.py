@@ -29,6 +29,7 @@ from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.hints import read_hints
+from server.request.pauses import Pauses
 from server.request.request import Generation
 from server.request.response import ResponseStream
 from server.request.services import RequestServices
@@ -51,6 +52,7 @@ class EndpointServices:
     keep_alive: KeepAlive
     request_timeout_s: float
     ignored_tools: IgnoredTools
+    pauses: Pauses
     tracing: Tracing | None = None
     clamps_max_tokens: bool = False
     """`max_tokens` of chats and completions is cut to what fits, as always for messages and responses."""
@@ -130,6 +132,8 @@ class GenerateEndpoint(ABC):
             await time_slice.rest()
         if len(generations) == 1 and not generations[0].route.embeds:
             self._count_parting(generations[0], request.conversation, hints.client)
+        if request.conversation is not None and request.conversation.messages[-1].role == "tool":
+            services.pauses.ended(generations[0].route.hashes)
         formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
         del request
         response = ResponseStream(generations, deadline_s)
@@ -152,6 +156,8 @@ class GenerateEndpoint(ABC):
                 context.num_prompt_tokens = num_pooled_tokens
                 self._metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
             if response.finished:
+                if len(generations) == 1:
+                    services.pauses.begin(generations[0], formatter.called_tools())
                 elapsed_s = time.perf_counter() - context.started_s
                 self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
             if usage is not None:

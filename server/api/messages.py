@@ -250,6 +250,9 @@ class MessagesFormatter(ResponseFormatter):
                 events += self._close()
         return b"".join(events)
 
+    def called_tools(self) -> list[str]:
+        return self._parser.called_tools
+
     def last_events(self, response: ResponseStream) -> bytes:
         message_delta = _event("message_delta", delta=self._stop(), usage=self._usage(response))
         return message_delta + _event("message_stop")

@@ -135,6 +135,9 @@ class ResponsesFormatter(ResponseFormatter):
             self._add(delta)
         return self._taken()
 
+    def called_tools(self) -> list[str]:
+        return self._parser.called_tools
+
     def last_events(self, response: ResponseStream) -> bytes:
         self._emit(self._status, response=self._response(response))
         return self._taken()

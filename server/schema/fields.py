@@ -254,6 +254,11 @@ class RequestFields(Struct, kw_only=True):
         """The body's key for the conversation or user of the request."""
         return short_key(self.prompt_cache_key or self.user)
 
+    @property
+    def retention_s(self) -> float:
+        """How long the client asks to keep the prompt in the cache; 0.0: like any other."""
+        return 86_400.0 if self.prompt_cache_retention == "24h" else 0.0
+
     def check(self) -> None:
         """Check the rules that no single field's type holds. Raises InvalidRequestError."""
         if self.metadata is not None and (len(self.metadata) > 16 or any(len(key) > 64 for key in self.metadata)):

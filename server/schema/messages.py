@@ -2,7 +2,7 @@
 
 Source: the reference of Anthropic's Messages API, https://platform.claude.com/docs/en/api/messages. The sampling fields
 of the other routes are honoured, too. A part that is not offered and would change the answer is refused by name, also
-in blocks and tools. Hints, such as every `cache_control`, are not read.
+in blocks and tools. Of hints, only the longest `ttl` of every `cache_control` is read.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
 """The types of blocks that each role's content may have."""
 
 
+_TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
 _SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use")
 
 
@@ -42,6 +43,7 @@ class ContentBlock(Struct, kw_only=True):
     content: str | list[ContentBlock] | dict[str, Any] | None = None
     tool_name: str | None = None
     is_error: bool | None = None
+    cache_control: Any = None
 
     @property
     def is_server_run(self) -> bool:
@@ -164,6 +166,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
     """The older name of `output_config.format`."""
     context_management: ContextManagement | None = None
     stop_sequences: list[str] | None = None
+    cache_control: Any = None
     temperature: Probability | None = None
     metadata: MessagesMetadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
@@ -177,6 +180,15 @@ class CountTokensRequest(ModelFields, kw_only=True):
     @property
     def affinity_key(self) -> str | None:
         return short_key(self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user)
+
+    @property
+    def retention_s(self) -> float:
+        system = self.system if isinstance(self.system, list) else []
+        contents = [message.content for message in self.messages if isinstance(message.content, list)]
+        blocks = [*system, *(block for content in contents for block in content)]
+        controls = [self.cache_control, *(block.cache_control for block in blocks)]
+        controls += [tool.get("cache_control") for tool in self.tools or ()]
+        return max(super().retention_s, *[_ttl_s(control) for control in controls if control is not None], 0.0)
 
     def check(self) -> None:
         if self.structured_outputs is not None:
@@ -197,6 +209,14 @@ class CountTokensRequest(ModelFields, kw_only=True):
         blocks = last.content if last.role == "assistant" and isinstance(last.content, list) else []
         if any(block.type == "tool_use" for block in blocks):
             raise invalid("messages", "end with a tool_use: send its tool_result in a message of the user")
+
+
+def _ttl_s(control: Any) -> float:
+    """Return the lifetime that a `cache_control` asks for; 0.0 for one of a form that is not known."""
+    if not isinstance(control, dict) or control.get("type") != "ephemeral":
+        return 0.0
+    ttl = control.get("ttl", "5m")
+    return _TTLS_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0
 
 
 def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:

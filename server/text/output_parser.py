@@ -84,7 +84,7 @@ class OutputParser(TextReader):
         self._rules = rules
         self._space = ""
         """White space of the content, held until more content follows."""
-        self._num_calls = 0
+        self.called_tools: list[str] = []
         self._input: InputReader | None = None
         """The reader of the last call's input, if this is a custom tool's."""
         self._deltas: list[OutputDelta] = []
@@ -110,7 +110,7 @@ class OutputParser(TextReader):
         if self._rules.tools is not None:
             yield from self._rules.tools.read(self)
         yield from self.before((), self.emit_content)
-        if not self._num_calls:
+        if not self.called_tools:
             self.emit("content", self._space)
         self._end_input()
 
@@ -155,7 +155,7 @@ class OutputParser(TextReader):
     def emit(self, kind: DeltaKind, text: str) -> None:
         if kind == "call":
             self._end_input()
-            self._num_calls += 1
+            self.called_tools.append(text)
             self._space = ""
             if self._rules.client_name(text).kind == "custom":
                 self._input = InputReader(raw=self._rules.is_raw_input)
@@ -163,7 +163,7 @@ class OutputParser(TextReader):
             kind, text = "input", self._input.feed(text)
         elif kind == "content" and text:
             self._end_input()
-        dropped = kind in ("call", "arguments", "input") and self._num_calls > 1 and not self._rules.parallel
+        dropped = kind in ("call", "arguments", "input") and len(self.called_tools) > 1 and not self._rules.parallel
         if dropped or not (text or kind == "call"):
             return
         if self._deltas and kind == self._deltas[-1].kind != "call":
@@ -190,6 +190,11 @@ class ChoiceMessage:
         self._parser = OutputParser(rules)
         self._rules = rules
         self._num_calls = 0
+
+    @property
+    def called_tools(self) -> list[str]:
+        """The model's names of the tools called."""
+        return self._parser.called_tools
 
     @property
     def has_calls(self) -> bool:

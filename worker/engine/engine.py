@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
-from cache.types import Epoch
+from cache.types import HASH_BYTES, BlockHash, Epoch
 from worker.common.logs import about
 from worker.contracts.engine import (
     SUSPECT_NOTICE_S,
@@ -52,6 +52,7 @@ from worker.wire import (
     EngineCall,
     Failed,
     GenerateRequest,
+    Keep,
     Rendered,
     Started,
     TokenizerBundle,
@@ -236,6 +237,12 @@ class EngineCore:
 
         self.mailbox.put(end)
 
+    def keep(self, keep: Keep) -> Future[int]:
+        hashes = [BlockHash(keep.hashes[at : at + HASH_BYTES]) for at in range(0, len(keep.hashes), HASH_BYTES)]
+        until_s = time.monotonic() + keep.keep_s
+        allocator = self._scheduler.allocator
+        return self.mailbox.call(lambda: allocator.keep(hashes, keep.num_prompt_blocks, until_s, keep.tenant))
+
     def drain(self) -> None:
         self._reporter.draining = True
         self.mailbox.put(self._reporter.report)
@@ -328,6 +335,7 @@ class EngineCore:
         self.mailbox.run()  # commands that came while the device worked join the next step
         now_s = time.monotonic()
         self._outputs.put(self._scheduler.expire(now_s))
+        self._scheduler.allocator.expire(now_s)
         if self._transfers is not None:
             self._transfers.fetches.poll(now_s)
         if self._scheduler.has_work and not self._in_flight:

@@ -1,6 +1,6 @@
 """The worker's HTTP API (see `worker.wire` for the messages).
 
-POST /generate /render /abort /prove     GET /state /bundle       msgpack, for gateways
+POST /generate /render /abort /keep /prove     GET /state /bundle       msgpack, for gateways
 POST /blocks /chains /adopt                                       msgpack, for other workers
 POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 """
@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.records import WorkerState
+from cache.types import HASH_BYTES
 from worker.common.proof import (
     CHALLENGE_BYTES,
     EPOCH_HEADER,
@@ -42,6 +43,7 @@ from worker.wire import (
     CONTENT_TYPE,
     EngineCall,
     Failed,
+    Keep,
     ProtocolError,
     WireError,
     pack,
@@ -106,6 +108,7 @@ def make_app(
             Route("/adopt", endpoint=AdoptEndpoint(service).__call__, methods=["POST"]),
             Route("/render", endpoint=endpoints.render, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
+            Route("/keep", endpoint=endpoints.keep, methods=["POST"]),
             Route("/state", endpoint=endpoints.state),
             Route("/bundle", endpoint=endpoints.bundle),
             Route("/health/live", endpoint=endpoints.live),
@@ -235,6 +238,14 @@ class _Endpoints:
         except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
             raise WireError(f"not an abort: {error}") from error
         return _msgpack({"found": self._service.abort(request_id, choice)})
+
+    async def keep(self, request: Request) -> Response:
+        keep = unpack(await read_body(request), Keep)
+        if len(keep.hashes) % HASH_BYTES:
+            raise WireError(f"hashes: {len(keep.hashes)} bytes are not a number of hashes of {HASH_BYTES} bytes")
+        engine = self._service.engine
+        is_current = keep.epoch == engine.member.epoch
+        return _msgpack({"blocks": await asyncio.wrap_future(engine.keep(keep)) if is_current else 0})
 
     async def state(self, request: Request) -> Response:
         return _msgpack(WorkerState(self._service.engine.member, self._service.engine.load))

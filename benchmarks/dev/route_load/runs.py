@@ -46,6 +46,9 @@ TIERS: Final = "llm-d-tiers"
 SPEEDS: Final = "speeds"
 CHURN: Final = "churn"
 JOIN: Final = "join"
+PAUSES: Final = "pauses"
+MAX_PAUSE_S: Final = 3600.0
+"""The longest recorded time in cells with pauses."""
 _CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
 _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "load": float,
@@ -55,6 +58,7 @@ _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "hold": float,
     "copies": int,
     "warm": float,
+    "keep": {"0": False, "1": True}.__getitem__,
     "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
 }
 
@@ -84,10 +88,12 @@ class Run:
 def parse_cell(text: str) -> Cell:
     match = _CELL.fullmatch(text)
     variants = match[4].split("_")[1:] if match else []
-    if match is None or not int(match[2]) or not int(match[3]) or {*variants} - {*VARIANTS, SPEEDS, CHURN, JOIN}:
+    known = {*VARIANTS, SPEEDS, CHURN, JOIN, PAUSES}
+    if match is None or not int(match[2]) or not int(match[3]) or {*variants} - known:
         raise ArgumentTypeError(
             f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8, swe10_n8_x8, conv25_n8@gateways=4 and the like;"
-            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, JOIN))}; after @ {', '.join(_OPTIONS)}"
+            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, JOIN, PAUSES))};"
+            f" after @ {', '.join(_OPTIONS)}"
         )
     options: dict[str, object] = {}
     for option in match[5].split(",") if match[5] else ():
@@ -100,18 +106,22 @@ def parse_cell(text: str) -> Cell:
 
 
 @cache
-def _trace(name: str, half: int | None) -> ConversationTrace | CodingAgentTrace | SweAgentTrace | ToolChatTrace:
+def _trace(
+    name: str, half: int | None, *, has_pauses: bool = False
+) -> ConversationTrace | CodingAgentTrace | SweAgentTrace | ToolChatTrace:
     if name == "tau":
-        return ToolChatTrace(DATA / TOOL_CHAT, half)
+        return ToolChatTrace(DATA / TOOL_CHAT, half, has_pauses=has_pauses)
     if name == "conv":
         return ConversationTrace(DATA / CONVERSATION, half)
     if name == "swe":
         return SweAgentTrace(DATA / SWE_AGENT, half)
-    return CodingAgentTrace(DATA / CODING_AGENT, half)
+    max_think_s = MAX_PAUSE_S if has_pauses else CodingAgentTrace.MAX_THINK_S
+    return CodingAgentTrace(DATA / CODING_AGENT, half, max_think_s)
 
 
 def execute(run: Run) -> Outcome:
-    trace, seed = _trace(run.cell.trace, run.half), run.settings.seed
+    trace = _trace(run.cell.trace, run.half, has_pauses=PAUSES in run.cell.variants)
+    seed = run.settings.seed
     workload = trace.workload(num_workers=run.cell.num_workers, load=run.load, seed=seed)
     for name, change in VARIANTS.items():
         if name in run.cell.variants:
@@ -152,6 +162,7 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         load=options.tier_load,
         hold_s=0.0 if pooled else options.hold,
         redis=options.index == "redis" and not pooled,
+        keeps=options.keep and not pooled,
         two_speeds=SPEEDS in cell.variants,
         death_and_join=CHURN in cell.variants,
         copies=bool(options.copies),

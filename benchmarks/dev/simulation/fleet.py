@@ -57,6 +57,8 @@ class ReplaySettings:
     """A worker joins half-way through."""
     warm_start_s: float = 0.0
     """`--warm-start-s` of the worker that joins."""
+    keeps: bool = False
+    """Workers keep the chains of answers that call a tool, for the time that the gateway has learned."""
     death_and_join: bool = False
     """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
 
