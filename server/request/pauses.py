@@ -127,7 +127,7 @@ class Pauses:
 
     def begin(self, generation: Generation, tools: Sequence[str]) -> None:
         """Keep the chain of a finished answer that calls `tools`, or whose request asks for it."""
-        spec, worker, hashes = generation.spec, generation.worker, generation.route.hashes
+        spec, worker, hashes = generation.spec, generation.last_worker, generation.route.hashes
         if not hashes:
             return
         keep_s = min(MAX_PAUSE_S, spec.retention_s)

@@ -12,7 +12,10 @@ from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Die, Refuse
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post
+from tests.waiting import until
 from worker.wire import End, Finished, Frame, GenerateRequest, Started, Tokens
+
+LONG = {"role": "user", "content": "A long question. " * 20}
 
 
 def split(target: RunningGateway) -> None:
@@ -39,6 +42,16 @@ async def test_a_split_changes_nothing_but_the_way(make: MakeWorker, stream: boo
         metrics = target.metrics
         assert (metrics.splits.sum(), metrics.resumed.sum(), metrics.lost.sum()) == (1, 0, 0)
         assert [placement.calls[-1] for placement in target.router.placements] == ["close"] * 3
+
+
+async def test_the_worker_that_ends_the_answer_keeps_its_chain(make: MakeWorker) -> None:
+    prefill, mixed = make(keeps_chains=True), make(keeps_chains=True)
+    async with gateway(prefill, mixed) as target:
+        split(target)
+        status, _, _ = await post(target.url, chat(messages=[LONG], prompt_cache_retention="24h", stream=True))
+        assert status == 200
+        await until(lambda: mixed.kept)
+    assert not prefill.kept
 
 
 async def test_the_first_token_goes_to_the_client_at_once(make: MakeWorker) -> None:
