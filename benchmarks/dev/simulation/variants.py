@@ -54,6 +54,20 @@ def with_tenants(workload: Workload, seed: int) -> Workload:
     return replace(changed, num_distinct_blocks=num_distinct)
 
 
+def with_one_time_prompts(workload: Workload, seed: int) -> Workload:
+    """Add prompts of sixteen blocks that nobody sends again, a fifth of all requests. The cache stays as large."""
+    rng = random.Random(seed)
+    last_s = max(session.start_s for session in workload.sessions)
+    first = 1 + max(request.number for session in workload.sessions for request in session.requests)
+    added = []
+    for number in range(first, first + workload.num_requests // 4):
+        blocks = [name_block("once", number, at) for at in range(16)]
+        request = make_request(number, 16 * workload.block_size + 1, 64, blocks)
+        added.append(Session(rng.uniform(0.0, last_s), [request], (0.0,), number))
+    sessions = sorted([*workload.sessions, *added], key=lambda session: session.start_s)
+    return replace(workload, sessions=sessions, num_requests=workload.num_requests + len(added))
+
+
 def with_kept_answers(workload: Workload) -> Workload:
     """Let answers take blocks, which the conversation's next prompt finds. The cache stays as large."""
     following: dict[int, TraceRequest] = {}
@@ -127,6 +141,7 @@ VARIANTS: Final[Mapping[str, Callable[[Workload, int], Workload]]] = {
     "x8": lambda workload, _: with_longer_answers(workload, 8),
     "rate1.5": lambda workload, _: with_rate(workload, 1.5),
     "tenants": with_tenants,
+    "once": with_one_time_prompts,
     "kept": lambda workload, _: with_kept_answers(workload),
     "hot": with_hot_prefix,
     "ramp": partial(with_hot_prefix, ramp_s=HOT_S),
