@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from http.client import HTTPException
-from itertools import accumulate
 from typing import Final
 
 from cache.records import WorkerMember
@@ -60,9 +59,12 @@ def most_offered(num_blocks: int, num_unused: int) -> int:
 
 def unique_first(chains: Sequence[list[ChainLink]], held: Sequence[bool], most: int) -> list[list[ChainLink]]:
     """Return chains of at most that many blocks, those that are `held` elsewhere last."""
-    order = sorted(zip(chains, held, strict=True), key=lambda pair: pair[1])
-    sizes = accumulate(len(chain) for chain, _ in order)
-    return [chain for (chain, _), size in zip(order, sizes, strict=True) if size <= most]
+    chosen = []
+    for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
+        if len(chain) <= most:  # a chain that is too long leaves the room to others
+            most -= len(chain)
+            chosen.append(chain)
+    return chosen
 
 
 def share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -89,6 +90,17 @@ async def test_chains_that_no_peer_holds_go_first() -> None:
     assert asked == [["peer"]]
     offered = [each.hashes for each in exchange.offers["http://peer"].chains]
     assert offered == [OfferedChain.of(each).hashes for each in chains[1:]]
+
+
+async def test_where_peers_evict_the_older_half_is_not_offered() -> None:
+    """The pool has 8 blocks. Peers with 7 unused blocks take more than the 4 that full peers take."""
+    chains = [chain(*range(10, 16)), chain(1, 2), chain(3, 4), chain(5)]
+    for num_blocks, expected in ((0, 4), (7, 7)):
+        exchange = Exchange(chains)
+        exchange.num_blocks = 8
+        peer = entry("peer", 100)
+        peer = replace(peer, load=WorkerLoad(num_free_blocks=100, num_blocks=num_blocks))
+        assert await hand_over(MEMBER, exchange, [peer], nowhere) == expected
 
 
 async def test_only_peers_that_can_hold_blocks_are_asked() -> None:
