@@ -90,7 +90,7 @@ class WorkersNeeded:
             del self._models[name]
 
     def needed(self, model: str) -> int | None:
-        """Return the workers that the model needs, at least 1; None while the gateway is new."""
+        """Return the workers that the model needs, at least 1; None while the gateway is new or no worker lives."""
         known = self._models.get(model)
         return None if known is None or not known.recent else max(number for _, number in known.recent)
 
@@ -128,6 +128,9 @@ class _Model:
         if now_s - self._minute_s >= _MINUTE_S:
             self._correct(now_s)
         if now_s - self._begun_s < WARM_UP_S:
+            return
+        if not candidates:  # an outage: no number keeps the fleet as it is, a low one would shrink it
+            self.recent.clear()
             return
         staying = [each.load for each in candidates if not each.load.draining]
         queued_s = held_s + sum(sum(each.load.queued_prefill_s.values()) for each in candidates)

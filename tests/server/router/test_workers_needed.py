@@ -141,6 +141,16 @@ def test_a_model_without_workers_is_forgotten() -> None:
     assert traffic.needed.needed("m") is None
 
 
+def test_while_no_worker_lives_there_is_no_number() -> None:
+    """A low number would shrink the fleet in the middle of an outage."""
+    traffic = Traffic(4)
+    assert traffic.run(600, 2.0) is not None
+    traffic.now_s += INTERVAL_S
+    traffic.observe([])
+    assert traffic.needed.needed("m") is None
+    assert traffic.run(INTERVAL_S, 2.0) is not None
+
+
 def test_every_gateway_has_the_same_number() -> None:
     """The work comes from the workers' counters, which include all gateways: a gateway with few requests has it too."""
     busy, quiet = Traffic(8), Traffic(8)
