@@ -38,20 +38,20 @@ _SLOW_WINDOW_S: Final = 360.0
 _DISPERSION_WINDOW_S: Final = 900.0
 _MEMORY_S: Final = 1800.0
 _MINUTE_S: Final = 60.0
-_RISE: Final = 0.75
+_RISE: Final = 1.0
 """A rise goes on while a worker starts: the part of it, above the mean of `_SLOW_WINDOW_S`, that is added."""
 _FALL: Final = 0.5
 """The same of a fall, which the mean of `_WINDOW_S` shows late."""
-_NUM_DEVIATIONS: Final = 1.2
-"""The work of a minute is taken to be the mean plus that many standard deviations: nearly nine of ten bring less."""
+_NUM_DEVIATIONS: Final = 1.28
+"""The work of a minute is taken to be the mean plus that many standard deviations: nine of ten bring less."""
 _SMALL_FLEET: Final = 2.5
 """Further standard deviations, over the number of busy workers: queues of small fleets last longer."""
 _MIN_BURST: Final = 1.5
 """The measured dispersion is noisy: only above this ratio it replaces that of independent arrivals."""
 _MIN_JUDGED: Final = 20
 """A minute with fewer first tokens is not judged."""
-_RAISED: Final = 0.02
-_LOWERED: Final = 0.001
+_RAISED: Final = 0.04
+_LOWERED: Final = 0.002
 _MAX_CORRECTION: Final = 1.5
 _MAX_POOL_USE: Final = 0.9
 _NUM_PREFILLS: Final = 512
