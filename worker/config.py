@@ -109,9 +109,9 @@ class WorkerConfig(SharedConfig):
     max_step_ms: float | None = _batch(
         None, "objective for the time between tokens: bounds prefills in steps with decodes (default: none)", type=float
     )
-    role: Role = _batch(
+    role: Role = _batch(  # noqa: RUF009 (a field)
         "mixed", "prefill: compute prompts, and let other workers decode; experimental (mixed)", choices=ROLES
-    )  # noqa: RUF009 (a field)
+    )
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
     max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)

@@ -15,7 +15,7 @@ and, after those, what changes:
     _kept       answers take blocks, which the conversation's next prompt finds
     _tenants    twenty tenants with Zipf weights, which share no block
     _speeds     every second worker has half the speed of the others
-    _once       a fifth of all requests are prompts that no client sends again
+    _once       a fifth of all requests are prompts that come only once
     _pauses     tools run between requests: coding agents as recorded, up to an hour, tool chats by the tool
     _churn      a worker dies, and later one with an empty cache joins
     _hot        a prefix of 30,000 tokens that one worker holds begins 50 requests/s for a minute

@@ -136,9 +136,9 @@ class Outcome:
     """The time from the decision to the first token, as predicted, over what it took: the median."""
     num_requests: float
     """Without the warm-up."""
-    lost_after_pause: float
+    lost_after_pause: float = 0.0
     """Tokens not found cached after a tool's pause, over those that the request shares with the one before."""
-    others_ttft_mean_s: float
+    others_ttft_mean_s: float = 0.0
     """Mean over the requests that follow no tool's pause."""
     predictions: Predictions = field(default_factory=Predictions, compare=False)
     growth: Growth = field(default_factory=Growth, compare=False)

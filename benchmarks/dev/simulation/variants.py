@@ -55,7 +55,7 @@ def with_tenants(workload: Workload, seed: int) -> Workload:
 
 
 def with_one_time_prompts(workload: Workload, seed: int) -> Workload:
-    """Add prompts of sixteen blocks that no client sends again, a fifth of all requests. The cache stays as large."""
+    """Add prompts of sixteen blocks that come only once, a fifth of all requests. The cache stays as large."""
     rng = random.Random(seed)
     last_s = max(session.start_s for session in workload.sessions)
     first = 1 + max(request.number for session in workload.sessions for request in session.requests)
