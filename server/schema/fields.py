@@ -172,6 +172,7 @@ class ResponseFormat(Struct, kw_only=True):
             raise invalid(f"response_format.{name}", "is required")
 
 
+_TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
 _CONSTRAINTS: Final = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -230,6 +231,14 @@ def short_key(key: str | None) -> str | None:
     return blake2b(key.encode("utf-8", "replace"), digest_size=32).hexdigest()
 
 
+def ttl_s(control: Any) -> float:
+    """Return the lifetime that a `cache_control` asks for; 0.0 for one of a form that is not known."""
+    if not isinstance(control, dict) or control.get("type") != "ephemeral":
+        return 0.0
+    ttl = control.get("ttl", "5m")
+    return _TTLS_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0
+
+
 class RequestFields(Struct, kw_only=True):
     """The fields of every route that runs a model, hints included."""
 
@@ -241,6 +250,7 @@ class RequestFields(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     user: str | None = None
 
+    cache_control: Any = None
     metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -257,7 +267,7 @@ class RequestFields(Struct, kw_only=True):
     @property
     def retention_s(self) -> float:
         """How long the client asks to keep the prompt in the cache; 0.0: like any other."""
-        return 86_400.0 if self.prompt_cache_retention == "24h" else 0.0
+        return max(86_400.0 if self.prompt_cache_retention == "24h" else 0.0, ttl_s(self.cache_control))
 
     def check(self) -> None:
         """Check the rules that no single field's type holds. Raises InvalidRequestError."""

@@ -13,7 +13,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from server.schema.decoding import invalid, unsupported
-from server.schema.fields import MAX_TOOLS, Count, ModelFields, PositiveCount, Probability, check_stops, short_key
+from server.schema.fields import (
+    MAX_TOOLS,
+    Count,
+    ModelFields,
+    PositiveCount,
+    Probability,
+    check_stops,
+    short_key,
+    ttl_s,
+)
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 from server.schema.tools import Ignored, Offer, OfferedTool, Toolbox, ToolName, converted, make_toolbox
 
@@ -26,7 +35,6 @@ _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
 """The types of blocks that each role's content may have."""
 
 
-_TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
 _SERVER_CALLS: Final = ("server_tool_use", "mcp_tool_use")
 
 
@@ -166,7 +174,6 @@ class CountTokensRequest(ModelFields, kw_only=True):
     """The older name of `output_config.format`."""
     context_management: ContextManagement | None = None
     stop_sequences: list[str] | None = None
-    cache_control: Any = None
     temperature: Probability | None = None
     metadata: MessagesMetadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
@@ -186,9 +193,9 @@ class CountTokensRequest(ModelFields, kw_only=True):
         system = self.system if isinstance(self.system, list) else []
         contents = [message.content for message in self.messages if isinstance(message.content, list)]
         blocks = [*system, *(block for content in contents for block in content)]
-        controls = [self.cache_control, *(block.cache_control for block in blocks)]
+        controls = [block.cache_control for block in blocks]
         controls += [tool.get("cache_control") for tool in self.tools or ()]
-        return max(super().retention_s, *[_ttl_s(control) for control in controls if control is not None], 0.0)
+        return max(super().retention_s, *[ttl_s(control) for control in controls if control is not None], 0.0)
 
     def check(self) -> None:
         if self.structured_outputs is not None:
@@ -209,14 +216,6 @@ class CountTokensRequest(ModelFields, kw_only=True):
         blocks = last.content if last.role == "assistant" and isinstance(last.content, list) else []
         if any(block.type == "tool_use" for block in blocks):
             raise invalid("messages", "end with a tool_use: send its tool_result in a message of the user")
-
-
-def _ttl_s(control: Any) -> float:
-    """Return the lifetime that a `cache_control` asks for; 0.0 for one of a form that is not known."""
-    if not isinstance(control, dict) or control.get("type") != "ephemeral":
-        return 0.0
-    ttl = control.get("ttl", "5m")
-    return _TTLS_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0
 
 
 def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:

@@ -198,7 +198,9 @@ class KVTransfers:
         end = "complete" if fetch.num_arrived == len(fetch.links) else "short" if fetch.finished else "late"
         self._metrics.count_fetch(end, fetch.num_fetched_blocks(), self._allocator.block_size, self._pool.num_bytes)
         if (adopted := self._adoptions.pop(fetch, None)) is not None:
-            adopted.set_result(sum(fetch.num_fetched_blocks().values()))
+            num_blocks = sum(fetch.num_fetched_blocks().values())
+            # In the engine's next turn: this one reports the blocks, so a worker that joins publishes them at once.
+            self._mailbox.put(partial(adopted.set_result, num_blocks), adopted.set_exception)
         for store in self._stores:  # a damaged record is dropped
             self._report(store)
 
