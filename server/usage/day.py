@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,15 +22,16 @@ class DayHistory:
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES)
+        self._minutes: deque[tuple[int, defaultdict[str, float]]] = deque(maxlen=MINUTES)
 
     def add(self, account: Account) -> None:
         minute = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1][0] != minute:
-            self._minutes.append((minute, Counter()))
+            self._minutes.append((minute, defaultdict(float)))
         sums = self._minutes[-1][1]
         sums[outcome(account)] += 1
-        sums.update(account.sums())
+        for name, amount in account.sums().items():
+            sums[name] += amount
 
     def report(self) -> dict[str, Any]:
         """Return the rows of the last day, oldest first; `at` is the Unix time at which a minute began."""

@@ -6,69 +6,27 @@ import asyncio
 import contextvars
 import dataclasses
 import gc
-import threading
-from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import msgpack
 import msgspec
 import pytest
-import torch
 from msgspec.structs import replace
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cache.hashing import hash_chain
 from cache.records import WorkerState
 from cache.types import BlockHash
-from tests.waiting import HANG_S
-from tests.worker.device_streams import ThreadedStream
+from tests.worker.http.slow_runner import NUM_BLOCKS, SlowRunner, assert_idle
 from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
-from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner, answer
+from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import generate
 from worker.common.frames import FrameReader
 from worker.contracts.metrics import WorkerMetrics
-from worker.contracts.step import SequenceResult, Step
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
-from worker.kernels.device import DeviceStream
-from worker.scheduler.request import Constraint, Request, RequestChoice, TokenSequence
-from worker.wire import End, Failed, GenerateRequest, Grammar, Started, TokenizerBundle, Tokens, pack_request, unpack
-
-NUM_BLOCKS = 129
-
-
-class SlowRunner(ArithmeticRunner):
-    """Runs a step whenever the test allows one; by default at once."""
-
-    def __init__(self, stream: DeviceStream) -> None:
-        super().__init__(NUM_BLOCKS, 4, stream=stream)
-        self.free_running = threading.Event()
-        self.free_running.set()
-        self.steps_allowed = threading.Semaphore(0)
-
-    def compute(self, step: Step) -> list[SequenceResult]:
-        while not self.free_running.is_set():
-            if self.steps_allowed.acquire(timeout=0.005):
-                break
-        return super().compute(step)
-
-
-@pytest.fixture
-def runner(request: pytest.FixtureRequest) -> Iterator[SlowRunner]:
-    """A runner that computes in the engine thread, or overlaps with it."""
-    if getattr(request, "param", "blocking") == "blocking":
-        yield SlowRunner(DeviceStream(torch.device("cpu")))
-    else:
-        stream = ThreadedStream()
-        yield SlowRunner(stream)
-        stream.close()
-
-
-@pytest.fixture
-async def worker(runner: SlowRunner) -> AsyncIterator[LiveWorker]:
-    async with live_worker(runner, NUM_BLOCKS, 4, max_num_batched_tokens=64, max_num_seqs=16) as worker:
-        yield worker
-        runner.free_running.set()
+from worker.scheduler.request import Request, RequestChoice, TokenSequence
+from worker.wire import End, Failed, Started, TokenizerBundle, Tokens, pack_request, unpack
 
 
 async def test_a_stream_has_every_frame_in_order(worker: LiveWorker) -> None:
@@ -247,111 +205,6 @@ async def test_keep_takes_the_chain_of_an_ended_request(worker: LiveWorker) -> N
     assert worker.scheduler.allocator.find([*request.prompt_ids, 0], BlockHash(request.root)) == 40
 
 
-async def test_draining_lets_the_open_finish_and_refuses_the_new(worker: LiveWorker, runner: SlowRunner) -> None:
-    runner.free_running.clear()
-    task = asyncio.create_task(worker.generate(generate(range(10), 5)))
-    await worker.until(lambda: worker.service.num_open == 1)
-    async with worker.http.post(worker.url + "/drain") as response:
-        assert await response.json() == {"draining": True, "open": 1}
-    status, got = await worker.generate(generate(range(4), 2))
-    assert status == 503
-    assert got.last == Failed("draining", "the worker is draining", retryable=True)
-    async with worker.http.get(worker.url + "/health/ready") as response:
-        assert response.status == 503
-    async with worker.http.get(worker.url + "/health/live") as response:
-        assert response.status == 200
-    runner.free_running.set()
-    await worker.service.drained(20.0)
-    status, got = await task
-    assert got.tokens[0] == answer(range(10), 100, 5)
-
-
-async def test_requests_that_outlive_the_grace_fail_retryably(worker: LiveWorker, runner: SlowRunner) -> None:
-    runner.free_running.clear()
-    task = asyncio.create_task(worker.generate(generate(range(10), 400)))
-    await worker.until(lambda: worker.service.num_open == 1)
-    worker.service.drain()
-    drained = asyncio.create_task(worker.service.drained(0.02))
-    await asyncio.sleep(0.05)
-    runner.free_running.set()
-    await drained
-    _, got = await task
-    assert got.last == Failed("draining", "the worker stops", retryable=True)
-    await assert_idle(worker)
-
-
-async def test_a_dead_engine_fails_every_stream_and_is_seen(worker: LiveWorker, runner: SlowRunner) -> None:
-    runner.free_running.clear()
-    tasks = [asyncio.create_task(worker.generate(generate([i, 2, 3], 5))) for i in range(4)]
-    await worker.until(lambda: worker.service.num_open == 4)
-    runner.fails = lambda step: True
-    runner.free_running.set()
-    for _, got in await asyncio.gather(*tasks):
-        assert isinstance(got.last, Failed)
-    async with worker.http.get(worker.url + "/health/live") as response:
-        assert response.status == 503
-        assert "does not compute" in (await response.json())["reason"]
-    assert (await worker.generate(generate(range(4), 2)))[0] == 503
-
-
-async def test_the_engine_dies_while_a_grammar_is_compiled(
-    worker: LiveWorker, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its stream would never end, nor the drain that waits for it."""
-    entered, compiled = asyncio.Event(), asyncio.Event()
-
-    async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
-        if request.sampling.grammar is not None:
-            entered.set()
-            await compiled.wait()
-        return {}
-
-    monkeypatch.setattr(worker.engine.grammars, "constraints", constraints)
-    late = asyncio.create_task(worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a"))))
-    await entered.wait()
-    runner.fails = lambda step: True
-    await worker.generate(generate([1, 2, 3], 5))
-    await worker.until(lambda: worker.service.draining)
-    compiled.set()
-    async with asyncio.timeout(HANG_S):
-        status, got = await late
-        assert (status, type(got.last)) == (503, Failed)
-        assert got.last.retryable
-        await worker.service.drained(0.01)
-        for method, path in (("POST", "/purge"), ("GET", "/debug/state")):
-            async with worker.http.request(method, worker.url + path) as response:
-                assert response.status == 503
-                (failed,) = FrameReader().feed(await response.read())
-                assert failed.code == "worker_lost"
-                assert "the engine died" in failed.message
-
-
-async def test_streams_opened_on_a_dead_engine_do_not_block_the_drain(worker: LiveWorker, runner: SlowRunner) -> None:
-    runner.fails = lambda step: True
-    await worker.generate(generate([1, 2, 3], 5))
-    await worker.until(lambda: worker.service.draining)
-    worker.service.draining = False  # as for a request that comes while the engine dies
-    stream = await worker.service.submit(generate([4, 5, 6], 5))
-    async with asyncio.timeout(HANG_S):
-        await worker.service.drained(2 * HANG_S)
-    assert stream.ended
-
-
-async def test_the_worker_drains_while_a_grammar_is_compiled(
-    worker: LiveWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The request is refused."""
-
-    async def constraints(request: GenerateRequest) -> dict[int, Constraint]:
-        worker.service.drain()
-        return {}
-
-    monkeypatch.setattr(worker.engine.grammars, "constraints", constraints)
-    status, got = await worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a")))
-    assert status == 503
-    assert got.last == Failed("draining", "the worker is draining", retryable=True)
-
-
 async def test_state_and_bundle(worker: LiveWorker) -> None:
     await worker.generate(generate(range(10), 5))
     async with worker.http.get(worker.url + "/state") as response:
@@ -438,15 +291,3 @@ async def test_five_hundred_aborted_and_finished_leave_nothing(worker: LiveWorke
     assert nums[-1] - nums[0] < 200, "one object a request would be 400"
     await worker.http.close()
     await worker.until(lambda: len(asyncio.all_tasks()) <= num_tasks)
-
-
-async def assert_idle(worker: LiveWorker) -> None:
-    """No stream, no request, every block free or cached, and the pool's own check passes."""
-    await worker.until(lambda: worker.service.num_open == 0)
-    await worker.until(lambda: not worker.scheduler.requests)
-    await worker.settled()
-    allocator = worker.scheduler.allocator
-    await asyncio.wrap_future(worker.engine.mailbox.call(allocator.check_integrity))
-    await worker.until(lambda: allocator.num_free_blocks == NUM_BLOCKS - 1)  # an aborted step may still run
-    assert len(worker.scheduler.running) == len(worker.scheduler.waiting) == 0
-    assert worker.service.queue.num_requests == 0
