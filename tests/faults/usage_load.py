@@ -149,12 +149,17 @@ async def _read_stream(response: aiohttp.ClientResponse, counted: Counted) -> No
         if line.startswith(b"data: {"):
             part = json.loads(line[6:])
             parts.append(part)
-            counted.num_events += any(choice.get("text") or "delta" in choice for choice in part.get("choices", ()))
+            counted.num_events += any(map(has_text, part.get("choices", ())))
             is_over |= part.get("type") in ("response.completed", "response.incomplete", "message_stop")
         is_over |= line.startswith(b"data: [DONE]")
         if counted.key == "leaver" and counted.num_events > 1:
             return  # which closes the connection
     counted.amounts = usage_in(parts) if is_over else None
+
+
+def has_text(choice: dict[str, Any]) -> bool:
+    """Return whether an event of a choice brings tokens: the first one of a chat brings only the role."""
+    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
 
 
 async def run_load(
