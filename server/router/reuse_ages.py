@@ -13,11 +13,14 @@ from typing import Final
 from cache.types import HASH_BYTES, BlockHash
 
 MAX_BLOCKS: Final = 1 << 15
-"""Remembered blocks. With more, half of them are forgotten, and later only every second block is remembered."""
+"""Remembered blocks. With more, those not seen for `FORGET_S` are forgotten. If most are younger, every second one is,
+and later only every second block is remembered."""
+FORGET_S: Final = float(1 << 17)
+"""A block that no prompt has had for this time counts as new."""
 SAMPLED_TOKENS: Final = 256
 """One block of a prompt is looked at in that many tokens."""
-NUM_AGES: Final = 20
-"""Ages by powers of two seconds, up to twelve days."""
+NUM_AGES: Final = 18
+"""Ages by powers of two seconds, up to `FORGET_S`."""
 _NEVER: Final = NUM_AGES
 
 
@@ -40,15 +43,21 @@ class ReuseAges:
             if block_hash >= end:
                 continue
             before_s = seen_s.get(block_hash)
-            age = _NEVER if before_s is None else min(NUM_AGES - 1, max(0, math.frexp(now_s - before_s)[1]))
+            age = _NEVER if before_s is None else min(_NEVER, max(0, math.frexp(now_s - before_s)[1]))
             self._all[age] += 1.0
             if at < num_cached:
                 self._cached[age] += 1.0
             seen_s[block_hash] = now_s
         if len(seen_s) > MAX_BLOCKS:
+            self._forget(now_s - FORGET_S)
+
+    def _forget(self, before_s: float) -> None:
+        seen_s = {key: at_s for key, at_s in self._seen_s.items() if at_s > before_s}
+        if len(seen_s) > MAX_BLOCKS // 2:
             self._limit //= 2
             end = self._end()
-            self._seen_s = {key: at_s for key, at_s in seen_s.items() if key < end}
+            seen_s = {key: at_s for key, at_s in seen_s.items() if key < end}
+        self._seen_s = seen_s
 
     def _end(self) -> bytes:
         return self._limit.to_bytes(5, "big")[1:] if self._limit < 1 << 32 else b"\xff" * (HASH_BYTES + 1)

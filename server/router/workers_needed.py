@@ -69,12 +69,16 @@ class WorkersNeeded:
     def started(self, placement: Placement, num_cached_tokens: int) -> None:
         """Count a request whose prefill begins."""
         request, block_size = placement.request, placement.worker.block_size
+        if request.numerics is not None:  # the rest of an answer
+            return
         model = self._models[request.model]
         model.prefills_s.append(placement.active.prefill_s)
         model.ages.add(request.hashes, num_cached_tokens // block_size, block_size, self._clock())
 
     def first_token(self, placement: Placement, elapsed_s: float) -> None:
-        """Count a request that had its first token `elapsed_s` after it was placed."""
+        """Count a request that had its first token `elapsed_s` after it came to the router."""
+        if placement.request.numerics is not None:
+            return
         model = self._models[placement.request.model]
         model.num_ended += 1
         model.num_late += elapsed_s > self.objective_s
@@ -134,7 +138,7 @@ class _Model:
             return
         staying = [each.load for each in candidates if not each.load.draining]
         queued_s = held_s + sum(sum(each.load.queued_prefill_s.values()) for each in candidates)
-        used = sum(1.0 - load.num_free_blocks / load.num_blocks for load in staying if load.num_blocks)
+        used = sum(max(0.0, 1.0 - load.num_free_blocks / load.num_blocks) for load in staying if load.num_blocks)
         number = max(self._for_prefills(max(1, len(staying)), queued_s, now_s), math.ceil(used / _MAX_POOL_USE))
         self.recent.append((now_s, number))
         while self.recent[0][0] < now_s - SETTLE_S:

@@ -45,13 +45,14 @@ class Traffic:
     def observe(self, candidates: Sequence[Candidate]) -> None:
         self.needed.observe({"m": candidates}, lambda _: self.held_s)
 
-    def request(self, prefill_s: float) -> None:
+    def request(self, prefill_s: float, ttft_s: float = 0.5, numerics: str | None = None) -> None:
         placement = SimpleNamespace(
-            request=SimpleNamespace(model="m", hashes=()),
+            request=SimpleNamespace(model="m", hashes=(), numerics=numerics),
             worker=SimpleNamespace(block_size=16),
             active=SimpleNamespace(prefill_s=prefill_s),
         )
         self.needed.started(cast(Placement, placement), 0)
+        self.needed.first_token(cast(Placement, placement), ttft_s)
 
 
 def test_a_new_gateway_has_no_number() -> None:
@@ -120,6 +121,30 @@ def test_forged_reports_are_bounded() -> None:
     traffic.run(120, 1.0)
     traffic.assigned_s = dict.fromkeys(range(3), 1e12)
     assert traffic.run(60, 1.0) == 12
+
+
+@pytest.mark.parametrize(("numerics", "is_raised"), [(None, True), ("class", False)])
+def test_minutes_that_miss_the_objective_raise_it(numerics: str | None, is_raised: bool) -> None:
+    """A request for the rest of an answer has had its first token before: it does not count."""
+    prompt, late = Traffic(8), Traffic(8)
+    for _ in range(10):
+        prompt.run(60, 4.0)
+        late.run(60, 4.0)
+        for _ in range(20):
+            late.request(0.5, 4.0, numerics)
+    before, after = prompt.run(60, 4.0), late.run(60, 4.0)
+    assert before is not None
+    assert after is not None
+    assert (after > before) == is_raised
+
+
+def test_a_forged_pool_hides_no_full_one() -> None:
+    traffic = Traffic(3)
+    full, forged = WorkerLoad(num_blocks=100), WorkerLoad(num_blocks=1, num_free_blocks=1000)
+    for _ in range(20):
+        traffic.now_s += INTERVAL_S
+        traffic.observe([Candidate(m, forged if m.worker_id == "w0" else full, 0) for m in traffic.members])
+    assert traffic.needed.needed("m") == 3
 
 
 def test_a_new_epoch_and_a_new_worker_add_no_work() -> None:
@@ -213,3 +238,18 @@ def test_remembered_blocks_are_bounded() -> None:
         ages.add([BlockHash(rng.randbytes(HASH_BYTES)) for _ in range(1000)], 0, 256, float(at))
     assert MAX_BLOCKS / 4 < len(ages._seen_s) <= MAX_BLOCKS
     assert math.isfinite(ages.missed_ratio(2.0))
+
+
+def test_after_weeks_recent_blocks_are_still_counted() -> None:
+    """Every prompt is new, and comes again a minute later. Blocks of the days before make room."""
+    ages = ReuseAges()
+    rng = random.Random(1)
+    for day in range(60):
+        for at in range(20):
+            hashes = [BlockHash(rng.randbytes(HASH_BYTES)) for _ in range(500)]
+            now_s = 86_400.0 * day + 100.0 * at
+            ages.add(hashes, 0, 256, now_s)
+            ages.add(hashes, 500, 256, now_s + 60.0)
+        ages.fade(0.0 if day < 59 else 1.0)
+    assert sum(ages._all) >= 20_000 / 4
+    assert sum(ages._cached) == sum(ages._all) / 2
