@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.dev.scale_load.day import day_of
-from benchmarks.dev.scale_load.elastic import MINUTE_S, ElasticReplay, Minute, ScaleSettings
+from benchmarks.dev.scale_load.elastic import MINUTE_S, ElasticReplay, Minute
 from benchmarks.dev.scale_load.oracle import oracle
-from benchmarks.dev.simulation.traces import CONVERSATION, ConversationTrace, Workload
+from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.traces import CONVERSATION, DATA, ConversationTrace, Workload
 from benchmarks.report import Figure, Report, option_parser, publish
 
-DATA: Final = Path(__file__).parents[2] / "tests" / "data"
 RECORDED_S: Final = 2400.0
 LEAST: Final = 2
 MOST: Final = 24
@@ -51,10 +49,10 @@ def options_of(argv: list[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def settings_of(options: Namespace, num_workers: int) -> ScaleSettings:
-    return ScaleSettings(
-        num_workers, options.blocks, options.objective, num_gateways=options.gateways, seed=options.seed
-    )
+def settings_of(options: Namespace, num_workers: int, worker_blocks: int) -> ReplaySettings:
+    num_blocks = float(num_workers * worker_blocks)  # a day counts as one distinct block
+    num_gateways, seed = options.gateways, options.seed
+    return ReplaySettings(num_workers, num_blocks, num_gateways=num_gateways, seed=seed, shared_engine=True)
 
 
 def recorded() -> Workload:
@@ -73,7 +71,8 @@ def measure_day(options: Namespace) -> tuple[list[Minute], list[int]]:
         prefill_tokens_per_s=options.rate,
         seed=options.seed,
     )
-    replay = ElasticReplay(day, settings_of(options, LEAST), lambda _, needed: min(MOST, max(LEAST, needed)))
+    settings = settings_of(options, LEAST, options.blocks)
+    replay = ElasticReplay(day, settings, options.objective, lambda _, needed: min(MOST, max(LEAST, needed)))
     replay.run()
     return replay.minutes(), oracle(replay.prefills(), options.objective, LEAST)
 
@@ -99,11 +98,9 @@ def measure_handover(options: Namespace) -> dict[str, float]:
         "without": (shrinks, False),
         "with": (shrinks, True),
     }
-    hits = {}
+    hits, settings = {}, settings_of(options, NUM_BEFORE, options.handover_blocks)
     for name, (size, hands_over) in sizes.items():
-        settings = settings_of(options, NUM_BEFORE)
-        settings = replace(settings, hands_over=hands_over, worker_blocks=options.handover_blocks)
-        replay = ElasticReplay(load, settings, size)
+        replay = ElasticReplay(load, settings, options.objective, size, hands_over=hands_over)
         replay.run()
         minutes = replay.minutes()[after:]
         hits[name] = sum(each.num_cached_tokens for each in minutes) / sum(each.num_prompt_tokens for each in minutes)

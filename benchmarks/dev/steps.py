@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Final
 
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.step_replay import StepReplay, TokenTimes
-from benchmarks.dev.simulation.traces import CONVERSATION, ConversationTrace
+from benchmarks.dev.simulation.traces import CONVERSATION, DATA, ConversationTrace
 from benchmarks.report import Figure, Report, option_parser, percentile, publish
 from server.router.policies import POLICIES
-
-DATA: Final = Path(__file__).parents[2] / "tests" / "data"
 
 
 def main(argv: list[str]) -> int:
@@ -88,8 +84,10 @@ def simulation_figures(options: Namespace) -> Iterator[Figure]:
 
 def simulate(trace: ConversationTrace, options: Namespace, max_step_s: float | None) -> TokenTimes:
     workload = trace.workload(num_workers=options.workers, load=options.load, seed=options.seed)
-    settings = ReplaySettings(options.workers, options.cache, seed=options.seed, shared_engine=True)
-    return StepReplay(workload, POLICIES["headstart"], settings, max_step_s).token_times()
+    settings = ReplaySettings(
+        options.workers, options.cache, seed=options.seed, shared_engine=True, max_step_s=max_step_s
+    )
+    return StepReplay(workload, POLICIES["headstart"], settings).token_times()
 
 
 def _curve(name: str, found: TokenTimes, free: TokenTimes, max_step_s: float | None) -> Iterator[Figure]:

@@ -15,16 +15,11 @@ import uvloop
 
 from benchmarks.dev.gateway_load import stub
 from benchmarks.dev.gateway_load.processes import make_bundle
-from cache.hashing import Namespace
-from cache.records import WorkerMember
-from cache.types import Epoch, WorkerId
 from worker.wire import (
-    PROTOCOL_VERSION,
     Embedding,
     End,
     Finished,
     Started,
-    TokenizerBundle,
     pack_frame,
     unpack_request,
 )
@@ -55,27 +50,11 @@ async def serve(contexts: list[int]) -> None:
                 worker = stub.Worker(bundle, 0.0)
                 server = await loop.create_server(partial(Connection, worker), "127.0.0.1", 0)
                 urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-                worker.member = _member(bundle, urls[-1], size)
+                worker.member = dataclasses.replace(
+                    stub.make_member(bundle, f"stub-{context}-{size}", "1", urls[-1]), embedding_size=size
+                )
                 group.create_task(server.serve_forever())
             print(*urls, flush=True)
-
-
-def _member(bundle: TokenizerBundle, url: str, embedding_size: int) -> WorkerMember:
-    space = Namespace(
-        model=bundle.model, revision=bundle.revision, tokenizer=bundle.fingerprint, block_size=bundle.block_size
-    )
-    return WorkerMember(
-        worker_id=WorkerId(f"stub-{bundle.max_model_len}-{embedding_size}"),
-        epoch=Epoch("1"),
-        url=url,
-        model=bundle.model,
-        namespace=space.fingerprint,
-        numerics="none",
-        block_size=bundle.block_size,
-        max_model_len=bundle.max_model_len,
-        protocol=PROTOCOL_VERSION,
-        embedding_size=embedding_size,
-    )
 
 
 if __name__ == "__main__":

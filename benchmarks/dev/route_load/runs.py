@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Final
 
 from benchmarks.dev.simulation.fleet import ReplaySettings
@@ -19,6 +18,7 @@ from benchmarks.dev.simulation.rivals import RIVALS
 from benchmarks.dev.simulation.traces import (
     CODING_AGENT,
     CONVERSATION,
+    DATA,
     SWE_AGENT,
     TOOL_CHAT,
     CodingAgentTrace,
@@ -30,7 +30,6 @@ from benchmarks.dev.simulation.variants import VARIANTS
 from benchmarks.progress import Progress
 from server.router.policies import POLICIES
 
-DATA: Final = Path(__file__).parents[3] / "tests" / "data"
 COMPARED: Final = {**POLICIES, **RIVALS}
 COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do

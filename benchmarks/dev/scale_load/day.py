@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, overload
+from typing import Any, Final
 
 from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload, name_block
 from cache.hashing import hash_chain
@@ -68,13 +68,8 @@ class _Copied(Sequence[TraceRequest]):
     def __len__(self) -> int:
         return 1
 
-    @overload
-    def __getitem__(self, at: int) -> TraceRequest: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[TraceRequest]: ...
-    def __getitem__(self, at: int | slice) -> TraceRequest | Sequence[TraceRequest]:
-        request = _copied(self.recorded, self.copy)
-        return request if at == 0 else [request][at]
+    def __getitem__(self, at: Any) -> Any:
+        return (_copied(self.recorded, self.copy),)[at]
 
 
 @lru_cache(maxsize=4096)

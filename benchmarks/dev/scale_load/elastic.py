@@ -12,37 +12,24 @@ import msgspec
 
 from benchmarks.dev.simulation.engine import EngineModel, Job, SimulatedWorker
 from benchmarks.dev.simulation.fleet import MODEL, Fleet, ReplaySettings
-from benchmarks.dev.simulation.memory_index import MemoryIndex
 from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.shared_engine import SharedWorker
 from benchmarks.dev.simulation.traces import ROOT, TraceRequest, Workload
 from benchmarks.report import percentile
 from cache.allocators.hash import HashAllocator
 from cache.records import Candidate, WorkerMember
-from cache.types import GatewayId, WorkerId
+from cache.types import WorkerId
 from server.router.policies import make_policy
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from worker.kv_transfer.handover import ROOM_SHARE, most_offered, share_out, unique_first
 
 MINUTE_S: Final = 60.0
+EVERY_S: Final = 15.0
+"""How often the scaler looks, as KEDA and the autoscaler of Kubernetes do."""
+START_S: Final = 30.0
+"""From the decision until a new worker serves."""
 _MEMORY_REQUESTS: Final = 50
 """Requests over which a worker takes the mean of its decodes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleSettings:
-    num_workers: int
-    """At the start."""
-    worker_blocks: int
-    """Blocks of each worker's pool."""
-    objective_s: float
-    every_s: float = 15.0
-    """How often the scaler looks, as KEDA and the autoscaler of Kubernetes do."""
-    start_s: float = 30.0
-    """From the decision until a new worker serves."""
-    num_gateways: int = 1
-    hands_over: bool = True
-    seed: int = 0
 
 
 class Minute(NamedTuple):
@@ -54,48 +41,77 @@ class Minute(NamedTuple):
     num_cached_tokens: int
 
 
-class ElasticReplay(Replay):
-    """`size` returns the number of workers at a time, from the largest number that the gateways give."""
+@dataclass(slots=True, eq=False)
+class _MeasuredWorker(SharedWorker):
+    """Reports the prefill rate that it measures: lower than without decodes, as at our workers."""
 
-    def __init__(self, workload: Workload, settings: ScaleSettings, size: Callable[[float, int], int]) -> None:
-        self._scale_settings = settings
+    mean_decoding: float = 0.0
+
+    def submit(self, job: Job, now_s: float) -> None:
+        assigned_s = self.assigned_s
+        SharedWorker.submit(self, job, now_s)
+        self.mean_decoding += (self.num_decoding - self.mean_decoding) / _MEMORY_REQUESTS
+        added_s = (self.assigned_s - assigned_s) * self.model.slowdown_per_decode * self.mean_decoding
+        job.estimate_s += added_s
+        self.assigned_s += added_s
+
+    def report(self, now_s: float) -> None:
+        before = self.load
+        SharedWorker.report(self, now_s)
+        if self.load is not before:
+            slowdown = 1.0 + self.model.slowdown_per_decode * self.mean_decoding
+            rate = self.model.prefill_tokens_per_s / slowdown
+            self.load = msgspec.structs.replace(self.load, prefill_tokens_per_s=rate)
+
+
+class _Workers(Fleet):
+    """Makes workers that measure their rate and can hand chains over."""
+
+    def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> SimulatedWorker:
+        cache.track_chains()
+        return _MeasuredWorker(member, model, cache, self._settings.report_s)
+
+
+class ElasticReplay(Replay):
+    fleet_type = _Workers
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: ReplaySettings,
+        objective_s: float,
+        size: Callable[[float, int], int],
+        *,
+        hands_over: bool = True,
+    ) -> None:
+        """`size` returns the number of workers at a time, from the largest number that the gateways give."""
+        super().__init__(workload, lambda: make_policy("headstart"), settings)
         self._size = size
+        self._hands_over = hands_over
         self._leaving: set[WorkerId] = set()
         self._num_starting = 0
         self._worker_s: dict[int, float] = defaultdict(float)
         self._prefill_s: dict[int, float] = {}
         self.num_handed_blocks = 0
-        gateways = (GatewayId(f"gateway-{number}") for number in range(settings.num_gateways))
-        self._needed = {gateway: WorkersNeeded(settings.objective_s, lambda: self._now_s) for gateway in gateways}
+        self._needed = {gateway: WorkersNeeded(objective_s, lambda: self._now_s) for gateway in self._scorers}
         self._end_s = workload.sessions[-1].start_s
-        # A day counts as one distinct block: the share is then the number of blocks.
-        replay = ReplaySettings(
-            settings.num_workers,
-            float(settings.num_workers * settings.worker_blocks),
-            num_gateways=settings.num_gateways,
-            shared_engine=True,
-            seed=settings.seed,
-        )
-        super().__init__(workload, lambda: make_policy("headstart"), replay, _Workers(workload, replay))
         self._at(0.0, self._scale)
         self._at(0.0, self._observe)
 
     def minutes(self) -> list[Minute]:
         """Return the finished replay, by the minute in which requests arrive."""
-        first_tokens_s: dict[int, list[float]] = defaultdict(list)
-        tokens: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        answered: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
         for session in self._workload.sessions:
-            minute, number = int(session.start_s // MINUTE_S), session.requests[0].number
-            first_tokens_s[minute].append(self._ttft_s[number])
-            tokens[minute].append(self._cached[number])
+            number = session.requests[0].number
+            answered[int(session.start_s // MINUTE_S)].append((self._ttft_s[number], *self._cached[number]))
         return [
             Minute(
-                percentile(sorted(first_tokens_s[minute]), 0.9),
+                percentile((ttft_s for ttft_s, _, _ in each), 0.9),
                 self._worker_s[minute] / MINUTE_S,
-                sum(prompt for _, prompt in tokens[minute]),
-                sum(cached for cached, _ in tokens[minute]),
+                sum(num_prompt for _, _, num_prompt in each),
+                sum(num_cached for _, num_cached, _ in each),
             )
-            for minute in sorted(first_tokens_s)
+            for minute, each in sorted(answered.items())
         ]
 
     def prefills(self) -> list[tuple[float, float]]:
@@ -118,19 +134,19 @@ class ElasticReplay(Replay):
             self._at(self._now_s + INTERVAL_S, self._observe)
 
     def _scale(self) -> None:
-        settings, staying = self._scale_settings, self._staying()
+        staying = self._staying()
         numbers = [needed.needed(MODEL) for needed in self._needed.values()]
         size = max(1, self._size(self._now_s, max((number for number in numbers if number), default=0)))
         num_more = size - len(staying) - self._num_starting
         for _ in range(num_more):
             self._num_starting += 1
-            self._at(self._now_s + settings.start_s, self._started)
+            self._at(self._now_s + START_S, self._started)
         for worker in staying[::-1][: max(0, min(-num_more, len(staying) - 1))]:  # the highest ordinals
             self._leaving.add(worker.member.worker_id)
             self._leave_when_done(worker)
-        self._worker_s[int(self._now_s // MINUTE_S)] += settings.every_s * (len(self._live) + self._num_starting)
-        if self._now_s + settings.every_s < self._end_s:
-            self._at(self._now_s + settings.every_s, self._scale)
+        self._worker_s[int(self._now_s // MINUTE_S)] += EVERY_S * (len(self._live) + self._num_starting)
+        if self._now_s + EVERY_S < self._end_s:
+            self._at(self._now_s + EVERY_S, self._scale)
 
     def _started(self) -> None:
         self._num_starting -= 1
@@ -143,12 +159,8 @@ class ElasticReplay(Replay):
     def _leave(self, worker: SimulatedWorker) -> None:
         if worker.is_dead:
             return
-        worker.is_dead = True
-        self._live.remove(worker)
-        assert isinstance(self._index, MemoryIndex)
-        self._index.retire(worker.member.worker_id)
-        self._tiers.retire(worker.member.worker_id)
-        if self._scale_settings.hands_over:
+        self._retire(worker)
+        if self._hands_over:
             self._hand_over(worker.cache)
 
     def _hand_over(self, cache: HashAllocator) -> None:
@@ -185,34 +197,3 @@ class ElasticReplay(Replay):
 
     def _candidates(self, request: TraceRequest) -> list[Candidate]:
         return [each for each in super()._candidates(request) if each.member.worker_id not in self._leaving]
-
-
-@dataclass(slots=True, eq=False)
-class _MeasuredWorker(SharedWorker):
-    """Reports the prefill rate that it measures: lower than without decodes, as at our workers."""
-
-    mean_decoding: float = 0.0
-
-    def submit(self, job: Job, now_s: float) -> None:
-        assigned_s = self.assigned_s
-        SharedWorker.submit(self, job, now_s)
-        self.mean_decoding += (self.num_decoding - self.mean_decoding) / _MEMORY_REQUESTS
-        added_s = (self.assigned_s - assigned_s) * self.model.slowdown_per_decode * self.mean_decoding
-        job.estimate_s += added_s
-        self.assigned_s += added_s
-
-    def report(self, now_s: float) -> None:
-        before = self.load
-        SharedWorker.report(self, now_s)
-        if self.load is not before:
-            slowdown = 1.0 + self.model.slowdown_per_decode * self.mean_decoding
-            rate = self.model.prefill_tokens_per_s / slowdown
-            self.load = msgspec.structs.replace(self.load, prefill_tokens_per_s=rate)
-
-
-class _Workers(Fleet):
-    """Makes workers that measure their rate and can hand chains over."""
-
-    def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> SimulatedWorker:
-        cache.track_chains()
-        return _MeasuredWorker(member, model, cache, self._settings.report_s)

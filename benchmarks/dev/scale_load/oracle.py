@@ -57,4 +57,4 @@ def _late(sizes: Sequence[int], prefills: Sequence[tuple[float, float]], objecti
         end_s = max(start_s, free_s[0]) + prefill_s
         heapq.heapreplace(free_s, end_s)
         waits_s[now].append(end_s - start_s)
-    return {at for at, each in enumerate(waits_s) if each and percentile(sorted(each), 0.9) > objective_s}
+    return {at for at, each in enumerate(waits_s) if each and percentile(each, 0.9) > objective_s}

@@ -59,6 +59,10 @@ class ReplaySettings:
     """`--warm-start-s` of the worker that joins."""
     keeps: bool = False
     """Workers keep the chains of answers that call a tool, for the time that the gateway has learned."""
+    max_step_s: float | None = None
+    """`--max-step-ms` of workers in steps of tokens, in seconds."""
+    num_prefill: int = 0
+    """The first workers have the role "prefill"."""
     death_and_join: bool = False
     """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
 
@@ -102,20 +106,20 @@ class Fleet:
             prefill_order="shared" if settings.shared_engine else "fifo",
             layout="simulated" if settings.moves else "",
             tiers=("disk",) if settings.lower_tier and settings.moves else (),
+            role="prefill" if number < settings.num_prefill else "mixed",
         )
         model = self._model.at_speed(SPEEDS[number % 2]) if settings.two_speeds else self._model
-        share = self._num_worker_blocks
-        cache = self._pool or HashAllocator(share + 1, 1)
-        if settings.moves:
-            tier = HashAllocator(int(settings.lower_tier * share) + 1, 1) if settings.lower_tier else None
-            if settings.join:
-                cache.track_chains()
-            worker = MovingWorker(member, model, cache, settings.report_s, tier=tier, peers=self._peers)
-            self._peers[member.url] = worker
-            return worker
-        return self._new(member, model, cache)
+        return self._new(member, model, self._pool or HashAllocator(self._num_worker_blocks + 1, 1))
 
     def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> SimulatedWorker:
-        """Return a worker that moves no blocks."""
-        kind = SharedWorker if self._settings.shared_engine else SimulatedWorker
-        return kind(member, model, cache, self._settings.report_s, self._settings.passes)
+        settings = self._settings
+        if not settings.moves:
+            kind = SharedWorker if settings.shared_engine else SimulatedWorker
+            return kind(member, model, cache, settings.report_s, settings.passes)
+        num_tier_blocks = int(settings.lower_tier * self._num_worker_blocks)
+        tier = HashAllocator(num_tier_blocks + 1, 1) if settings.lower_tier else None
+        if settings.join:
+            cache.track_chains()
+        worker = MovingWorker(member, model, cache, settings.report_s, tier=tier, peers=self._peers)
+        self._peers[member.url] = worker
+        return worker

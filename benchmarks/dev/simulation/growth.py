@@ -43,14 +43,14 @@ class Growth:
     @classmethod
     def of(cls, answered: Sequence[Answered], num_copies: int, joins_s: float | None, joined: WorkerId) -> Growth:
         """`joins_s`: when the worker `joined` was started."""
-        hot_s = sorted(each.ttft_s for each in answered if each.is_hot)
+        hot_s = [each.ttft_s for each in answered if each.is_hot]
         mean_s, p99_s = (sum(hot_s) / len(hot_s), percentile(hot_s, 0.99)) if hot_s else (math.nan, math.nan)
         if joins_s is None:
             return cls(num_copies, mean_s, p99_s)
         after = sorted((each for each in answered if each.arrived_s >= joins_s), key=lambda each: each.arrived_s)
         others_s = [e.ttft_s for e in after if e.worker_id != joined and e.arrived_s < joins_s + MINUTE_S]
         warm_s = _warm_s(after, joined)
-        return cls(num_copies, mean_s, p99_s, warm_s - joins_s, percentile(sorted(others_s), 0.99))
+        return cls(num_copies, mean_s, p99_s, warm_s - joins_s, percentile(others_s, 0.99))
 
 
 def _warm_s(answered: Sequence[Answered], joined: WorkerId) -> float:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import ClassVar, Final
 
 from benchmarks.dev.simulation.engine import Job, SimulatedWorker
 from benchmarks.dev.simulation.fleet import MODEL, Fleet, ReplaySettings
@@ -60,13 +60,9 @@ class Arrival:
 class Replay:
     """One run of one policy; `run` may be called once."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        make_policy: Callable[[], Policy],
-        settings: ReplaySettings,
-        fleet: Fleet | None = None,
-    ) -> None:
+    fleet_type: ClassVar[type[Fleet]] = Fleet
+
+    def __init__(self, workload: Workload, make_policy: Callable[[], Policy], settings: ReplaySettings) -> None:
         self._workload = workload
         self._settings = settings
         self._now_s = 0.0
@@ -78,7 +74,7 @@ class Replay:
         self._late: deque[tuple[float, bool, WorkerId, list[BlockEvent]]] = deque()
         rng = random.Random(settings.seed)
         self._gateway_rng = random.Random(rng.getrandbits(64))
-        self._fleet = fleet or Fleet(workload, settings)
+        self._fleet = self.fleet_type(workload, settings)
         self._workers: dict[WorkerId, SimulatedWorker] = {}
         """All that there have been."""
         self._live: list[SimulatedWorker] = []
@@ -160,13 +156,18 @@ class Replay:
         if started is not None:
             self._publish(worker)
 
-    def _die(self) -> None:
-        """Lose the first worker. Gateways send its requests again, without the part of the answer that they have."""
-        worker = self._live.pop(0)
+    def _retire(self, worker: SimulatedWorker) -> None:
+        """Nothing that was planned there happens any more."""
         worker.is_dead = True
-        assert isinstance(self._index, MemoryIndex), "no worker dies with a real Redis"
+        self._live.remove(worker)
+        assert isinstance(self._index, MemoryIndex), "no worker ends with a real Redis"
         self._index.retire(worker.member.worker_id)
         self._tiers.retire(worker.member.worker_id)
+
+    def _die(self) -> None:
+        """Lose the first worker. Gateways send its requests again, without the part of the answer that they have."""
+        worker = self._live[0]
+        self._retire(worker)
         for job in [job for job in self._jobs if job.placement.worker is worker.member]:
             if job.allocation is not None:
                 job.allocation.free()

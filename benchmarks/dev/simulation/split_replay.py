@@ -1,14 +1,13 @@
 """A replay in steps of tokens whose workers fetch blocks from each other, and whose first ones may only prefill.
 
-split    the prompt and the first token at a worker of role "prefill"; then another decision, which names it as the
-         as the source of the blocks; the time to the second token counts as one between tokens
+split    the prompt and the first token at a worker of role "prefill"; then another decision, which names it as
+         the source of the blocks; the time to the second token counts as one between tokens
 fetch    holds the links of both workers, one transfer at a time, while the request waits and others run
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.dev.simulation.engine import EngineModel, Job, SimulatedWorker
@@ -20,7 +19,6 @@ from benchmarks.dev.simulation.traces import ROOT, Workload
 from cache.allocators.hash import HashAllocator
 from cache.records import WorkerMember
 from server.router.fetch_plan import cheapest_plan
-from server.router.policies import Policy
 from server.router.types import RouteRequest
 
 
@@ -62,40 +60,24 @@ class SplitWorker(StepWorker):
 
 
 class SplitFleet(StepFleet):
-    """The first workers only prefill."""
-
-    def __init__(
-        self, workload: Workload, settings: ReplaySettings, max_step_s: float | None, num_prefill: int, fetch: float
-    ) -> None:
-        """`fetch`: the rate of blocks from a peer, over the prefill rate."""
-        StepFleet.__init__(self, workload, settings, max_step_s)
-        self._num_prefill, self._fetch = num_prefill, fetch
-        self._peers_by_url: dict[str, SplitWorker] = {}
+    def __init__(self, workload: Workload, settings: ReplaySettings) -> None:
+        StepFleet.__init__(self, workload, settings)
+        self._splitting: dict[str, SplitWorker] = {}
 
     def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> SplitWorker:
-        role = "prefill" if len(self._peers_by_url) < self._num_prefill else "mixed"
-        member = replace(member, layout="simulated", role=role)
-        model = replace(model, fetch_tokens_per_s=self._fetch * model.prefill_tokens_per_s)
-        worker = SplitWorker(
-            member, model, cache, self._settings.report_s, objective=self._objective(model), peers=self._peers_by_url
+        objective, peers = self._objective(model), self._splitting
+        worker = peers[member.url] = SplitWorker(
+            member, model, cache, self._settings.report_s, objective=objective, peers=peers
         )
-        self._peers_by_url[member.url] = worker
         return worker
 
 
 class SplitReplay(StepReplay):
-    def __init__(
-        self,
-        workload: Workload,
-        make_policy: Callable[[], Policy],
-        settings: ReplaySettings,
-        max_step_s: float | None,
-        num_prefill: int,
-        fetch: float,
-    ) -> None:
-        self.num_splits = 0
-        fleet = SplitFleet(workload, settings, max_step_s, num_prefill, fetch)
-        StepReplay.__init__(self, workload, make_policy, settings, max_step_s, fleet)
+    fleet_type = SplitFleet
+
+    @property
+    def num_splits(self) -> int:
+        return self._gaps.total()
 
     def _admitted(self, worker: StepWorker, job: Job) -> None:
         assert isinstance(worker, SplitWorker)
@@ -127,7 +109,6 @@ class SplitReplay(StepReplay):
         if not job.placement.is_split:
             StepReplay._ended(self, worker, job)
             return
-        self.num_splits += 1
         worker.finish_decode(job, self._now_s)
         self._close(job)
         request, member = job.request, worker.member

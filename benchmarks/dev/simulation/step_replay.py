@@ -36,36 +36,26 @@ class TokenTimes:
 class StepFleet(Fleet):
     """Makes workers whose steps are bounded."""
 
-    def __init__(self, workload: Workload, settings: ReplaySettings, max_step_s: float | None) -> None:
-        Fleet.__init__(self, workload, settings)
-        self._max_step_s = max_step_s
-
     def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> StepWorker:
         return StepWorker(member, model, cache, self._settings.report_s, objective=self._objective(model))
 
     def _objective(self, model: EngineModel) -> StepObjective | None:
-        if self._max_step_s is None:
+        if self._settings.max_step_s is None:
             return None
         token_s = 1.0 / model.prefill_tokens_per_s
-        return StepObjective(self._max_step_s, 16, token_s, model.decode_step_s / token_s)
+        return StepObjective(self._settings.max_step_s, 16, token_s, model.decode_step_s / token_s)
 
 
 class StepReplay(Replay):
     """Shared engine, without fetches and tiers, and not pooled."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        make_policy: Callable[[], Policy],
-        settings: ReplaySettings,
-        max_step_s: float | None = None,
-        fleet: StepFleet | None = None,
-    ) -> None:
+    fleet_type = StepFleet
+
+    def __init__(self, workload: Workload, make_policy: Callable[[], Policy], settings: ReplaySettings) -> None:
+        Replay.__init__(self, workload, make_policy, settings)
         self._token_s: dict[int, float] = {}
         self._gaps: Counter[int] = Counter()
-        """Times between tokens of different workers, in ticks."""
-        fleet = fleet or StepFleet(workload, settings, max_step_s)
-        Replay.__init__(self, workload, make_policy, settings, fleet)
+        """Times between tokens of different workers, in ticks: one for each split."""
 
     def token_times(self) -> TokenTimes:
         """Run, once."""

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from cache.hashing import hash_chain
 from cache.types import HASH_BYTES, BlockHash
 
+DATA: Final = Path(__file__).parents[3] / "tests" / "data"
 ROOT: Final = BlockHash(b"\0" * HASH_BYTES)
 CONVERSATION: Final = "mooncake_conversation_first40min.jsonl.gz"
 TOOL_CHAT: Final = "taubench_airline_text_dev.jsonl.gz"

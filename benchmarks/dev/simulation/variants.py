@@ -27,9 +27,9 @@ HOT: Final = -1
 _HOT_NUMBER: Final = 1 << 24
 
 
-def with_longer_answers(workload: Workload, times: int) -> Workload:
-    """Make answers `times` as long."""
-    return _mapped(workload, lambda request, _: replace(request, num_output_tokens=times * request.num_output_tokens))
+def with_answers(workload: Workload, length: Callable[[int], int]) -> Workload:
+    """Change the tokens of each answer."""
+    return _mapped(workload, lambda request, _: replace(request, num_output_tokens=length(request.num_output_tokens)))
 
 
 def with_rate(workload: Workload, times: float) -> Workload:
@@ -138,7 +138,7 @@ def _mapped(workload: Workload, change: Callable[[TraceRequest, Session], TraceR
 
 
 VARIANTS: Final[Mapping[str, Callable[[Workload, int], Workload]]] = {
-    "x8": lambda workload, _: with_longer_answers(workload, 8),
+    "x8": lambda workload, _: with_answers(workload, lambda num_tokens: 8 * num_tokens),
     "rate1.5": lambda workload, _: with_rate(workload, 1.5),
     "tenants": with_tenants,
     "once": with_one_time_prompts,

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Final
 
+from benchmarks.dev.route_load.runs import processes
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.split_replay import SplitReplay
 from benchmarks.dev.simulation.step_replay import TokenTimes
 from benchmarks.dev.simulation.traces import (
     CODING_AGENT,
     CONVERSATION,
+    DATA,
     CodingAgentTrace,
     ConversationTrace,
     Workload,
 )
-from benchmarks.dev.simulation.variants import with_rate
+from benchmarks.dev.simulation.variants import with_answers, with_rate
 from benchmarks.report import Figure
 from server.router.cost import CostModel
 from server.router.policies import POLICIES
 
-DATA: Final = Path(__file__).parents[3] / "tests" / "data"
 WORKLOADS: Final = ("chat", "short", "agent")
 
 
@@ -45,12 +43,6 @@ class Cell:
         return f"{self.workload}.{self.objective_ms:g}ms.{self.load:g}.prefill{self.num_prefill}"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    times: TokenTimes
-    split_share: float
-
-
 def simulated_figures(options: Namespace) -> Iterator[Figure]:
     cells = [
         Cell(workload, objective_ms, load, num_prefill)
@@ -59,7 +51,7 @@ def simulated_figures(options: Namespace) -> Iterator[Figure]:
         for load in options.loads
         for num_prefill in (0, *options.prefill)
     ]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:  # one job needs none
+    with processes(options.jobs) as pool:  # one job needs none
         apply = map if options.jobs == 1 else pool.map
         yield from _figures(dict(zip(cells, apply(simulate, cells, [options] * len(cells)), strict=True)))
 
@@ -70,35 +62,35 @@ def _workload(name: str, load: float, num_workers: int, half: int | None, seed: 
         workload = CodingAgentTrace(DATA / CODING_AGENT, half).workload(num_workers=num_workers, load=1.0, seed=seed)
         return with_rate(workload, load)
     workload = ConversationTrace(DATA / CONVERSATION, half).workload(num_workers=num_workers, load=load, seed=seed)
-    if name == "chat":
-        return workload
-    sessions = [
-        replace(
-            session, requests=[replace(r, num_output_tokens=r.num_output_tokens // 8 + 2) for r in session.requests]
-        )
-        for session in workload.sessions
-    ]
-    return replace(workload, sessions=sessions)
+    return workload if name == "chat" else with_answers(workload, lambda num_tokens: num_tokens // 8 + 2)
 
 
-def simulate(cell: Cell, options: Namespace) -> Found:
+def simulate(cell: Cell, options: Namespace) -> tuple[TokenTimes, float]:
+    """Return the times, and the share of requests that were split."""
     workload = _workload(cell.workload, cell.load, options.workers, options.half, options.seed)
-    cost = CostModel(decode_weight=options.weight)
-    settings = ReplaySettings(options.workers, options.cache, seed=options.seed, shared_engine=True, cost=cost)
-    objective_s = cell.objective_ms / 1000.0 if cell.objective_ms else None
-    replay = SplitReplay(workload, POLICIES["headstart"], settings, objective_s, cell.num_prefill, options.fetch)
-    times = replay.token_times()
-    return Found(times, replay.num_splits / workload.num_requests)
+    settings = ReplaySettings(
+        options.workers,
+        options.cache,
+        seed=options.seed,
+        shared_engine=True,
+        cost=CostModel(decode_weight=options.weight),
+        fetch=options.fetch,
+        copies=False,
+        max_step_s=cell.objective_ms / 1000.0 if cell.objective_ms else None,
+        num_prefill=cell.num_prefill,
+    )
+    replay = SplitReplay(workload, POLICIES["headstart"], settings)
+    return replay.token_times(), replay.num_splits / workload.num_requests
 
 
-def _figures(found: dict[Cell, Found]) -> Iterator[Figure]:
-    for cell, each in found.items():
-        mixed, times = found[replace(cell, num_prefill=0)].times, each.times
+def _figures(found: dict[Cell, tuple[TokenTimes, float]]) -> Iterator[Figure]:
+    for cell, (times, split_share) in found.items():
+        mixed, _ = found[replace(cell, num_prefill=0)]
         yield Figure(f"{cell.name}.ttft_mean_s", times.outcome.ttft_mean_s, "s")
         yield Figure(f"{cell.name}.ttft_p99_s", times.outcome.ttft_p99_s, "s")
         yield Figure(f"{cell.name}.itl_p99_s", times.itl_p99_s, "s", "between two tokens of a request")
         yield Figure(f"{cell.name}.within", times.within, "", "requests within 2 s and 50 ms a token")
         if cell.num_prefill:
-            yield Figure(f"{cell.name}.split_share", each.split_share, "", "requests whose prefill was apart")
+            yield Figure(f"{cell.name}.split_share", split_share, "", "requests whose prefill was apart")
             ratio = times.outcome.ttft_mean_s / mixed.outcome.ttft_mean_s
             yield Figure(f"{cell.name}.ttft_over_mixed", ratio, "x", "mean", "<= 1.01")

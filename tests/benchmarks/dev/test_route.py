@@ -15,16 +15,16 @@ import pytest
 from benchmarks.dev.route import DEEP_CELLS, DEFAULT_CELLS, options_of
 from benchmarks.dev.route_load.figures import lower_bound, overview, ratio_figures
 from benchmarks.dev.route_load.predictions import is_near, prediction_figures, price_change
-from benchmarks.dev.route_load.runs import COMPARED, DATA, POOLED, POOLED1, execute, parse_cell, plan, processes
+from benchmarks.dev.route_load.runs import COMPARED, POOLED, POOLED1, execute, parse_cell, plan, processes
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.outcomes import Decile, Move, Observed, Outcome, Predictions
 from benchmarks.dev.simulation.replay import Replay
-from benchmarks.dev.simulation.traces import SWE_AGENT, ConversationTrace, SweAgentTrace, TraceRequest, Workload
+from benchmarks.dev.simulation.traces import DATA, SWE_AGENT, ConversationTrace, SweAgentTrace, TraceRequest, Workload
 from benchmarks.dev.simulation.variants import (
     NUM_TENANTS,
+    with_answers,
     with_hot_prefix,
     with_kept_answers,
-    with_longer_answers,
     with_rate,
     with_tenants,
 )
@@ -222,7 +222,7 @@ def test_copies_of_a_trajectory_share_the_system_prompt(agent_workload: Workload
 
 
 def test_longer_answers_change_only_their_length(agent_workload: Workload) -> None:
-    longer = with_longer_answers(agent_workload, 8)
+    longer = with_answers(agent_workload, lambda num_tokens: 8 * num_tokens)
     for session, same in zip(longer.sessions, agent_workload.sessions, strict=True):
         assert [r.num_output_tokens for r in session.requests] == [8 * r.num_output_tokens for r in same.requests]
         assert session.start_s == same.start_s
@@ -245,7 +245,7 @@ def test_tenants_share_no_block_and_have_zipf_weights(tmp_path: Path) -> None:
 
 def test_a_kept_answer_begins_the_next_prompt(tmp_path: Path) -> None:
     workload = small_trace(tmp_path).workload(num_workers=4, load=0.9, seed=1)
-    changed = with_kept_answers(with_longer_answers(workload, 6))
+    changed = with_kept_answers(with_answers(workload, lambda num_tokens: 6 * num_tokens))
     last: dict[int, TraceRequest] = {}
     num_found = 0
     for session in changed.sessions:

@@ -38,7 +38,8 @@ def test_a_short_day_is_served_and_followed() -> None:
 def test_a_fleet_that_shrinks_loses_no_request() -> None:
     """Workers end their requests before they leave, and hand over what they hold."""
     day = day_of(recorded(), duration_s=120.0, peak=1.5, prefill_tokens_per_s=24_000.0, seed=1, rate=lambda _: 1.0)
-    replay = ElasticReplay(day, settings_of(OPTIONS, 4), lambda now_s, _: 4 if now_s < 60.0 else 2)
+    settings = settings_of(OPTIONS, 4, OPTIONS.blocks)
+    replay = ElasticReplay(day, settings, OPTIONS.objective, lambda now_s, _: 4 if now_s < 60.0 else 2)
     replay.run()
     assert replay.num_handed_blocks > 0
     assert replay.minutes()[0].num_workers == 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ PAIR = workload((0.0, 512, 400), (1.0, 8192, 4))
 
 
 def run(work: Workload, num_prefill: int, weight: float = 1.0, max_step_s: float | None = None) -> SplitReplay:
-    settings = ReplaySettings(2, 2.0, warmup_share=0.0, shared_engine=True, cost=CostModel(decode_weight=weight))
-    replay = SplitReplay(work, POLICIES["headstart"], settings, max_step_s, num_prefill, fetch=20.0)
+    cost = CostModel(decode_weight=weight)
+    fleet = ReplaySettings(2, 2.0, fetch=20.0, max_step_s=max_step_s, num_prefill=num_prefill)
+    settings = replace(fleet, warmup_share=0.0, shared_engine=True, cost=cost)
+    replay = SplitReplay(work, POLICIES["headstart"], settings)
     replay.token_times()
     for worker in replay._workers.values():
         assert isinstance(worker, SplitWorker)

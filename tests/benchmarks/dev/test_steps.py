@@ -40,8 +40,8 @@ def workload(*requests: tuple[float, int, int]) -> Workload:
 
 
 def run(work: Workload, max_step_s: float | None) -> tuple[StepReplay, Counter[int]]:
-    settings = ReplaySettings(1, 1.0, warmup_share=0.0, shared_engine=True)
-    replay = StepReplay(work, POLICIES["headstart"], settings, max_step_s)
+    settings = ReplaySettings(1, 1.0, warmup_share=0.0, shared_engine=True, max_step_s=max_step_s)
+    replay = StepReplay(work, POLICIES["headstart"], settings)
     replay.token_times()
     times: Counter[int] = Counter()
     for worker in replay._workers.values():
