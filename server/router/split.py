@@ -45,7 +45,7 @@ def cheapest_split(
     request: RouteRequest, workers: Sequence[WorkerView], best: Sequence[WorkerView], fleet: FleetView
 ) -> Split | None:
     """Return the cheapest split with one of the `best` workers. None: no pair fits."""
-    if not request.may_split or request.numerics is not None or not best:
+    if not request.may_split or request.hard_affinity or request.numerics is not None or not best:
         return None
     decode, cost = best[0], fleet.cost
     member, rate = decode.member, decode.load.fetch_tokens_per_s

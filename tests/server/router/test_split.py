@@ -67,7 +67,14 @@ def test_the_least_loaded_prefill_worker_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"may_split": False}, {"numerics": "n"}, {"ttft_budget_s": 0.5}, {"excluded": incarnations("p")}]
+    "changes",
+    [
+        {"may_split": False},
+        {"numerics": "n"},
+        {"ttft_budget_s": 0.5},
+        {"excluded": incarnations("p")},
+        {"affinity_key": "s", "hard_affinity": True},
+    ],
 )
 def test_some_requests_are_never_split(changes: dict[str, object]) -> None:
     free = WorkerLoad(prefill_tokens_per_s=10 * RATE, num_running=99, fetch_tokens_per_s=20 * RATE)
