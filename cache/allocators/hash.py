@@ -55,7 +55,7 @@ class HashAllocator(Allocator):
         """`num_blocks` counts the null block. Raises ValueError."""
         super().__init__(num_blocks, block_size)
         self._free = FreeQueue(num_blocks)
-        self._kept = KeptChains(num_blocks)
+        self._kept = KeptChains()
         self._times: deque[tuple[float, int]] = deque()
         """Times of the last `MIN_OTHERS_S`, a second apart, with the clock of allocations then."""
         self._others_clock = 0
@@ -90,7 +90,7 @@ class HashAllocator(Allocator):
         """Return the hashes of the findable blocks among the next `count` to be taken."""
         victims: Iterator[BlockId] = iter(self._free)
         if self._num_parked and len(self._free) < count:
-            victims = itertools.chain(victims, reversed(self._kept.victim().block_ids))
+            victims = itertools.chain(victims, self._kept.own_blocks(self._kept.victim()))
         hashes = [self._hashes[block_id] for block_id in itertools.islice(victims, count)]
         return [block_hash for block_hash in hashes if block_hash is not None]
 
@@ -98,8 +98,8 @@ class HashAllocator(Allocator):
         """Return the chains that would be evicted last, the latest first, of `max_blocks` different blocks at most."""
         assert self._links is not None, "chains are not tracked"
         links = self._links
-        kept = self._kept.counts
-        held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0 or kept[block_id]]
+        kept = self._kept.parents
+        held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0 or block_id in kept]
         unheld = [self._hashes[block_id] for block_id in self._free]
         inner = {link.parent for link in links.values()}
         seen: set[BlockHash] = set()
@@ -134,11 +134,11 @@ class HashAllocator(Allocator):
         tip = found[max(0, min(num_prompt_blocks, len(found)) - 1)]
         for earlier in kept.ended_by(found):
             self._give_up(earlier)
-        chain = KeptChain(found, tip, until_s, tenant)
-        parked = [block_id for block_id in kept.add(chain) if self._refs[block_id] <= 0]
+        chain = KeptChain(len(found), found[-1], tip, until_s, tenant)
+        parked = [block_id for block_id in kept.add(chain, found) if self._refs[block_id] <= 0]
         self._free.remove(parked)
         self._num_parked += len(parked)
-        while kept.num_blocks > MAX_KEPT_SHARE * self.num_blocks:
+        while len(kept.parents) > MAX_KEPT_SHARE * self.num_blocks:
             victim = kept.victim()
             self._give_up(victim)
             if victim is chain:
@@ -182,7 +182,7 @@ class HashAllocator(Allocator):
             "ref counts differ from the occurrences in block tables"
         )
         self._kept.check_integrity()
-        free, kept = set(self._free), {b for b, count in enumerate(self._kept.counts) if count}
+        free, kept = set(self._free), self._kept.parents.keys()
         unheld = {b for b, refs in enumerate(self._refs) if refs <= 0 and b != NULL_BLOCK}
         assert free == unheld - kept, "the queue is not what is neither held nor kept"
         assert self._num_parked == len(unheld & kept), "parked is not kept and unheld"
@@ -227,13 +227,10 @@ class HashAllocator(Allocator):
         unheld = [block_id for block_id in found if refs[block_id] <= 0]
         if len(unheld) + num_new > len(self._free) + self._num_parked:
             return None
-        if self._num_parked:
-            counts = self._kept.counts
-            queued = [block_id for block_id in unheld if not counts[block_id]]
-            self._num_parked -= len(unheld) - len(queued)
-            self._free.remove(queued)
-        else:
-            self._free.remove(unheld)
+        kept = self._kept.parents
+        queued = [block_id for block_id in unheld if block_id not in kept] if kept else unheld
+        self._num_parked -= len(unheld) - len(queued)
+        self._free.remove(queued)
         if len(unheld) < len(found):
             for block_id in found:
                 refs[block_id] = max(refs[block_id], 0) + 1
@@ -241,12 +238,12 @@ class HashAllocator(Allocator):
             for block_id in unheld:
                 refs[block_id] = 1
         self._clock += 1
-        if self._kept.num_blocks:
+        if kept:
             for chain in self._kept.ended_by(found):
                 self._give_up(chain)
             while len(self._free) < num_new:
                 self._give_up(self._kept.victim())
-            if num_new and self._kept.num_blocks > SURE_KEPT_SHARE * self.num_blocks and self._evicts_early():
+            if num_new and len(kept) > SURE_KEPT_SHARE * self.num_blocks and self._evicts_early():
                 self._give_up(self._kept.victim())
         return [*found, *self._evict(num_new)]
 
@@ -259,13 +256,13 @@ class HashAllocator(Allocator):
 
     def _release(self, block_ids: Sequence[BlockId]) -> None:
         """Release blocks tail first, so that the tail is evicted first."""
-        refs, free_since, kept = self._refs, -self._clock, self._kept.counts
+        refs, free_since, kept = self._refs, -self._clock, self._kept.parents
         freed = []
         for block_id in reversed(block_ids):
             num_refs = refs[block_id]
             if num_refs == 1:
                 refs[block_id] = free_since
-                if kept[block_id]:
+                if block_id in kept:
                     self._num_parked += 1
                 else:
                     freed.append(block_id)

@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cache.types import BlockId
+from cache.types import NULL_BLOCK, BlockId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptChain:
-    """The blocks of a conversation whose next request is expected before `until_s`."""
+    """A conversation whose next request is expected before `until_s`."""
 
-    block_ids: Sequence[BlockId]
+    num_blocks: int
+    end: BlockId
+    """Its last block."""
     tip: BlockId
     """The last block of its prompt: a request that finds it ends the pause."""
     until_s: float
@@ -25,15 +27,18 @@ class KeptChain:
 
 
 class KeptChains:
-    """Counts how many chains keep each block, and orders the chains: the tenant that keeps most loses its oldest."""
+    """The tree of blocks that chains keep, and their order: the tenant that keeps most loses its oldest chain.
 
-    __slots__ = ("_by_tenant", "_by_tip", "_lengths", "_next_expiry_s", "counts", "num_blocks")
+    Chains share the blocks of a common prefix, so memory is O(1) per kept block.
+    """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.counts = [0] * num_blocks
-        """The number of chains that keep each block."""
-        self.num_blocks = 0
-        """Blocks that any chain keeps."""
+    __slots__ = ("_by_tenant", "_by_tip", "_lengths", "_next_expiry_s", "_uses", "parents")
+
+    def __init__(self) -> None:
+        self.parents: dict[BlockId, BlockId] = {}
+        """The block before each kept block; NULL_BLOCK before the first of a chain."""
+        self._uses: Counter[BlockId] = Counter()
+        """For each kept block, the kept blocks that follow it and the chains that end with it."""
         self._by_tip: dict[BlockId, KeptChain] = {}
         self._by_tenant: dict[str, dict[BlockId, KeptChain]] = {}
         """The oldest of each tenant first."""
@@ -46,7 +51,8 @@ class KeptChains:
 
     def ended_by(self, block_ids: Sequence[BlockId]) -> list[KeptChain]:
         """Return the chains whose pause a request ends that found these blocks."""
-        return [self._by_tip[block_id] for block_id in block_ids if block_id in self._by_tip]
+        tips = self._by_tip
+        return [tips[block_id] for block_id in block_ids if block_id in tips]
 
     def expired(self, now_s: float) -> list[KeptChain]:
         """Return the chains to give up, at most once a second."""
@@ -61,39 +67,48 @@ class KeptChains:
         tenant = max(self._lengths, key=self._lengths.__getitem__)
         return next(iter(self._by_tenant[tenant].values()))
 
-    def add(self, chain: KeptChain) -> list[BlockId]:
-        """Keep a chain with a new tip. Return its blocks that no other chain keeps."""
+    def own_blocks(self, chain: KeptChain) -> Iterator[BlockId]:
+        """Yield the blocks that no other chain keeps, tail first."""
+        block_id = chain.end
+        while block_id != NULL_BLOCK and self._uses[block_id] == 1:
+            yield block_id
+            block_id = self.parents[block_id]
+
+    def add(self, chain: KeptChain, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """Keep the blocks of a chain with a new tip. Return those that no other chain keeps."""
         assert chain.tip not in self._by_tip, f"block {chain.tip} is the tip of two chains"
-        counts = self.counts
-        new = [block_id for block_id in chain.block_ids if not counts[block_id]]
-        for block_id in chain.block_ids:
-            counts[block_id] += 1
-        self.num_blocks += len(new)
+        parents = self.parents
+        new = [block_id for block_id in block_ids if block_id not in parents]
+        num_shared = len(block_ids) - len(new)  # a kept block's parent is kept
+        parent = block_ids[num_shared - 1] if num_shared else NULL_BLOCK
+        for block_id in new:
+            parents[block_id] = parent
+            self._uses[parent] += 1
+            parent = block_id
+        self._uses[chain.end] += 1
         self._by_tip[chain.tip] = self._by_tenant.setdefault(chain.tenant, {})[chain.tip] = chain
-        self._lengths[chain.tenant] += len(chain.block_ids)
+        self._lengths[chain.tenant] += chain.num_blocks
         self._next_expiry_s = min(self._next_expiry_s, chain.until_s)
         return new
 
     def remove(self, chain: KeptChain) -> list[BlockId]:
         """Give up a chain. Return its blocks that no other chain keeps, tail first."""
         del self._by_tip[chain.tip], self._by_tenant[chain.tenant][chain.tip]
-        self._lengths[chain.tenant] -= len(chain.block_ids)
+        self._lengths[chain.tenant] -= chain.num_blocks
         if not self._by_tenant[chain.tenant]:
             del self._by_tenant[chain.tenant], self._lengths[chain.tenant]
-        counts = self.counts
-        for block_id in chain.block_ids:
-            counts[block_id] -= 1
-        lost = [block_id for block_id in reversed(chain.block_ids) if not counts[block_id]]
-        self.num_blocks -= len(lost)
+        lost, parent = list(self.own_blocks(chain)), chain.end
+        for block_id in lost:
+            parent = self.parents.pop(block_id)
+            del self._uses[block_id]
+        self._uses[parent] -= 1
         return lost
 
     def check_integrity(self) -> None:
-        """Assert that the counts are those of the chains. Linear."""
-        kept = Counter([block_id for chain in self for block_id in chain.block_ids])
-        assert kept == {BlockId(b): count for b, count in enumerate(self.counts) if count}, "counts of kept blocks"
-        assert self.num_blocks == len(kept), f"{self.num_blocks} blocks are counted as kept, {len(kept)} are"
-        assert all(chain.tip in chain.block_ids for chain in self), "a tip outside its chain"
+        """Assert that the tree is that of the chains. Linear."""
+        assert +self._uses == Counter([*self.parents.values(), *(chain.end for chain in self)]), "uses of kept blocks"
+        assert self._uses.keys() - {NULL_BLOCK} == self.parents.keys(), "kept blocks and their uses differ"
         by_tenant = [chain for chains in self._by_tenant.values() for chain in chains.values()]
         assert Counter(by_tenant) == Counter(self), "chains by tenant"
-        lengths = {tenant: sum(len(c.block_ids) for c in chains.values()) for tenant, chains in self._by_tenant.items()}
+        lengths = {tenant: sum(c.num_blocks for c in chains.values()) for tenant, chains in self._by_tenant.items()}
         assert self._lengths == lengths, "blocks by tenant"

@@ -294,7 +294,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         allocator = self.allocator
         order: list[int] = []
         if isinstance(allocator, HashAllocator):
-            order = [*allocator._free, *(block_id for chain in allocator._kept for block_id in chain.block_ids)]
+            order = [*allocator._free, *allocator._kept.parents]
         tables = [list(sequence.allocation.block_table) for sequence in self.running]
         return allocator.stats(), list(allocator.cached_hashes()), tables, order
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -84,7 +85,9 @@ def test_the_oldest_chain_of_the_largest_tenant_gives_way() -> None:
         assert keep(allocator, tokens(number, 4), until_s=1e9, tenant=tenant) == 4, "24 of 31 blocks are the most"
         allocator.check_integrity()
     chains = [hash_chain(ROOT, tokens(number, 4), SIZE) for number in (0, 2, 3, 4, 5, 6)]
-    assert [chain.block_ids for chain in allocator._kept] == [allocator.find_blocks(chain) for chain in chains]
+    assert [list(allocator._kept.own_blocks(chain))[::-1] for chain in allocator._kept] == [
+        allocator.find_blocks(chain) for chain in chains
+    ]
 
 
 def test_others_stay_a_while_next_to_many_kept_chains() -> None:
@@ -98,7 +101,7 @@ def test_others_stay_a_while_next_to_many_kept_chains() -> None:
         allocator.expire(now_s)
         serve(allocator, tokens(number, 8))
     allocator.check_integrity()
-    assert 0 < allocator._kept.num_blocks <= SURE_KEPT_SHARE * 101
+    assert 0 < len(allocator._kept.parents) <= SURE_KEPT_SHARE * 101
 
 
 def test_kept_chains_stay_while_others_are_old_enough() -> None:
@@ -111,7 +114,7 @@ def test_kept_chains_stay_while_others_are_old_enough() -> None:
         now_s += MIN_OTHERS_S
         allocator.expire(now_s)
         serve(allocator, tokens(number, 8))
-    assert allocator._kept.num_blocks == 64
+    assert len(allocator._kept.parents) == 64
 
 
 def test_a_chain_longer_than_the_bound_is_not_kept() -> None:
@@ -141,6 +144,40 @@ def test_stores_are_offered_kept_victims_when_the_queue_is_short() -> None:
     assert allocator.next_victims(8) == [hashes[7], hashes[6], hashes[5], hashes[4]]
 
 
+def test_chains_of_one_prefix_need_memory_for_their_own_blocks() -> None:
+    """Without that, one tenant with many short branches of a long prompt would fill the worker's memory."""
+    allocator = HashAllocator(1201, SIZE)
+    prefix = tokens(1, 400)
+    serve(allocator, prefix)
+    tracemalloc.start()
+    try:
+        for number in range(400):
+            branch = [*prefix, *range(number, number + SIZE)]
+            serve(allocator, branch)
+            assert keep(allocator, branch) == 401
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    allocator.check_integrity()
+    assert len(allocator._kept.parents) == 800
+    assert num_bytes < 500_000
+
+
+def test_a_greedy_tenant_leaves_others_their_blocks() -> None:
+    """It asks for an hour with every request, and never comes back. Others, who ask for nothing, come back."""
+    allocator = HashAllocator(101, SIZE)
+    num_found = now_s = 0
+    for number in range(60):
+        now_s += 10
+        allocator.expire(now_s)
+        serve(allocator, tokens(1000 + number, 8))
+        keep(allocator, tokens(1000 + number, 8), until_s=now_s + 3600.0, tenant="greedy")
+        num_found += serve(allocator, tokens(number % 4, 8))
+        assert len(allocator._kept.parents) <= MAX_KEPT_SHARE * 101
+    allocator.check_integrity()
+    assert num_found >= 0.8 * 60 * 8 * SIZE
+
+
 @given(
     chats=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 8), st.sampled_from(("a", "b")), st.booleans()), max_size=30
@@ -158,6 +195,6 @@ def test_no_wish_starves_a_request(num_blocks: int, chats: list[tuple[int, int, 
             keep(allocator, token_ids, until_s=float(number + 5), tenant=tenant)
         allocator.expire(float(number))
         allocator.check_integrity()
-        assert allocator._kept.num_blocks <= MAX_KEPT_SHARE * num_blocks
+        assert len(allocator._kept.parents) <= MAX_KEPT_SHARE * num_blocks
         assert allocator.num_free_blocks == num_blocks - 1
     compute(allocator, tokens(9, num_blocks - 1)).free()
