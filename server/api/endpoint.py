@@ -132,7 +132,7 @@ class GenerateEndpoint(ABC):
             await time_slice.rest()
         if len(generations) == 1 and not generations[0].route.embeds:
             self._count_parting(generations[0], request.conversation, hints.client)
-        if request.conversation is not None and request.conversation.messages[-1].role == "tool":
+        if request.conversation is not None and request.conversation.brings_results:
             services.pauses.ended(generations[0].route.hashes)
         formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
         del request

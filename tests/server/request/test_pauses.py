@@ -118,7 +118,10 @@ async def test_a_worker_keeps_what_a_client_asks_for(bundle: TokenizerBundle) ->
     assert keep.epoch == "epoch-w0"
 
 
-async def test_the_times_of_a_tool_are_learned(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("more", [[], [{"role": "user", "content": "Go on."}]], ids=["results", "and_text"])
+async def test_the_times_of_a_tool_are_learned(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer, more: list[dict[str, Any]]
+) -> None:
     ids = raw_tokenizer.encode('[{"name":"look","arguments":{}}]').ids
     worker = ScriptedWorker(bundle, reply=ids, keeps_chains=True)
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -131,7 +134,8 @@ async def test_the_times_of_a_tool_are_learned(bundle: TokenizerBundle, raw_toke
             await until(lambda number=number: len(worker.kept) > number)
             (call,) = json.loads(answer)["choices"][0]["message"]["tool_calls"]
             messages = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "nothing " * 20})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "nothing " * 8})
+            messages += more
     kept_s = [keep.keep_s for keep in worker.kept]
     assert kept_s[:5] == [DEFAULT_PAUSE_S] * 5
     assert kept_s[-1] < DEFAULT_PAUSE_S, "the client was fast"
