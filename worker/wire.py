@@ -15,6 +15,7 @@ cluster secret, a worker proves itself first (`worker.common.proof`).
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from msgspec import Meta, Struct
 
 from cache.hashing import Namespace
 from cache.records import WorkerMember
-from cache.types import HASH_BYTES, MediaStart, Tier
+from cache.types import HASH_BYTES, BlockHash, MediaStart, Tier
 
 PROTOCOL_VERSION: Final = 1
 """The newest that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
@@ -209,6 +210,9 @@ class Keep(Struct, frozen=True):
     keep_s: Annotated[float, Meta(ge=0.0, le=86_400.0)]
     tenant: str = ""
 
+    def __post_init__(self) -> None:
+        check_hashes(self.hashes)
+
 
 class _Frame(Struct, frozen=True, array_like=True):
     """A msgpack array of a tag and the fields. A newer worker may append fields.
@@ -342,6 +346,15 @@ class TokenizerBundle:
     @property
     def namespace(self) -> Namespace:
         return Namespace(self.model, self.revision, self.fingerprint, self.block_size)
+
+
+def check_hashes(joined: bytes) -> None:
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"hashes: {len(joined)} bytes are not a whole number of hashes of {HASH_BYTES}")
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    return [block_hash for (block_hash,) in struct.iter_unpack(f"{HASH_BYTES}s", joined)]
 
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from cache.block_record import HEADER_BYTES
 from cache.store import ChainLink
 from cache.types import HASH_BYTES, BlockHash
+from worker.wire import check_hashes, split_hashes
 
 MAX_BLOCKS: Final = 1 << 16
 MAX_CHAINS: Final = 4096
@@ -41,7 +42,7 @@ class BlocksWanted(Struct, frozen=True):
     """No request waits for them: they come slowly while the worker serves requests."""
 
     def __post_init__(self) -> None:
-        _check_hashes(self.hashes)
+        check_hashes(self.hashes)
 
     def links(self) -> list[ChainLink]:
         hashes = split_hashes(self.hashes)
@@ -56,7 +57,7 @@ class OfferedChain(Struct, frozen=True):
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
 
     def __post_init__(self) -> None:
-        _check_hashes(self.hashes)
+        check_hashes(self.hashes)
 
     @classmethod
     def of(cls, chain: Sequence[ChainLink]) -> OfferedChain:
@@ -115,15 +116,6 @@ class BlockExchange(Protocol):
 
         Blocks the thread; may raise.
         """
-
-
-def _check_hashes(joined: bytes) -> None:
-    if len(joined) % HASH_BYTES:
-        raise ValueError(f"hashes: {len(joined)} bytes are not a whole number of hashes of {HASH_BYTES}")
-
-
-def split_hashes(joined: bytes) -> list[BlockHash]:
-    return [BlockHash(joined[start : start + HASH_BYTES]) for start in range(0, len(joined), HASH_BYTES)]
 
 
 def frame_head(payload_bytes: int) -> bytes:

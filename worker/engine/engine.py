@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
-from cache.types import HASH_BYTES, BlockHash, Epoch
+from cache.types import Epoch
 from worker.common.logs import about
 from worker.contracts.engine import (
     SUSPECT_NOTICE_S,
@@ -57,6 +57,7 @@ from worker.wire import (
     Started,
     TokenizerBundle,
     num_listed_ids,
+    split_hashes,
 )
 
 logger = logging.getLogger(__name__)
@@ -238,8 +239,7 @@ class EngineCore:
         self.mailbox.put(end)
 
     def keep(self, keep: Keep) -> Future[int]:
-        hashes = [BlockHash(keep.hashes[at : at + HASH_BYTES]) for at in range(0, len(keep.hashes), HASH_BYTES)]
-        until_s = time.monotonic() + keep.keep_s
+        hashes, until_s = split_hashes(keep.hashes), time.monotonic() + keep.keep_s
         allocator = self._scheduler.allocator
         return self.mailbox.call(lambda: allocator.keep(hashes, keep.num_prompt_blocks, until_s, keep.tenant))
 

@@ -24,7 +24,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cache.records import WorkerState
-from cache.types import HASH_BYTES
 from worker.common.proof import (
     CHALLENGE_BYTES,
     EPOCH_HEADER,
@@ -241,8 +240,6 @@ class _Endpoints:
 
     async def keep(self, request: Request) -> Response:
         keep = unpack(await read_body(request), Keep)
-        if len(keep.hashes) % HASH_BYTES:
-            raise WireError(f"hashes: {len(keep.hashes)} bytes are not a number of hashes of {HASH_BYTES} bytes")
         engine = self._service.engine
         is_current = keep.epoch == engine.member.epoch
         return _msgpack({"blocks": await asyncio.wrap_future(engine.keep(keep)) if is_current else 0})

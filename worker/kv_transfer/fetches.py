@@ -134,9 +134,7 @@ class FetchQueue:
         other = self._fetches.get(hashes[num_cached_blocks])
         if other is not None and other.in_background and sequence.request.wire.source is not None:
             self._end(other)  # its peer sends slowly, and this sequence has a peer that sends at once
-            num_cached_blocks, other = sequence.count_cached(self._allocator) // self._allocator.block_size, None
-            if num_cached_blocks >= len(hashes):
-                return False
+            return self.start(sequence, sequence.count_cached(self._allocator) // self._allocator.block_size)
         if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
             compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
             other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
