@@ -9,6 +9,7 @@ import pytest
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import BlockHash, WorkerId
+from server.router import copies as planner
 from server.router.copies import REST_S
 from server.workers.connection import WorkerLost
 from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, make_request, member
@@ -58,12 +59,18 @@ def hold(fleets: Fleets, name: str) -> list[BlockHash]:
     return shared
 
 
-async def ask(fleets: Fleets, *prefixes: Sequence[BlockHash], num_requests: int = 40, every_s: float = EVERY_S) -> None:
+async def ask(
+    fleets: Fleets,
+    *prefixes: Sequence[BlockHash],
+    num_requests: int = 40,
+    every_s: float = EVERY_S,
+    num_own: int = NUM_OWN,
+) -> None:
     """Ask for prompts that begin with the prefixes in turn. Each is answered before the next one."""
     for number in range(num_requests):
         for name in "abc":
             fleets.index.memory.publish(WorkerId(name))  # renews its lease
-        hashes = [*prefixes[number % len(prefixes)], *chain(NUM_OWN)]
+        hashes = [*prefixes[number % len(prefixes)], *chain(num_own)]
         placement = await fleets.place(hashes, root=ROOT)
         fleets.router.started(placement, placement.promised_tokens)
         fleets.clock.now_s += every_s
@@ -109,6 +116,32 @@ async def test_the_demand_for_chains_is_counted_apart(copies: Copies) -> None:
     fleets = fleet(copies)
     await ask(fleets, hold(fleets, "a"), hold(fleets, "a"))
     assert copies.sent == []
+
+
+async def test_a_few_long_requests_are_no_demand(copies: Copies) -> None:
+    """Each takes a second, and they come every 1.2 s."""
+    fleets = fleet(copies)
+    await ask(fleets, hold(fleets, "a"), every_s=1.2, num_own=60)
+    assert copies.sent == []
+
+
+@pytest.mark.parametrize(("max_copies", "num_chains", "num_copies"), [(1, 2, 1), (4, 2, 2), (4, 3, 2)])
+async def test_copies_in_flight_are_bounded(copies: Copies, max_copies: int, num_chains: int, num_copies: int) -> None:
+    """By the option, and by one for each worker."""
+    fleets = fleet(copies, max_copies=max_copies)
+    await ask(fleets, *(hold(fleets, "a") for _ in range(num_chains)), num_requests=60, every_s=EVERY_S / num_chains)
+    assert len(copies.sent) == num_copies
+    assert len({url for url, *_ in copies.sent}) == num_copies
+
+
+async def test_the_demand_of_so_many_chains_is_remembered(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MAX_CHAINS", 10)
+    fleets = fleet(copies)
+    prefixes = [chain(20) for _ in range(30)]
+    for prefix in prefixes:
+        fleets.index.memory.publish(WorkerId("a"), prefix)
+    await ask(fleets, *prefixes, num_requests=60)
+    assert list(fleets.router.copies._demands) == [prefix[-1] for prefix in prefixes[-10:]]
 
 
 async def test_new_prompts_are_not_copied(copies: Copies) -> None:
