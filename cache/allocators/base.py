@@ -108,13 +108,13 @@ class Allocator(ABC):
     def keep(self, hashes: Sequence[BlockHash], num_prompt_blocks: int, until_s: float, tenant: str) -> int:
         """Evict a chain of `hashes` after all other free blocks, until a request finds its first `num_prompt_blocks`.
 
-        Return the number of blocks kept. The wish ends at `until_s`, or when running sequences need the blocks. It also
-        ends when kept chains take too much of the pool: the tenant that keeps most loses its oldest chain.
+        Return the number of blocks kept. They are given up at `until_s`, or when running sequences need them. If kept
+        chains take too much of the pool, the tenant that keeps most loses its oldest chain.
         """
         return 0
 
     def expire(self, now_s: float) -> int:
-        """Evict chains whose pause should be over like others; return how many. `now_s` is on the clock of `until_s`.
+        """Give up the chains whose time is over; return how many. `now_s` is on the clock of `until_s`.
 
         A chain may be kept up to a second longer.
         """

@@ -131,9 +131,9 @@ class HashAllocator(Allocator):
         found, kept = self.find_blocks(hashes), self._kept
         if not found or len(found) > int(MAX_KEPT_SHARE * self.num_blocks):
             return 0
-        tip = found[max(0, min(num_prompt_blocks, len(found)) - 1)]
         for earlier in kept.ended_by(found):
             self._give_up(earlier)
+        tip = found[: max(1, num_prompt_blocks)][-1]
         chain = KeptChain(len(found), found[-1], tip, until_s, tenant)
         parked = [block_id for block_id in kept.add(chain, found) if self._refs[block_id] <= 0]
         self._free.remove(parked)

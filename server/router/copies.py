@@ -9,6 +9,7 @@ The chain is copied if wait_s exceeds copy_s. A fetch plan moves the same blocks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -63,6 +64,8 @@ class _Demand:
 
     prefill_s: DecayedSum = field(default_factory=lambda: DecayedSum(WINDOW_S))
     num_requests: DecayedSum = field(default_factory=lambda: DecayedSum(WINDOW_S))
+    rests_until_s: float = -math.inf
+    """When the next copy may begin."""
 
 
 class CopyPlanner:
@@ -75,8 +78,6 @@ class CopyPlanner:
         self._demands: dict[BlockHash, _Demand] = {}
         """By the chain's last block, the least recently requested first."""
         self._in_flight: dict[BlockHash, WorkerId] = {}
-        self._rests: dict[BlockHash, float] = {}
-        """When the next copy of a chain may begin."""
 
     def placed(self, decision: Decision) -> CopyPlan | None:
         """Count a request that has been placed. Return the copy to make of its longest match, if one is due."""
@@ -92,7 +93,7 @@ class CopyPlanner:
         self._demands[last] = demand
         if len(self._demands) > MAX_CHAINS:
             del self._demands[next(iter(self._demands))]
-        if len(self._in_flight) >= self._max_copies or last in self._in_flight or self._rests.get(last, now_s) > now_s:
+        if len(self._in_flight) >= self._max_copies or last in self._in_flight or demand.rests_until_s > now_s:
             return None
         return self._plan(decision, num_blocks, holders, now_s)
 
@@ -140,10 +141,9 @@ class CopyPlanner:
 
     def ended(self, plan: CopyPlan) -> None:
         """Record that the blocks have come, or will not."""
-        now_s = self._clock()
         del self._in_flight[plan.hashes[-1]]
-        self._rests = {each: until_s for each, until_s in self._rests.items() if until_s > now_s}
-        self._rests[plan.hashes[-1]] = now_s + REST_S
+        if (demand := self._demands.get(plan.hashes[-1])) is not None:
+            demand.rests_until_s = self._clock() + REST_S
 
 
 def _longest_match(decision: Decision) -> tuple[int, Sequence[WorkerView]]:
