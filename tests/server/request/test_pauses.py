@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from server.request import pauses
 from server.request.pauses import (
     DEFAULT_PAUSE_S,
     MAX_PAUSE_S,
@@ -19,6 +20,7 @@ from server.request.pauses import (
     MAX_TOOLS,
     SLACK,
     PauseHistogram,
+    Pauses,
     PauseTimes,
 )
 from server.schema.messages import MessagesRequest
@@ -31,15 +33,16 @@ from worker.wire import TokenizerBundle
 
 USER: dict[str, Any] = {"role": "user", "content": "word " * 60}
 EPHEMERAL = {"type": "ephemeral"}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
 @given(st.lists(st.floats(0.0, 1e5), min_size=5, max_size=100))
-def test_most_pauses_end_within_the_quantile(pauses: list[float]) -> None:
+def test_most_pauses_end_within_the_quantile(pauses_s: list[float]) -> None:
     histogram = PauseHistogram()
-    for pause_s in pauses:
+    for pause_s in pauses_s:
         histogram.add(pause_s)
     most_s = histogram.quantile(1.0)
-    assert all(pause_s <= most_s for pause_s in pauses if pause_s <= MAX_PAUSE_S)
+    assert all(pause_s <= most_s for pause_s in pauses_s if pause_s <= MAX_PAUSE_S)
     assert histogram.quantile(0.5) <= most_s <= MAX_PAUSE_S
 
 
@@ -99,6 +102,25 @@ def test_a_chat_may_ask_for_a_day() -> None:
         assert msgspec.json.decode(json.dumps(body), type=ChatRequest).retention_s == retention_s
 
 
+async def test_pauses_that_have_begun_are_bounded(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pauses, "MAX_PENDING", 2)
+    ids = raw_tokenizer.encode('[{"name":"look","arguments":{}}]').ids
+    worker = ScriptedWorker(bundle, reply=ids, keeps_chains=True)
+    body = {"model": bundle.model, "tools": [LOOK], "tool_choice": "required"}
+    begun: list[Any] = []
+    begin = Pauses.begin
+    monkeypatch.setattr(Pauses, "begin", lambda self, *about: (begin(self, *about), begun.append(list(self._pending))))
+    async with gateway(worker) as running:
+        for number in range(4):
+            status, _, answer = await post(running.url, {**body, "messages": [{**USER, "content": f"{number} " * 60}]})
+            assert status == 200, answer
+            await until(lambda number=number: len(worker.kept) > number)
+    assert [len(pending) for pending in begun] == [1, 2, 2, 2]
+    assert begun[-1][0] == begun[2][1], "the oldest went"
+
+
 async def test_a_worker_keeps_what_a_client_asks_for(bundle: TokenizerBundle) -> None:
     new, old = ScriptedWorker(bundle, reply=[5], keeps_chains=True), ScriptedWorker(bundle, reply=[5])
     body = {"model": bundle.model, "messages": [USER], "max_tokens": 1}
@@ -124,11 +146,10 @@ async def test_the_times_of_a_tool_are_learned(
 ) -> None:
     ids = raw_tokenizer.encode('[{"name":"look","arguments":{}}]').ids
     worker = ScriptedWorker(bundle, reply=ids, keeps_chains=True)
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     messages = [USER]
     async with gateway(worker) as running:
         for number in range(8):
-            body = {"model": bundle.model, "messages": messages, "tools": [tool], "tool_choice": "required"}
+            body = {"model": bundle.model, "messages": messages, "tools": [LOOK], "tool_choice": "required"}
             status, _, answer = await post(running.url, body)
             assert status == 200, answer
             await until(lambda number=number: len(worker.kept) > number)
