@@ -70,9 +70,9 @@ class PrefixFetch:
     allocation: HashAllocation
     started_s: float
     deadline_s: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
     in_background: bool = False
     """No sequence waited for it when it began."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
     num_arrived: int = 0
     """Blocks of the chain that are in the pool. Under `lock`, like `ended`."""
     ended: bool = False
@@ -234,15 +234,8 @@ class FetchQueue:
         if allocation is None:
             return None
         links = [ChainLink(each, hashes[n - 1] if n else root, n) for n, each in enumerate(hashes)]
-        fetch = PrefixFetch(
-            links,
-            sources,
-            allocation,
-            time.monotonic(),
-            deadline_s,
-            in_background=in_background,
-            num_arrived=allocation.num_filled,
-        )
+        begun_s, num_filled = time.monotonic(), allocation.num_filled
+        fetch = PrefixFetch(links, sources, allocation, begun_s, deadline_s, in_background, num_arrived=num_filled)
         self.active.append(fetch)
         self._fetches.update(dict.fromkeys(hashes[sources[0].start :], fetch))
         self._jobs.put(fetch)
