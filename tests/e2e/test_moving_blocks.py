@@ -73,8 +73,8 @@ class Moving(Cluster):
         self.wait_ready()
 
     def epoch(self, worker: Worker) -> str | None:
-        """Return the epoch in which the gateway sees a worker; None for one that it does not see."""
-        workers = httpx.get(f"{self.gateway.ops_url}/workers", timeout=HANG_S).json()["workers"]
+        """Return a worker's epoch in the registry, None without. Polls of a gateway would learn it earlier."""
+        workers = httpx.get(f"{self.gateway.ops_url}/index", timeout=HANG_S).json()["workers"]
         return next((each["epoch"] for each in workers if each["worker_id"] == worker.name), None)
 
     def view(self, prompt: str, worker: str) -> dict[str, Any]:
@@ -221,12 +221,12 @@ def test_a_worker_joins_with_what_its_peer_used_last(fleet: Moving) -> None:
     prompt = prompt_of("joining")
     first = fleet.compute(prompt)
     holder, other = fleet.named(first.worker), fleet.other(first.worker)
-    epoch = fleet.epoch(other)
+    epochs = [None, fleet.epoch(other)]
     fleet.post(other, "/purge")
-    wait_until(lambda: fleet.epoch(other) != epoch)
-    epoch = fleet.epoch(other)
+    wait_until(lambda: fleet.epoch(other) not in epochs)
+    epochs.append(fleet.epoch(other))
     fleet.restart(other, signal.SIGKILL)
-    wait_until(lambda: fleet.epoch(other) not in (None, epoch))
+    wait_until(lambda: fleet.epoch(other) not in epochs)
     assert fleet.view(prompt, other.name)["matched_tokens"] == first.num_tokens
     fleet.post(holder, "/drain")
     wait_until(lambda: fleet.view(prompt, holder.name)["guard"] == "draining")
