@@ -79,6 +79,15 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
     return encoded.tobytes()
 
 
+def decode_tokens(encoded: bytes) -> list[int]:
+    """Return the token ids of `encode_tokens`. Raises ValueError for bytes that are none."""
+    token_ids = array("I")
+    token_ids.frombytes(encoded)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
 def encode_media(media: Sequence[MediaStart], block_size: int) -> dict[int, bytes]:
     """Return what media append to the hashed input of blocks, by the number of the block.
 

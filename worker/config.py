@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -11,7 +12,10 @@ from cache.allocators import PREFIX_CACHES, PrefixCache
 from cache.redis_index import WriterSettings
 from worker.common.command_line import CommandParser
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option
+from worker.common.sockets import is_loopback
 from worker.scheduler.budget import BatchLimits
+
+logger = logging.getLogger(__name__)
 
 EngineKind = Literal["headstart", "vllm", "sglang"]
 Task = Literal["auto", "generate", "embed"]
@@ -95,7 +99,7 @@ class WorkerConfig(SharedConfig):
     )
     kv_disk_size: int = _cache(KV_DISK_BYTES, "size of the blocks on disk (default 10G)", "SIZE", type=num_bytes)
     warm_start_s: float = _cache(
-        5.0, "time to fetch chains that peers used last, before the worker registers; 0: none (default 5)", least=0
+        5.0, "time to get chains that peers used last, before the worker registers; 0: none (default 5)", least=0
     )
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
     keep_chains: bool = _cache(
@@ -171,6 +175,13 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--task embed is for the built-in engine: other engines generate text here")
         if self.engine_url and not self.engine_url.startswith(("http://", "https://")):
             raise ValueError(f"--engine-url must begin with http:// or https://, got {self.engine_url!r:.200}")
+
+    def may_exchange(self) -> bool:
+        """Return whether blocks and prompts may go to other workers: only with a cluster secret or on loopback."""
+        if self.cluster_secret() or is_loopback(self.host):
+            return True
+        logger.warning("without a cluster secret this worker exchanges nothing with others: anybody could join in")
+        return False
 
     def limits(self, max_model_len: int, default_tokens: tuple[int, int | None]) -> BatchLimits:
         """Return the scheduler's limits. `default_tokens` are those of `default_step_tokens`."""

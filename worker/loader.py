@@ -24,7 +24,6 @@ from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
 from worker.common.proof import gateway_token
-from worker.common.sockets import is_loopback
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks, EventPublisher
 from worker.contracts.mailbox import Mailbox
@@ -231,7 +230,7 @@ def _make_transfers(
     )
     record = RecordFormat(layout, copier.num_bytes, secret)
     pool, stores = PoolBlocks(allocator, copier), _open_stores(config, record, copier)
-    peers = PeerClient(record, gateway_token(secret), tls) if can_exchange_blocks(config) else None
+    peers = PeerClient(record, gateway_token(secret), tls) if config.may_exchange() else None
     return KVTransfers(allocator, pool, parts.rate, stores, record, peers, metrics, mailbox, publisher)
 
 
@@ -245,14 +244,6 @@ def _open_stores(config: WorkerConfig, record: RecordFormat, copier: BlockCopier
     if config.kv_disk is not None:
         stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
     return stores
-
-
-def can_exchange_blocks(config: WorkerConfig) -> bool:
-    """Return whether block exchange is safe: only with a cluster secret or on loopback."""
-    if config.cluster_secret() or is_loopback(config.host):
-        return True
-    logger.warning("without a cluster secret this worker exchanges no blocks with others: anybody could forge them")
-    return False
 
 
 def limit_onednn_cache() -> None:

@@ -27,6 +27,7 @@ import uvicorn
 
 from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
+from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
 from worker.common.options import warn_deprecated
@@ -195,14 +196,14 @@ class Worker:
         return 0
 
     async def _join(self, engine: Engine, publisher: Publisher) -> None:
-        """Fetch what peers used last, before the registry names this worker. Without them it starts cold."""
-        time_s, exchange = self._config.warm_start_s, engine.exchange
+        """Get what peers used last, before the registry names this worker. Without them it starts cold."""
+        time_s, exchange = self._config.warm_start_s, engine.chains
         if time_s and exchange is not None and await publisher.wait_connected(_CONNECT_S):
             try:
                 fetched = await warm_start(engine.member, exchange, await publisher.workers(), time_s)
                 if has_purged(fetched, await publisher.workers()):
                     await asyncio.wrap_future(engine.purge())
-            except EngineDeadError as error:
+            except (EngineDeadError, EngineLostError, EngineRefusedError) as error:
                 logger.warning("no warm start: %s", error)
         self._say_ready(engine.member)
 
@@ -232,7 +233,7 @@ class Worker:
         else:
             from worker.adapter.connect import connect  # the built-in engine needs none of its libraries
 
-            engine = await connect(config, url, worker_id, self._metrics, self._report, sinks)
+            engine = await connect(config, url, worker_id, self._metrics, self._report, sinks, peer_tls=tls)
         if config.redis is not None and inbox is not None:
             self._publisher = self._make_publisher(config.redis, engine.member, inbox, settings)
         return engine

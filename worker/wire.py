@@ -16,8 +16,6 @@ cluster secret, a worker proves itself first (`worker.common.proof`).
 from __future__ import annotations
 
 import struct
-import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, TypeVar, get_args
@@ -26,7 +24,7 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
-from cache.hashing import Namespace
+from cache.hashing import Namespace, decode_tokens, encode_tokens
 from cache.records import WorkerMember
 from cache.types import HASH_BYTES, BlockHash, MediaStart, Tier
 
@@ -376,10 +374,7 @@ def unpack(data: bytes, kind: type[T]) -> T:
 
 def pack_request(request: GenerateRequest) -> bytes:
     """Pack a request with its prompt as u32 little-endian bytes, which is fast at any length."""
-    prompt_ids = array("I", request.prompt_ids)
-    if sys.byteorder == "big":
-        prompt_ids.byteswap()
-    return _encode(msgspec.structs.asdict(request) | {"prompt_ids": prompt_ids.tobytes()})
+    return _encode(msgspec.structs.asdict(request) | {"prompt_ids": encode_tokens(request.prompt_ids)})
 
 
 def unpack_request(data: bytes) -> GenerateRequest:
@@ -390,16 +385,13 @@ def unpack_request(data: bytes) -> GenerateRequest:
         if type(protocol) is not int or not OLDEST_PROTOCOL <= protocol <= PROTOCOL_VERSION:
             spoken = f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
             raise ProtocolError(f"protocol: the gateway speaks {protocol!r:.40}, this worker {spoken}")
-        prompt_ids = array("I")
-        prompt_ids.frombytes(message["prompt_ids"])
-        if sys.byteorder == "big":
-            prompt_ids.byteswap()
+        prompt_ids = decode_tokens(message["prompt_ids"])
         request = msgspec.convert(message | {"prompt_ids": ()}, GenerateRequest)
     except WireError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a GenerateRequest: {error}") from error
-    return msgspec.structs.replace(request, prompt_ids=prompt_ids.tolist())
+    return msgspec.structs.replace(request, prompt_ids=prompt_ids)
 
 
 def pack_frame(frame: Frame) -> bytes:

@@ -127,3 +127,20 @@ def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path, monkeyp
     assert WorkerConfig().cluster_secret() == b"from-env"
     (tmp_path / "secret").write_text("from-file\n")
     assert WorkerConfig(cluster_secret_file=str(tmp_path / "secret")).cluster_secret() == b"from-file"
+
+
+@pytest.mark.parametrize(
+    ("options", "may"),
+    [
+        ([], True),
+        (["--host", "0.0.0.0"], False),
+        (["--host", "0.0.0.0", "--cluster-secret-file", "secret"], True),
+    ],
+)
+def test_an_exchange_needs_a_secret_or_loopback(
+    options: list[str], may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HEADSTART_CLUSTER_SECRET", raising=False)
+    (tmp_path / "secret").write_text("of the fleet")
+    assert parse(options).may_exchange() == may

@@ -3,21 +3,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-from worker.config import parse
-from worker.loader import can_exchange_blocks
 
 PROGRAM = """
 import sys
 from pathlib import Path
 
-import pytest
-
-from worker.config import parse
-from worker.loader import can_exchange_blocks
 import psutil
 import torch
 from worker.loader import limit_onednn_cache
@@ -43,20 +33,3 @@ def growth(how: str) -> int:
 
 def test_products_of_many_lengths_are_not_kept() -> None:
     assert growth("bound") < 0.5 * growth("free")
-
-
-@pytest.mark.parametrize(
-    ("options", "may"),
-    [
-        ([], True),
-        (["--host", "0.0.0.0"], False),
-        (["--host", "0.0.0.0", "--cluster-secret-file", "secret"], True),
-    ],
-)
-def test_block_exchange_needs_a_secret_or_loopback(
-    options: list[str], may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HEADSTART_CLUSTER_SECRET", raising=False)
-    (tmp_path / "secret").write_text("of the fleet")
-    assert can_exchange_blocks(parse(options)) == may

@@ -25,12 +25,14 @@ from worker.adapter.facts import PROBE_TEXTS, EngineIdentity, FactsReader
 from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
+from worker.common.proof import gateway_token
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
 from worker.files.part_kind import part_kind
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
+from worker.kv_transfer.peers import ChainClient
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, TokenizerBundle
 
 RETRY_S: Final = 1.0
@@ -45,11 +47,16 @@ async def connect(
     metrics: WorkerMetrics,
     report: Callable[[str], None],
     sinks: EngineSinks | None = None,
+    *,
+    peer_tls: ssl.SSLContext | None = None,
 ) -> AdapterEngine:
-    """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
+    """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served.
+
+    `peer_tls` is for calls to other workers.
+    """
     api = open_api(config)
     try:
-        return await _connect(api, config, url, worker_id, metrics, report, sinks)
+        return await _connect(api, config, url, worker_id, metrics, report, sinks, peer_tls)
     except BaseException as error:
         await api.close()
         if isinstance(error, (EngineLostError, EngineRefusedError)):
@@ -76,6 +83,7 @@ async def _connect(
     metrics: WorkerMetrics,
     report: Callable[[str], None],
     sinks: EngineSinks | None,
+    peer_tls: ssl.SSLContext | None,
 ) -> AdapterEngine:
     while True:
         _, model = await wait_for(api, config, report)
@@ -132,8 +140,20 @@ async def _connect(
         report(f"no prefix index, requests are routed only by load: {index_problem}")
     member = signed(config.cluster_secret(), member)
     identity = EngineIdentity(reader, facts, load)
+    peers = None
+    if source is not None and config.redis is not None and config.warm_start_s and config.may_exchange():
+        peers = ChainClient(gateway_token(config.cluster_secret()), peer_tls)
     engine = AdapterEngine(
-        api, blocks, source, bundle, member, metrics, sinks, events_exposed=config.events_exposed, identity=identity
+        api,
+        blocks,
+        source,
+        bundle,
+        member,
+        metrics,
+        sinks,
+        events_exposed=config.events_exposed,
+        identity=identity,
+        peers=peers,
     )
     await engine.catch_up()
     return engine

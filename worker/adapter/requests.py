@@ -50,6 +50,8 @@ class ActiveRequest:
     is_started: bool = False
     is_over: bool = False
     """Its last frame was delivered."""
+    hashes: Sequence[BlockHash] = ()
+    """Those of the prompt's full blocks."""
     num_cached: int | None = None
     """Prompt tokens that the engine found cached, as it reports at the end."""
     task: asyncio.Task[None] | None = None
@@ -76,10 +78,12 @@ class EngineRequests:
         report: Callable[[Sequence[BlockEvent]], None],
         confirm: Callable[[], Awaitable[None]],
         deliver: Callable[[list[EngineOutput]], object],
+        note: Callable[[GenerateRequest, Sequence[BlockHash]], object] | None = None,
     ) -> None:
         """`name` begins the ids of requests at the engine. `report` publishes events of blocks with the load.
 
         `confirm` waits until the engine is known to be the same. It is called before the first token of each answer.
+        `note` takes each prompt that the engine has computed, with the hashes of its full blocks.
         """
         self.account = account
         self.active: dict[RequestKey, ActiveRequest] = {}
@@ -95,6 +99,7 @@ class EngineRequests:
         self._report = report
         self._confirm = confirm
         self._deliver = deliver
+        self._note = note
         self._suspects = asyncio.Lock()
 
     def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
@@ -186,7 +191,9 @@ class EngineRequests:
 
     async def _run(self, active: ActiveRequest) -> End:
         request = active.request
-        num_cached, promised_at = self._num_matched_tokens(request), self._blocks.num_batches
+        active.hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
+        num_cached = self._blocks.num_matched_tokens(active.hashes, len(request.prompt_ids))
+        promised_at = self._blocks.num_batches
         suspects = self._suspects if request.is_suspect else contextlib.nullcontext()
         async with contextlib.AsyncExitStack() as until_first_token:
             deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
@@ -254,6 +261,8 @@ class EngineRequests:
         self._start(active, num_cached)
         self.account.first_token(prefill)
         active.first_token_s = time.monotonic()
+        if self._note is not None:
+            self._note(active.request, active.hashes)
         if active.steps is not None:
             active.steps.first_token_s = active.first_token_s
         self._start_first()
@@ -378,11 +387,6 @@ class EngineRequests:
         prefill = self.account.started()
         if prefill is not None and (active := self.active.get(prefill.key)) is not None:
             self._start(active, len(active.request.prompt_ids) - prefill.num_tokens)
-
-    def _num_matched_tokens(self, request: GenerateRequest) -> int:
-        """Return the prompt tokens that the engine should find cached."""
-        chain = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
-        return self._blocks.num_matched_tokens(chain, len(request.prompt_ids))
 
 
 async def _either(wait: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The exchange of blocks between workers: the messages, and an engine's side of it.
+"""The exchange of blocks and chains between workers: the messages, and an engine's side of it.
 
 POST /blocks: BlocksWanted ->     <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
 POST /chains: ChainsWanted ->     <- Handover: the chains that the worker used last
@@ -20,6 +20,8 @@ from worker.wire import check_hashes, split_hashes
 
 MAX_BLOCKS: Final = 1 << 16
 MAX_CHAINS: Final = 4096
+MAX_CHAINS_BYTES: Final = 4 << 20
+"""Bound of an answer to POST /chains."""
 FRAME_HEAD_BYTES: Final = 5
 _BIN32: Final = b"\xc6"
 
@@ -55,6 +57,10 @@ class OfferedChain(Struct, frozen=True):
 
     root: _Hash
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
+    token_ids: Annotated[bytes, Meta(max_length=MAX_CHAINS_BYTES)] = b""
+    """To compute, by `encode_tokens`. Empty: the blocks can be fetched."""
+    adapter: str = ""
+    """The LoRA adapter of `token_ids`; empty: the base model."""
 
     def __post_init__(self) -> None:
         check_hashes(self.hashes)
@@ -81,32 +87,40 @@ class ChainsWanted(Struct, frozen=True):
 
     epoch: str
     layout: str
+    """`ChainExchange.layout` of the asking worker."""
     max_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
     """Different blocks."""
 
 
-class BlockExchange(Protocol):
-    """Gives an engine's blocks to its peers, and takes theirs. Any thread may call it."""
+class ChainExchange(Protocol):
+    """Gives an engine's latest chains to its peers, and takes theirs. The event loop calls it."""
 
     @property
     def layout(self) -> str:
-        """`RecordFormat.fingerprint`."""
+        """Equal at engines that can take each other's chains: `RecordFormat.fingerprint` where blocks move."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
+
+    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
+        """Get a chain of the worker at `url` into the pool in the background; give the number of blocks that came."""
+
+    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
+        """Ask the worker at `url` for its chains. Blocks the thread, which is another one; may raise."""
+
+    async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
+        """Return the chains used last, the latest first, with `max_blocks` different blocks at most."""
+
+
+class BlockExchange(ChainExchange, Protocol):
+    """Moves an engine's blocks to its peers, and theirs here. Any thread may call it."""
 
     def new_payload(self) -> memoryview:
         """Return room for one payload."""
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
         """Fill `payload` with a block and return its record's header; None: it is not here."""
-
-    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-        """Fetch a chain from the worker at `url` in the background; give the number of blocks that came."""
-
-    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
-        """Ask the worker at `url` for its chains. Blocks the thread; may raise."""
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """Return chains of the pool, the most recently used first, with `max_blocks` different blocks at most."""

@@ -144,6 +144,10 @@ class EngineCore:
     def exchange(self) -> BlockExchange | None:
         return self._transfers if self._transfers is not None and self._transfers.layout else None
 
+    @property
+    def chains(self) -> BlockExchange | None:
+        return self.exchange
+
     def start(self) -> None:
         if self._transfers is not None:
             self._transfers.start()

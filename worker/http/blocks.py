@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,13 +18,14 @@ from starlette.types import Receive, Scope, Send
 
 from cache.records import WorkerLoad
 from cache.store import ChainLink
-from cache.types import HASH_BYTES, BlockHash
+from cache.types import HASH_BYTES
 from worker.contracts.engine import RefusedError
 from worker.contracts.exchange import (
     MAX_BLOCKS,
     MAX_CHAINS,
     BlockExchange,
     BlocksWanted,
+    ChainExchange,
     ChainsWanted,
     Handover,
     OfferedChain,
@@ -46,11 +47,15 @@ STALL_S: Final = 10.0
 _ADOPT_S: Final = 10.0
 """Time for a hand-over. Chains that begin later are left out."""
 _HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
+_Exchange = TypeVar("_Exchange", bound=ChainExchange)
 
 
 def exchange_for(service: WorkerService, layout: str) -> BlockExchange:
     """Return the engine's exchange with a peer whose blocks have this layout. Raises RefusedError."""
-    exchange = service.engine.exchange
+    return _of_layout(service.engine.exchange, layout)
+
+
+def _of_layout(exchange: _Exchange | None, layout: str) -> _Exchange:
     if exchange is None or exchange.layout != layout:
         raise RefusedError(Failed("wrong_layout", "this worker's blocks have another layout", retryable=False))
     return exchange
@@ -125,16 +130,18 @@ class ChainsEndpoint:
 
     async def __call__(self, request: Request) -> Response:
         wanted = unpack(await read_body(request), ChainsWanted)
-        exchange, member = exchange_for(self._service, wanted.layout), self._service.engine.member
+        engine = self._service.engine
+        exchange, member = _of_layout(engine.chains, wanted.layout), engine.member
         if wanted.epoch != member.epoch:
             raise RefusedError(Failed("wrong_epoch", f"epoch: this is {member.epoch}", retryable=True))
         chains, num_hashes = list[OfferedChain](), 0
-        for chain in await asyncio.wrap_future(exchange.recent_chains(wanted.max_blocks)):
-            num_hashes += len(chain)
+        for chain in await exchange.latest_chains(wanted.max_blocks):
+            num_hashes += len(chain.hashes) // HASH_BYTES
             if num_hashes > MAX_BLOCKS or len(chains) == MAX_CHAINS:
                 break
-            chains.append(OfferedChain.of(chain))
-        return Response(pack(Handover(member.url, member.epoch, member.layout, tuple(chains))), media_type=CONTENT_TYPE)
+            chains.append(chain)
+        handover = Handover(member.url, member.epoch, exchange.layout, tuple(chains))
+        return Response(pack(handover), media_type=CONTENT_TYPE)
 
 
 class AdoptEndpoint:
@@ -154,6 +161,6 @@ class AdoptEndpoint:
                 break
             if len(chain.hashes) // HASH_BYTES > engine.load.num_free_blocks:
                 continue
-            adopted = exchange.adopt(handover.url, handover.epoch, BlockHash(chain.root), chain.block_hashes())
+            adopted = exchange.adopt(handover.url, handover.epoch, chain)
             num_adopted += await asyncio.wrap_future(adopted)
         return Response(pack({"adopted_blocks": num_adopted}), media_type=CONTENT_TYPE)

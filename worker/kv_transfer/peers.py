@@ -25,50 +25,40 @@ from urllib.parse import urlsplit
 from cache.block_record import HEADER_BYTES, RecordFormat
 from cache.store import ChainLink
 from worker.common.proof import EPOCH_HEADER, epoch_token
-from worker.contracts.exchange import FRAME_HEAD_BYTES, MAX_BLOCKS, BlocksWanted, ChainsWanted, Handover, frame_head
+from worker.contracts.exchange import (
+    FRAME_HEAD_BYTES,
+    MAX_BLOCKS,
+    MAX_CHAINS_BYTES,
+    BlocksWanted,
+    ChainsWanted,
+    Handover,
+    frame_head,
+)
 from worker.wire import CONTENT_TYPE, pack, unpack
 
 _CONNECT_TIMEOUT_S: Final = 1.0
 _READ_TIMEOUT_S: Final = 5.0
 """For the head of an answer, and for each record: so a slow peer cannot block the thread."""
 _MAX_ANSWER_BYTES: Final = 4096
-_MAX_CHAINS_BYTES: Final = 4 << 20
 
 
 class FetchError(Exception):
     """The peer does not send blocks."""
 
 
-class PeerClient:
-    """Fetches blocks of other workers, on the thread that calls."""
+class ChainClient:
+    """Asks other workers for their chains, on the thread that calls."""
 
-    def __init__(self, record: RecordFormat, token: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, token: str, tls: ssl.SSLContext | None = None) -> None:
         """`token`: the `gateway_token` of the fleet."""
-        self._record = record
         self._token = token
         self._tls = tls
 
-    @contextmanager
-    def fetching(
-        self, url: str, epoch: str, links: Sequence[ChainLink], *, background: bool = False
-    ) -> Iterator[PeerStream]:
-        """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
-        hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
-        wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
-        with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
-            yield PeerStream(url, answer, self._record)
-
-    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Raises like `fetching`."""
-        with self._asking(url, epoch, "/adopt", pack(handover)) as answer:
-            answer.begin_within(url, timeout_s)
-            return unpack(answer.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
-
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
-        """Ask the worker at `url` for its latest chains. Raises like `fetching`, or ValueError."""
+        """Ask the worker at `url` for its latest chains. Raises FetchError, OSError, HTTPException or ValueError."""
         with self._asking(url, wanted.epoch, "/chains", pack(wanted)) as answer:
             answer.begin_within(url, timeout_s)
-            return unpack(answer.read(_MAX_CHAINS_BYTES), Handover)
+            return unpack(answer.read(MAX_CHAINS_BYTES), Handover)
 
     @contextmanager
     def _asking(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:
@@ -92,6 +82,30 @@ class PeerClient:
         if parts.scheme == "http":
             return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S)
         return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S, context=self._tls)
+
+
+class PeerClient(ChainClient):
+    """Also fetches their blocks."""
+
+    def __init__(self, record: RecordFormat, token: str, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(token, tls)
+        self._record = record
+
+    @contextmanager
+    def fetching(
+        self, url: str, epoch: str, links: Sequence[ChainLink], *, background: bool = False
+    ) -> Iterator[PeerStream]:
+        """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
+        hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
+        wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
+        with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
+            yield PeerStream(url, answer, self._record)
+
+    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
+        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Raises like `fetching`."""
+        with self._asking(url, epoch, "/adopt", pack(handover)) as answer:
+            answer.begin_within(url, timeout_s)
+            return unpack(answer.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
 
 
 class _TimedSocket(io.RawIOBase):

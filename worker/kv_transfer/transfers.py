@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from cache.events import BlockEvent, Stored
 from cache.store import BlockStore, ChainLink
 from cache.types import BlockHash, Tier
 from worker.contracts.engine import EventPublisher
-from worker.contracts.exchange import ChainsWanted, Handover
+from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, TransferRate
@@ -139,9 +140,10 @@ class KVTransfers:
                 return None
         return self.record.header(link, payload)
 
-    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
+    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
+        """See `worker.contracts.exchange.ChainExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
+        root, hashes = BlockHash(chain.root), chain.block_hashes()
         open_peer = partial(self._peers.fetching, url, epoch, background=True)
         adopted: Future[int] = Future()
         adopted.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
@@ -164,9 +166,13 @@ class KVTransfers:
         return self._peers.offer(url, epoch, handover, timeout_s)
 
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
-        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
+        """See `worker.contracts.exchange.ChainExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
         return self._peers.ask_chains(url, wanted, timeout_s)
+
+    async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
+        """See `worker.contracts.exchange.ChainExchange`."""
+        return [OfferedChain.of(chain) for chain in await asyncio.wrap_future(self.recent_chains(max_blocks))]
 
     def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""

@@ -1,4 +1,7 @@
-"""The warm start of a worker that joins: it fetches recently used chains of its peers before it registers."""
+"""The warm start of a worker that joins: it gets recently used chains of its peers before it registers.
+
+The built-in engine fetches their blocks. Another engine computes them (`worker.adapter.prompt_chains`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Final, NamedTuple
 from cache.records import WorkerMember
 from cache.redis_index import RegistryEntry
 from cache.types import BlockHash
-from worker.contracts.exchange import BlockExchange, ChainsWanted, Handover, OfferedChain
+from worker.contracts.exchange import MAX_BLOCKS, ChainExchange, ChainsWanted, Handover, OfferedChain
 from worker.kv_transfer.peers import FetchError
 
 logger = logging.getLogger(__name__)
@@ -37,24 +40,24 @@ class Peer(NamedTuple):
 
 
 def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[RegistryEntry]:
-    """Return the workers of the registry whose blocks `member` can exchange, and which stay."""
+    """Return the workers of the registry whose chains `member` can use, and which stay."""
     return [
         entry
         for entry in entries
         if entry.member.worker_id != member.worker_id
-        and entry.member.layout == member.layout
+        and (entry.member.layout, entry.member.namespace) == (member.layout, member.namespace)
         and entry.lease_left_s > 0
         and not entry.load.draining
     ]
 
 
 async def warm_start(
-    member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], time_s: float
+    member: WorkerMember, exchange: ChainExchange, entries: Sequence[RegistryEntry], time_s: float
 ) -> Counter[Peer]:
     """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
-    begun_s, room = time.monotonic(), int(POOL_SHARE * exchange.num_blocks)
+    begun_s, room = time.monotonic(), min(MAX_BLOCKS, int(POOL_SHARE * exchange.num_blocks))
     end_s = begun_s + time_s
-    peers = [entry.member for entry in peers_of(member, entries) if entry.load.num_free_blocks < entry.load.num_blocks]
+    peers = [entry.member for entry in peers_of(member, entries) if _has_blocks(entry)]
     chosen = random.sample(peers, min(MAX_PEERS, len(peers)))
     ask_s = _ASK_SHARE * time_s
     answers = await asyncio.gather(*(asyncio.to_thread(_ask, exchange, peer, room, ask_s) for peer in chosen if room))
@@ -64,15 +67,15 @@ async def warm_start(
         if time.monotonic() >= end_s:
             break
         futures = {
-            asyncio.wrap_future(
-                exchange.adopt(offer.url, offer.epoch, BlockHash(chain.root), chain.block_hashes())
-            ): Peer(offer.url, offer.epoch)
+            asyncio.wrap_future(exchange.adopt(offer.url, offer.epoch, chain)): Peer(offer.url, offer.epoch)
             for offer, chain in plan[start : start + NUM_FETCHES]
         }
         done, late = await asyncio.wait(futures, timeout=end_s - time.monotonic())
         for future in done:
-            fetched[futures[future]] += future.result()
-        fetched.update({futures[future]: 0 for future in late})  # their blocks may still come
+            fetched[futures[future]] += 0 if future.cancelled() else future.result()
+        for future in late:
+            fetched[futures[future]] += 0
+            future.cancel()  # ends a prefill; the blocks of a fetch may still come
     took_s = time.monotonic() - begun_s
     logger.info("warm start: %d blocks of %d peers in %.1f s", fetched.total(), len(chosen), took_s)
     return fetched
@@ -99,12 +102,17 @@ def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, O
     return plan
 
 
-def _ask(exchange: BlockExchange, peer: WorkerMember, max_blocks: int, timeout_s: float) -> Handover | None:
-    wanted = ChainsWanted(peer.epoch, peer.layout, max_blocks)
+def _has_blocks(entry: RegistryEntry) -> bool:
+    """Return whether a peer is known to hold blocks. Other engines count those without a request as free."""
+    return entry.num_entries > 0 or entry.load.num_free_blocks < entry.load.num_blocks
+
+
+def _ask(exchange: ChainExchange, peer: WorkerMember, max_blocks: int, timeout_s: float) -> Handover | None:
+    wanted = ChainsWanted(peer.epoch, exchange.layout, max_blocks)
     try:
         offer = exchange.ask_chains(peer.url, wanted, timeout_s)
     except (OSError, HTTPException, FetchError, ValueError) as error:
         logger.warning("%s offers no chains: %s", peer.url, error)
         return None
     # The registry has the address and the epoch; an answer must not lead elsewhere.
-    return Handover(peer.url, peer.epoch, peer.layout, offer.chains)
+    return Handover(peer.url, peer.epoch, exchange.layout, offer.chains)

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
+from worker.kv_transfer.peers import ChainClient
 from worker.wire import (
     ChoiceState,
     End,
@@ -78,12 +80,15 @@ def make_request(
 class Rig:
     """Submits, and keeps what comes. `check` asserts the order of each request's frames."""
 
-    def __init__(self, api: EngineApi, source: EventSource | None = None) -> None:
+    def __init__(
+        self, api: EngineApi, source: EventSource | None = None, peers: ChainClient | None = None, name: str = "w"
+    ) -> None:
         self.metrics = WorkerMetrics()
         blocks = EngineBlocks(BLOCK, max_names=4096)
         self.deaths: list[BaseException] = []
         self.sinks = EngineSinks(self.deliver, self.deaths.append, self)
-        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, self.metrics, self.sinks)
+        member = replace(MEMBER, worker_id=WorkerId(name))
+        self.engine = AdapterEngine(api, blocks, source, BUNDLE, member, self.metrics, self.sinks, peers=peers)
         self.frames: dict[RequestKey, list[Frame]] = defaultdict(list)
         self.published: set[BlockHash] = set()
         self.epochs: list[WorkerMember] = []

@@ -10,10 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cache.hashing import hash_chain
+from cache.types import BlockHash
 from tests.fake_engine.sglang import FakeSglang, parse
 from tests.server.scripted_worker import listening
 from tests.waiting import until
-from tests.worker.adapter.rig import ROOT, Rig, make_request, running, token_ids
+from tests.worker.adapter.rig import BLOCK, ROOT, Rig, make_request, running, token_ids
 from worker.adapter.api import EngineRefusedError
 from worker.adapter.connect import connect
 from worker.adapter.sglang import SglangApi
@@ -62,17 +64,21 @@ async def test_an_unloaded_adapters_blocks_are_forgotten(engine_folder: Path, br
         assert (await rig.answer(adapted))[-1].num_cached_tokens == 0
 
 
+def num_matched(rig: Rig, prompt: list[int]) -> int:
+    return rig.engine._blocks.num_matched_tokens(hash_chain(BlockHash(ROOT), prompt, BLOCK), len(prompt))
+
+
 @pytest.mark.parametrize(("options", "ends"), [((), ""), (("--eagle",), "exact")])
 async def test_turns_and_a_flush(engine_folder: Path, brisk: None, options: tuple[str, ...], ends: str) -> None:
     async with sglang(engine_folder, *options) as (_, url), rig_over(url) as rig:
         prompt = list(range(100, 200))
         for _ in range(3):
-            promised = rig.engine._requests._num_matched_tokens(make_request(prompt))
+            promised = num_matched(rig, prompt)
             frames = await rig.answer(make_request(prompt, max_tokens=20))
             assert promised <= frames[-1].num_cached_tokens
             prompt += [*token_ids(frames), 1, 2, 3]
             least = (len(prompt) - 4) // 16 * 16 - 16
-            await until(lambda: rig.engine._requests._num_matched_tokens(make_request(prompt)) >= least)  # noqa: B023
+            await until(lambda: num_matched(rig, prompt) >= least)  # noqa: B023
         assert rig.engine.member.ends == ends
         epoch = rig.engine.member.epoch
         await asyncio.wrap_future(rig.engine.purge())

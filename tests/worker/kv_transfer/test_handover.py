@@ -253,7 +253,9 @@ async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: 
         await asyncio.wrap_future(peer.engine.purge())
         exchange = peer.engine.exchange
         assert isinstance(exchange, KVTransfers)
-        adopted = asyncio.wrap_future(exchange.adopt(f"http://127.0.0.1:{port}", "e1", ROOT, HASHES))
+        adopted = asyncio.wrap_future(
+            exchange.adopt(f"http://127.0.0.1:{port}", "e1", OfferedChain(ROOT, b"".join(HASHES)))
+        )
         await asked.wait()
         adopted.cancel()
         await until(lambda: exchange.fetches.active == [])

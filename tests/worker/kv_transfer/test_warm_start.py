@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -60,6 +59,9 @@ class Exchange:
         self.asked: dict[str, ChainsWanted] = {}
         self.fetched: list[tuple[str, str, list[BlockHash]]] = []
 
+    async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
+        raise NotImplementedError
+
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
         self.asked[url] = wanted
         answer = self.answers.get(url, offer())
@@ -67,10 +69,10 @@ class Exchange:
             raise answer
         return answer
 
-    def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-        self.fetched.append((url, epoch, list(hashes)))
+    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
+        self.fetched.append((url, epoch, chain.block_hashes()))
         adopted: Future[int] = Future()
-        adopted.set_result(len(hashes))
+        adopted.set_result(len(chain.block_hashes()))
         return adopted
 
 
@@ -104,8 +106,8 @@ async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) ->
 
 async def test_no_chain_begins_after_the_time() -> None:
     class Slow(Exchange):
-        def adopt(self, url: str, epoch: str, root: BlockHash, hashes: Sequence[BlockHash]) -> Future[int]:
-            super().adopt(url, epoch, root, hashes)
+        def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
+            super().adopt(url, epoch, chain)
             return Future()
 
     exchange = Slow({"http://peer": offer(*(chain(n) for n in range(10)))})

@@ -1,0 +1,142 @@
+"""The chains of an engine that exchanges no blocks: prompts, which a worker that joins computes with one token each.
+
+A prompt is computed under the salt that it had at the peer, so tenants stay apart. Requests come first: a prefill waits
+until the engine is idle, and a request that comes ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final
+
+import msgspec
+
+from cache.hashing import decode_tokens
+from cache.types import BlockHash
+from worker.adapter.api import EngineApi, EngineLoad
+from worker.adapter.blocks import EngineBlocks
+from worker.adapter.facts import probe
+from worker.adapter.load import LoadAccount
+from worker.adapter.recent_prompts import RecentPrompts
+from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
+from worker.kv_transfer.peers import ChainClient
+from worker.kv_transfer.warm_start import POOL_SHARE
+from worker.wire import Failed, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+_IDLE_POLL_S: Final = 0.05
+
+
+class PromptChains:
+    """`worker.contracts.exchange.ChainExchange` over an `EngineApi`. Owned by the event loop."""
+
+    def __init__(
+        self,
+        api: EngineApi,
+        blocks: EngineBlocks,
+        account: LoadAccount,
+        peers: ChainClient,
+        layout: str,
+        block_size: int,
+        counts: Callable[[], EngineLoad | None],
+        refusal: Callable[[GenerateRequest], Failed | None],
+    ) -> None:
+        """`layout`: the fingerprint of the namespace. `counts`: the engine's, as last read.
+
+        `refusal` returns why the engine cannot serve a request, or None.
+        """
+        self.layout = layout
+        self._api = api
+        self._blocks = blocks
+        self._account = account
+        self._peers = peers
+        self._block_size = block_size
+        self._counts = counts
+        self._refusal = refusal
+        self._prompts = RecentPrompts(block_size)
+        self._adoptions: set[asyncio.Task[int]] = set()
+        self._num_prefills = 0
+        """Those at the engine."""
+
+    @property
+    def num_blocks(self) -> int:
+        counts = self._counts()
+        return 0 if counts is None else counts.num_blocks * counts.block_size // self._block_size
+
+    def note(self, request: GenerateRequest, hashes: Sequence[BlockHash]) -> None:
+        """Note that the engine has computed a prompt. `hashes`: those of its full blocks."""
+        self._prompts.note(request, hashes)
+
+    def forget(self) -> None:
+        """Forget every prompt: the cache was emptied, by a purge or by a prompt that ended the engine."""
+        self._prompts.clear()
+
+    def give_way(self) -> None:
+        """End all prefills of prompts of peers, as a request has come."""
+        for adoption in self._adoptions:
+            adoption.cancel()
+
+    async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
+        return self._prompts.latest(max_blocks)
+
+    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
+        return self._peers.ask_chains(url, wanted, timeout_s)
+
+    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
+        """Compute the chain. Cancelling the future ends the prefill."""
+        return asyncio.run_coroutine_threadsafe(self._compute(chain), asyncio.get_running_loop())
+
+    async def _compute(self, chain: OfferedChain) -> int:
+        """Compute a prompt, and return the blocks that were missing."""
+        adoption = asyncio.current_task()
+        assert adoption is not None
+        self._adoptions.add(adoption)
+        try:
+            request = msgspec.structs.replace(
+                probe(decode_tokens(chain.token_ids), chain.root, 1), adapter=chain.adapter
+            )
+            num_blocks = self._num_missing(chain, len(request.prompt_ids))
+            if num_blocks and self._refusal(request) is None:
+                await self._wait_idle()
+                await self._prefill(request)
+                return num_blocks
+        except Exception as error:  # the next request with this prompt computes it
+            logger.warning("a prompt of a peer was not computed: %s: %s", type(error).__name__, error)
+        finally:
+            self._adoptions.remove(adoption)
+        return 0
+
+    def _num_missing(self, chain: OfferedChain, num_tokens: int) -> int:
+        """Return the blocks to compute: none if the engine would then hold more than its share for warm starts."""
+        missing = num_tokens - self._blocks.num_matched_tokens(chain.block_hashes(), num_tokens + 1)
+        counts = self._counts()
+        if counts is None:
+            return 0
+        room = (POOL_SHARE * counts.num_blocks - self._blocks.tree.num_held) * counts.block_size
+        return missing // self._block_size if missing <= room else 0
+
+    async def _wait_idle(self) -> None:
+        """Wait until the engine has no requests, also of others than this adapter."""
+        while True:
+            counts = await self._api.load()
+            if max(self._account.num_open, counts.num_running + counts.num_waiting) <= self._num_prefills:
+                return
+            await asyncio.sleep(_IDLE_POLL_S)
+
+    async def _prefill(self, request: GenerateRequest) -> None:
+        self._num_prefills += 1
+        self._account.num_open += 1
+        try:
+            stream = self._api.generate(request, request.choices[0], f"warm-{secrets.token_hex(8)}")
+            async with contextlib.aclosing(stream):  # type: ignore[type-var]
+                async for _ in stream:
+                    pass
+        finally:
+            self._num_prefills -= 1
+            self._account.num_open -= 1
