@@ -76,6 +76,29 @@ def test_other_tenant_finds_nothing(fleet: VllmFleet) -> None:
     assert found(again) == sum(map(hits, fleet.engines)) - before > 0
 
 
+def test_an_adapter_joins_with_the_prompts_of_its_peer(fleet: VllmFleet) -> None:
+    """Its engine is empty before, and finds the prompt of the joined worker's first answer."""
+    body = question()
+    peer = remembered(fleet, body)
+    joiner = next(adapter for adapter in fleet.adapters if adapter is not peer)
+    joiner.stop()
+    joiner.engine.request("/reset_prefix_cache", {})
+    before = hits(joiner.engine)
+    joiner.start()
+    fleet.wait_ready()
+    wait_until(lambda: fleet.indexed(body, joiner) >= BLOCK_SIZE, what="the index has the prompt at the joiner")
+    peer.stop()
+    try:
+        answer = fleet.complete(body)
+        assert fleet.adapter_of(answer) is joiner
+        print(f"found by the first answer: {found(answer)} tokens")
+        assert found(answer) == hits(joiner.engine) - before >= BLOCK_SIZE
+        assert found(fleet.complete(body, tenant="blue")) == 0
+    finally:
+        peer.start()
+        fleet.wait_ready()
+
+
 def test_reset_through_the_adapter(fleet: VllmFleet) -> None:
     """Nothing is promised any more when the answer to the reset comes, and the engine finds nothing."""
     body = question()
