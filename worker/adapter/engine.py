@@ -101,16 +101,7 @@ class AdapterEngine:
         )
         self._chains: PromptChains | None = None
         if peers is not None:
-            self._chains = PromptChains(
-                api,
-                blocks,
-                self._account,
-                peers,
-                member.namespace,
-                member.block_size,
-                lambda: self._watch.counts,
-                self.refusal,
-            )
+            self._chains = PromptChains(api, blocks, self._account, self._watch, peers, member, self.refusal)
         self._requests = EngineRequests(
             api,
             blocks,
@@ -121,7 +112,7 @@ class AdapterEngine:
             self._report,
             self._watch.confirm,
             sinks.deliver,
-            None if self._chains is None else self._chains.note,
+            None if self._chains is None else self._chains.prompts.note,
         )
         self._fails_on_restart = identity is not None
         self._publisher = sinks.publisher
@@ -321,7 +312,7 @@ class AdapterEngine:
         if held is None:
             self._blocks.clear()
         if self._chains is not None and (held is None or is_cleared):
-            self._chains.forget()
+            self._chains.prompts.clear()  # a purge must reach them, and one of them may have ended the engine
         self._unreported = []  # events of the old epoch
         self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
         self._account.begin_epoch()

@@ -10,19 +10,20 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
 import msgspec
 
 from cache.hashing import decode_tokens
-from cache.types import BlockHash
-from worker.adapter.api import EngineApi, EngineLoad
+from cache.records import WorkerMember
+from worker.adapter.api import EngineApi
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.facts import probe
 from worker.adapter.load import LoadAccount
 from worker.adapter.recent_prompts import RecentPrompts
+from worker.adapter.watch import EngineWatch
 from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
 from worker.kv_transfer.peers import ChainClient
 from worker.kv_transfer.warm_start import POOL_SHARE
@@ -41,41 +42,30 @@ class PromptChains:
         api: EngineApi,
         blocks: EngineBlocks,
         account: LoadAccount,
+        watch: EngineWatch,
         peers: ChainClient,
-        layout: str,
-        block_size: int,
-        counts: Callable[[], EngineLoad | None],
+        member: WorkerMember,
         refusal: Callable[[GenerateRequest], Failed | None],
     ) -> None:
-        """`layout`: the fingerprint of the namespace. `counts`: the engine's, as last read.
-
-        `refusal` returns why the engine cannot serve a request, or None.
-        """
-        self.layout = layout
+        """`refusal` returns why the engine cannot serve a request, or None."""
+        self.layout = member.namespace
+        self.prompts = RecentPrompts(member.block_size)
+        """The prompts that the engine has computed since its cache was last empty."""
         self._api = api
         self._blocks = blocks
         self._account = account
         self._peers = peers
-        self._block_size = block_size
-        self._counts = counts
+        self._block_size = member.block_size
+        self._watch = watch
         self._refusal = refusal
-        self._prompts = RecentPrompts(block_size)
         self._adoptions: set[asyncio.Task[int]] = set()
         self._num_prefills = 0
         """Those at the engine."""
 
     @property
     def num_blocks(self) -> int:
-        counts = self._counts()
+        counts = self._watch.counts
         return 0 if counts is None else counts.num_blocks * counts.block_size // self._block_size
-
-    def note(self, request: GenerateRequest, hashes: Sequence[BlockHash]) -> None:
-        """Note that the engine has computed a prompt. `hashes`: those of its full blocks."""
-        self._prompts.note(request, hashes)
-
-    def forget(self) -> None:
-        """Forget every prompt: the cache was emptied, by a purge or by a prompt that ended the engine."""
-        self._prompts.clear()
 
     def give_way(self) -> None:
         """End all prefills of prompts of peers, as a request has come."""
@@ -83,7 +73,7 @@ class PromptChains:
             adoption.cancel()
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
-        return self._prompts.latest(max_blocks)
+        return self.prompts.latest(max_blocks)
 
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
         return self._peers.ask_chains(url, wanted, timeout_s)
@@ -115,7 +105,7 @@ class PromptChains:
     def _num_missing(self, chain: OfferedChain, num_tokens: int) -> int:
         """Return the blocks to compute: none if the engine would then hold more than its share for warm starts."""
         missing = num_tokens - self._blocks.num_matched_tokens(chain.block_hashes(), num_tokens + 1)
-        counts = self._counts()
+        counts = self._watch.counts
         if counts is None:
             return 0
         room = (POOL_SHARE * counts.num_blocks - self._blocks.tree.num_held) * counts.block_size

@@ -170,7 +170,7 @@ async def test_the_time_ends_the_prefills(joiner: Rig, api: ScriptedApi) -> None
 
 
 def note(rig: Rig, request: GenerateRequest) -> None:
-    chains_of(rig).note(request, hash_chain(BlockHash(request.root), request.prompt_ids, BLOCK))
+    chains_of(rig).prompts.note(request, hash_chain(BlockHash(request.root), request.prompt_ids, BLOCK))
 
 
 async def test_half_of_the_pool_at_most(joiner: Rig, api: ScriptedApi) -> None:
