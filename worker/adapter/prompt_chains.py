@@ -91,25 +91,26 @@ class PromptChains:
             request = msgspec.structs.replace(
                 probe(decode_tokens(chain.token_ids), chain.root, 1), adapter=chain.adapter
             )
-            num_blocks = self._num_missing(chain, len(request.prompt_ids))
-            if num_blocks and self._refusal(request) is None:
-                await self._wait_idle()
-                await self._prefill(request)
-                return num_blocks
+            hashes, num_tokens = chain.block_hashes(), len(request.prompt_ids)
+            num_missing = num_tokens - self._blocks.num_matched_tokens(hashes, num_tokens + 1)
+            if self._refusal(request) is None and (not num_missing or num_missing <= self._room()):
+                if num_missing:
+                    await self._wait_idle()
+                    await self._prefill(request)
+                self.prompts.note(request, hashes, is_latest=False)  # for the next worker that joins
+                return num_missing // self._block_size
         except Exception as error:  # the next request with this prompt computes it
             logger.warning("a prompt of a peer was not computed: %s: %s", type(error).__name__, error)
         finally:
             self._adoptions.remove(adoption)
         return 0
 
-    def _num_missing(self, chain: OfferedChain, num_tokens: int) -> int:
-        """Return the blocks to compute: none if the engine would then hold more than its share for warm starts."""
-        missing = num_tokens - self._blocks.num_matched_tokens(chain.block_hashes(), num_tokens + 1)
+    def _room(self) -> float:
+        """Return the tokens up to the share of the pool that a warm start may fill."""
         counts = self._watch.counts
         if counts is None:
-            return 0
-        room = (POOL_SHARE * counts.num_blocks - self._blocks.tree.num_held) * counts.block_size
-        return missing // self._block_size if missing <= room else 0
+            return 0.0
+        return (POOL_SHARE * counts.num_blocks - self._blocks.tree.num_held) * counts.block_size
 
     async def _wait_idle(self) -> None:
         """Wait until the engine has no requests, also of others than this adapter."""

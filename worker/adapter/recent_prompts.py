@@ -28,10 +28,10 @@ class RecentPrompts:
         self._chains: OrderedDict[BlockHash, OfferedChain] = OrderedDict()
         """By the last block, the latest last."""
 
-    def note(self, request: GenerateRequest, hashes: Sequence[BlockHash]) -> None:
-        """Keep a prompt as the latest, instead of its prefixes. Forget the oldest ones beyond the bound.
+    def note(self, request: GenerateRequest, hashes: Sequence[BlockHash], *, is_latest: bool = True) -> None:
+        """Keep a prompt as the latest, or else as the oldest, instead of its prefixes.
 
-        `hashes`: those of its full blocks.
+        Forget the oldest ones beyond the bound. `hashes`: those of its full blocks.
         """
         if request.media or not MIN_BLOCKS <= len(hashes) <= MAX_BLOCKS:
             return
@@ -43,6 +43,7 @@ class RecentPrompts:
             if (prefix := self._chains.pop(block_hash, None)) is not None:
                 self.num_bytes -= _num_bytes(prefix)
         self._chains[hashes[-1]] = chain
+        self._chains.move_to_end(hashes[-1], last=is_latest)
         self.num_bytes += _num_bytes(chain)
         while self.num_bytes > self._max_bytes:
             _, oldest = self._chains.popitem(last=False)

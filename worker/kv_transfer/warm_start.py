@@ -45,7 +45,7 @@ def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[Reg
         entry
         for entry in entries
         if entry.member.worker_id != member.worker_id
-        and (entry.member.layout, entry.member.namespace) == (member.layout, member.namespace)
+        and (entry.member.layout or entry.member.namespace) == (member.layout or member.namespace)
         and entry.lease_left_s > 0
         and not entry.load.draining
     ]

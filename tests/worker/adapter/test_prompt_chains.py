@@ -348,6 +348,8 @@ async def test_it_joins_with_the_prompts_of_its_peer(
         assert num_held() == 0
         await join(joiner, entry)
         assert num_held() == 36, "12 blocks each, before the registry names the worker"
+        remembered = [set(await chains_of(rig).latest_chains(100)) for rig in (joiner, peer)]
+        assert remembered[0] == remembered[1], "for the next worker that joins"
         await until(lambda: all(joiner.num_published(request) == 192 for request in requests))
         for request in requests:
             frames = await joiner.answer(request)

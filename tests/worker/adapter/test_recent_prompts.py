@@ -89,6 +89,16 @@ def test_a_longer_prompt_replaces_its_prefixes() -> None:
     assert [shown(each).root for each in prompts.latest(9)] == [ROOT]
 
 
+def test_a_prompt_of_a_peer_is_older_than_its_own() -> None:
+    """Those of a peer come with the latest first, and stay in that order."""
+    prompts = RecentPrompts(SIZE)
+    note(prompts, Prompt(ROOT, "", (9, 9, 9, 9)).request())
+    for number in (3, 2, 1):
+        request = Prompt(ROOT, "", (number,) * 4).request()
+        prompts.note(request, hash_chain(BlockHash(ROOT), request.prompt_ids, SIZE), is_latest=False)
+    assert [shown(each).blocks[0] for each in prompts.latest(100)] == [9, 3, 2, 1]
+
+
 def test_prompts_with_images_are_not_kept() -> None:
     prompts, request = RecentPrompts(SIZE), Prompt(ROOT, "", tuple(range(9))).request()
     note(prompts, msgspec.structs.replace(request, media=(MediaStart("image", 3),)))
