@@ -157,6 +157,26 @@ async def test_a_request_ends_the_prefills(joiner: Rig, api: ScriptedApi) -> Non
     assert [call.is_open for call in api.calls] == [False] * 3
 
 
+async def test_a_request_while_it_joins(joiner: Rig, api: ScriptedApi) -> None:
+    """The prompt that it meets is left out. The next one waits until the request is over."""
+    peer = Rig(ScriptedApi(), peers=PEERS)
+    for number in range(NUM_FETCHES + 1):
+        note(peer, make_request(range(1000 * number, 1000 * number + 100)))
+    async with serving(peer) as entry:
+        joining = asyncio.create_task(join(joiner, entry))
+        await api.call(NUM_FETCHES - 1)
+        key, num_asked = joiner.submit(make_request()), api.num_asked
+        own = await api.call(NUM_FETCHES)
+        await until(lambda: api.num_asked > num_asked + 2)
+        assert api.open_calls == [own]
+        own.end()
+        await until(lambda: joiner.is_over(key))
+        (await api.call(NUM_FETCHES + 1)).end()
+        await joining
+    assert [call.request.prompt_ids[0] for call in api.calls] == [2000, 1000, 100, 0]
+    await peer.engine.close()
+
+
 async def test_the_time_ends_the_prefills(joiner: Rig, api: ScriptedApi) -> None:
     """The engine answers none, so only those begin that come at a time."""
     peer = Rig(ScriptedApi(), peers=PEERS)
