@@ -83,6 +83,10 @@ def test_a_longer_prompt_replaces_its_prefixes() -> None:
         note(prompts, Prompt(OTHER_ROOT, "", turn).request())
     kept = [shown(each) for each in prompts.latest(100)]
     assert kept == [Prompt(OTHER_ROOT, "", turns[-1]), Prompt(ROOT, "", turns[-1])]
+    last_only = RecentPrompts(SIZE)
+    for root in (ROOT, OTHER_ROOT):
+        note(last_only, Prompt(root, "", turns[-1]).request())
+    assert prompts.num_bytes == last_only.num_bytes, "the prefixes take no memory"
     note(prompts, Prompt(ROOT, "", turns[-1]).request())
     assert shown(prompts.latest(100)[0]) == Prompt(ROOT, "", turns[-1]), "used again"
     assert len(prompts.latest(100)) == 2
