@@ -1,4 +1,4 @@
-"""Ask the ops port where a request would go. Nothing is sent to a worker."""
+"""Ask the ops port where a request would go, and what each worker would take. Nothing is sent to a worker."""
 
 import json
 import sys
@@ -10,4 +10,12 @@ with urlopen(f"{ops_url}/workers") as response:
     body["model"] = json.load(response)["workers"][0]["model"]
 request = Request(f"{ops_url}/route/explain", json.dumps(body).encode(), {"content-type": "application/json"})
 with urlopen(request) as response:
-    print(json.dumps(json.load(response), indent=2))
+    answer = json.load(response)
+print(
+    f"{answer['prompt_tokens']} prompt tokens would go to {' or '.join(answer['choice'])} (policy {answer['policy']})"
+)
+print("worker              cached   fetched   queue_s  prefill_s  first_token_s      cost")
+for worker in answer["workers"]:
+    tokens = (worker["matched_tokens"], worker["fetched_tokens"])
+    seconds = (worker["wait_s"] + worker["kv_wait_s"], worker["prefill_s"], worker["predicted_ttft_s"], worker["cost"])
+    print("{:16} {:9} {:9} {:9.3f} {:10.3f} {:14.3f} {:9.3f}".format(worker["worker"], *tokens, *seconds))

@@ -1,6 +1,6 @@
 """`headstart gateway`: the composition root of one process with two ports and no model files.
 
-Stdout has one JSON object, for the process that started it: {"event": "listening", "port": ..., "ops_port": ...}.
+Stdout has one JSON object, for the process that started it: {"event": "listening", "port": ..., "ops_port": ..., ...}.
 
 index ---+
 fleet ---+--> router --> requests --> workers
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ops = stack.enter_context(listen(config.ops_host, config.ops_port))
             ports = {"port": public.getsockname()[1], "ops_port": ops.getsockname()[1]}
             with suppress(OSError):
-                print(json.dumps({"event": "listening", **ports}), flush=True)
+                print(json.dumps({"event": "listening", **ports, "needs_key": config.api_keys is not None}), flush=True)
             runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
             with watched(runner.get_loop(), "gateway"):
                 runner.run(_serve(config, public, ops))

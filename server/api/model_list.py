@@ -32,8 +32,7 @@ class ModelsApi:
 
     async def list(self, request: Request) -> Response:
         """List the models that the key may use: all for OpenAI's clients, a page for Anthropic's. Raises ApiError."""
-        identity = identity_of(request.scope)
-        named = [each for each in self._models.names() if identity.may_use(each[0], each[1].adapter or each[1].name)]
+        named = self._models.names(identity_of(request.scope))
         if is_for_anthropic(request.scope):
             return json_response(_page(named, request))
         return json_response({"object": "list", "data": [_card(*each) for each in named]})

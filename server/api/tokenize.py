@@ -114,11 +114,7 @@ class TokenizeApi:
         """Return the model named, or the only one that this key may use."""
         if name is not None:
             return self._models.readable(name, identity)
-        models = {
-            id(model): model
-            for alias, model in self._models.names()
-            if not model.adapter and identity.may_use(alias, model.name)
-        }
+        models = {id(model): model for _, model in self._models.names(identity) if not model.adapter}
         if len(models) != 1:
             raise invalid("model", "is required")
         model = next(iter(models.values()))

@@ -328,6 +328,7 @@ class Supervisor:
         counts = {"worker": args.num_workers, "engine": len(args.engine_urls)}
         fleet = " and ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n)
         curl = f"curl{' --insecure' if args.tls_cert else ''} {public}{route}"
+        curl += " -H 'authorization: Bearer KEY'" if first["needs_key"] else ""
         reasons = dict.fromkeys(self._said[name].get("slower") for name in self._workers)
         slower = "".join(f"  slower      {reason}\n" for reason in reasons if reason)
         self._screen.say(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
+import termios
 import time
+import tty
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import aiohttp
@@ -214,16 +217,34 @@ def number(value: float | None, form: str = ",.0f", unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
+@contextmanager
+def ended_by_q() -> Iterator[None]:
+    """Cancel the running task when `q` is typed."""
+    task = asyncio.current_task()
+    if task is None or not sys.stdin.isatty():
+        yield
+        return
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+    tty.setcbreak(stdin)
+    loop.add_reader(stdin, lambda: b"q" in os.read(stdin, 64) and task.cancel())
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+
 async def watch(args: argparse.Namespace) -> None:
     """Show the feed. Raises CommandError; a live screen retries instead, once it has shown a first picture."""
     plain = args.once or args.json or not sys.stdout.isatty()
     console = plain_console(PLAIN_COLUMNS)
     live = Live(console=console, screen=True, auto_refresh=False)
     view, due_s = View(), time.monotonic() + (args.interval if args.once else 0.0)
-    with nullcontext() if plain else live:
+    with nullcontext() if plain else ended_by_q(), nullcontext() if plain else live:
         while True:
             try:
-                async with aclosing(events(args.url)) as feed:
+                async with aclosing(events(args.url or args.ops)) as feed:
                     async for name, data in feed:
                         view.update(name, data)
                         if name != "snapshot" or time.monotonic() < due_s:
@@ -255,13 +276,11 @@ def parser() -> CommandParser:
     p = CommandParser(
         prog="headstart top",
         command="top",
-        description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. Ctrl-C ends it. "
+        description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. q or Ctrl-C ends it. "
         "Where the output is no terminal it prints one picture after another.",
     )
-    p.add_argument("url", type=ops_url, nargs="?", default=argparse.SUPPRESS, help="deprecated: the same as --ops URL")
-    p.add_argument(
-        "--ops", dest="url", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port"
-    )
+    p.add_argument("url", type=ops_url, nargs="?", help="deprecated: the same as --ops URL")
+    p.add_argument("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
     p.add_argument("--once", action="store_true", help="watch for one interval, print one picture, and end")
     p.add_argument("--json", action="store_true", help="print one JSON object a picture instead")
     interval = between(0.1, 3600, float)
@@ -270,8 +289,8 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 at Ctrl-C, or after the one picture of --once. Raises CommandError."""
+    """Return 0 at q or Ctrl-C, or after the one picture of --once. Raises CommandError."""
     args = parser().parse_args(argv)
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(watch(args))
     return 0

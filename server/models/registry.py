@@ -42,6 +42,8 @@ MAX_LEARNING_OF_ONE: Final = 2
 """The limit for one model: the first worker may be slow."""
 MAX_ASKED: Final = 10_000
 COMPLETIONS_PATH: Final = "/v1/completions"
+NUM_NAMED: Final = 8
+"""Models that an error lists."""
 
 
 def _place(member: WorkerMember) -> tuple[str, str]:
@@ -77,23 +79,26 @@ class Models:
         self._seen_s: dict[str, float] = {}
         self._failed_until_s: dict[tuple[str, str], float] = {}
 
-    def get(self, name: str) -> ServedModel:
+    def get(self, name: str, identity: Identity | None = None) -> ServedModel:
         """Return the model that a request names, by alias too.
 
-        Raises NotFoundError, or UnavailableError while a worker may have it.
+        Raises NotFoundError, or UnavailableError while a worker may have it. The error lists the key's models.
         """
         own = self._aliases.get(name, name)
         model = self._by_name.get(own) or self._adapters.get(own)
         if model is None:
             if self._may_have(own):
                 raise UnavailableError("This gateway has not learnt the model from a worker yet.", retry_after_s=2.0)
-            message = f"The model {name!r:.200} does not exist or is not served here."
+            names = ", ".join(each for each, _ in self.names(identity)[:NUM_NAMED]) or "none"
+            message = (
+                f"The model {name!r:.200} does not exist or is not served here. GET /v1/models lists: {names:.500}."
+            )
             raise NotFoundError(message, param="model", code="model_not_found")
         return model
 
     def allowed(self, name: str, identity: Identity) -> ServedModel:
         """Return the model if this key may use it. Raises NotFoundError, UnavailableError or ForbiddenError."""
-        model = self.get(name)
+        model = self.get(name, identity)
         if not identity.may_use(name, model.adapter or model.name):
             raise ForbiddenError(f"This key may not use the model {name!r:.200}.", param="model")
         return model
@@ -144,10 +149,13 @@ class Models:
         """Return whether an engine may answer requests of this route."""
         return (self._config.text != "gateway" or path in POOLING_PATHS) and any(self._text_apis.values())
 
-    def names(self) -> list[tuple[str, ServedModel]]:
-        """Return every name that a request may use, aliases last."""
+    def names(self, identity: Identity | None = None) -> list[tuple[str, ServedModel]]:
+        """Return every name that a request may use, aliases last; with an identity, those that its key may use."""
         named = self._adapters | self._by_name
-        return [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
+        both = [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
+        if identity is None:
+            return both
+        return [(name, model) for name, model in both if identity.may_use(name, model.adapter or model.name)]
 
     def text_limit(self) -> TextLimit:
         """Return the largest text that a useful body can have."""

@@ -161,7 +161,10 @@ async def test_several_models_each_with_its_workers_and_its_namespace(
         assert len(roots) == 1
         assert roots.isdisjoint(request.root for request in other.received)
         status, _, raw = await post(gateway.url, chat(model="third"))
-        assert (status, json.loads(raw)["error"]["code"]) == (404, "model_not_found")
+        error = json.loads(raw)["error"]
+        assert (status, error["code"]) == (404, "model_not_found")
+        listed = error["message"].partition("GET /v1/models lists: ")[2].removesuffix(".").split(", ")
+        assert sorted(listed) == ["other", "tiny"]
         _, _, explained = await post(gateway.ops, chat(model="other"), "/route/explain")
         assert [worker["worker"] for worker in json.loads(explained)["workers"]] == ["other-0"]
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from server import cli
 from server.cli import doctor
 from server.cli.common import CommandError
-from server.cli.top import View, events, index_state, ops_url, picture
+from server.cli.top import View, events, index_state, ops_url, parser, picture
 from tests.server.cli.commands import status_of
 from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
@@ -183,8 +183,23 @@ async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer)
         assert "with 1 worker" in (await doctor.port("ops port", "127.0.0.1", number, "--ops-port")).found
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "127.0.0.1:8001"),
+        (["--ops", "host:9"], "host:9"),
+        (["host:9"], "host:9"),
+        (["host:9", "--ops", "8"], "host:9"),
+    ],
+)
+def test_the_gateway_that_is_asked(argv: list[str], says: str) -> None:
+    args = parser().parse_args(argv)
+    assert (args.url or args.ops) == f"http://{says}"
+
+
+@pytest.mark.parametrize("end", [b"q", signal.SIGINT])
 async def test_on_a_terminal_it_draws_over_and_outlives_the_gateway(
-    bundle: TokenizerBundle, raw_tokenizer: Tokenizer
+    end: bytes | signal.Signals, bundle: TokenizerBundle, raw_tokenizer: Tokenizer
 ) -> None:
     scripted = ScriptedWorker(bundle)
     ours, theirs = os.openpty()
@@ -199,10 +214,13 @@ async def test_on_a_terminal_it_draws_over_and_outlives_the_gateway(
         async with gateway_process("--workers", scripted.url) as gateway:
             await gateway.until_ready()
             command = [sys.executable, "-m", "server.cli", "top", gateway.ops, "--interval", "0.1"]
-            top = await asyncio.create_subprocess_exec(*command, stdout=theirs, stderr=theirs)
+            top = await asyncio.create_subprocess_exec(*command, stdin=theirs, stdout=theirs, stderr=theirs)
             await until(b"1 of 1 workers serving")
         await until(b"Trying again")
-        top.send_signal(signal.SIGINT)
+        if isinstance(end, bytes):
+            os.write(ours, end)
+        else:
+            top.send_signal(end)
         await until(b"\033[?1049l")
         assert await top.wait() == 0
     os.close(ours)
