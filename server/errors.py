@@ -17,9 +17,10 @@ from starlette.types import Scope
 from server.router.types import NoWorkerError, TtftBudgetError
 
 _NO_ROUTE: Final = (
-    "There is no such route here. The API's port has /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
-    "/v1/messages/count_tokens, /v1/embeddings, /rerank, /score, /classify, /pooling, /v1/models, /tokenize, "
-    "/detokenize, /tokenizer_info, /health and /version; the ops port has /dashboard, /chat, /metrics, /workers and more."
+    "There is no such route here. The API's port has /v1/chat/completions, /v1/completions, /v1/responses, "
+    "/v1/messages, /v1/messages/count_tokens, /v1/embeddings, /rerank, /score, /classify, /pooling, /v1/models, "
+    "/tokenize, /detokenize, /tokenizer_info, /health and /version; the ops port has /dashboard, /chat, /metrics, "
+    "/workers and more."
 )
 TTFT_BUDGET: Final = "x-headstart-ttft-budget"
 """The request header with the longest time to the first token, in seconds."""

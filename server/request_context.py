@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -88,8 +89,11 @@ def carrier_of(context: Context) -> dict[str, str]:
 class RequestContext:
     """One request, from its first byte to its last."""
 
-    request_id: str
+    client_id: str
+    """The id from the client's `x-request-id`; empty: none."""
     started_s: float
+    digits: str = field(default_factory=lambda: os.urandom(16).hex())
+    """Unique, unlike a client's id. They are in the ids of the request and of its answer."""
     route: str = "other"
     status: int = 0
     """0: the response never began."""
@@ -108,6 +112,10 @@ class RequestContext:
     """None: not traced, or not sampled."""
     unsampled: Mapping[str, str] = field(default_factory=dict)
     """A trace context that is not sampled, for workers: without it they would begin their own trace."""
+
+    @property
+    def request_id(self) -> str:
+        return self.client_id or f"req_{self.digits}"
 
     def begin_trace(self, tracing: Tracing, scope: Scope) -> None:
         path, names = scope["path"], (b"traceparent", b"tracestate")

@@ -32,7 +32,7 @@ from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
 from worker.common.options import warn_deprecated
 from worker.common.proof import gateway_token
-from worker.common.sockets import listen, reachable
+from worker.common.sockets import is_loopback, listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
 from worker.common.watchdog import watched
@@ -126,7 +126,10 @@ class Worker:
         try:
             sock = listen(self._config.host, self._config.port, probe_idle_s=5, probe_every_s=2)
             port, scheme = sock.getsockname()[1], "http" if self._certificate is None else "https"
-            url = self._config.advertise_url or f"{scheme}://{reachable(self._config.host)}:{port}"
+            host = reachable(self._config.host)
+            url = self._config.advertise_url or f"{scheme}://{host}:{port}"
+            if self._config.advertise_url is None and is_loopback(host) and not is_loopback(self._config.host):
+                _say(f"only gateways on this machine can reach {url}: give --advertise-url to be reached by others")
         except OSError as error:
             _say(str(error))
             return _REFUSED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from server.http.stream import DONE, PING, sse
 from server.request.choice import ChoiceDelta, TokenEntry
 from server.request.request import Generation
 from server.request.response import ResponseStream
+from server.request_context import CURRENT
 from server.schema.fields import SamplingFields
 from server.text.detokenizer import TokenBytes
 from worker.wire import TokenLogprobs
@@ -157,7 +157,8 @@ def json_response(value: object, headers: Mapping[str, str] | None = None) -> Re
 
 
 def response_id(prefix: str) -> str:
-    return prefix + os.urandom(16).hex()
+    """Return the answer's id, with the digits of the request's id unless a client chose that one."""
+    return prefix + CURRENT.get().digits
 
 
 @lru_cache

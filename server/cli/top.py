@@ -276,8 +276,8 @@ def parser() -> CommandParser:
     p = CommandParser(
         prog="headstart top",
         command="top",
-        description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. q or Ctrl-C ends it. "
-        "Where the output is no terminal it prints one picture after another.",
+        description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. "
+        "q or Ctrl-C ends it. Where the output is no terminal it prints one picture after another.",
     )
     p.add_argument("url", type=ops_url, nargs="?", help="deprecated: the same as --ops URL")
     p.add_argument("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")

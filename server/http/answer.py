@@ -12,6 +12,7 @@ An interim response (1xx) would not do: HTTP/1.0 has none, and some clients take
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import MutableMapping
@@ -22,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from server.errors import ApiError
-from server.http.middleware import new_request_id
 
 _VERSION: Final = b"HTTP/1.1 "
 _CONTINUE: Final = b"HTTP/1.1 100 "
@@ -127,7 +127,7 @@ def error_bytes(error: ApiError) -> bytes:
         *error.headers(),
         (b"content-length", b"%d" % len(body)),
         (b"connection", b"close"),
-        (b"x-request-id", new_request_id().encode()),
+        (b"x-request-id", f"req_{os.urandom(16).hex()}".encode()),
     ]
     lines = b"".join(b"%b: %b\r\n" % header for header in headers)
     reason = HTTPStatus(error.status).phrase.encode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -84,7 +83,7 @@ class RequestMiddleware:
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = RequestContext(_request_id(scope), time.perf_counter())
+        context = RequestContext(_client_id(scope), time.perf_counter())
         CURRENT.set(context)
         if scope["path"].endswith("/") and scope["path"] != "/":  # a redirect would lose a POST's body
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
@@ -164,15 +163,11 @@ def _log_answer(context: RequestContext, elapsed_s: float) -> None:
     access.info("%s: %s", context.request_id, line, extra=fields)
 
 
-def _request_id(scope: Scope) -> str:
+def _client_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
-    return new_request_id()
-
-
-def new_request_id() -> str:
-    return f"req_{random.getrandbits(128):032x}"
+    return ""
 
 
 class BodyLimitMiddleware:

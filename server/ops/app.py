@@ -1,6 +1,6 @@
 """The ops port: for operators, never for clients.
 
-GET /metrics /workers /index /prefixes /events /health/live /health/ready
+GET /metrics /workers /index /prefixes /decisions/{id} /events /history /health/live /health/ready
 POST /route/explain /prefixes/compare /drain /workers/{id}/drain|purge
 GET /dashboard /chat /pages/...                               /chat/api/...: the public API, for the chat page
 """
@@ -34,6 +34,7 @@ from server.http.middleware import Application, BodyLimitMiddleware, RequestMidd
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
+from server.router.decisions import MAX_RECENT, PER_S
 from server.schema.decoding import read_json
 from server.workers.connection import WorkerLost
 from worker.wire import SamplingDefaults
@@ -85,6 +86,7 @@ class OpsApi:
             "/workers": self.workers,
             "/index": self.index,
             "/prefixes": self.prefixes,
+            "/decisions/{id}": self.decisions,
             "/events": self.feed,
             "/history": self.history,
             "/health/live": self.overview.api.live,
@@ -124,6 +126,15 @@ class OpsApi:
             "partings": self.overview.partings.top(int(limit), tag),
         }
         return json_response(answer)
+
+    async def decisions(self, request: Request) -> Response:
+        """Return the decisions about a request and its times, by its id or its answer's. Raises NotFoundError."""
+        id_ = request.path_params["id"]
+        if not (found := self.overview.router.decisions.find(id_)):
+            kept = f"the last {MAX_RECENT} are kept, at most {PER_S:g} a second"
+            logs = "The usage log and the access log have every request."
+            raise NotFoundError(f"No recorded decision is about {id_!r:.200}: {kept}. {logs}")
+        return json_response({"decisions": found})
 
     async def history(self, request: Request) -> Response:
         """Return what this gateway has done in each minute of the last day."""

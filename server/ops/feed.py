@@ -158,7 +158,7 @@ class Feed:
             reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers are connected already."
             raise UnavailableError(reason, retry_after_s=5.0)
         if not self._viewers:
-            self._decisions.active = True
+            self._decisions.has_viewers = True
             self._decisions.drain()
             self._traffic = Traffic(self._overview.metrics.ttft_s.bounds)
             self._history.clear()
@@ -172,7 +172,7 @@ class Feed:
             yield frames
         finally:
             self._viewers.discard(frames)
-            self._decisions.active = bool(self._viewers)
+            self._decisions.has_viewers = bool(self._viewers)
 
     def _send(self, frame: bytes | None) -> None:
         for frames in self._viewers:
@@ -214,7 +214,7 @@ class Feed:
             "gateway": self._overview.services.requests.gateway_id,
             "policy": self._overview.router.policy,
             "history": {"columns": ("at", *_POINT), "rows": list(self._history)},
-            "decisions": list(self._decisions.recent.values()),
+            "decisions": self._decisions.shown(),
         }
         return event("hello", hello)
 

@@ -30,12 +30,13 @@ export async function listModels(key) {
  */
 export async function complete(request, key, signal, onText) {
   const began = performance.now();
-  const facts = { worker: null, cached: null, prompt: null, tokens: null, ttftS: null, perS: null, end: null };
+  const facts = { request: null, worker: null, cached: null, prompt: null, tokens: null, ttftS: null, perS: null, end: null };
   let last = began;
   try {
     const body = JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true } });
     const response = await fetch(`${API}chat/completions`, { method: "POST", headers: headers(key), body, signal });
     if (!response.ok) throw await refusal(response);
+    facts.request = response.headers.get("x-request-id");
     facts.worker = response.headers.get("x-headstart-worker");
     let complete = false;
     for await (const { data } of readEvents(response)) {

@@ -100,6 +100,14 @@ async function run() {
   }
 }
 
+/** The chat page links to the decision about an answer. */
+function findNamed() {
+  const id = decodeURIComponent(location.hash.slice(1));
+  if (id.length > 1 && id !== "main") decisions.find(id);
+}
+
+addEventListener("hashchange", findNamed);
+findNamed();
 byId("key").addEventListener("click", () => askForKey());
 run();
 new Day().run();

@@ -1,6 +1,7 @@
 // The list of routing decisions, and why the chosen worker was the cheapest.
 
 import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
+import { callOps } from "./key.js";
 import { NONE, clock, count, rate, seconds } from "./format.js";
 
 const MAX_ROWS = 50;
@@ -21,6 +22,10 @@ export class Decisions {
     this.pause = byId("pause");
     this.pause.addEventListener("click", () => this.setPaused(!this.paused));
     byId("follow").addEventListener("click", () => this.pin(null));
+    byId("find").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.find(byId("find-id").value.trim());
+    });
   }
 
   get paused() {
@@ -104,6 +109,21 @@ export class Decisions {
     byId("follow").hidden = request === null;
     if (request === null) this.explainLatest();
     else this.explain(this.rows.get(request).decision);
+  }
+
+  /** Shows a recorded decision, by the id of its request or of its answer. */
+  async find(id) {
+    let problem = "";
+    try {
+      const { decisions } = await callOps(`decisions/${encodeURIComponent(id)}`);
+      this.pinned = decisions[0].request;
+      byId("follow").hidden = false;
+      this.explain(decisions[0]);
+    } catch (error) {
+      problem = error.message;
+    }
+    byId("find-problem").hidden = !problem;
+    setText(byId("find-problem"), problem);
   }
 
   setRate(perS) {

@@ -39,7 +39,10 @@ function factsOf({ content, facts, error, final, role }, retry) {
   if (role === "user") return [];
   const parts = [];
   const span = (text, name) => h("span", name ? { class: name } : {}, text);
-  if (facts?.worker) parts.push(span(facts.worker, "worker"));
+  if (facts?.worker) {
+    const why = { class: "worker", href: `dashboard#${facts.request}`, title: "Why this worker" };
+    parts.push(facts.request ? h("a", why, facts.worker) : span(facts.worker, "worker"));
+  }
   if (facts && facts.prompt !== null) {
     const held = h("i");
     setStyle(held, "width", `${((100 * facts.cached) / Math.max(1, facts.prompt)).toFixed(1)}%`);

@@ -1,4 +1,4 @@
-"""Routing decisions for the dashboard: a sample with its cheapest candidates; the others are counted.
+"""Routing decisions for operators: a sample with its cheapest candidates; the others are counted.
 
 A token bucket takes the sample: evenly, while the rate is constant.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 import time
 from collections import deque
+from itertools import islice
 from typing import Any, Final
 
 from server.rates import TokenBucket
@@ -21,17 +23,21 @@ MAX_CANDIDATES: Final = 8
 """Candidates listed for one decision; the others are counted."""
 MAX_WAITING: Final = 64
 """Decisions kept between two frames."""
-MAX_RECENT: Final = 50
+MAX_RECENT: Final = 500
+"""Decisions that can be found by their request's id."""
+MAX_SHOWN: Final = 50
 """Decisions that a new viewer is shown."""
+_DIGITS: Final = re.compile(r"(?:^|[_-])([0-9a-f]{32})(?:-\d+)?$")
+"""The common part of the ids of a request and of its answer."""
 
 
 class DecisionLog:
-    """Drained by the feed of the ops port. Ignores every decision while not `active`."""
+    """Drained by the feed of the ops port while that has viewers."""
 
     def __init__(self) -> None:
-        self.active = False
+        self.has_viewers = False
         self.num_decisions = 0
-        """Decisions while active, logged in full or not."""
+        """All decisions, recorded or not."""
         self.recent: dict[str, dict[str, Any]] = {}
         """By request id, the oldest first."""
         self._new: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
@@ -40,8 +46,6 @@ class DecisionLog:
         self._bucket = TokenBucket(PER_S, BURST)
 
     def decided(self, decision: Decision, placement: Placement, now_s: float, *, index_answered: bool) -> None:
-        if not self.active:
-            return
         self.num_decisions += 1
         if self._bucket.take(now_s):
             return
@@ -50,18 +54,31 @@ class DecisionLog:
         self.recent[entry["request"]] = entry
         if len(self.recent) > MAX_RECENT:
             del self.recent[next(iter(self.recent))]
-        self._new.append(entry)
+        if self.has_viewers:
+            self._new.append(entry)
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Return the last decisions, the oldest first."""
+        return list(islice(self.recent.values(), max(0, len(self.recent) - MAX_SHOWN), None))
+
+    def find(self, id_: str) -> list[dict[str, Any]]:
+        """Return the recorded decisions of a request, by its id or its answer's: one for each prompt."""
+        digits = _DIGITS.search(id_)
+        return [entry for key, entry in self.recent.items() if key == id_ or (digits and digits[1] in key)]
 
     def started(self, request_id: str, num_cached_tokens: int) -> None:
         if (entry := self.recent.get(request_id)) is not None:
-            entry["found_tokens"] = self._found[request_id] = num_cached_tokens
+            entry["found_tokens"] = num_cached_tokens
+            if self.has_viewers:
+                self._found[request_id] = num_cached_tokens
             self.reached(request_id, "prefill")
 
     def reached(self, request_id: str, stage: str) -> None:
         """Record the seconds from the decision to this stage: prefill, first_token, end."""
         if (entry := self.recent.get(request_id)) is not None:
             entry["times"][stage] = round(time.time() - entry["at"], 4)
-            self._times[request_id] = entry["times"]
+            if self.has_viewers:
+                self._times[request_id] = entry["times"]
 
     def drain(self) -> dict[str, Any] | None:
         """Return the decisions since the last call, and what became of earlier ones; None without any."""

@@ -100,6 +100,20 @@ def test_both_workers_and_the_decisions_are_on_the_dashboard(pages: Pages) -> No
     assert re.search(r"waited .*, prefill .*, tokens ", pages.dashboard.inner_text("#timeline"))
 
 
+def test_a_decision_is_found_by_a_requests_id(pages: Pages, serve: Serve) -> None:
+    """By the link of an answer, and by typing."""
+    link = pages.chat.query_selector(".facts a.worker").get_attribute("href")
+    page = pages.dashboard.context.new_page()
+    page.goto(f"{serve.ops_url}/{link}")
+    page.wait_for_selector("#follow:visible")
+    assert re.search(r"waited .*, prefill .*, tokens ", page.inner_text("#timeline"))
+    page.fill("#find-id", "req_unknown")
+    page.press("#find-id", "Enter")
+    page.wait_for_selector("#find-problem:visible")
+    assert "req_unknown" in page.inner_text("#find-problem")
+    page.close()
+
+
 def converse(serve: Serve, topic: str) -> None:
     """Hold two turns under a system prompt that all conversations share."""
     client = serve.client()

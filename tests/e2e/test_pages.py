@@ -88,7 +88,7 @@ def test_a_command_is_run_somewhere(page: Path, command: str) -> None:
 def run(command: str, serve: Serve) -> str:
     """Its output; the addresses are those of `serve`. Asserts that it succeeds."""
     local = command.replace("http://127.0.0.1:8000", serve.url).replace("http://127.0.0.1:8001", serve.ops_url)
-    local = local.split(" &")[0].replace("| jq", "")
+    local = local.split(" &")[0].replace("| jq", "").replace("explain.py", f"explain.py {serve.ops_url}")
     local = re.sub(r"^headstart ", "python -m server.cli ", local)
     local = re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", local)
     if local.startswith("curl"):

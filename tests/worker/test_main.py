@@ -56,6 +56,12 @@ def build_engine(config, url, worker_id, metrics, report, tls, sinks):
 worker.loader.build_engine = build_engine
 sys.exit(main(sys.argv[1:]))
 """
+IS_NAMED_LOOPBACK = """
+import socket, sys
+from worker.main import main
+socket.gethostbyname = lambda name: "127.0.1.1"
+sys.exit(main(sys.argv[1:]))
+"""
 HANGS = LOSES_ITS_DEVICE.replace('raise RuntimeError("device lost")', "__import__('time').sleep(600)")
 
 
@@ -228,6 +234,15 @@ async def test_a_hung_step_ends_the_worker(start, model: Path) -> None:
     code, stderr = process.end()
     assert code == 1
     assert "a step has been running for" in stderr
+
+
+def test_an_address_that_others_cannot_reach_is_said(start, model: Path) -> None:
+    """Debian gives a machine's name the address 127.0.1.1."""
+    process = start("--model", str(model), "--host", "0.0.0.0", entry=("-c", IS_NAMED_LOOPBACK))
+    assert process.line()["url"].startswith("http://127.0.1.1:")
+    code, stderr = process.end(signal.SIGTERM)
+    assert code == 0, stderr
+    assert "give --advertise-url" in stderr
 
 
 def test_sigterm_while_loading_ends_at_once(start, model: Path) -> None:

@@ -23,9 +23,7 @@ def listen(
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=share)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(
-            f"cannot listen on {host}:{port}: {reason}. Choose another port; `headstart doctor` lists the free ones"
-        ) from error
+        raise OSError(f"cannot listen on {host}:{port}: {reason}. Choose another --port; 0 is any free one") from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", probe_idle_s), ("TCP_KEEPINTVL", probe_every_s), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

@@ -22,7 +22,7 @@ async def ok(request: Request) -> Response:
 class EveryRoute(OpsApi):
     """Answers each route with 200."""
 
-    feed = metrics = workers = index = prefixes = explain = compare = drain = staticmethod(ok)  # type: ignore[assignment]
+    feed = metrics = workers = index = prefixes = decisions = explain = compare = drain = staticmethod(ok)  # type: ignore[assignment]
     overview: Any = SimpleNamespace(api=SimpleNamespace(live=ok, ready=ok))
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ async def test_only_reading_needs_no_key(is_local: bool, has_tenants: bool) -> N
     app = ops_app(api, ok, b"key", local=is_local, has_tenants=has_tenants)  # type: ignore[arg-type]
     open_to_all, closed = set(), set()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://ops") as http:
-        for path in {route.path.format(worker_id="w", name="chat.js") for route in api.routes()}:
+        for path in {route.path.format(worker_id="w", name="chat.js", id="req_1") for route in api.routes()}:
             for method in METHODS:
                 for query in ("", "?tenant=alice"):
                     status = (await http.request(method, path + query)).status_code

@@ -76,6 +76,22 @@ async def test_the_feed_has_workers_prefixes_and_decisions(gateway: Process) -> 
             assert 0.0 <= times["prefill"] <= times["first_token"] <= times["end"]
 
 
+async def test_a_decision_is_found_by_the_ids_of_its_request(gateway: Process) -> None:
+    """Also when no dashboard was open."""
+    _, headers, raw = await post(gateway.url, chat())
+    ids = [headers["x-request-id"], json.loads(raw)["id"]]
+    assert ids[0].removeprefix("req_") == ids[1].removeprefix("chatcmpl-")
+    _, headers, raw = await post(gateway.url, chat(), **{"x-request-id": "mine"})
+    ids.append(json.loads(raw)["id"])
+    assert headers["x-request-id"] == "mine"
+    for id_ in ids:
+        status, raw = await gateway.get(f"{gateway.ops}/decisions/{id_}")
+        (decision,) = json.loads(raw)["decisions"]
+        assert (status, decision["worker"], decision["found_tokens"]) == (200, "w0", 16)
+    status, raw = await gateway.get(f"{gateway.ops}/decisions/mine")
+    assert (status, "usage log" in json.loads(raw)["error"]["message"]) == (404, True)
+
+
 async def test_the_gateway_stops_while_a_viewer_reads_the_feed(gateway: Process) -> None:
     async with (
         asyncio.timeout(HANG_S),

@@ -238,7 +238,7 @@ def test_the_decision_log_tells_what_is_moved() -> None:
     fleets, hashes = Fleets(), chain(50)
     fleets.index.register(mover("a"), hashes[:40], report(draining=True))
     fleets.index.register(mover("b"), load=report())
-    fleets.router.decisions.active = True
+    fleets.router.decisions.has_viewers = True
 
     async def scenario() -> None:
         placement = await fleets.place(hashes)
