@@ -98,10 +98,11 @@ must() {
 }
 
 tools_are_there() {
-  local tool
+  local tool missing=
   for tool in kind kubectl helm docker curl; do
-    command -v "$tool" || { echo "$tool is not installed"; return 1; }
+    command -v "$tool" || missing="$missing $tool"
   done
+  [ -z "$missing" ] || { echo "install$missing, and put them on PATH"; return 1; }
   docker info || { echo "docker does not answer"; return 1; }
   if kind get clusters 2>/dev/null | grep -qx "$CLUSTER"; then
     echo "a cluster $CLUSTER exists; delete it, or name another one in CLUSTER"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Final
@@ -117,6 +118,19 @@ def test_a_later_failure_does_not_hide_the_other_steps(programs: Path) -> None:
     assert report(done.stdout)[-1] == ("ok", STEPS[-1])
     assert "kind delete cluster" not in " ".join(calls)
     assert "The output of each step is in" in done.stdout
+
+
+def test_all_missing_programs_are_named(programs: Path) -> None:
+    system = "/usr/bin:/bin"
+    missing = [name for name in ("kind", "docker") if shutil.which(name, path=system) is None]
+    if not missing:
+        pytest.skip("kind and docker are here")
+    for name in missing:
+        (programs / name).unlink()
+    env = os.environ | {"PATH": f"{programs}:{system}", "CALLS": os.devnull, "TMPDIR": str(programs.parent)}
+    done = call(SCRIPT, *IMAGES, env=env)
+    assert done.returncode == 1
+    assert report(done.stdout)[-1] == ("failed", f"{STEPS[0]}: install {' '.join(missing)}, and put them on PATH")
 
 
 def test_a_build_needs_the_place_of_torch(programs: Path) -> None:

@@ -257,6 +257,7 @@ REFUSED = [
     ({"worker": {"autoscaling": {"metric": "cpu"}}}, "worker.autoscaling.metric"),
     ({"gateway": {"scaleObjectiveSeconds": 0}}, "gateway.scaleObjectiveSeconds"),
     ({"models": []}, "models"),
+    ({"models": None}, "models"),
     ({"models": [{"name": "a"}]}, "source"),
     ({"models": [{"name": "Llama", "source": "x/y"}]}, "models.0.name"),
     ({"models": [{"name": "a", "source": "x/y", "gpus": 1}]}, "gpus"),

@@ -167,6 +167,7 @@ RELABELING: Final = group(
 
 VALUES: Final = group(
     "Values of the chart headstart.",
+    ("models",),
     **{
         "global": group(
             "What parent charts set for all of their charts.",
