@@ -52,7 +52,8 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
     """The options that every bench has; add your own."""
-    parser = CommandParser(f"headstart bench {bench}", description=description)
+    plain = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
+    parser = CommandParser(f"headstart bench {bench}", description=description, formatter_class=plain)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE (.png, .svg or .pdf)")
     return parser

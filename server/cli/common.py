@@ -32,6 +32,13 @@ class RedirectError(ValueError):
     """The answer is a redirect. Keys and requests are only sent to the given address."""
 
 
+def ops_url(text: str) -> str:
+    """`8001`, `host:8001` or a URL, also the dashboard's -> a base URL."""
+    host = f"127.0.0.1:{text}" if text.isdecimal() else text
+    url = host if "://" in host else f"http://{host}"
+    return url.rstrip("/").removesuffix("/dashboard")
+
+
 def between(least: float, most: float = float("inf"), kind: Callable[[str], float] = int) -> Callable[[str], float]:
     """Return the argparse type of a number within bounds."""
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from rich.table import Column, Table
 
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
-from server.cli.common import CommandError, ask_ops_port, between, plain_console, secret_file
+from server.cli.common import CommandError, ask_ops_port, between, ops_url, plain_console, secret_file
 from server.ops.overview import index_row
 from worker.common.command_line import CommandParser
 
@@ -41,7 +41,7 @@ def parser() -> CommandParser:
         "what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)"
     )
     p.add_argument("worker", nargs="?", help="worker whose cache `purge` empties")
-    p.add_argument("--ops", default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
+    p.add_argument("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
     p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
     p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key, for `purge`")
     p.add_argument("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")

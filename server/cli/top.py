@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from server.cli.common import CommandError, between, plain_console, reason
+from server.cli.common import CommandError, between, ops_url, plain_console, reason
 from worker.common.command_line import CommandParser
 
 RETRY_S: Final = 1.0
@@ -263,13 +263,6 @@ async def watch(args: argparse.Namespace) -> None:
                     raise
                 live.update(picture(view, console.height, f"Trying again: {error}"), refresh=True)
                 await asyncio.sleep(RETRY_S)
-
-
-def ops_url(text: str) -> str:
-    """`8001`, `host:8001` or a URL, also the dashboard's -> a base URL."""
-    host = f"127.0.0.1:{text}" if text.isdecimal() else text
-    url = host if "://" in host else f"http://{host}"
-    return url.rstrip("/").removesuffix("/dashboard")
 
 
 def parser() -> CommandParser:

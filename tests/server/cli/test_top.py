@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from server import cli
 from server.cli import doctor
-from server.cli.common import CommandError
-from server.cli.top import View, events, index_state, ops_url, parser, picture
+from server.cli.common import CommandError, ops_url
+from server.cli.index import parser as index_parser
+from server.cli.top import View, events, index_state, parser, picture
 from tests.server.cli.commands import status_of
 from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
@@ -147,6 +148,7 @@ def test_the_state_of_the_index_in_words(index: dict[str, Any], says: str) -> No
 def test_ops_url() -> None:
     assert ops_url("8001") == "http://127.0.0.1:8001"
     assert ops_url("there:9/dashboard") == "http://there:9"
+    assert index_parser().parse_args(["--ops", "8001"]).ops == "http://127.0.0.1:8001"
     assert ops_url("https://there/") == "https://there"
 
 
