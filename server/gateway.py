@@ -75,7 +75,7 @@ from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
 from worker.common.watchdog import watched
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("server.gateway")  # also where it runs as __main__
 
 FOLLOW_INTERVAL_S: Final = 0.1
 SHUTDOWN_NOTICE_S: Final = 1.0
