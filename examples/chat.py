@@ -8,7 +8,8 @@ from openai import OpenAI
 url = f"{sys.argv[1]}/v1" if sys.argv[1:] else os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
 client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "unused"))
 model = client.models.list().data[0].id
-messages = [{"role": "system", "content": "You are a helpful guide to the cities of Europe. Answer in one sentence."}]
+system = "You are a helpful assistant who answers questions about geography in one sentence."
+messages = [{"role": "system", "content": system}]
 
 for question in ("What is the capital of France?", "And of Italy?"):
     messages.append({"role": "user", "content": question})
