@@ -8,6 +8,7 @@ Source: docs/architecture/blocks.md, "The block hash". The golden vectors in tes
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -86,6 +87,16 @@ def decode_tokens(encoded: bytes) -> list[int]:
     if sys.byteorder == "big":
         token_ids.byteswap()
     return token_ids.tolist()
+
+
+def check_hashes(joined: bytes) -> None:
+    """Raise ValueError for bytes that are not whole hashes."""
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"hashes: {len(joined)} bytes are not a whole number of hashes of {HASH_BYTES}")
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    return [block_hash for (block_hash,) in struct.iter_unpack(f"{HASH_BYTES}s", joined)]
 
 
 def encode_media(media: Sequence[MediaStart], block_size: int) -> dict[int, bytes]:

@@ -15,7 +15,6 @@ cluster secret, a worker proves itself first (`worker.common.proof`).
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, TypeVar, get_args
@@ -24,9 +23,9 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
-from cache.hashing import Namespace, decode_tokens, encode_tokens
+from cache.hashing import Namespace, check_hashes, decode_tokens, encode_tokens
 from cache.records import WorkerMember
-from cache.types import HASH_BYTES, BlockHash, MediaStart, Tier
+from cache.types import HASH_BYTES, MediaStart, Tier
 
 PROTOCOL_VERSION: Final = 1
 """The newest that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
@@ -344,15 +343,6 @@ class TokenizerBundle:
     @property
     def namespace(self) -> Namespace:
         return Namespace(self.model, self.revision, self.fingerprint, self.block_size)
-
-
-def check_hashes(joined: bytes) -> None:
-    if len(joined) % HASH_BYTES:
-        raise ValueError(f"hashes: {len(joined)} bytes are not a whole number of hashes of {HASH_BYTES}")
-
-
-def split_hashes(joined: bytes) -> list[BlockHash]:
-    return [block_hash for (block_hash,) in struct.iter_unpack(f"{HASH_BYTES}s", joined)]
 
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from typing import Annotated, Final, Protocol
 from msgspec import Meta, Struct
 
 from cache.block_record import HEADER_BYTES
+from cache.hashing import check_hashes, split_hashes
 from cache.store import ChainLink
 from cache.types import HASH_BYTES, BlockHash
-from worker.wire import check_hashes, split_hashes
 
 MAX_BLOCKS: Final = 1 << 16
 MAX_CHAINS: Final = 4096

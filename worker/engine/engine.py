@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from cache.hashing import split_hashes
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
@@ -57,7 +58,6 @@ from worker.wire import (
     Started,
     TokenizerBundle,
     num_listed_ids,
-    split_hashes,
 )
 
 logger = logging.getLogger(__name__)
