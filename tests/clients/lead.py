@@ -27,7 +27,7 @@ def lead(forced: str | None = None) -> Callable[[str, Body], Body]:
             elif path.endswith("/messages"):
                 choice = {"type": "tool", "name": forced}
             return {**led, "tool_choice": choice, "logit_bias": ends}
-        return {**led, "allowed_token_ids": words}
+        return {**led, "allowed_token_ids": words, "min_tokens": 1}  # Qwen Code fails at an empty answer
 
     return change
 
