@@ -61,7 +61,13 @@ class RadixAllocator(FreeListAllocator):
             )
 
     def _allocate(
-        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
+        self,
+        num_tokens: int,
+        token_ids: Sequence[int],
+        root: BlockHash,
+        reuse: bool,
+        chain: Sequence[BlockHash] | None,
+        borrows: bool,
     ) -> RadixAllocation | None:
         match = self._match(token_ids if reuse else (), root)
         found = match.block_ids
@@ -142,8 +148,8 @@ class RadixAllocation(Allocation):
         fork._hashes = self._hashes[: self._num_inserted]  # uncomputed tokens may differ
         return fork
 
-    def free(self) -> None:
-        super().free()
+    def free(self, *, is_over: bool = False) -> None:
+        super().free(is_over=is_over)
         self._allocator.trie.release(self.node)
 
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:

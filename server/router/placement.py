@@ -217,7 +217,8 @@ class Scorer:
         source = None
         if chosen.peers is not None:
             peer = self.choose_peer(chosen.peers.holders)
-            source = BlockSource(peer.url, peer.epoch, chosen.peers.num_blocks)
+            keeps = request.prefilled_at == (peer.worker_id, peer.epoch)
+            source = BlockSource(peer.url, peer.epoch, chosen.peers.num_blocks, keeps)
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
         num_own_blocks = num_blocks - chosen.num_shared_blocks
         pending = 0

@@ -251,3 +251,45 @@ def test_commit_never_changes_block_ids() -> None:
     assert second.block_table == before
     assert set(second.block_table).isdisjoint(first.block_table)
     allocator.check_integrity()
+
+
+def test_borrowed_blocks_and_what_follows_are_evicted_first() -> None:
+    allocator = HashAllocator(11, 4)
+    compute(allocator, range(100, 112)).free(is_over=True)
+    fetch = allocator.reserve(ROOT, hash_chain(ROOT, range(8), 4))
+    assert fetch is not None
+    fetch.borrow(0, 2)
+    fetch.fill(2)
+    fetch.free()
+    sequence = allocator.allocate(16, range(16), ROOT, borrows=True)
+    assert sequence is not None
+    assert sequence.block_table == [4, 5, 6, 7]
+    sequence.commit(range(16), 16)
+    sequence.free(is_over=True)
+    assert free_order(allocator) == [7, 6, 5, 4, 8, 9, 10, 3, 2, 1]
+
+
+@pytest.mark.parametrize("by", ["another", "keep", "fork", "preemption"])
+def test_borrowed_blocks_that_others_need_are_like_others(by: str) -> None:
+    allocator = HashAllocator(11, 4)
+    fetch = allocator.reserve(ROOT, hash_chain(ROOT, range(8), 4))
+    assert fetch is not None
+    fetch.borrow(0, 2)
+    fetch.fill(2)
+    fetch.free()
+    sequence = allocator.allocate(12, range(12), ROOT, borrows=True)
+    assert sequence is not None
+    sequence.commit(range(12), 12)
+    match by:
+        case "another":
+            allocate(allocator, range(13)).free(is_over=True)
+        case "keep":
+            assert allocator.keep(hash_chain(ROOT, range(12), 4), 3, 10.0, "") == 3
+        case "fork":
+            sequence.fork().free(is_over=True)
+        case "preemption":
+            sequence.free()
+            sequence = allocate(allocator, range(13))
+    sequence.free(is_over=True)
+    allocator.expire(20.0)
+    assert free_order(allocator)[-3:] == [3, 2, 1]
