@@ -174,6 +174,7 @@ async def test_an_adapter_that_starts_late_learns_all(engine: tuple[FakeEngine, 
     if not fake.ranks[0].events.endpoint.startswith("ipc"):
         pytest.skip("one reader binds")
     await rig.answer(make_request(PROMPT))
+    await until(lambda: rig.num_published(make_request(PROMPT)) == 192)
     late = await rig_over(fake, url)
     async with running(late):
         await until(lambda: late.num_published(make_request(PROMPT)) == 192)
