@@ -124,8 +124,6 @@ class BlockSource(Struct, frozen=True):
     url: str
     epoch: str
     num_blocks: _U32
-    keeps: bool = False
-    """It keeps the blocks for later requests, so the other worker need not."""
 
 
 class Embed(Struct, frozen=True):

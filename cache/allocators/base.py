@@ -87,17 +87,15 @@ class Allocator(ABC):
         *,
         reuse: bool = True,
         hashes: Sequence[BlockHash] | None = None,
-        borrows: bool = False,
     ) -> Allocation | None:
         """Return room for `num_tokens` (>= 1) tokens of a sequence that begins with `token_ids`, or None.
 
         `root` (see `cache.hashing`) separates tenants, models and LoRA adapters. At least one token of `token_ids` is
         always left to compute. `reuse=False` reads nothing from the cache (prompt logprobs) but still writes.
         `hashes` is `hash_chain(root, token_ids, block_size)` if the caller has it: a waiting request is hashed once.
-        `borrows`: borrowed blocks that it finds came for this sequence (see `Allocation.borrow`).
         The allocation holds more than `num_tokens` when more is found cached.
         """
-        allocation = self._allocate(num_tokens, token_ids, root, reuse, hashes, borrows)
+        allocation = self._allocate(num_tokens, token_ids, root, reuse, hashes)
         if allocation is not None and reuse:
             self._query_tokens += len(token_ids)
             self._hit_tokens += allocation.num_cached_tokens
@@ -164,13 +162,7 @@ class Allocator(ABC):
 
     @abstractmethod
     def _allocate(
-        self,
-        num_tokens: int,
-        token_ids: Sequence[int],
-        root: BlockHash,
-        reuse: bool,
-        chain: Sequence[BlockHash] | None,
-        borrows: bool,
+        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
     ) -> Allocation | None: ...
 
     @abstractmethod
@@ -312,17 +304,8 @@ class Allocation:
         self._allocator._live.add(fork)
         return fork
 
-    def borrow(self, first: int, stop: int) -> None:
-        """Mark blocks of the table as borrowed: another worker keeps them, and they came for one sequence.
-
-        They are evicted before all others after its end, with what follows them. Found by another one, they are not.
-        """
-
-    def free(self, *, is_over: bool = False) -> None:
-        """Release every block, tail first. Committed blocks stay findable until they are evicted.
-
-        `is_over`: the sequence has ended, and will not come back for its borrowed blocks.
-        """
+    def free(self) -> None:
+        """Release every block, tail first. Committed blocks stay findable until they are evicted."""
         assert not self._is_free, "freed twice"
         self._is_free = True
         self._allocator._live.remove(self)

@@ -89,18 +89,6 @@ class FreeQueue:
         previous[NULL_BLOCK] = last
         self._size += len(block_ids)
 
-    def extend_first(self, block_ids: Sequence[BlockId]) -> None:
-        """Put blocks before all others, in the order given: the first of them will be evicted first."""
-        next_, previous = self._next, self._previous
-        last, after = NULL_BLOCK, next_[NULL_BLOCK]
-        for block_id in block_ids:
-            next_[last] = block_id
-            previous[block_id] = last
-            last = block_id
-        next_[last] = after
-        previous[after] = last
-        self._size += len(block_ids)
-
     def check_integrity(self) -> None:
         """Assert that both directions agree and that the size is the number of blocks linked. Linear."""
         linked = [NULL_BLOCK, *itertools.islice(self, self._size + 1)]

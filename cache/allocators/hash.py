@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final, cast
+from typing import Final, Self, cast
 
+from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
-from cache.allocators.hash_allocation import ChainAllocator, HashAllocation
 from cache.allocators.kept_chains import KeptChain, KeptChains
 from cache.events import Removed, Stored
-from cache.hashing import hash_chain
+from cache.hashing import extend_chain, hash_chain
 from cache.store import ChainLink
 from cache.types import NULL_BLOCK, BlockHash, BlockId
 
@@ -29,7 +29,7 @@ MIN_OTHERS_S: Final = 60.0
 """Conversations whose user reads an answer come back, too."""
 
 
-class HashAllocator(ChainAllocator):
+class HashAllocator(Allocator):
     """An `Allocator` with lazy eviction. Every operation is O(1) per block.
 
         refs[b] > 0     the number of block tables that contain b
@@ -131,7 +131,6 @@ class HashAllocator(ChainAllocator):
         found, kept = self.find_blocks(hashes), self._kept
         if not found or len(found) > int(MAX_KEPT_SHARE * self.num_blocks):
             return 0
-        self._borrowed.difference_update(found)
         for earlier in kept.ended_by(found):
             self._give_up(earlier)
         tip = found[: max(1, num_prompt_blocks)][-1]
@@ -199,23 +198,13 @@ class HashAllocator(ChainAllocator):
         assert self._links is None or self._links.keys() == self._cached.keys(), "linked and findable differ"
 
     def _allocate(
-        self,
-        num_tokens: int,
-        token_ids: Sequence[int],
-        root: BlockHash,
-        reuse: bool,
-        chain: Sequence[BlockHash] | None,
-        borrows: bool,
+        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
     ) -> HashAllocation | None:
         if chain is None:
             chain = hash_chain(root, token_ids, self.block_size)
         found = self.find_blocks(self._reusable(token_ids, chain)) if reuse else []
-        borrowed = [each for each in found if each in self._borrowed and self._refs[each] <= 0] if borrows else ()
         block_ids = self.hold(found, max(0, self.num_blocks_for(num_tokens) - len(found)))
-        if block_ids is None:
-            return None
-        self._borrowed.update(borrowed)
-        return HashAllocation(self, root, list(chain), block_ids, len(found))
+        return None if block_ids is None else HashAllocation(self, root, list(chain), block_ids, len(found))
 
     def _reusable(self, token_ids: Sequence[int], hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """Return the hashes of the full blocks, but leave at least one token to compute."""
@@ -238,8 +227,6 @@ class HashAllocator(ChainAllocator):
         unheld = [block_id for block_id in found if refs[block_id] <= 0]
         if len(unheld) + num_new > len(self._free) + self._num_parked:
             return None
-        if self._borrowed:
-            self._borrowed.difference_update(found)
         kept = self._kept.parents
         queued = [block_id for block_id in unheld if block_id not in kept] if kept else unheld
         self._num_parked -= len(unheld) - len(queued)
@@ -284,22 +271,8 @@ class HashAllocator(ChainAllocator):
                 refs[block_id] = num_refs - 1
         self._free.extend(freed)
 
-    def give_back(self, block_ids: Sequence[BlockId]) -> None:
-        borrowed = self._borrowed
-        first = next((at for at, block_id in enumerate(block_ids) if block_id in borrowed), None)
-        if first is None:
-            return
-        tail = [block_id for block_id in block_ids[first:] if self._refs[block_id] <= 0]
-        borrowed.difference_update(tail)
-        kept, hashes = self._kept.parents, self._hashes
-        if any(hashes[block_id] in self._copies or block_id in kept for block_id in tail):
-            return  # another table depends on them
-        for block_id in tail:
-            self._refs[block_id] = 0  # free since the beginning
-        self._free.remove(tail)
-        self._free.extend_first(tail[::-1])
-
     def store(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        """Keep held and written blocks findable under these hashes, parents first."""
         own_hashes, cached = self._hashes, self._cached
         stored = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -316,6 +289,7 @@ class HashAllocator(ChainAllocator):
         self._note(Stored, stored)
 
     def note_links(self, root: BlockHash, hashes: Sequence[BlockHash], first: int, stop: int) -> None:
+        """Record the places of blocks `first` to `stop` of a chain."""
         if (links := self._links) is not None:
             for depth in range(first, stop):
                 block_hash = hashes[depth]
@@ -327,8 +301,6 @@ class HashAllocator(ChainAllocator):
         taken = self._free.pop_first(count)
         refs, hashes, cached, copies = self._refs, self._hashes, self._cached, self._copies
         removed = []
-        if self._borrowed:
-            self._borrowed.difference_update(taken)
         for block_id in taken:
             refs[block_id] = 1
             block_hash = hashes[block_id]
@@ -362,7 +334,6 @@ class HashAllocator(ChainAllocator):
             self._give_up(chain)
         assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"
         self._hashes = [None] * self.num_blocks
-        self._borrowed.clear()
         self._cached = {}
         self._copies = {}
         if self._links is not None:
@@ -373,3 +344,43 @@ class HashAllocator(ChainAllocator):
         victim = next(iter(self._free), NULL_BLOCK)
         free_since = -self._refs[victim]  # 0 for a block never used, and for the null block when none is free
         return len(self._cached), self._clock - free_since if free_since else 0
+
+
+class HashAllocation(Allocation):
+    """One sequence's blocks. The first `_num_stored` are findable under the first of `_hashes`."""
+
+    __slots__ = ("_chains", "_hashes", "_num_stored", "_root")
+
+    def __init__(
+        self, allocator: HashAllocator, root: BlockHash, chain: list[BlockHash], block_ids: list[BlockId], num_hit: int
+    ) -> None:
+        """Take over the hold on `block_ids`."""
+        super().__init__(allocator, block_ids, num_hit * allocator.block_size)
+        self._root = root
+        self._chains = allocator
+        self._hashes = chain
+        self._num_stored = num_hit
+
+    def fork(self) -> Self:
+        fork = super().fork()
+        fork._hashes = self._hashes[: self._num_stored]  # uncomputed tokens may differ
+        return fork
+
+    def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
+        first = self._num_stored
+        if num_full <= first:
+            return
+        extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
+        self._chains.note_links(self._root, self._hashes, first, num_full)
+        self._chains.store(self._block_ids[first:num_full], self._hashes[first:num_full])
+        self._num_stored = num_full
+
+    @property
+    def num_filled(self) -> int:
+        """The number of leading blocks of the chain that are findable."""
+        return self._num_stored
+
+    def fill(self, num_filled: int) -> None:
+        """Make the first `num_filled` blocks of a reserved chain findable: their KV is written."""
+        self._num_computed = num_filled * self._block_size
+        self._commit_blocks((), num_filled)

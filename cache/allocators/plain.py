@@ -82,13 +82,7 @@ class PlainAllocator(FreeListAllocator):
         self._check_places(())
 
     def _allocate(
-        self,
-        num_tokens: int,
-        token_ids: Sequence[int],
-        root: BlockHash,
-        reuse: bool,
-        chain: Sequence[BlockHash] | None,
-        borrows: bool,
+        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
     ) -> PlainAllocation | None:
         taken = self._take(self.num_blocks_for(num_tokens))
         return None if taken is None else PlainAllocation(self, taken)

@@ -61,13 +61,7 @@ class RadixAllocator(FreeListAllocator):
             )
 
     def _allocate(
-        self,
-        num_tokens: int,
-        token_ids: Sequence[int],
-        root: BlockHash,
-        reuse: bool,
-        chain: Sequence[BlockHash] | None,
-        borrows: bool,
+        self, num_tokens: int, token_ids: Sequence[int], root: BlockHash, reuse: bool, chain: Sequence[BlockHash] | None
     ) -> RadixAllocation | None:
         match = self._match(token_ids if reuse else (), root)
         found = match.block_ids
@@ -148,8 +142,8 @@ class RadixAllocation(Allocation):
         fork._hashes = self._hashes[: self._num_inserted]  # uncomputed tokens may differ
         return fork
 
-    def free(self, *, is_over: bool = False) -> None:
-        super().free(is_over=is_over)
+    def free(self) -> None:
+        super().free()
         self._allocator.trie.release(self.node)
 
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:

@@ -217,8 +217,7 @@ class Scorer:
         source = None
         if chosen.peers is not None:
             peer = self.choose_peer(chosen.peers.holders)
-            keeps = request.prefilled_at == (peer.worker_id, peer.epoch)
-            source = BlockSource(peer.url, peer.epoch, chosen.peers.num_blocks, keeps)
+            source = BlockSource(peer.url, peer.epoch, chosen.peers.num_blocks)
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
         num_own_blocks = num_blocks - chosen.num_shared_blocks
         pending = 0

@@ -68,40 +68,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.written: set[BlockHash] = set()
         self.now_s = 0.0
 
-    @rule(data=st.data(), tenant=TENANT, reuse=PROBABLY, hashed=st.booleans(), borrows=st.booleans())
-    def start(self, data: st.DataObject, tenant: BlockHash, reuse: bool, hashed: bool, borrows: bool) -> None:
+    @rule(data=st.data(), tenant=TENANT, reuse=PROBABLY, hashed=st.booleans())
+    def start(self, data: st.DataObject, tenant: BlockHash, reuse: bool, hashed: bool) -> None:
         """Admit a request; with too many at once, preempt the first one."""
         if len(self.running) >= 4:
             self.finish(self.running[0])
-        self.admit(data, tenant, reuse, hashed, borrows)
-
-    @rule(data=st.data(), tenant=TENANT, num_between=st.integers(0, 2), is_over=PROBABLY)
-    def fetch(self, data: st.DataObject, tenant: BlockHash, num_between: int, is_over: bool) -> None:
-        """Fetch a chain for a request that borrows it. Others may come between the fetch and the request."""
-        allocator, size = self.allocator, self.allocator.block_size
-        tokens = self.draw_prompt(data)
-        chain = hash_chain(tenant, tokens[:-1], size)
-        if not isinstance(allocator, HashAllocator) or (allocation := allocator.reserve(tenant, chain)) is None:
-            return
-        fetched = Sequence(tenant, tokens, allocation, allocation.num_filled * size)
-        allocation.borrow(allocation.num_filled, len(chain))
-        self.running.append(fetched)
-        self.write(fetched, len(chain) * size)
-        allocation.fill(len(chain))
-        self.count_written(fetched, len(chain) * size)
-        for _ in range(num_between):
-            self.serve(data, tenant)
-        self.finish(fetched)
-        sequence = self.admit(data, tenant, True, False, borrows=True, tokens=tokens)
-        if sequence is None:
-            return
-        stop = min(len(tokens), sequence.allocation.capacity)
-        self.write(sequence, stop)
-        self.commit(sequence, stop)
-        for _ in range(num_between):
-            self.serve(data, tenant)
-        if data.draw(st.booleans()):
-            self.finish(sequence, is_over=is_over)
+        self.admit(data, tenant, reuse, hashed)
 
     @rule(data=st.data(), tenant=TENANT)
     def serve(self, data: st.DataObject, tenant: BlockHash) -> None:
@@ -114,18 +86,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.commit(sequence, stop)
         self.finish(sequence)
 
-    def admit(
-        self,
-        data: st.DataObject,
-        tenant: BlockHash,
-        reuse: bool,
-        hashed: bool,
-        borrows: bool = False,
-        tokens: list[int] | None = None,
-    ) -> Sequence | None:
+    def admit(self, data: st.DataObject, tenant: BlockHash, reuse: bool, hashed: bool) -> Sequence | None:
         allocator, size = self.allocator, self.allocator.block_size
-        tokens = list(tokens) if tokens else self.draw_prompt(data)
-        self.replay_events()
+        tokens = self.draw_prompt(data)
         num_tokens = data.draw(st.sampled_from((len(tokens), len(tokens) + 4, 1)))
         hashes = hash_chain(tenant, tokens, size) if hashed else None
         found = allocator.find(tokens, tenant, hashes=hashes) if reuse else 0
@@ -133,7 +96,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.snapshot()
         num_free = allocator.num_free_blocks
         num_needed = max(found // size, self.table_length(num_tokens))
-        allocation = allocator.allocate(num_tokens, tokens, tenant, reuse=reuse, hashes=hashes, borrows=borrows)
+        allocation = allocator.allocate(num_tokens, tokens, tenant, reuse=reuse, hashes=hashes)
         if allocation is None:
             assert num_needed > num_free, f"{num_needed} blocks fit into {num_free}"
             assert self.snapshot() == before, "a failed allocation changed something"
@@ -179,10 +142,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.commit(sequence, stop)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), is_over=st.booleans())
-    def stop(self, data: st.DataObject, is_over: bool) -> None:
-        """Finish a sequence or lose its client, or preempt it."""
-        self.finish(data.draw(st.sampled_from(self.running)), is_over=is_over)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        """Finish or preempt a sequence, or lose its client: the allocator sees no difference."""
+        self.finish(data.draw(st.sampled_from(self.running)))
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), tenant=TENANT, num_prompt_blocks=st.integers(0, 6), pause_s=st.sampled_from((1.0, 3.0, 20.0)))
@@ -282,17 +245,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         for offset in range(size := self.allocator.block_size):
             self.memory[destination * size + offset] = self.memory.get(source * size + offset)
 
-    def finish(self, sequence: Sequence, *, is_over: bool = False) -> None:
-        sequence.allocation.free(is_over=is_over)
+    def finish(self, sequence: Sequence) -> None:
+        sequence.allocation.free()
         self.running.remove(sequence)
         with pytest.raises(AssertionError):
             sequence.allocation.free()
 
     def commit(self, sequence: Sequence, stop: int) -> None:
         sequence.allocation.commit(sequence.tokens, stop)
-        self.count_written(sequence, stop)
-
-    def count_written(self, sequence: Sequence, stop: int) -> None:
         sequence.num_computed = stop
         chain = hash_chain(sequence.tenant, sequence.tokens[:stop], self.allocator.block_size)
         self.parents.update(zip(chain, [sequence.tenant, *chain], strict=False))

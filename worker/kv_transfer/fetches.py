@@ -18,8 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-from cache.allocators.hash import HashAllocator
-from cache.allocators.hash_allocation import HashAllocation
+from cache.allocators.hash import HashAllocation, HashAllocator
 from cache.store import ChainLink
 from cache.types import BlockHash
 from worker.contracts.rates import PrefillRate, TransferRate
@@ -219,10 +218,8 @@ class FetchQueue:
         first, stop = sources[0].start, sources[-1].stop
         compute_s = self._prefill_rate.seconds((stop - first) * self._allocator.block_size)
         timeout_s = max(_LAG_S, min(compute_s, _LAG_FACTOR * seconds + _LAG_S))
-        fetch = sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
-        if fetch is not None and sequence.request.borrows:
-            fetch.allocation.borrow(first, stop)
-        return fetch is not None
+        sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
+        return sequence.fetch is not None
 
     def _reserve(
         self,

@@ -95,12 +95,7 @@ class BatchAdmission:
             return 0
         hashes = sequence.hash_blocks(self._allocator.block_size)
         allocation = self._allocator.allocate(
-            num_cached + granted,
-            sequence.token_ids,
-            sequence.root,
-            reuse=sequence.reuse,
-            hashes=hashes,
-            borrows=sequence.request.borrows,
+            num_cached + granted, sequence.token_ids, sequence.root, reuse=sequence.reuse, hashes=hashes
         )
         if allocation is None:
             budget.give_back(granted, num_cached)

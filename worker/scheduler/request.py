@@ -135,11 +135,6 @@ class Request:
         return self.wire.prompt_ids
 
     @property
-    def borrows(self) -> bool:
-        """Return whether the blocks that it fetches from a peer are for this request only."""
-        return self.wire.source is not None and self.wire.source.keeps
-
-    @property
     def max_total_tokens(self) -> int:
         """Prompt and output of one choice, at most."""
         return len(self.wire.prompt_ids) + self.sampling.max_tokens
@@ -305,10 +300,10 @@ class TokenSequence:
         blocks = self.fetch.num_fetched_blocks() if self.has_fetched and self.fetch is not None else {}
         return {place: count * block_size for place, count in blocks.items()} or None
 
-    def release(self, *, is_over: bool = False) -> None:
-        """Free the blocks. Tokens that do not stay cached are computed again. `is_over`: none will be."""
+    def release(self) -> None:
+        """Free the blocks. Tokens that do not stay cached are computed again."""
         if self.allocation is not None:
-            self.allocation.free(is_over=is_over)
+            self.allocation.free()
             if self.request.prompt_logprobs is not None:  # one sequence collects them, beginning with the first token
                 self.request.prompt_logprobs.clear()
         self.allocation = None

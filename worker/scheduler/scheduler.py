@@ -206,7 +206,7 @@ class Scheduler:
         copies = [copy for step in self._in_flight for copy in step.copies] + self.allocator.take_copies()
         self._in_flight.clear()
         while self._finished_in_flight:
-            self._finished_in_flight.pop().release(is_over=True)
+            self._finished_in_flight.pop().release()
         destinations = {copy.destination for copy in copies}
         for sequence in self.running if destinations else ():
             assert sequence.allocation is not None
@@ -291,7 +291,7 @@ class Scheduler:
         if sequence in self._finished_in_flight:
             if not self._is_in_flight(sequence):
                 self._finished_in_flight.remove(sequence)
-                sequence.release(is_over=True)
+                sequence.release()
             return []
         outputs = []
         if (frame := request.add_prompt_logprobs(result.prompt_logprobs)) is not None:
@@ -382,7 +382,7 @@ class Scheduler:
         if self._is_in_flight(sequence):
             self._finished_in_flight.add(sequence)
         else:
-            sequence.release(is_over=True)
+            sequence.release()
 
     def _is_in_flight(self, sequence: TokenSequence) -> bool:
         return any(sequence in plan.chunks for plan in self._in_flight)

@@ -184,7 +184,7 @@ class SimulatedWorker:
         if answer_ids := job.request.answer_ids:
             token_ids = [*job.request.block_ids, *answer_ids]
             job.allocation.commit(token_ids, len(token_ids))
-        job.allocation.free(is_over=True)
+        job.allocation.free()
 
     def unfinished(self, now_s: float) -> list[tuple[Job, float]]:
         """The prefills in service, and the seconds of each that are left."""

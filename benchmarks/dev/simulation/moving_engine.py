@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from benchmarks.dev.simulation.engine import Job
 from benchmarks.dev.simulation.shared_engine import SharedWorker
 from benchmarks.dev.simulation.traces import ROOT, TraceRequest
-from cache.allocators.hash import HashAllocator
-from cache.allocators.hash_allocation import HashAllocation
+from cache.allocators.hash import HashAllocation, HashAllocator
 from cache.types import BlockHash
 from server.router.fetch_plan import FetchPlan, cheapest_plan
 from worker.contracts.exchange import Handover, OfferedChain

@@ -55,10 +55,7 @@ class SplitWorker(StepWorker):
     def arrived(self, job: Job) -> None:
         """Join the steps: the blocks that have come are findable."""
         assert job.allocation is not None
-        first, stop = job.allocation.num_cached_tokens, job.num_cached_tokens // self.model.block_size
-        job.allocation.commit(job.request.block_ids, stop)
-        if job.placement.source is not None and job.placement.source.keeps:
-            job.allocation.borrow(first, stop)
+        job.allocation.commit(job.request.block_ids, job.num_cached_tokens // self.model.block_size)
         StepWorker.start(self, job)
 
 

@@ -21,7 +21,7 @@ def test_queue_equals_a_list(data: st.DataObject, num_blocks: int) -> None:
     queue, model = FreeQueue(num_blocks), list(range(1, num_blocks))
     taken: list[int] = []
     for _ in range(data.draw(st.integers(0, 30))):
-        match data.draw(st.sampled_from(["pop", "remove", "chain", "extend", "extend_first"])):
+        match data.draw(st.sampled_from(["pop", "remove", "chain", "extend"])):
             case "pop":
                 count = data.draw(st.integers(0, len(model)))
                 assert queue.pop_first(count) == model[:count]
@@ -43,11 +43,6 @@ def test_queue_equals_a_list(data: st.DataObject, num_blocks: int) -> None:
                 count = data.draw(st.integers(0, len(taken)))
                 queue.extend(taken[:count])
                 model += taken[:count]
-                del taken[:count]
-            case "extend_first":
-                count = data.draw(st.integers(0, len(taken)))
-                queue.extend_first(taken[:count])
-                model = taken[:count] + model
                 del taken[:count]
         queue.check_integrity()
         assert list(queue) == model

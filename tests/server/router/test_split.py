@@ -127,7 +127,7 @@ def test_the_blocks_are_fetched_from_where_they_were_computed() -> None:
     second = scorer.place(scorer.decide(rest, [worker("d", BUSY, matched_blocks=10), prefill()]))
     assert (second.worker.worker_id, second.is_split) == ("d", False)
     assert second.source is not None
-    assert (second.source.url, second.source.num_blocks, second.source.keeps) == (first.worker.url, 100, True)
+    assert (second.source.url, second.source.num_blocks) == (first.worker.url, 100)
     assert second.promised_tokens == 100 * BLOCK
 
 
@@ -135,9 +135,7 @@ def test_a_prefill_worker_fetches_from_others() -> None:
     decision = decide(worker("d", BUSY), worker("holder", WorkerLoad(draining=True), 60), prefill())
     assert decision.split is not None
     assert decision.split.prefill.cached_tokens == 60 * BLOCK
-    source = make_scorer().place(decision).source
-    assert source is not None
-    assert not source.keeps
+    assert make_scorer().place(decision).source is not None
 
 
 def test_a_large_fleet_is_split_too() -> None:

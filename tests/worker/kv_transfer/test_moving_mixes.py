@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.hashing import hash_chain
 from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
-from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, RECORD, MovingEngine
+from tests.worker.kv_transfer.moving_engine import PAYLOAD_BYTES, RECORD, MovingEngine
 from tests.worker.scheduler.arithmetic_runner import answer
-from tests.worker.scheduler.engine import ROOT, generate
+from tests.worker.scheduler.engine import generate
 from worker.scheduler.request import Request
 from worker.wire import BlockSource, End
 
@@ -32,7 +31,6 @@ arrivals = st.lists(
             "n": st.sampled_from([1, 1, 2]),
             "num_fetched": st.integers(0, 9),
             "source": st.sampled_from(["0", "1", "gone"]),
-            "keeps": st.booleans(),
             "abort_after": st.none() | st.integers(0, 8),
         }
     ),
@@ -86,7 +84,7 @@ def run_mix(mix) -> int:
             while left and left[0]["step"] <= step:
                 arrival = left.pop(0)
                 prompt_ids = [*([0, 1] * 12)[: arrival["prefix"]], *arrival["prompt"]]
-                source = BlockSource(arrival["source"], "", arrival["num_fetched"], arrival["keeps"])
+                source = BlockSource(arrival["source"], "", arrival["num_fetched"])
                 wire = generate(prompt_ids, arrival["max_tokens"], arrival["n"], source=source)
                 live.append((arrival, prompt_ids, engines[arrival["engine"]].submit(wire), step))
             for arrival, _, request, since in live:
@@ -134,7 +132,7 @@ def test_any_mix_gives_the_tokens_of_each_alone_at_length(mix) -> None:
 def test_blocks_come_from_each_place(place: str) -> None:
     """The mixes above fetch from every place: a prompt computed at one engine is fetched from there."""
     first = {"engine": 0, "step": 0, "prefix": 24, "prompt": [1], "max_tokens": 1, "n": 1, "num_fetched": 0}
-    first |= {"source": "gone", "keeps": False, "abort_after": None}
+    first |= {"source": "gone", "abort_after": None}
     others = [{**first, "step": 20 + 4 * n, "prefix": 0, "prompt": [n % 2] * 12 + [0] * n} for n in range(8)]
     again = {**first, "step": 80}
     if place == "peer":
@@ -151,26 +149,3 @@ def test_blocks_come_from_each_place(place: str) -> None:
         "seed": 0,
     }
     assert run_mix(mix) >= 20
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_what_its_source_keeps_is_evicted_first(keeps: bool) -> None:
-    """The rest of a split leaves the pool as it was, for other prompts. Both engines have room for three."""
-    mix = {"num_host_blocks": 0, "num_disk_blocks": 0, "damages": False, "num_blocks": 32, "seed": 0}
-    prompt_ids, other_ids = [0, 1] * 16, [1] * 32
-    with two_engines(mix, Path()) as (source, engine):
-        for served, token_ids, place in (
-            (source, prompt_ids, None),
-            (engine, other_ids, None),
-            (engine, prompt_ids, BlockSource("0", "", 8, keeps)),
-        ):
-            served.submit(generate(token_ids, 6, 1, source=place))
-            while served.scheduler.has_work:
-                served.step()
-                served.move_blocks(6)
-        chains = [hash_chain(ROOT, token_ids, BLOCK_SIZE) for token_ids in (prompt_ids, other_ids)]
-        victims = engine.allocator.next_victims(engine.allocator.num_free_blocks)
-        assert [block_hash for block_hash in victims if block_hash in {*chains[0], *chains[1]}] == [
-            *(chains[0][7::-1] if keeps else chains[1][7::-1]),
-            *(chains[1][7::-1] if keeps else chains[0][7::-1]),
-        ]
