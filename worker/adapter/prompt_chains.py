@@ -11,7 +11,6 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Final
 
 import msgspec
@@ -78,12 +77,8 @@ class PromptChains:
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
         return self._peers.ask_chains(url, wanted, timeout_s)
 
-    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
-        """Compute the chain. Cancelling the future ends the prefill."""
-        return asyncio.run_coroutine_threadsafe(self._compute(chain), asyncio.get_running_loop())
-
-    async def _compute(self, chain: OfferedChain) -> int:
-        """Compute a prompt, and return the blocks that were missing."""
+    async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
+        """Compute a prompt in a task of its own, which `give_way` cancels. Return the blocks that were missing."""
         adoption = asyncio.current_task()
         assert adoption is not None
         self._adoptions.add(adoption)

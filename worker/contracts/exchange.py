@@ -8,7 +8,6 @@ POST /adopt: Handover ->          <- {"adopted_blocks": how many came}
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Annotated, Final, Protocol
 
 from msgspec import Meta, Struct
@@ -69,6 +68,15 @@ class OfferedChain(Struct, frozen=True):
     def of(cls, chain: Sequence[ChainLink]) -> OfferedChain:
         return cls(chain[0].parent, b"".join(link.block_hash for link in chain))
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes) // HASH_BYTES
+
+    @property
+    def tip(self) -> BlockHash:
+        """The last block, with which a worker has the whole chain."""
+        return BlockHash(self.hashes[-HASH_BYTES:])
+
     def block_hashes(self) -> list[BlockHash]:
         return split_hashes(self.hashes)
 
@@ -103,8 +111,11 @@ class ChainExchange(Protocol):
     def num_blocks(self) -> int:
         """Blocks of the pool."""
 
-    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
-        """Get a chain of the worker at `url` into the pool in the background; give the number of blocks that came."""
+    async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
+        """Get a chain of the worker at `url` into the pool, and return how many blocks came.
+
+        Cancelling it ends a prefill; the blocks of a fetch may still come.
+        """
 
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
         """Ask the worker at `url` for its chains. Blocks the thread, which is another one; may raise."""
@@ -114,16 +125,13 @@ class ChainExchange(Protocol):
 
 
 class BlockExchange(ChainExchange, Protocol):
-    """Moves an engine's blocks to its peers, and theirs here. Any thread may call it."""
+    """Moves an engine's blocks to its peers, and theirs here. Any thread may call these."""
 
     def new_payload(self) -> memoryview:
         """Return room for one payload."""
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
         """Fill `payload` with a block and return its record's header; None: it is not here."""
-
-    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
-        """Return chains of the pool, the most recently used first, with `max_blocks` different blocks at most."""
 
     def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
         """Ask the worker at `url`, in this epoch, to adopt chains. Return the blocks that it took.

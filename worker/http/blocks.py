@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from cache.records import WorkerLoad
 from cache.store import ChainLink
-from cache.types import HASH_BYTES
 from worker.contracts.engine import RefusedError
 from worker.contracts.exchange import (
     MAX_BLOCKS,
@@ -136,7 +135,7 @@ class ChainsEndpoint:
             raise RefusedError(Failed("wrong_epoch", f"epoch: this is {member.epoch}", retryable=True))
         chains, num_hashes = list[OfferedChain](), 0
         for chain in await exchange.latest_chains(wanted.max_blocks):
-            num_hashes += len(chain.hashes) // HASH_BYTES
+            num_hashes += chain.num_blocks
             if num_hashes > MAX_BLOCKS or len(chains) == MAX_CHAINS:
                 break
             chains.append(chain)
@@ -159,8 +158,7 @@ class AdoptEndpoint:
             is_purged = engine.member.epoch != epoch
             if is_purged or self._service.draining or time.monotonic() >= end_s:
                 break
-            if len(chain.hashes) // HASH_BYTES > engine.load.num_free_blocks:
+            if chain.num_blocks > engine.load.num_free_blocks:
                 continue
-            adopted = exchange.adopt(handover.url, handover.epoch, chain)
-            num_adopted += await asyncio.wrap_future(adopted)
+            num_adopted += await exchange.adopt(handover.url, handover.epoch, chain)
         return Response(pack({"adopted_blocks": num_adopted}), media_type=CONTENT_TYPE)

@@ -13,7 +13,6 @@ from typing import Final
 
 from cache.records import WorkerMember
 from cache.redis_index import RegistryEntry
-from cache.store import ChainLink
 from cache.types import BlockHash
 from worker.contracts.exchange import MAX_BLOCKS, MAX_CHAINS, BlockExchange, Handover, OfferedChain
 from worker.kv_transfer.peers import FetchError
@@ -35,10 +34,10 @@ async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequ
     """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
     peers = peers_of(member, entries)
     room = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
-    chains = await asyncio.wrap_future(exchange.recent_chains(exchange.num_blocks if any(room) else 0))
+    chains = await exchange.latest_chains(exchange.num_blocks if any(room) else 0)
     num_unused = sum(max(0, peer.load.num_blocks - peer.num_entries) for peer in peers)
     most = most_offered(exchange.num_blocks, num_unused)
-    chains = unique_first(chains, await held(peers, [chain[-1].block_hash for chain in chains]), most)
+    chains = unique_first(chains, await held(peers, [chain.tip for chain in chains]), most)
     offers = [
         asyncio.to_thread(_offer, exchange, peer.member, Handover(member.url, member.epoch, member.layout, offered))
         for peer, offered in zip(peers, share_out(chains, room), strict=True)
@@ -57,25 +56,25 @@ def most_offered(num_blocks: int, num_unused: int) -> int:
     return max(num_unused, num_blocks // 2)
 
 
-def unique_first(chains: Sequence[list[ChainLink]], held: Sequence[bool], most: int) -> list[list[ChainLink]]:
+def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], most: int) -> list[OfferedChain]:
     """Return chains of at most that many blocks, those that are `held` elsewhere last."""
     chosen = []
     for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
-        if len(chain) <= most:  # a chain that is too long leaves the room to others
-            most -= len(chain)
+        if chain.num_blocks <= most:  # a chain that is too long leaves the room to others
+            most -= chain.num_blocks
             chosen.append(chain)
     return chosen
 
 
-def share_out(chains: Sequence[Sequence[ChainLink]], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
+def share_out(chains: Sequence[OfferedChain], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
     """Give each chain to the peer with the most room left, in blocks."""
     left = list(room)
     shares: list[list[OfferedChain]] = [[] for _ in room]
     for chain in chains:
         largest = max(range(len(left)), key=left.__getitem__)
-        if left[largest] >= len(chain) and len(chain) <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
-            left[largest] -= len(chain)
-            shares[largest].append(OfferedChain.of(chain))
+        if left[largest] >= chain.num_blocks <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
+            left[largest] -= chain.num_blocks
+            shares[largest].append(chain)
     return [tuple(share) for share in shares]
 
 

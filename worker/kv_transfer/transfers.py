@@ -140,8 +140,8 @@ class KVTransfers:
                 return None
         return self.record.header(link, payload)
 
-    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
-        """See `worker.contracts.exchange.ChainExchange`. Any thread."""
+    async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
+        """See `worker.contracts.exchange.ChainExchange`."""
         assert self._peers is not None, "it exchanges none"
         root, hashes = BlockHash(chain.root), chain.block_hashes()
         open_peer = partial(self._peers.fetching, url, epoch, background=True)
@@ -158,7 +158,7 @@ class KVTransfers:
                 self._adoptions[fetch] = adopted
 
         self._mailbox.put(begin, adopted.set_exception)
-        return adopted
+        return await asyncio.wrap_future(adopted)
 
     def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
         """See `worker.contracts.exchange.BlockExchange`. Any thread."""
@@ -172,11 +172,8 @@ class KVTransfers:
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
         """See `worker.contracts.exchange.ChainExchange`."""
-        return [OfferedChain.of(chain) for chain in await asyncio.wrap_future(self.recent_chains(max_blocks))]
-
-    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
-        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
-        return self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
+        chains = self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
+        return [OfferedChain.of(chain) for chain in await asyncio.wrap_future(chains)]
 
     def _sources(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[FetchSource]:
         """List the places from which the blocks after the first `num_cached` can come."""

@@ -57,7 +57,7 @@ async def warm_start(
     """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
     begun_s, room = time.monotonic(), min(MAX_BLOCKS, int(POOL_SHARE * exchange.num_blocks))
     end_s = begun_s + time_s
-    peers = [entry.member for entry in peers_of(member, entries) if _has_blocks(entry)]
+    peers = [entry.member for entry in peers_of(member, entries) if entry.num_entries]
     chosen = random.sample(peers, min(MAX_PEERS, len(peers)))
     ask_s = _ASK_SHARE * time_s
     answers = await asyncio.gather(*(asyncio.to_thread(_ask, exchange, peer, room, ask_s) for peer in chosen if room))
@@ -66,16 +66,15 @@ async def warm_start(
     for start in range(0, len(plan), NUM_FETCHES):
         if time.monotonic() >= end_s:
             break
-        futures = {
-            asyncio.wrap_future(exchange.adopt(offer.url, offer.epoch, chain)): Peer(offer.url, offer.epoch)
+        tasks = {
+            asyncio.create_task(exchange.adopt(offer.url, offer.epoch, chain)): Peer(offer.url, offer.epoch)
             for offer, chain in plan[start : start + NUM_FETCHES]
         }
-        done, late = await asyncio.wait(futures, timeout=end_s - time.monotonic())
-        for future in done:
-            fetched[futures[future]] += 0 if future.cancelled() else future.result()
-        for future in late:
-            fetched[futures[future]] += 0
-            future.cancel()  # ends a prefill; the blocks of a fetch may still come
+        _, late = await asyncio.wait(tasks, timeout=end_s - time.monotonic())
+        for task in late:
+            task.cancel()
+        for task, peer in tasks.items():
+            fetched[peer] += 0 if task in late or task.cancelled() else task.result()
     took_s = time.monotonic() - begun_s
     logger.info("warm start: %d blocks of %d peers in %.1f s", fetched.total(), len(chosen), took_s)
     return fetched
@@ -100,11 +99,6 @@ def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, O
                 taken |= new
                 plan.append((offer, offer.chains[rank]))
     return plan
-
-
-def _has_blocks(entry: RegistryEntry) -> bool:
-    """Return whether a peer is known to hold blocks. Other engines count those without a request as free."""
-    return entry.num_entries > 0 or entry.load.num_free_blocks < entry.load.num_blocks
 
 
 def _ask(exchange: ChainExchange, peer: WorkerMember, max_blocks: int, timeout_s: float) -> Handover | None:

@@ -21,6 +21,7 @@ from cache.records import Candidate, WorkerMember
 from cache.types import WorkerId
 from server.router.policies import make_policy
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
+from worker.contracts.exchange import OfferedChain
 from worker.kv_transfer.handover import ROOM_SHARE, most_offered, share_out, unique_first
 
 MINUTE_S: Final = 60.0
@@ -166,8 +167,8 @@ class ElasticReplay(Replay):
     def _hand_over(self, cache: HashAllocator) -> None:
         """Copy chains to the other workers as the product does. The time that it takes is left out: it is bounded."""
         peers = self._staying()
-        chains = cache.recent_chains(cache.num_blocks)
-        held = [any(peer.cache.block_of(chain[-1].block_hash) is not None for peer in peers) for chain in chains]
+        chains = [OfferedChain.of(chain) for chain in cache.recent_chains(cache.num_blocks)]
+        held = [any(peer.cache.block_of(chain.tip) is not None for peer in peers) for chain in chains]
         room = [int(ROOM_SHARE * peer.cache.num_free_blocks) for peer in peers]
         num_unused = sum(peer.cache.num_blocks - peer.cache.stats().num_cached_blocks for peer in peers)
         most = most_offered(cache.num_blocks, num_unused)

@@ -49,8 +49,8 @@ def chains_of(rig: Rig) -> PromptChains:
     return rig.engine.chains
 
 
-def adopt(rig: Rig, offered: OfferedChain) -> asyncio.Future[int]:
-    return asyncio.wrap_future(chains_of(rig).adopt("http://peer", "e1", offered))
+def adopt(rig: Rig, offered: OfferedChain) -> asyncio.Task[int]:
+    return asyncio.create_task(chains_of(rig).adopt("http://peer", "e1", offered))
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
 
@@ -58,11 +57,9 @@ class Exchange:
 
     num_blocks = 100
 
-    def recent_chains(self, max_blocks: int) -> Future[list[list[ChainLink]]]:
+    async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
         self.asked.append(max_blocks)
-        chains: Future[list[list[ChainLink]]] = Future()
-        chains.set_result(self.chains if max_blocks else [])
-        return chains
+        return [OfferedChain.of(each) for each in self.chains] if max_blocks else []
 
     def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
         self.offers[url] = handover
@@ -141,7 +138,7 @@ async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) ->
 )
 def test_no_peer_gets_more_than_its_room(chains, room) -> None:
     made = [chain(*numbers) for numbers in chains]
-    shares = share_out(made, room)
+    shares = share_out([OfferedChain.of(each) for each in made], room)
     assert len(shares) == len(room)
     for share, most in zip(shares, room, strict=True):
         assert sum(len(each.block_hashes()) for each in share) <= most
@@ -154,7 +151,8 @@ def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch)
     """A hand-over with one chain too many would be refused as a whole."""
     monkeypatch.setattr(handover, "MAX_CHAINS", 3)
     monkeypatch.setattr(handover, "MAX_BLOCKS", 2)
-    (share,) = share_out([chain(1, 2, 3), *(chain(n) for n in range(10, 20))], [100])
+    made = [chain(1, 2, 3), *(chain(n) for n in range(10, 20))]
+    (share,) = share_out([OfferedChain.of(each) for each in made], [100])
     assert [len(each.block_hashes()) for each in share] == [1, 1, 1]
 
 
@@ -253,7 +251,7 @@ async def test_whoever_stops_waiting_for_an_adoption_harms_nothing(monkeypatch: 
         await asyncio.wrap_future(peer.engine.purge())
         exchange = peer.engine.exchange
         assert isinstance(exchange, KVTransfers)
-        adopted = asyncio.wrap_future(
+        adopted = asyncio.create_task(
             exchange.adopt(f"http://127.0.0.1:{port}", "e1", OfferedChain(ROOT, b"".join(HASHES)))
         )
         await asked.wait()
@@ -271,9 +269,9 @@ async def test_a_purge_ends_a_hand_over_to_the_purged_worker() -> None:
         assert isinstance(exchange, KVTransfers)
         fetch = exchange.adopt
 
-        def purge_first(*chain_of_one) -> Future[int]:
-            peer.engine.purge().result()
-            return fetch(*chain_of_one)
+        async def purge_first(*chain_of_one) -> int:
+            await asyncio.wrap_future(peer.engine.purge())
+            return await fetch(*chain_of_one)
 
         exchange.adopt = purge_first  # type: ignore[method-assign]
         chains = [OfferedChain(ROOT, b"".join(HASHES[:count])) for count in (2, 4, 8)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,7 @@ def entry(name: str, url: str = "", *, num_free: int = 10, lease_left_s: float =
     layout = fields.get("layout", RECORD.fingerprint)
     member = make_member(name, url=url or f"http://{name}", epoch="e1", block_size=BLOCK_SIZE, layout=layout)
     load = WorkerLoad(num_free_blocks=num_free, num_blocks=64, draining=fields.get("draining", False))
-    return RegistryEntry(member, load, 0, {}, 0, lease_left_s, 0.0)
+    return RegistryEntry(member, load, 64 - num_free, {}, 0, lease_left_s, 0.0)
 
 
 def chain(*numbers: int) -> OfferedChain:
@@ -69,11 +68,9 @@ class Exchange:
             raise answer
         return answer
 
-    def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
+    async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
         self.fetched.append((url, epoch, chain.block_hashes()))
-        adopted: Future[int] = Future()
-        adopted.set_result(len(chain.block_hashes()))
-        return adopted
+        return len(chain.block_hashes())
 
 
 async def test_only_peers_with_blocks_to_give_are_asked() -> None:
@@ -106,9 +103,9 @@ async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) ->
 
 async def test_no_chain_begins_after_the_time() -> None:
     class Slow(Exchange):
-        def adopt(self, url: str, epoch: str, chain: OfferedChain) -> Future[int]:
-            super().adopt(url, epoch, chain)
-            return Future()
+        async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
+            await super().adopt(url, epoch, chain)
+            return await asyncio.Future()
 
     exchange = Slow({"http://peer": offer(*(chain(n) for n in range(10)))})
     assert (await warm_start(MEMBER, exchange, [entry("peer")], 0.2)).total() == 0
