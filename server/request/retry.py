@@ -133,9 +133,9 @@ class AttemptHistory:
         return True
 
     def may_wait(self) -> bool:
-        """Return whether to wait for a replacement worker."""
+        """Return whether to wait for a replacement worker. A poison candidate waits too, as it may not go back."""
         self._num_waits += 1
-        return not self.num_losses and self._num_waits <= MAX_WAITS
+        return (not self.num_losses or self.num_suspicions > 0) and self._num_waits <= MAX_WAITS
 
     def no_worker_error(self, error: NoWorkerError) -> ApiError:
         """Return the error for the client. Workers' own errors are preferred to the router's."""

@@ -159,9 +159,12 @@ def test_lost_workers_are_readmitted() -> None:
     assert not candidate.readmit_lost()
 
 
-@pytest.mark.parametrize(("is_lost", "num_waits"), [(False, MAX_WAITS), (True, 0)])
-def test_a_request_without_losses_waits_for_a_worker_for_a_while(is_lost: bool, num_waits: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "num_waits"), [(None, MAX_WAITS), (Stage.PREFILLING, MAX_WAITS), (Stage.ANSWERED, 0)]
+)
+def test_a_request_that_may_not_go_back_waits_for_a_while(stage: Stage | None, num_waits: int) -> None:
+    """Others go back to a worker that they lost. A poison candidate without another worker waits for one."""
     history = new_history()
-    if is_lost:
-        lost(history, Stage.ANSWERED)
+    if stage is not None:
+        lost(history, stage)
     assert [history.may_wait() for _ in range(MAX_WAITS + 1)].count(True) == num_waits
