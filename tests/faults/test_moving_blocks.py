@@ -30,6 +30,8 @@ from worker.wire import WireError, pack, unpack
 pytestmark = pytest.mark.faults
 NUM_KILLS = 100
 COPY_S = 10.0
+SERVE_S = 0.002
+"""The time to read a block for a copy."""
 NUM_CLIENTS = 8
 NUM_PROMPTS = 48
 POOL_BLOCKS = 400
@@ -156,25 +158,37 @@ async def test_a_hundred_kills(tmp_path: Path, model: Path, rng: random.Random) 
 # --- copies on purpose ---------------------------------------------------------------------------------------------
 
 
-def copy_chain(source: Worker, target: Worker, rng: random.Random) -> int:
-    """Ask a worker for one of a peer's chains, as a gateway does. Return the blocks that it took; 0 if one has died."""
+def offered(worker: Worker) -> Handover:
+    """Return the chains that a worker used last, as a gateway or a peer gets them."""
+    state = unpack(httpx.get(f"{worker.url}/state", timeout=COPY_S).content, WorkerState)
+    wanted = ChainsWanted(state.member.epoch, state.member.layout, POOL_BLOCKS)
+    return unpack(httpx.post(f"{worker.url}/chains", content=pack(wanted), timeout=COPY_S).content, Handover)
+
+
+def lacking(source: Worker, target: Worker) -> tuple[Handover, int]:
+    """Return the offered chains that the target lacks, and the number of their missing blocks."""
+    offer, held = offered(source), {each for chain in offered(target).chains for each in chain.block_hashes()}
+    chains = [chain for chain in offer.chains if not held.issuperset(chain.block_hashes())]
+    num_blocks = len({each for chain in chains for each in chain.block_hashes()} - held)
+    return Handover(offer.url, offer.epoch, offer.layout, tuple(chains)), num_blocks
+
+
+def copy_chains(offer: Handover, target: Worker) -> int:
+    """Ask a worker for a peer's chains, as a gateway does. Return the blocks that it took; 0 if it has died."""
     try:
-        state = unpack(httpx.get(f"{source.url}/state", timeout=COPY_S).content, WorkerState)
-        wanted = ChainsWanted(state.member.epoch, state.member.layout, POOL_BLOCKS)
-        offer = unpack(httpx.post(f"{source.url}/chains", content=pack(wanted), timeout=COPY_S).content, Handover)
-        if not offer.chains:
-            return 0
-        body = pack(Handover(offer.url, offer.epoch, offer.layout, (rng.choice(offer.chains),)))
-        answer = httpx.post(f"{target.url}/adopt", content=body, timeout=COPY_S)
+        answer = httpx.post(f"{target.url}/adopt", content=pack(offer), timeout=COPY_S)
         return unpack(answer.content, dict[str, int]).get("adopted_blocks", 0)
     except (httpx.HTTPError, WireError):
         return 0
 
 
 async def test_a_hundred_kills_in_copies(tmp_path: Path, model: Path, rng: random.Random) -> None:
-    """The worker that gives dies, or the one that takes, while others answer requests."""
-    args = ["--dtype", "float32", "--deterministic", "--num-blocks", str(POOL_BLOCKS)]
-    parts = Topology(num_workers=3, worker_args=args, additions=Additions(step_s=0.02, serve_s=0.002))
+    """The worker that gives dies, or the one that takes, while others answer requests.
+
+    A worker starts empty, and a copy is of blocks that it lacks. So a copy takes at least `SERVE_S` for each of them.
+    """
+    args = ["--dtype", "float32", "--deterministic", "--num-blocks", str(POOL_BLOCKS), "--warm-start-s", "0"]
+    parts = Topology(num_workers=3, worker_args=args, additions=Additions(step_s=0.02, serve_s=SERVE_S))
     num_cut, num_blocks = 0, 0
     with Cluster(tmp_path / "fleet", model, parts) as cluster:
         asked = bodies(rng)
@@ -183,9 +197,10 @@ async def test_a_hundred_kills_in_copies(tmp_path: Path, model: Path, rng: rando
         tasks = [asyncio.create_task(clients.run(rng.random())) for _ in range(NUM_CLIENTS // 2)]
         try:
             for number in range(NUM_KILLS):
-                pair = rng.sample(cluster.workers, 2)
-                copy = asyncio.create_task(asyncio.to_thread(copy_chain, *pair, rng))
-                await asyncio.sleep(rng.uniform(0.0, 1.5))
+                source, target = pair = rng.sample(cluster.workers, 2)
+                offer, num_lacking = await asyncio.to_thread(lacking, source, target)
+                copy = asyncio.create_task(asyncio.to_thread(copy_chains, offer, target))
+                await asyncio.sleep(rng.uniform(0.0, 1.5) * num_lacking * SERVE_S)
                 num_cut += not copy.done()
                 victim = rng.choice(pair)
                 await asyncio.to_thread(victim.kill)
