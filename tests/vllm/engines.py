@@ -182,7 +182,9 @@ class Engine(Part):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                # No session of its own: Linux schedules each session as a group, and niceness counts within one.
+                # Two processes of an engine yield in a loop, and as a group they keep others waiting for seconds.
+                process_group=0,
             )
         self.pid = self._process.pid
 
@@ -204,7 +206,7 @@ class Engine(Part):
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if self.pid and os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                if self.pid and os.getpgid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 

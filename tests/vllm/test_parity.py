@@ -34,6 +34,8 @@ ABORT_S: Final = 1.0
 NUM_TOKENS: Final = 3000
 NUM_BEFORE_KILL: Final = 6
 """The number of events."""
+LOST: Final = "headstart_workers_lost_total"
+RESUMED: Final = "headstart_resumed_total"
 HI: Final = [{"role": "user", "content": "Hi"}]
 LONG: Final = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
 PLAIN: Final = {"prompt": "Once"} | LONG
@@ -191,6 +193,7 @@ def test_a_worker_lost_in_a_stream(horizon_fleet: VllmFleet, kind: str) -> None:
     num_before = 1 if kind == "call" else NUM_BEFORE_KILL  # a call is one event, when it is whole
     undisturbed = post(fleet, kind, stream=True)
     url, headers = fleet.text_gateway.url, fleet.headers("red")
+    before = fleet.text_gateway.metrics()
     lines: list[str] = []
     adapter = None
     with httpx.stream(
@@ -202,8 +205,12 @@ def test_a_worker_lost_in_a_stream(horizon_fleet: VllmFleet, kind: str) -> None:
                 adapter = fleet.adapter_of(answer)
                 adapter.kill()
     assert adapter is not None
+    after = fleet.text_gateway.metrics()
     adapter.start()
     fleet.wait_ready()
+    num_lost, num_resumed = (int(after[name] - before[name]) for name in (LOST, RESUMED))
+    assert num_lost == 1, "the stream was over before the kill"
+    assert num_resumed == (kind == "plain")
     lost = httpx.Response(200, headers=answer.headers, text="\n".join(lines))
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     if kind == "plain":
