@@ -30,7 +30,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
-    """An engine of two ranks with a key and events as maps, and one with events as arrays.
+    """An engine of two ranks with a key, and one of one rank without.
 
     Three API keys: of one tenant, of another, and of the first for only one LoRA adapter.
     """
@@ -44,8 +44,8 @@ def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (folder / "keys.toml").write_text("\n".join(entries))
     fleet = EngineFleet(folder, "--api-keys", str(folder / "keys.toml"))
     fleet.headers = bearer(KEY)
-    fleet.add_engine("maps", tiny_model, "--api-key", "sk-secret", "--token-s", "0.003", *LORAS, num_ranks=2)
-    fleet.add_engine("arrays", tiny_model, "--layout", "arrays", "--token-s", "0.003", *LORAS)
+    fleet.add_engine("ranks", tiny_model, "--api-key", "sk-secret", "--token-s", "0.003", *LORAS, num_ranks=2)
+    fleet.add_engine("single", tiny_model, "--token-s", "0.003", *LORAS)
     with fleet:
         yield fleet
 

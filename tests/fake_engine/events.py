@@ -19,7 +19,7 @@ BUFFERED_BATCHES = 10_000
 class Events:
     """The publisher of one rank, with vLLM's replay."""
 
-    def __init__(self, endpoint: str, replay: str | None, topic: str, rank: int, layout: str) -> None:
+    def __init__(self, endpoint: str, replay: str | None, topic: str, rank: int) -> None:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
@@ -32,7 +32,7 @@ class Events:
             self._replay = self._context.socket(zmq.ROUTER)
             self._replay.bind(replay)
         self.endpoint, self.replay, self.topic = endpoint, replay, topic
-        self._rank, self._layout = rank, layout
+        self._rank = rank
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=BUFFERED_BATCHES)
         self._queue: deque[bytes] = deque()
         self._wake = threading.Condition()
@@ -52,8 +52,6 @@ class Events:
     def publish(self, events: list[dict[str, Any]]) -> None:
         if not events:
             return
-        if self._layout == "arrays":
-            events = [_as_array(event) for event in events]  # type: ignore[misc]
         self.send(msgpack.packb([time.time(), events, self._rank]))
 
     def send(self, payload: bytes) -> None:
@@ -69,7 +67,8 @@ class Events:
                 client, _, start = self._replay.recv_multipart()
                 for seq, payload in self._buffer:
                     if seq >= int.from_bytes(start, "big"):
-                        self._replay.send_multipart((client, b"", *self._frames(seq, payload)))
+                        frames = (self.topic.encode(), seq.to_bytes(8, "big"), payload)
+                        self._replay.send_multipart((client, b"", *frames))
                 self._replay.send_multipart((client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""))
             with self._wake:
                 if not self._queue:
@@ -81,16 +80,3 @@ class Events:
                 self._pub.send_multipart((self.topic.encode(), number.to_bytes(8, "big"), payload))
             self._buffer.append((number, payload))
             number += 1
-
-    def _frames(self, seq: int, payload: bytes) -> tuple[bytes, ...]:
-        frames = (seq.to_bytes(8, "big"), payload)
-        return frames if self._layout == "arrays" else (self.topic.encode(), *frames)
-
-
-def _as_array(event: dict[str, Any]) -> list[Any]:
-    """The layout of vLLM before 2026."""
-    kind = event["type"]
-    if kind == "BlockStored":
-        names = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
-        return [kind, *(event.get(name) for name in names), event.get("extra_keys")]
-    return [kind, *([event["block_hashes"], event.get("medium")] if kind == "BlockRemoved" else [])]

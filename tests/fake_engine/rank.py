@@ -28,7 +28,7 @@ class Rank:
         self.events: Events | None = None
         if args.events:
             endpoint, replay = _of_rank(args.events, number), args.replay and _of_rank(args.replay, number)
-            self.events = Events(endpoint, replay, args.topic, number, args.layout)
+            self.events = Events(endpoint, replay, args.topic, number)
         self.pending_clear = False
 
     def publish(self, events: list[dict[str, Any]]) -> None:
@@ -134,7 +134,7 @@ class Rank:
             "lora_id": None,
             "medium": "GPU",
             "lora_name": lora,
-            "extra_keys": keys if self.args.layout == "maps" or salt else None,
+            "extra_keys": keys,
             "group_idx": 0,
         }
         gone = [{"type": "BlockRemoved", "block_hashes": removed, "medium": "GPU", "group_idx": 0}] if removed else []

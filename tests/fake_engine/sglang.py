@@ -38,7 +38,7 @@ class FakeSglang:
         self.locked: list[list[int]] = []
         """The pages of running requests."""
         self.bodies: list[dict[str, Any]] = []
-        self.events = Events(args.events, args.replay, "", 0, "maps") if args.events else None
+        self.events = Events(args.events, args.replay, "", 0) if args.events else None
         self.app = Starlette(
             routes=[
                 Route("/health", self.health),

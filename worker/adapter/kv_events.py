@@ -1,12 +1,10 @@
 """Cache events as vLLM and SGLang publish them: one msgpack batch a scheduler step.
 
-    [ts, [event, ...], rank]     vLLM gives its data-parallel rank, SGLang may give none
-                                 (some vLLM of 2026 send a map of the three)
-    event: {"type": "BlockStored", "block_hashes": [...], ...}      vLLM since 2026, SGLang since 0.5.20
-           ["BlockStored", [...], parent, token_ids, ...]           older vLLM
+    [ts, [event, ...], rank]     some vLLM of 2026 send a map of the three; the rank is known already
+    event: {"type": "BlockStored", "block_hashes": [...], ...}
 
 Fields with defaults may be missing, and unknown fields are skipped: so is `session_id`, which both engines give for
-attribution only. Any request finds the blocks of a session's requests. The types below are for both layouts.
+attribution only. Any request finds the blocks of a session's requests.
 Sources: vllm/distributed/kv_events.py, sglang/srt/disaggregation/kv_events.py.
 """
 
@@ -14,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from msgspec import DecodeError, Meta, Struct, ValidationError, field
+from msgspec import DecodeError, Meta, Struct, ValidationError
 from msgspec.msgpack import Decoder
 from msgspec.structs import asdict
 
@@ -29,15 +27,14 @@ class EventError(ValueError):
     """The bytes are not a batch of events."""
 
 
-class _Stored(Struct, frozen=True):
-    """The fields of a store in every layout."""
+class BlockStored(Struct, frozen=True, tag=True):
+    """A run of full blocks became findable after `parent_block_hash`. Each copy of a block is stored."""
 
     block_hashes: tuple[EngineHash, ...]
     parent_block_hash: EngineHash | None = None
     token_ids: tuple[_TokenId, ...] = ()
     """`block_size` tokens of each block, in order."""
     block_size: Annotated[int, Meta(ge=1)] = 1
-    lora_id: int | None = None
     medium: str | None = None
     """Where the blocks are stored; None means the GPU."""
     lora_name: str | None = None
@@ -47,11 +44,6 @@ class _Stored(Struct, frozen=True):
     """The KV group, for models whose layers differ in their attention."""
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
-
-
-class BlockStored(_Stored, frozen=True, tag=True):
-    """A run of full blocks became findable after `parent_block_hash`. Each copy of a block is stored."""
-
     cache_salt: str | None = None
     """The salt of all these blocks (SGLang)."""
     is_bigram: bool = False
@@ -72,22 +64,6 @@ class AllBlocksCleared(Struct, frozen=True, tag=True):
     """The engine's whole cache was reset."""
 
 
-class _StoredArray(_Stored, frozen=True, tag="BlockStored", array_like=True):
-    pass
-
-
-class _RemovedArray(Struct, frozen=True, tag="BlockRemoved", array_like=True):
-    """Not a BlockRemoved: the rest of the array differs between versions."""
-
-    block_hashes: tuple[EngineHash, ...]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _ClearedArray(AllBlocksCleared, frozen=True, tag="AllBlocksCleared", array_like=True):
-    pass
-
-
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -97,23 +73,6 @@ class EventBatch(Struct, frozen=True, array_like=True):
     ts: float
     """The engine's wall clock."""
     events: tuple[Event, ...]
-    rank: int | None = None
-
-
-class _ArrayEventBatch(Struct, array_like=True):
-    ts: float
-    array_events: tuple[_StoredArray | _RemovedArray | _ClearedArray, ...]
-    rank: int | None = None
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        return tuple(map(_of_array, self.array_events))
-
-
-def _of_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
-    if isinstance(event, _RemovedArray):
-        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
-    return event if isinstance(event, AllBlocksCleared) else BlockStored(**asdict(event))
 
 
 class _StoredPairs(Struct, tag="BlockStored"):
@@ -129,7 +88,6 @@ class _StoredPairs(Struct, tag="BlockStored"):
 class _PairsBatch(Struct, array_like=True):
     ts: float
     pair_events: tuple[_StoredPairs | BlockRemoved | AllBlocksCleared, ...]
-    rank: int | None = None
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -144,10 +102,9 @@ class _PairsBatch(Struct, array_like=True):
 class _MapBatch(Struct):
     ts: float
     events: tuple[Event, ...]
-    rank: int | None = field(default=None, name="data_parallel_rank")
 
 
-_DECODERS: Final = (Decoder(EventBatch), Decoder(_ArrayEventBatch), Decoder(_MapBatch), Decoder(_PairsBatch))
+_DECODERS: Final = (Decoder(EventBatch), Decoder(_MapBatch), Decoder(_PairsBatch))
 
 
 def decode_batch(payload: bytes) -> EventBatch:
@@ -160,7 +117,7 @@ def decode_batch(payload: bytes) -> EventBatch:
             except ValidationError as mismatch:
                 mismatches.append(str(mismatch))
             else:
-                return batch if isinstance(batch, EventBatch) else EventBatch(batch.ts, batch.events, batch.rank)
+                return batch if isinstance(batch, EventBatch) else EventBatch(batch.ts, batch.events)
     except (DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise EventError(f"no batch of events: {error}") from None
     raise EventError(f"no batch of events: {'; or '.join(mismatches)}")

@@ -37,7 +37,7 @@ def batch(*events: Any, rank: tuple[Any, ...] = (0,)) -> EventBatch:
 
 def test_vllm_sends_maps() -> None:
     decoded = batch(CAPTURED)
-    assert (decoded.ts, decoded.rank) == (1795317799.93, 0)
+    assert decoded.ts == 1795317799.93
     (stored,) = decoded.events
     assert stored == BlockStored(
         block_hashes=tuple(HASHES),
@@ -48,17 +48,6 @@ def test_vllm_sends_maps() -> None:
         group_idx=0,
         kv_cache_spec_kind="full_attention",
     )
-
-
-def test_old_vllm_sends_arrays() -> None:
-    values = [value for name, value in CAPTURED.items() if name != "type"]
-    (from_maps,) = batch(CAPTURED).events
-    (stored,) = batch(["BlockStored", *values]).events
-    assert isinstance(stored, BlockStored)
-    assert all(getattr(stored, name) == getattr(from_maps, name) for name in BlockStored.__struct_fields__)
-    assert (stored.cache_salt, stored.is_bigram) == (None, False)
-    (longer,) = batch(["BlockStored", *values, None, "LOCAL", None, "session"]).events
-    assert longer == stored
 
 
 def sglang_batch(*events: radix.CacheEvent) -> EventBatch:
@@ -73,7 +62,7 @@ def test_sglang_sends_maps_with_the_salt(session: str | None) -> None:
     cache.reset()
     decoded = sglang_batch(*cache.take_events())
     stored, removed, cleared = decoded.events
-    assert (decoded.ts, decoded.rank) == (1.5, 3)
+    assert decoded.ts == 1.5
     assert isinstance(stored, BlockStored)
     assert (stored.token_ids, stored.block_size, stored.lora_name) == ((5, 6, 7, 8), 2, "pirate")
     assert (stored.cache_salt, stored.is_bigram, stored.extra_keys) == (SALT, False, None)
@@ -96,16 +85,15 @@ def test_sglang_with_eagle_sends_pairs() -> None:
 
 def test_a_batch_may_be_a_map() -> None:
     packed = msgpack.packb({"ts": 1.0, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3})
-    assert decode_batch(packed) == EventBatch(1.0, (AllBlocksCleared(),), 3)
+    assert decode_batch(packed) == EventBatch(1.0, (AllBlocksCleared(),))
 
 
 @pytest.mark.parametrize("key", [7, 2**64 - 1, -(2**63), b"\x01" * 32])
 def test_hashes_are_numbers_or_bytes(key: int | bytes) -> None:
     removed = batch({"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU", "group_idx": 0})
     assert removed.events == (BlockRemoved((key,), "GPU", 0),)
-    (stored,) = batch(["BlockStored", [key], key, [5], 1]).events
-    assert isinstance(stored, BlockStored)
-    assert (stored.block_hashes, stored.parent_block_hash) == ((key,), key)
+    stored = batch({"type": "BlockStored", "block_hashes": [key], "parent_block_hash": key, "token_ids": [5]})
+    assert stored.events == (BlockStored((key,), key, (5,)),)
 
 
 def test_fields_may_be_missing_or_unknown() -> None:
@@ -115,12 +103,8 @@ def test_fields_may_be_missing_or_unknown() -> None:
         {"type": "AllBlocksCleared", "why": None},
         rank=(1, "later", {}),
     )
-    assert decoded.rank == 1
     assert decoded.events == (BlockRemoved((1,)), BlockStored((2,), None, (3,), 1), AllBlocksCleared())
-    arrays = batch(["BlockRemoved", [1]], ["BlockRemoved", [1], "CPU", 0, "new"], ["AllBlocksCleared"], rank=())
-    kinds = (BlockRemoved, BlockRemoved, AllBlocksCleared)
-    assert all(isinstance(event, kind) for event, kind in zip(arrays.events, kinds, strict=True))
-    assert arrays.rank is None
+    assert batch(rank=()).events == ()
 
 
 @pytest.mark.parametrize(
@@ -133,8 +117,7 @@ def test_fields_may_be_missing_or_unknown() -> None:
         {"type": "BlockStored", "block_hashes": [1], "token_ids": [2**32], "block_size": 1},
         {"type": "BlockStored", "block_hashes": [1], "token_ids": [], "block_size": 0},
         {"type": "BlockStored", "block_hashes": [1], "extra_keys": "salt"},
-        ["BlockMoved", [1]],
-        ["BlockStored"],
+        ["BlockStored", [1], None, [5], 1],
         [],
         None,
         7,

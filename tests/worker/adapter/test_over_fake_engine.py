@@ -20,9 +20,9 @@ PROMPT = range(100, 300)
 """Six blocks of the engine's 32."""
 
 
-@pytest.fixture(params=["maps", "arrays"])
-async def engine(request: pytest.FixtureRequest, engine_folder: Path) -> AsyncIterator[tuple[FakeEngine, str]]:
-    async with fake_engine(engine_folder, "--layout", request.param, "--lora", "pirate", "--token-s", "0") as started:
+@pytest.fixture
+async def engine(engine_folder: Path) -> AsyncIterator[tuple[FakeEngine, str]]:
+    async with fake_engine(engine_folder, "--lora", "pirate", "--token-s", "0") as started:
         yield started
 
 
