@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 import zmq
 
+from worker.adapter.api import EventSource
 from worker.adapter.subscriber import engine_binds
 
 BUFFERED_BATCHES = 10_000
@@ -23,7 +24,7 @@ class Events:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
-        if engine_binds(endpoint):
+        if engine_binds(EventSource(endpoint, None)):
             self._pub.bind(endpoint)
         else:
             self._pub.connect(endpoint)

@@ -171,11 +171,8 @@ class _Listener:
         self.blocks = EngineBlocks(config.block_size, max_names=MAX_NAMES)
         self._beginnings: list[tuple[int, ...]] = []
         self._subscriber = EventSubscriber(
-            source.endpoint,
-            source.replay_endpoint,
-            source.topic,
+            source,
             exposed=config.events_exposed,
-            binds=source.binds,
             on_batch=self._on_batch,
             on_gap=self.blocks.forget_held,
             on_restart=self.blocks.clear,
@@ -263,7 +260,7 @@ def _advice_for_silence(source: EventSource, advertised: EventSource | None) -> 
         return f"the engine publishes to {advertised.endpoint}: leave out --events, or name that"
     if advertised is not None and source.topic != advertised.topic:
         return f"the engine's topic is {advertised.topic!r}: leave out --events, or give --events-topic"
-    if engine_binds(source.endpoint, source.binds):
+    if engine_binds(source):
         return "no engine publishes there: run the adapter where this endpoint is the engine's"
     return (
         "vLLM connects to an endpoint without *, and waits there for a listener: run the adapter on the engine's "

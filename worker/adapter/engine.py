@@ -76,11 +76,8 @@ class AdapterEngine:
         self._subscriber: EventSubscriber | None = None
         if source is not None:
             self._subscriber = EventSubscriber(
-                source.endpoint,
-                source.replay_endpoint,
-                source.topic,
+                source,
                 exposed=events_exposed,
-                binds=source.binds,
                 on_batch=self._on_batch,
                 on_gap=self._on_gap,
                 on_restart=self._on_restart,

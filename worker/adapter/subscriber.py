@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
+from worker.adapter.api import EventSource
 from worker.adapter.kv_events import EventBatch, EventError, decode_batch
 
 _NUMBER_BYTES: Final = 8
@@ -31,13 +32,11 @@ _MAX_QUEUED: Final = 100_000
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
-def engine_binds(endpoint: str, binds: bool | None = None) -> bool:
-    """Return whether an engine binds this endpoint: `binds`, or else by its form.
-
-    It connects to any other endpoint, which the reader binds.
-    """
-    if binds is not None:
-        return binds
+def engine_binds(source: EventSource) -> bool:
+    """Return whether an engine binds its endpoint. It connects to any other endpoint, which the reader binds."""
+    if source.binds is not None:
+        return source.binds
+    endpoint = source.endpoint
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
@@ -67,12 +66,9 @@ class EventSubscriber:
 
     def __init__(
         self,
-        endpoint: str,
-        replay_endpoint: str | None,
-        topic: str,
+        source: EventSource,
         *,
         exposed: bool,
-        binds: bool | None = None,
         on_batch: Callable[[EventBatch], object],
         on_gap: Callable[[], object],
         on_restart: Callable[[], object],
@@ -81,22 +77,18 @@ class EventSubscriber:
         replay_timeout_s: float = 1.0,
         silent_s: float = 5.0,
     ) -> None:
-        """`endpoint` and `topic` are the engine's; this side connects if the engine binds, and binds otherwise.
-
-        `binds`: whether the engine does; None: by the form of the endpoint.
+        """This side connects to the endpoint of `source` if the engine binds it, and binds it otherwise.
 
         `on_gap`: batches before the next `on_batch` are lost permanently. `on_restart`: the engine has restarted with
         an empty cache. `count(event)` feeds the metrics: batch, duplicate, bad, gap, restart, replay, unanswered.
         `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless `exposed`.
         """
-        for each in (endpoint, replay_endpoint):
+        for each in (source.endpoint, source.replay_endpoint):
             if each:
                 check_endpoint(each, exposed=exposed)
         self.num_batches = 0
-        self._endpoint = endpoint
-        self._engine_binds = engine_binds(endpoint, binds)
-        self._replay_endpoint = replay_endpoint or None
-        self._topic = topic.encode()
+        self._source = source
+        self._topic = source.topic.encode()
         self._on_batch = on_batch
         self._on_gap = on_gap
         self._on_restart = on_restart
@@ -136,13 +128,13 @@ class EventSubscriber:
         live.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         live.setsockopt(zmq.SUBSCRIBE, self._topic)
         try:
-            if self._engine_binds:
-                live.connect(self._endpoint.replace("*", "127.0.0.1"))
+            if engine_binds(self._source):
+                live.connect(self._source.endpoint.replace("*", "127.0.0.1"))
             else:
-                live.bind(self._endpoint.replace("localhost", "127.0.0.1"))
+                live.bind(self._source.endpoint.replace("localhost", "127.0.0.1"))
         except zmq.ZMQError as error:
             self._close_sockets()
-            raise OSError(error.errno, f"{self._endpoint}: {error.strerror}") from None
+            raise OSError(error.errno, f"{self._source.endpoint}: {error.strerror}") from None
 
     async def catch_up(self) -> None:
         """Deliver what the engine still has. Call it before `run`; it gives up when the engine does not answer."""
@@ -275,7 +267,7 @@ class EventSubscriber:
 
     async def _fetch(self) -> None:
         """Deliver the batches that the engine still has after the last one. Detect a restart."""
-        if self._replay_endpoint is None:
+        if not self._source.replay_endpoint:
             return
         self._count("replay")
         if self._replay is None:
@@ -285,7 +277,7 @@ class EventSubscriber:
             self._replay.setsockopt(zmq.LINGER, 0)
             self._replay.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
             self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._replay.connect(self._replay_endpoint.replace("*", "127.0.0.1"))
+            self._replay.connect(self._source.replay_endpoint.replace("*", "127.0.0.1"))
         expected = None if self._last_payload is None else self._next - 1
         first = expected or 0
         next_before = self._next

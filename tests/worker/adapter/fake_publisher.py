@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 import msgpack
 import zmq
 
+from worker.adapter.api import EventSource
 from worker.adapter.subscriber import engine_binds
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -45,7 +46,7 @@ class FakePublisher:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._subscribed = False
-        if engine_binds(endpoint):
+        if engine_binds(EventSource(endpoint, None)):
             self._pub.bind(endpoint)
         else:
             self._pub.connect(endpoint)

@@ -15,6 +15,7 @@ import zmq
 
 from tests.waiting import until
 from tests.worker.adapter.fake_publisher import FakePublisher
+from worker.adapter.api import EventSource
 from worker.adapter.kv_events import EventBatch
 from worker.adapter.subscriber import EventSubscriber, check_endpoint, engine_binds
 
@@ -66,9 +67,7 @@ async def following(
     endpoint: str, replay: str | None, log: Log, *, topic: str = "kv", **settings: Any
 ) -> AsyncIterator[EventSubscriber]:
     subscriber = EventSubscriber(
-        endpoint,
-        replay,
-        topic,
+        EventSource(endpoint, replay, topic),
         exposed=False,
         on_batch=log.on_batch,
         on_gap=log.on_gap,
@@ -305,7 +304,7 @@ async def test_a_number_from_nowhere_is_a_gap_and_then_a_restart(endpoint: str, 
     ],
 )
 def test_which_side_binds_is_as_vllm_decides(endpoint: str, binds: bool) -> None:
-    assert engine_binds(endpoint) is binds
+    assert engine_binds(EventSource(endpoint, None)) is binds
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.1.2.3:5557", "tcp://host:5557"])
