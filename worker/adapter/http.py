@@ -160,7 +160,11 @@ class EngineServer:
         return status == 200
 
     async def tokenize(self, text: str) -> list[int]:
-        answer = await self.json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        return await self.token_ids({"prompt": text, "add_special_tokens": False})
+
+    async def token_ids(self, body: object, timeout_s: float = CALL_TIMEOUT_S) -> list[int]:
+        """Return the ids that `/tokenize` gives for a body."""
+        answer = await self.json("POST", "/tokenize", body, timeout_s)
         with understood("/tokenize"):
             return [int(token_id) for token_id in answer["tokens"]]
 

@@ -122,9 +122,7 @@ class SglangApi(EngineServer):
             )
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        answer = await self.json("POST", "/tokenize", {"messages": messages})
-        with understood("/tokenize"):
-            return [int(token_id) for token_id in answer["tokens"]]
+        return await self.token_ids({"messages": messages})
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None

@@ -39,9 +39,8 @@ class SglangTexts:
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a chat. Raises EngineLostError, EngineRefusedError."""
         body = _body_of(call)
-        answer = await self._server.json("POST", "/tokenize", body, _RENDER_TIMEOUT_S)
+        token_ids = tuple(await self._server.token_ids(body, _RENDER_TIMEOUT_S))
         with understood("/tokenize"):
-            token_ids = tuple([int(token_id) for token_id in answer["tokens"]])
             asked = [msgspec.json.decode(body[name]) for name in LENGTHS[CHAT] if name in body]
             longest = (await self._server.model()).max_model_len - len(token_ids)
             max_tokens = next((int(length) for length in asked if length is not None), longest)

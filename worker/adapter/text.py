@@ -52,7 +52,9 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
+    """The counts at the end of an answer, of any API."""
+
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
@@ -63,12 +65,12 @@ class _Usage(msgspec.Struct):
 
 
 class _Response(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Answer(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
-    usage: _Usage | None = None
+    usage: Usage | None = None
     response: _Response | None = None
     error: Any = None
 

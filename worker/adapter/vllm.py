@@ -22,7 +22,7 @@ from worker.adapter.api import (
     stream_error,
 )
 from worker.adapter.http import MAX_ANSWER_BYTES, EngineServer, understood
-from worker.adapter.text import TextCalls
+from worker.adapter.text import TextCalls, Usage
 from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams, TokenLogprobs
 
 TOKEN_API: Final = "/inference/v1/generate"
@@ -69,17 +69,9 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-
-
 class _Event(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -136,9 +128,7 @@ class VllmApi(EngineServer):
         return parse_load(body, self._rank)
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        answer = await self.json("POST", "/tokenize", {"messages": messages, "add_generation_prompt": True})
-        with understood("/tokenize"):
-            return [int(token_id) for token_id in answer["tokens"]]
+        return await self.token_ids({"messages": messages, "add_generation_prompt": True})
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Render a request without parameters. Only a chat has the model's own limit of an answer."""
@@ -200,8 +190,8 @@ class VllmApi(EngineServer):
                 raise stream_error(event.error)
             for answer in event.choices:
                 yield _chunk(answer, num_logprobs)
-            if event.usage is not None and event.usage.prompt_tokens_details is not None:
-                yield Chunk(num_cached_tokens=event.usage.prompt_tokens_details.cached_tokens)
+            if event.usage is not None:
+                yield Chunk(num_cached_tokens=event.usage.num_cached_tokens())
 
     async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
         num_top = request.sampling.prompt_logprobs or 0
