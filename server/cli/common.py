@@ -108,24 +108,15 @@ async def fetch_json(
         raise ValueError("its answer is nested too deep") from None
 
 
-async def ask_ops_port(
-    base: str,
-    path: str,
-    *,
-    option: str,
-    status: int = 1,
-    key: str | None = None,
-    ca_file: Path | None = None,
-    **request: Any,
-) -> dict[str, Any]:
-    """Return the answer of a gateway's ops port. Raises CommandError, with `status` and the name of the `option`."""
+async def ask_ops_port(args: argparse.Namespace, path: str, *, status: int = 1, **request: Any) -> dict[str, Any]:
+    """Return the answer of the gateway's ops port at --ops. Raises CommandError, with `status`."""
+    key, url = args.ops_key_file, args.ops.rstrip("/") + path
     headers = {"content-type": "application/json", **({} if key is None else {"authorization": f"Bearer {key}"})}
-    url, tls = base.rstrip("/") + path, ssl.create_default_context(cafile=ca_file)
+    tls = ssl.create_default_context(cafile=args.ops_ca_file)
     try:
         code, answer = await fetch_json(url, tls=tls, headers=headers, **request)
     except (OSError, ValueError) as error:
-        problem = f"no gateway's ops port at {base}: {error}; give {option} URL"
-        raise CommandError(problem, status) from None
+        raise CommandError(f"no gateway's ops port at {args.ops}: {error}; give --ops URL", status) from None
     match answer:
         case {"error": {"message": message}}:
             raise CommandError(f"{url} answered {code}: {message}", status)

@@ -63,13 +63,14 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         case "purge", None:
             raise ValueError("name the worker: headstart index purge WORKER")
         case "purge", worker:
-            return await _ask_gateway(args, "POST", f"/workers/{worker}/purge")
+            return await ask_ops_port(args, f"/workers/{worker}/purge", timeout_s=TIMEOUT_S, method="POST")
         case _, str(worker):
             raise ValueError(f"only `purge` takes a worker, got {worker!r}")
         case "prefixes", _:
             model = {} if args.model is None else {"model": args.model}
-            return await _ask_gateway(args, "GET", "/prefixes", {"limit": str(args.limit), **model})
-    answer = await (_read_redis(args) if args.redis is not None else _ask_gateway(args, "GET", "/index"))
+            query = {"limit": str(args.limit), **model}
+            return await ask_ops_port(args, "/prefixes", timeout_s=TIMEOUT_S, params=query)
+    answer = await (_read_redis(args) if args.redis is not None else ask_ops_port(args, "/index", timeout_s=TIMEOUT_S))
     workers = [worker for worker in answer["workers"] if args.model in (None, worker["model"])]
     return {**answer, "workers": sorted(workers, key=lambda worker: (worker["model"], worker["worker_id"]))}
 
@@ -95,21 +96,6 @@ async def _read_redis(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def _ask_gateway(
-    args: argparse.Namespace, method: str, path: str, query: dict[str, str] | None = None
-) -> dict[str, Any]:
-    return await ask_ops_port(
-        args.ops,
-        path,
-        option="--ops",
-        key=args.ops_key_file,
-        ca_file=args.ops_ca_file,
-        timeout_s=TIMEOUT_S,
-        method=method,
-        params=query,
-    )
 
 
 def _worker_cells(worker: dict[str, Any]) -> list[str]:

