@@ -129,11 +129,6 @@ class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
         num_tokens = max(self._num_tokens, self._max_model_len + 1)
         return f"prompt is too long: {num_tokens} tokens > {self._max_model_len} maximum"
 
-    def for_responses(self) -> ApiError:
-        """Return the error with the sentence that OpenAI has in /v1/responses."""
-        sentence = "Your input exceeds the context window of this model. Please adjust your input and try again."
-        return InvalidRequestError(sentence, param=self.param, code=self.code)
-
 
 class AuthenticationError(
     ApiError, status=401, type=_REQUEST_ERROR, code="invalid_api_key", header="www-authenticate: Bearer"
@@ -251,8 +246,11 @@ def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
 
 
 def responses_error(error: ApiError) -> ApiError:
-    """Return an error in the words of /v1/responses."""
-    return error.for_responses() if isinstance(error, ContextLengthError) else error
+    """Return an error in the words of /v1/responses: OpenAI has its own sentence there for too long a prompt."""
+    if not isinstance(error, ContextLengthError):
+        return error
+    sentence = "Your input exceeds the context window of this model. Please adjust your input and try again."
+    return InvalidRequestError(sentence, param=error.param, code=error.code)
 
 
 def is_under(path: str, route: str) -> bool:
