@@ -77,7 +77,6 @@ async def prepare_completion(
     shared = GenerationSpec(
         request_id=id_,
         model=model,
-        prompt_ids=(),
         root=model.root(request_salt(identity, request.cache_salt)),
         seeds=params.choice_seeds(request.seed, num_sampled),
         sampling=sampling,

@@ -21,9 +21,8 @@ from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import EMBEDDING, EmbeddingRequest
-from server.text.detokenizer import TextRules
 from server.text.tokenizer import TooManyTokensError
-from worker.wire import Embed, SamplingParams
+from worker.wire import Embed
 
 MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
@@ -51,13 +50,8 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
     shared = GenerationSpec(
         request_id=response_id("embd-"),
         model=model,
-        prompt_ids=(),
         root=model.root(request_salt(identity, request.cache_salt)),
-        seeds=(0,),
-        sampling=SamplingParams(max_tokens=0),
-        rules=TextRules(),
         prompt_param="input",
-        grammar_param="",
         priority=allowed_priority(identity, request.priority),
         tenant=identity.tag,
         weight=identity.key.weight,

@@ -29,7 +29,7 @@ from server.api.engine_prompts import EnginePrompts
 from server.api.formatting import ResponseFormatter, encode_json, response_id
 from server.api.images import ImageRules
 from server.api.params import choice_seeds
-from server.api.pooling import ENGINE_PATHS, prepared_pooling
+from server.api.pooling import ENGINE_PATHS, head_of, prepared_pooling
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import (
     MESSAGES_PATH,
@@ -51,7 +51,6 @@ from server.request.engine_ask import EngineAsk
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
-from server.text.detokenizer import TextRules
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
@@ -78,10 +77,6 @@ _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-class _Head(Struct):
-    model: str = ""
-
-
 class _Options(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -102,7 +97,6 @@ class _Known(Struct):
     user: str | None = None
 
 
-_head_of: Final = msgspec.json.Decoder(_Head).decode
 _known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
 
 
@@ -139,7 +133,7 @@ class EngineTexts:
             return None
         with trace_stage("validate"):
             limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
-            head = await read_json(body, _head_of, lambda: self._image_rules.widened(limit()))
+            head = await read_json(body, head_of, lambda: self._image_rules.widened(limit()))
             try:
                 model = self._models.allowed(head.model, identity)
             except (NotFoundError, UnavailableError):
@@ -234,7 +228,7 @@ async def _check_text(body: bytes, media: Media, limit: TextLimit) -> None:
     """Raises ContextLengthError for more text than the limit, next to the images."""
     if limit.num_bytes is not None and len(body) > limit.num_bytes:
         limit = replace(limit, num_bytes=limit.num_bytes + media.num_bytes)
-        await read_json(body, _head_of, lambda: limit)
+        await read_json(body, head_of, lambda: limit)
 
 
 def _refusal(error: WorkerRefused) -> ApiError:
@@ -304,7 +298,6 @@ def _prepared(
         root=model.root(request_salt(identity, known.cache_salt)),
         seeds=choice_seeds(0, num_choices),
         sampling=SamplingParams(max_tokens=rendered.max_tokens[0]),
-        rules=TextRules(),
         prompt_param="prompt" if call.path == COMPLETIONS_PATH else "messages",
         grammar_param="response_format",
         clamps_max_tokens=True,

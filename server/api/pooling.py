@@ -19,8 +19,7 @@ from server.models.served_model import ServedModel
 from server.request.choice import GenerationSpec
 from server.request.engine_ask import EngineAsk
 from server.schema.decoding import read_json
-from server.text.detokenizer import TextRules
-from worker.wire import POOLING_PATHS, EngineCall, SamplingParams
+from worker.wire import POOLING_PATHS, EngineCall
 
 ENGINE_PATHS: Final = {
     **{path: path for path in POOLING_PATHS},
@@ -34,7 +33,8 @@ class _Head(msgspec.Struct):
     model: str = ""
 
 
-_head_of: Final = msgspec.json.Decoder(_Head).decode
+head_of: Final = msgspec.json.Decoder(_Head).decode
+"""Reads the model's name of a body."""
 
 
 class PoolingEndpoint(GenerateEndpoint):
@@ -44,7 +44,7 @@ class PoolingEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         """Refuse the request: no engine of the model has this route."""
-        name = (await read_json(body, _head_of, self._models.batch_text_limit)).model
+        name = (await read_json(body, head_of, self._models.batch_text_limit)).model
         self._known_model(name, identity)
         raise InvalidRequestError(f"The model {name!r:.200} is not served at this route.", param="model")
 
@@ -74,13 +74,8 @@ def prepared_pooling(
     spec = GenerationSpec(
         request_id=id_,
         model=model,
-        prompt_ids=(),
         root=model.root(request_salt(identity, cache_salt)),
-        seeds=(0,),
-        sampling=SamplingParams(max_tokens=0),
-        rules=TextRules(),
         prompt_param="input",
-        grammar_param="",
         priority=allowed_priority(identity, priority),
         tenant=identity.tag,
         weight=identity.key.weight,

@@ -29,15 +29,15 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
 
     request_id: str
     model: ServedModel
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] = ()
     root: BlockHash
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = (0,)
     """One per choice."""
-    sampling: SamplingParams
-    rules: TextRules
+    sampling: SamplingParams = SamplingParams(max_tokens=0)
+    rules: TextRules = TextRules()
     prompt_param: str
     """The field that holds the prompt, named in the error when a worker refuses the prompt."""
-    grammar_param: str
+    grammar_param: str = ""
     relaxed: tuple[str, ...] = ()
     """JSON pointers to schema parts that no grammar enforces."""
     clamps_max_tokens: bool = False
