@@ -10,6 +10,7 @@ from typing import Final
 from cache.hashing import index_entry
 from cache.redis_index import schema
 from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
+from cache.redis_index.connection import WriterSettings
 from cache.redis_index.hashes import HashReader
 from cache.redis_index.registry import Registry, RegistryEntry
 from cache.redis_index.schema import Keys, RegistryError, ReplyError, Signer
@@ -32,8 +33,7 @@ class RegistryUpkeep:
         keys: Keys,
         signer: Signer,
         worker_id: WorkerId,
-        timeout_s: float,
-        dead_after_s: float,
+        settings: WriterSettings,
         count: Callable[[str], None],
     ) -> None:
         """`worker_id` is the owner's, which is never removed; `count` counts "invalid" and "stale" values."""
@@ -42,9 +42,9 @@ class RegistryUpkeep:
         self._keys = keys
         self._signer = signer
         self._own_field = worker_id.encode()
-        self._dead_after_s = dead_after_s
+        self._dead_after_s = settings.dead_after_s
         self._count = count
-        self._hashes = HashReader(client, keys, timeout_s)
+        self._hashes = HashReader(client, keys, settings.timeout_s)
 
     async def workers(self) -> list[RegistryEntry]:
         """Return the registry of the shard; empty if it cannot be read."""

@@ -68,16 +68,8 @@ class IndexWriter:
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
         self._describe(member)
         self._transactions = Transactions(self.client, settings.timeout_s, member.worker_id, count)
-        self.upkeep = RegistryUpkeep(
-            self.client,
-            self._transactions,
-            self._keys,
-            self._signer,
-            member.worker_id,
-            settings.timeout_s,
-            settings.dead_after_s,
-            count,
-        )
+        place = self._keys, self._signer, member.worker_id
+        self.upkeep = RegistryUpkeep(self.client, self._transactions, *place, settings, count)
         self._set_version = 0
         self._batch = 0
         self._set_keys: list[bytes] = []
@@ -218,10 +210,7 @@ class IndexWriter:
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _registration(self) -> list[Command]:
-        return [
-            ("HSET", self._keys.members, self.member.worker_id, self._record),
-            new_version(self._keys),
-        ]
+        return [("HSET", self._keys.members, self.member.worker_id, self._record), new_version(self._keys)]
 
     def _chunked(self, command: str, key: bytes, entries: Sequence[IndexEntry]) -> list[Command]:
         size = self._settings.chunk
