@@ -161,24 +161,10 @@ class WorkerClient(ConnectionPool):
 
     async def render(self, url: str, call: EngineCall) -> Rendered:
         """Return the prompts of a call, as the worker's engine renders them. Raises WorkerRefused or WorkerLost."""
-        try:
-            answer = await loop_time_timeout(self._render(url, pack(call)), RENDER_TIMEOUT_S)
-        except TimeoutError as error:
-            raise WorkerLost(f"{url}: it rendered no prompt within {RENDER_TIMEOUT_S:.0f} s") from error
+        answer = await self._exchange(
+            url, b"POST /render", RENDER_TIMEOUT_S, pack(call), max_bytes=MAX_BUNDLE_BYTES, may_refuse=True
+        )
         return _decoded(url, answer, Rendered)
-
-    async def _render(self, url: str, body: bytes) -> bytes:
-        connection = await self.send(url, b"POST /render", body)
-        try:
-            status = await connection.head()
-            if status != 200:
-                raise WorkerRefused(status, await _refusal(url, status, connection))
-            answer = await connection.read_all(MAX_BUNDLE_BYTES)
-        except BaseException:
-            connection.close()
-            raise
-        connection.release()
-        return answer
 
     async def act(self, url: str, action: str) -> dict[str, Any]:
         """Do an operator's action, "drain" or "purge", and return the worker's answer. Raises WorkerLost."""
@@ -205,21 +191,28 @@ class WorkerClient(ConnectionPool):
         *,
         max_bytes: int = MAX_ANSWER_BYTES,
         is_open: bool = False,
+        may_refuse: bool = False,
     ) -> bytes:
-        """Send a request and return the body of its answer. Raises WorkerLost."""
+        """Send a request and return the body of its answer. Raises WorkerLost, and WorkerRefused if it `may_refuse`."""
+        asked = self._ask(url, call, body, max_bytes, is_open=is_open, may_refuse=may_refuse)
         try:
-            return await loop_time_timeout(self._ask(url, call, body, max_bytes, is_open=is_open), timeout_s)
+            return await loop_time_timeout(asked, timeout_s)
         except TimeoutError as error:
-            raise WorkerLost(f"{url}: {type(error).__name__}: {error}") from error
+            raise WorkerLost(f"{url}: no answer within {timeout_s:g} s") from error
 
-    async def _ask(self, url: str, call: bytes, body: bytes, max_bytes: int, *, is_open: bool) -> bytes:
+    async def _ask(
+        self, url: str, call: bytes, body: bytes, max_bytes: int, *, is_open: bool, may_refuse: bool
+    ) -> bytes:
         while True:
             try:
                 connection = await self.send(url, call, body, is_open=is_open)
             except StaleConnection:
                 continue  # closed before the worker could prove itself
             try:
-                status, answer = await connection.head(), await connection.read_all(max_bytes)
+                status = await connection.head()
+                if status != 200 and may_refuse:
+                    raise WorkerRefused(status, await _refusal(url, status, connection))
+                answer = await connection.read_all(max_bytes)
             except StaleConnection:
                 continue  # closed while idle
             except BaseException:
