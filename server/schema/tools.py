@@ -89,13 +89,9 @@ class CustomFormat(Struct, kw_only=True):
         return GrammarDefinition(syntax=self.syntax, definition=self.definition)
 
 
-class OfferedTool(Struct, kw_only=True):
+class OfferedTool(FunctionDefinition, kw_only=True):
     """The fields of a function or a custom tool that are read."""
 
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     format: CustomFormat | None = None
     allowed_callers: list[str] | None = None
 
