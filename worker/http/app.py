@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import socket
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -35,7 +36,7 @@ from worker.common.proof import (
 )
 from worker.common.sockets import HostNames
 from worker.contracts.engine import EngineDeadError, RefusedError
-from worker.http.blocks import AdoptEndpoint, BlocksEndpoint, ChainsEndpoint
+from worker.http.blocks import BlocksEndpoint, adopt_chains, offer_chains
 from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
 from worker.wire import (
@@ -103,8 +104,8 @@ def make_app(
         routes=[
             Route("/generate", endpoint=GenerateRoute(service), methods=["POST"]),
             Route("/blocks", endpoint=BlocksEndpoint(service), methods=["POST"]),
-            Route("/chains", endpoint=ChainsEndpoint(service).__call__, methods=["POST"]),
-            Route("/adopt", endpoint=AdoptEndpoint(service).__call__, methods=["POST"]),
+            Route("/chains", endpoint=partial(offer_chains, service), methods=["POST"]),
+            Route("/adopt", endpoint=partial(adopt_chains, service), methods=["POST"]),
             Route("/render", endpoint=endpoints.render, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
             Route("/keep", endpoint=endpoints.keep, methods=["POST"]),

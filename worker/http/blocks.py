@@ -60,6 +60,12 @@ def _of_layout(exchange: _Exchange | None, layout: str) -> _Exchange:
     return exchange
 
 
+def _check_epoch(wanted: str, own: str) -> None:
+    """Raises RefusedError."""
+    if wanted != own:
+        raise RefusedError(Failed("wrong_epoch", f"epoch: this is {own}", retryable=True))
+
+
 def pause_s(load: WorkerLoad, took_s: float) -> float:
     """Return the pause after a background record that took `took_s`: none while no request is here."""
     return BACKGROUND_PAUSE * took_s if load.num_running or load.num_waiting else 0.0
@@ -89,9 +95,8 @@ class BlocksEndpoint:
 
     def _exchange(self, wanted: BlocksWanted) -> BlockExchange:
         """Return what has the blocks. Raises RefusedError."""
-        exchange, epoch = exchange_for(self._service, wanted.layout), self._service.engine.member.epoch
-        if wanted.epoch != epoch:
-            raise RefusedError(Failed("wrong_epoch", f"epoch: this is {epoch}", retryable=True))
+        exchange = exchange_for(self._service, wanted.layout)
+        _check_epoch(wanted.epoch, self._service.engine.member.epoch)
         if self._num_open >= (MAX_BACKGROUND if wanted.background else MAX_FETCHES):
             raise RefusedError(Failed("queue_full", f"{self._num_open} peers fetch blocks already", retryable=True))
         return exchange
@@ -121,44 +126,31 @@ class BlocksEndpoint:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class ChainsEndpoint:
-    """Offers the chains that this worker used last, as many as fit into a message."""
-
-    def __init__(self, service: WorkerService) -> None:
-        self._service = service
-
-    async def __call__(self, request: Request) -> Response:
-        wanted = unpack(await read_body(request), ChainsWanted)
-        engine = self._service.engine
-        exchange, member = _of_layout(engine.chains, wanted.layout), engine.member
-        if wanted.epoch != member.epoch:
-            raise RefusedError(Failed("wrong_epoch", f"epoch: this is {member.epoch}", retryable=True))
-        chains, num_hashes = list[OfferedChain](), 0
-        for chain in await exchange.latest_chains(wanted.max_blocks):
-            num_hashes += chain.num_blocks
-            if num_hashes > MAX_BLOCKS or len(chains) == MAX_CHAINS:
-                break
-            chains.append(chain)
-        handover = Handover(member.url, member.epoch, exchange.layout, tuple(chains))
-        return Response(pack(handover), media_type=CONTENT_TYPE)
+async def offer_chains(service: WorkerService, request: Request) -> Response:
+    """Offer the chains that this worker used last, as many as fit into a message."""
+    wanted, engine = unpack(await read_body(request), ChainsWanted), service.engine
+    exchange, member = _of_layout(engine.chains, wanted.layout), engine.member
+    _check_epoch(wanted.epoch, member.epoch)
+    chains, num_hashes = list[OfferedChain](), 0
+    for chain in await exchange.latest_chains(wanted.max_blocks):
+        num_hashes += chain.num_blocks
+        if num_hashes > MAX_BLOCKS or len(chains) == MAX_CHAINS:
+            break
+        chains.append(chain)
+    handover = Handover(member.url, member.epoch, exchange.layout, tuple(chains))
+    return Response(pack(handover), media_type=CONTENT_TYPE)
 
 
-class AdoptEndpoint:
-    """Fetches the offered chains one after the other, the most used first, into blocks that are free."""
-
-    def __init__(self, service: WorkerService) -> None:
-        self._service = service
-
-    async def __call__(self, request: Request) -> Response:
-        handover = unpack(await read_body(request), Handover)
-        exchange = exchange_for(self._service, handover.layout)
-        engine = self._service.engine
-        epoch, end_s, num_adopted = engine.member.epoch, time.monotonic() + _ADOPT_S, 0
-        for chain in handover.chains:
-            is_purged = engine.member.epoch != epoch
-            if is_purged or self._service.draining or time.monotonic() >= end_s:
-                break
-            if chain.num_blocks > engine.load.num_free_blocks:
-                continue
-            num_adopted += await exchange.adopt(handover.url, handover.epoch, chain)
-        return Response(pack({"adopted_blocks": num_adopted}), media_type=CONTENT_TYPE)
+async def adopt_chains(service: WorkerService, request: Request) -> Response:
+    """Fetch the offered chains one after the other, the most used first, into blocks that are free."""
+    handover = unpack(await read_body(request), Handover)
+    exchange, engine = exchange_for(service, handover.layout), service.engine
+    epoch, end_s, num_adopted = engine.member.epoch, time.monotonic() + _ADOPT_S, 0
+    for chain in handover.chains:
+        is_purged = engine.member.epoch != epoch
+        if is_purged or service.draining or time.monotonic() >= end_s:
+            break
+        if chain.num_blocks > engine.load.num_free_blocks:
+            continue
+        num_adopted += await exchange.adopt(handover.url, handover.epoch, chain)
+    return Response(pack({"adopted_blocks": num_adopted}), media_type=CONTENT_TYPE)
