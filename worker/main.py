@@ -203,8 +203,8 @@ class Worker:
         time_s, exchange = self._config.warm_start_s, engine.chains
         if time_s and exchange is not None and await publisher.wait_connected(_CONNECT_S):
             try:
-                fetched = await warm_start(engine.member, exchange, await publisher.workers(), time_s)
-                if has_purged(fetched, await publisher.workers()):
+                fetched = await warm_start(engine.member, exchange, await publisher.upkeep.workers(), time_s)
+                if has_purged(fetched, await publisher.upkeep.workers()):
                     await asyncio.wrap_future(engine.purge())
             except (EngineDeadError, EngineLostError, EngineRefusedError) as error:
                 logger.warning("no warm start: %s", error)
@@ -277,9 +277,8 @@ class Worker:
         if self._publisher is None or self._engine is None or self._engine.exchange is None or self._status:
             return
         try:
-            await hand_over(
-                self._engine.member, self._engine.exchange, await self._publisher.workers(), self._publisher.held
-            )
+            upkeep = self._publisher.upkeep
+            await hand_over(self._engine.member, self._engine.exchange, await upkeep.workers(), upkeep.held)
         except EngineDeadError as error:
             logger.warning("no hand-over: %s", error)
 

@@ -25,8 +25,8 @@ from typing import Final
 from cache.events import BlockEvent, Removed, Stops, Stored
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, RegistryEntry, SetChange, WriterSettings
-from cache.types import BlockHash, IndexEntry, Tier, TierName
+from cache.redis_index import IndexWriter, SetChange, WriterSettings
+from cache.types import IndexEntry, Tier, TierName
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +214,7 @@ class Publisher:
         """`count(event)` feeds the metrics: the writer's events, and `failed` for a round of this task."""
         self._settings = settings or PublisherSettings()
         self._writer = IndexWriter(url, member, writer_settings, count=count)
+        self.upkeep = self._writer.upkeep
         self._count = count
         self._changes = _changes_of(member)
         self._load = WorkerLoad()
@@ -272,14 +273,6 @@ class Publisher:
             await asyncio.sleep(_CONNECT_POLL_S)
         return self.connected
 
-    async def workers(self) -> list[RegistryEntry]:
-        """Return the workers in the registry; empty when it cannot be read."""
-        return await self._writer.upkeep.workers()
-
-    async def held(self, entries: Sequence[RegistryEntry], hashes: Sequence[BlockHash]) -> list[bool]:
-        """Return for each block whether one of the workers has it in its pool."""
-        return await self._writer.upkeep.held(entries, hashes)
-
     async def close(self) -> None:
         """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""
         self._closing = True
@@ -295,9 +288,9 @@ class Publisher:
                 return False
             if time.monotonic() - self._pruned_s >= self._settings.prune_s:
                 self._pruned_s = time.monotonic()
-                await self._writer.upkeep.prune()
+                await self.upkeep.prune()
             if time.monotonic() >= self._tidy_s:
-                num_fields = await self._writer.upkeep.remove_oversized()
+                num_fields = await self.upkeep.remove_oversized()
                 self._tidy_s = time.monotonic() + max(self._settings.tidy_s, TIDY_PER_FIELD_S * num_fields)
         except Exception as error:
             self._count("failed")

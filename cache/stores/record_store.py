@@ -31,12 +31,8 @@ class RecordStore(ABC):
         self._free: list[int] = []
         """Numbers of the records without a block or a write in progress; the last is taken first."""
         self._writing: set[int] = set()
-        self._version = 0
+        self.version = 0
         self._closed = False
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     # The engine thread calls these for every request. They take no lock: operations on a dict are atomic.
 
@@ -68,7 +64,7 @@ class RecordStore(ABC):
     def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
         assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
         with self._lock:
-            if self._closed or version != self._version:
+            if self._closed or version != self.version:
                 return False
             if (held := self._chains.get(link.block_hash)) is not None:
                 self._chains.touch(held)
@@ -81,11 +77,11 @@ class RecordStore(ABC):
         with self._lock:
             self._writing.discard(record)
             # The lock was open: the parent may be gone, or another thread may have written this block.
-            if is_written and version == self._version and self._chains.accepts(link):
+            if is_written and version == self.version and self._chains.accepts(link):
                 self._chains.add(link, record)
             else:
                 self._free += self._usable([record])
-            return version == self._version and link.block_hash in self._chains
+            return version == self.version and link.block_hash in self._chains
 
     def clear(self) -> None:
         with self._lock:
@@ -106,7 +102,7 @@ class RecordStore(ABC):
 
     def _forget_all(self) -> None:
         """Begin a new version without blocks. The lock is held."""
-        self._version += 1
+        self.version += 1
         self._chains = ChainLRU()
         self._reset_records()
 

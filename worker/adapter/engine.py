@@ -96,9 +96,9 @@ class AdapterEngine:
             on_change=self._report,
             on_replaced=self._on_replaced,
         )
-        self._chains: PromptChains | None = None
+        self.chains: PromptChains | None = None
         if peers is not None:
-            self._chains = PromptChains(api, blocks, self._account, self._watch, peers, member, self.refusal)
+            self.chains = PromptChains(api, blocks, self._account, self._watch, peers, member, self.refusal)
         self._requests = EngineRequests(
             api,
             blocks,
@@ -109,20 +109,16 @@ class AdapterEngine:
             self._report,
             self._watch.confirm,
             sinks.deliver,
-            None if self._chains is None else self._chains.prompts.note,
+            None if self.chains is None else self.chains.prompts.note,
         )
         self._fails_on_restart = identity is not None
         self._publisher = sinks.publisher
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._on_death = sinks.on_death
-        self._load = WorkerLoad()
+        self.load = WorkerLoad()
         self._unreported: list[BlockEvent] = []
         self._report_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def load(self) -> WorkerLoad:
-        return self._load
 
     @property
     def index_problem(self) -> str | None:
@@ -136,10 +132,6 @@ class AdapterEngine:
     @property
     def exchange(self) -> None:
         """The engine moves its blocks itself."""
-
-    @property
-    def chains(self) -> PromptChains | None:
-        return self._chains
 
     async def catch_up(self) -> None:
         """Apply the events that the engine still has. Before `start`, so that no request meets their old epochs."""
@@ -178,7 +170,7 @@ class AdapterEngine:
         if missing:
             text = f"{', '.join(missing)}: not supported by {self._api.kind}"
             return Failed("unsupported", text, retryable=True)
-        pool_tokens = self._load.num_blocks * self.member.block_size or self.bundle.max_model_len
+        pool_tokens = self.load.num_blocks * self.member.block_size or self.bundle.max_model_len
         bundle, apis = self.bundle, self.member.text_apis
         return refusal(request, bundle.max_model_len, pool_tokens, bundle.vocab_size, text_apis=apis)
 
@@ -308,8 +300,8 @@ class AdapterEngine:
         """Begin a new epoch, in which the engine holds `held`, by default nothing. `is_cleared`: the cache was."""
         if held is None:
             self._blocks.clear()
-        if self._chains is not None and (held is None or is_cleared):
-            self._chains.prompts.clear()  # a purge must reach them, and one of them may have ended the engine
+        if self.chains is not None and (held is None or is_cleared):
+            self.chains.prompts.clear()  # a purge must reach them, and one of them may have ended the engine
         self._unreported = []  # events of the old epoch
         self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
         self._account.begin_epoch()
@@ -318,8 +310,8 @@ class AdapterEngine:
         self._report(held or ())
 
     def _give_way(self) -> None:
-        if self._chains is not None:
-            self._chains.give_way()
+        if self.chains is not None:
+            self.chains.give_way()
 
     def _report(self, events: Sequence[BlockEvent] = ()) -> None:
         """Publish these events within `REPORT_S`, with the load at that time."""
@@ -335,7 +327,7 @@ class AdapterEngine:
         events, self._unreported = self._unreported, []
         is_away = self._draining or self._watch.problem is not None
         load = self._account.current(self._watch.counts, self.member.block_size, is_away, self._watch.is_slow)
-        self._load = load
+        self.load = load
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0, 0)
         self._metrics.set_state(load, stats)
         if self._publisher is not None:

@@ -40,7 +40,8 @@ class EngineServer:
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
         """`headers` are sent with every request, `key` as a bearer token."""
         self._url = url.rstrip("/")
-        self._connected_s = 0.0
+        self.connected_s = 0.0
+        """When the latest connection was made, on the monotonic clock."""
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_create_end.append(self._on_connected)
         self._headers = dict(headers) | ({"authorization": f"Bearer {key}"} if key else {})
@@ -51,13 +52,8 @@ class EngineServer:
             trace_configs=[tracing],
         )
 
-    @property
-    def connected_s(self) -> float:
-        """When the latest connection was made, on the monotonic clock."""
-        return self._connected_s
-
     async def _on_connected(self, *_: object) -> None:
-        self._connected_s = time.monotonic()
+        self.connected_s = time.monotonic()
 
     async def call(
         self,

@@ -34,7 +34,6 @@ from worker.contracts.engine import (
     RequestKey,
     StepLog,
 )
-from worker.contracts.exchange import BlockExchange
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
@@ -119,6 +118,7 @@ class EngineCore:
         """Its calls run on the engine thread. They fail with EngineDeadError once the thread has ended."""
         self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
+        self.exchange = self.chains = transfers if transfers is not None and transfers.layout else None
         self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._deliver = sinks.deliver
@@ -139,14 +139,6 @@ class EngineCore:
     @property
     def index_problem(self) -> str | None:
         return None
-
-    @property
-    def exchange(self) -> BlockExchange | None:
-        return self._transfers if self._transfers is not None and self._transfers.layout else None
-
-    @property
-    def chains(self) -> BlockExchange | None:
-        return self.exchange
 
     def start(self) -> None:
         if self._transfers is not None:
