@@ -14,7 +14,7 @@ from worker.model.base import Checkpoint, ModelFamily
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.huggingface import config_from_hf
 from worker.model.load import FAMILIES, LoadedModel
-from worker.model.weight_file import MadeWeights
+from worker.model.weight_file import make_weight
 
 _LLAMA3_ROPE: Final = {
     "rope_type": "llama3",
@@ -95,7 +95,7 @@ def random_model(shape: str, options: LoadOptions) -> LoadedModel:
     """One of SHAPES on its device, in the forms that a checkpoint would be loaded in."""
     checkpoint = RandomCheckpoint(shape, options)
     family = FAMILIES[checkpoint.model_type]
-    decoder = family.decoder(checkpoint, checkpoint.shape, options, MadeWeights(), lambda done, total: None)
+    decoder = family.decoder(checkpoint, checkpoint.shape, options, make_weight, lambda done, total: None)
     return LoadedModel(decoder, checkpoint, options)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from worker.model.base import Checkpoint, ModelFamily, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.load import FAMILIES, LoadedModel
-from worker.model.weight_file import MadeWeights
+from worker.model.weight_file import make_weight
 
 
 class RequantisedCheckpoint(Checkpoint):
@@ -50,5 +50,5 @@ def requantised_model(model: LoadedModel, kind: str) -> LoadedModel:
     checkpoint = RequantisedCheckpoint(model.checkpoint, kind)
     options = LoadOptions(dtype=model.options.dtype, device=model.options.device, weights="packed")
     family = FAMILIES[model.checkpoint.model_type]
-    decoder = family.decoder(checkpoint, model.config, options, MadeWeights(), lambda done, total: None)
+    decoder = family.decoder(checkpoint, model.config, options, make_weight, lambda done, total: None)
     return LoadedModel(decoder, checkpoint, options)

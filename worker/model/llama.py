@@ -217,11 +217,11 @@ class _WeightLoader:
         width, name = kernels.panel_width, " ".join(names)
         parts = [] if self._options.weights == "dense" else self._quantised(names)
         if (num_bits := NUM_BITS.get(kind_of(parts))) is None:
-            data = self._weights.get(f"panels of {name}", lambda: to_panels(weight(), width))
+            data = self._weights(f"panels of {name}", lambda: to_panels(weight(), width))
             return Panels(data, data.shape[1], num_outputs, 32)
         self._num_packed += 1
         stored = [part for part in parts if part is not None]
-        data = self._weights.get(f"packed panels of {name}", lambda: to_quantised_panels(decode(stored), width))
+        data = self._weights(f"packed panels of {name}", lambda: to_quantised_panels(decode(stored), width))
         return Panels(data, stored[0].shape[1], num_outputs, num_bits)
 
     def _quantised(self, names: Sequence[str]) -> list[QuantisedTensor | None]:
@@ -233,7 +233,7 @@ class _WeightLoader:
         return torch.cat([self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, rows, strict=True)])
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._weights.get(name, lambda: self._stored(name, shape).to(self._device, self._dtype, copy=True))
+        return self._weights(name, lambda: self._stored(name, shape).to(self._device, self._dtype, copy=True))
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = self._checkpoint.tensor(name)

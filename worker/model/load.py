@@ -24,7 +24,7 @@ from worker.model.config import LoadOptions, ModelConfig
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.huggingface import SafetensorsCheckpoint
 from worker.model.llama import LlamaDecoder
-from worker.model.weight_file import MadeWeights, Weights, load_prepared
+from worker.model.weight_file import Weights, load_prepared, make_weight
 
 _MIN_PREPARED_BYTES: Final = 32 << 20
 """A smaller model is prepared at each start, which takes little time."""
@@ -94,7 +94,7 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
 
         kernels = products_for(options.torch_dtype, torch.device(options.device))
         if kernels is None or checkpoint.files.num_bytes < _MIN_PREPARED_BYTES:
-            return load(MadeWeights())
+            return load(make_weight)
         return load_prepared(_key(checkpoint, config, kernels, options), load)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(

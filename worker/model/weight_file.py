@@ -16,7 +16,6 @@ import mmap
 import os
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -30,6 +29,8 @@ from worker.common.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
+Weights = Callable[[str, Callable[[], Tensor]], Tensor]
+"""The source of a decoder's tensors. Returns the one of a unique name, or makes it."""
 
 MAGIC: Final = b"headstart weights 1\n"
 MAX_BYTES: Final = 8 << 30
@@ -43,31 +44,12 @@ _CHECKSUM_BYTES: Final = 16
 _SIZE_BYTES: Final = 8
 
 
-class Weights(ABC):
-    """The source of a decoder's tensors, each by a unique name."""
-
-    @abstractmethod
-    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor: ...
+def make_weight(name: str, make: Callable[[], Tensor]) -> Tensor:
+    """Make the tensor: the `Weights` of a model without a file."""
+    return make()
 
 
-class MadeWeights(Weights):
-    """Tensors that are made at each call."""
-
-    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        return make()
-
-
-class MappedWeights(Weights):
-    """Tensors of a file that is mapped copy-on-write."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        return self._tensors[name]
-
-
-class WrittenWeights(Weights):
+class WrittenWeights:
     """Tensors that are made, and written to a file as well. The first OSError ends the writing."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
@@ -113,17 +95,17 @@ def load_prepared(key: str, load: Callable[[Weights], Loaded]) -> Loaded:
     If there is none, one process makes it while others wait. Without a cache folder, no file is written.
     """
     if (folder := cache_folder()) is None:
-        return load(MadeWeights())
+        return load(make_weight)
     path = folder / f"weights-{key}.bin"
     with (folder / f"weights-{key}.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        weights = map_file(path, key)
-        if weights is None:
+        tensors = map_file(path, key)
+        if tensors is None:
             made = make_file(path, key, load)
-            if (weights := map_file(path, key)) is None:
+            if (tensors := map_file(path, key)) is None:
                 return made
     os.utime(path)
-    return load(weights)
+    return load(lambda name, make: tensors[name])
 
 
 def make_file(path: Path, key: str, load: Callable[[Weights], Loaded]) -> Loaded:
@@ -134,7 +116,7 @@ def make_file(path: Path, key: str, load: Callable[[Weights], Loaded]) -> Loaded
     try:
         with temporary.open("w+b") as file:
             weights = WrittenWeights(file, max_bytes)
-            loaded = load(weights)
+            loaded = load(weights.get)
             try:
                 weights.finish(key)
                 temporary.replace(path)
@@ -145,8 +127,8 @@ def make_file(path: Path, key: str, load: Callable[[Weights], Loaded]) -> Loaded
         temporary.unlink(missing_ok=True)
 
 
-def map_file(path: Path, key: str) -> MappedWeights | None:
-    """Map and check a file. None: it is missing or invalid."""
+def map_file(path: Path, key: str) -> Mapping[str, Tensor] | None:
+    """Return the tensors of a file, mapped copy-on-write and checked. None: it is missing or invalid."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -160,7 +142,7 @@ def map_file(path: Path, key: str) -> MappedWeights | None:
         index = json.loads(mapped[index_at:end])
         if index["key"] != key:
             raise ValueError("it is of other weights")
-        return MappedWeights({name: _tensor(mapped, **place) for name, place in index["tensors"].items()})
+        return {name: _tensor(mapped, **place) for name, place in index["tensors"].items()}
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

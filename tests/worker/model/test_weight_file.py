@@ -33,7 +33,7 @@ class Model:
         self.num_made = 0
 
     def load(self, weights: Weights) -> dict[str, Tensor]:
-        return {name: weights.get(name, self._maker(name)) for name in TENSORS}
+        return {name: weights(name, self._maker(name)) for name in TENSORS}
 
     def _maker(self, name: str) -> Callable[[], Tensor]:
         def make() -> Tensor:
@@ -117,7 +117,7 @@ def test_without_a_folder_or_room_each_start_makes_them(folder: Path, monkeypatc
 
 def test_an_error_leaves_no_file(folder: Path) -> None:
     def fail(weights: Weights) -> None:
-        weights.get("a", lambda: TENSORS["a"])
+        weights("a", lambda: TENSORS["a"])
         raise ValueError("no such tensor")
 
     with pytest.raises(ValueError, match="no such tensor"):
