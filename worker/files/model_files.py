@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from worker.common.cache_folder import cache_folder
+from worker.common.cache_folder import cache_folder, delete_unused
 from worker.files.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ MIN_KEPT_BYTES: Final = 16 << 20
 """The digest of a smaller file takes milliseconds, and is not kept."""
 SETTLED_S: Final = 2.0
 """A file that changed less than this ago may change again within one tick of its clock: its digest is not kept."""
-UNUSED_S: Final = 30 * 24 * 3600.0
-"""After this time without a use, a digest is deleted when another is kept."""
 _FOLDER_PATTERNS: Final = ("config.json", "*.safetensors", "*.safetensors.index.json")
 
 
@@ -178,16 +176,10 @@ def _keep(path: Path, status: FileStatus, content: str) -> None:
     if (folder := cache_folder()) is None:
         return
     try:
-        _delete_unused(folder)
+        delete_unused(folder, "digest-*")
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix="digest-", suffix=".new", delete=False) as file:
             temporary = Path(file.name)
             json.dump(_record(path, status, content), file)
         temporary.replace(_kept_file(folder, path))
     except OSError as error:
         logger.info("the digest of %s is not kept, so the next start makes it again: %s", path, error)
-
-
-def _delete_unused(folder: Path) -> None:
-    for kept in folder.glob("digest-*"):
-        if time.time() - kept.stat().st_mtime > UNUSED_S:
-            kept.unlink(missing_ok=True)

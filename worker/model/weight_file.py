@@ -15,7 +15,6 @@ import math
 import mmap
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.common.cache_folder import cache_folder
+from worker.common.cache_folder import cache_folder, delete_unused
 
 logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
@@ -36,8 +35,6 @@ MAGIC: Final = b"headstart weights 1\n"
 MAX_BYTES: Final = 8 << 30
 DISK_SHARE: Final = 0.25
 """Part of the free disk space that a file may take."""
-UNUSED_S: Final = 30 * 24 * 3600.0
-"""A file that was not used for this time is deleted when another is made."""
 _ALIGNMENT: Final = 64
 _CHUNK_WORDS: Final = 1 << 13
 _CHECKSUM_BYTES: Final = 16
@@ -110,7 +107,7 @@ def load_prepared(key: str, load: Callable[[Weights], Loaded]) -> Loaded:
 
 def make_file(path: Path, key: str, load: Callable[[Weights], Loaded]) -> Loaded:
     """Load the model, and write its weights if that succeeds. Raise what `load` raises."""
-    delete_unused(path.parent)
+    delete_unused(path.parent, "weights-*")
     temporary = path.with_suffix(".new")
     max_bytes = min(MAX_BYTES, int(DISK_SHARE * shutil.disk_usage(path.parent).free))
     try:
@@ -165,13 +162,3 @@ def checksum(data: np.ndarray) -> bytes:
     for part in (*sums, data[len(words) * 8 :]):
         digest.update(part.tobytes())
     return digest.digest()
-
-
-def delete_unused(folder: Path) -> None:
-    """Delete files that no start has used for long."""
-    for path in folder.glob("weights-*"):
-        try:
-            if time.time() - path.stat().st_mtime > UNUSED_S:
-                path.unlink()
-        except OSError:
-            logger.debug("%s stays", path, exc_info=True)

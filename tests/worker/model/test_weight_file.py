@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from worker.common.cache_folder import UNUSED_S
 from worker.model import weight_file
 from worker.model.weight_file import Weights, load_prepared
 
@@ -128,7 +129,7 @@ def test_an_error_leaves_no_file(folder: Path) -> None:
 def test_files_without_use_are_deleted(folder: Path) -> None:
     prepared("old")
     prepared("used")
-    long_ago_s = time.time() - 2 * weight_file.UNUSED_S
+    long_ago_s = time.time() - 2 * UNUSED_S
     for name in ("old", "used"):
         os.utime(folder / f"weights-{name}.bin", (long_ago_s, long_ago_s))
     prepared("used")
