@@ -347,9 +347,11 @@ class HashAllocator(Allocator):
 
 
 class HashAllocation(Allocation):
-    """One sequence's blocks. The first `_num_stored` are findable under the first of `_hashes`."""
+    """One sequence's blocks. The first `num_filled` are findable under the first of `_hashes`."""
 
-    __slots__ = ("_chains", "_hashes", "_num_stored", "_root")
+    __slots__ = ("_hashes", "_root", "num_filled")
+
+    _allocator: HashAllocator
 
     def __init__(
         self, allocator: HashAllocator, root: BlockHash, chain: list[BlockHash], block_ids: list[BlockId], num_hit: int
@@ -357,28 +359,22 @@ class HashAllocation(Allocation):
         """Take over the hold on `block_ids`."""
         super().__init__(allocator, block_ids, num_hit * allocator.block_size)
         self._root = root
-        self._chains = allocator
         self._hashes = chain
-        self._num_stored = num_hit
+        self.num_filled = num_hit
 
     def fork(self) -> Self:
         fork = super().fork()
-        fork._hashes = self._hashes[: self._num_stored]  # uncomputed tokens may differ
+        fork._hashes = self._hashes[: self.num_filled]  # uncomputed tokens may differ
         return fork
 
     def _commit_blocks(self, token_ids: Sequence[int], num_full: int) -> None:
-        first = self._num_stored
+        first = self.num_filled
         if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
-        self._chains.note_links(self._root, self._hashes, first, num_full)
-        self._chains.store(self._block_ids[first:num_full], self._hashes[first:num_full])
-        self._num_stored = num_full
-
-    @property
-    def num_filled(self) -> int:
-        """The number of leading blocks of the chain that are findable."""
-        return self._num_stored
+        self._allocator.note_links(self._root, self._hashes, first, num_full)
+        self._allocator.store(self._block_ids[first:num_full], self._hashes[first:num_full])
+        self.num_filled = num_full
 
     def fill(self, num_filled: int) -> None:
         """Make the first `num_filled` blocks of a reserved chain findable: their KV is written."""
