@@ -37,6 +37,8 @@ class BlockStore(Protocol):
     """Which blocks the worker saves here: every full block of the pool, or only those about to be evicted."""
     guess_bytes_per_s: float
     """The assumed rate of reads until one is measured."""
+    version: int
+    """Changes with every `clear`."""
 
     def __len__(self) -> int:
         """Return the number of blocks held."""
@@ -54,10 +56,6 @@ class BlockStore(Protocol):
 
         The store is full, the parent is missing, the device fails, or `clear` was called since `version` was read.
         """
-
-    @property
-    def version(self) -> int:
-        """Changes with every `clear`."""
 
     def clear(self) -> None:
         """Delete every block, even one that is being written. Emits no events: the worker begins a new epoch."""

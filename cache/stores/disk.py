@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
-from typing import Final, Literal
+from typing import Final
 
 from cache.block_record import HEADER_BYTES, RecordFormat
 from cache.store import ChainLink
 from cache.stores.folder import ClaimedFolder
 from cache.stores.record_store import RecordStore
-from cache.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +41,8 @@ class DiskStore(RecordStore):
     a write that began before `clear` finds no file.
     """
 
-    tier: Tier = "disk"
-    takes: Literal["all", "victims"] = "all"
+    tier = "disk"
+    takes = "all"
     guess_bytes_per_s = 400e6
 
     def __init__(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from cache.store import ChainLink
 from cache.stores.record_store import RecordStore
-from cache.types import Tier
 
 
 class HostStore(RecordStore):
     """A `BlockStore` in the caller's memory, which is pinned for copies to and from the device."""
 
-    tier: Tier = "host"
-    takes: Literal["all", "victims"] = "victims"
+    tier = "host"
+    takes = "victims"
     guess_bytes_per_s = 4e9
 
     def __init__(self, slabs: Sequence[memoryview], payload_bytes: int) -> None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from cache.events import BlockEvent
-from cache.store import ChainLink
+from cache.store import BlockStore, ChainLink
 from cache.stores.chain_lru import ChainLRU
-from cache.types import BlockHash, Tier
+from cache.types import BlockHash
 
 
-class RecordStore(ABC):
-    """A `BlockStore` over numbered records; a subclass reads and writes them.
+class RecordStore(BlockStore):
+    """Numbered records; a subclass reads and writes them.
 
     The lock guards the index. It is never held while a record is read or written, so a record may be overwritten during
     a read. Its block is then no longer held: `read` checks that afterwards.
     """
-
-    tier: Tier
-    takes: Literal["all", "victims"]
-    guess_bytes_per_s: float
 
     def __init__(self, payload_bytes: int) -> None:
         self._payload_bytes = payload_bytes
