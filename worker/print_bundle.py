@@ -24,10 +24,12 @@ def bundle_of_source(source: str, *, block_size: int, max_model_len: int) -> Tok
         name = path.resolve().name
         return bundle_of_folder(path, model=name, revision="", block_size=block_size, max_model_len=max_model_len)
     # These load torch, which a folder's files do without.
+    from worker.model.gguf import GGUFCheckpoint
     from worker.model.load import default_model_path
     from worker.tokenizer_bundle import bundle_of_gguf
 
-    return bundle_of_gguf(path if source else default_model_path(), block_size=block_size, max_model_len=max_model_len)
+    checkpoint = GGUFCheckpoint(path if source else default_model_path())
+    return bundle_of_gguf(checkpoint, block_size=block_size, max_model_len=max_model_len)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,8 +6,7 @@ GGUF files hold a vocabulary and merges; for byte-level BPE families they become
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from gguf import TokenType
@@ -15,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from worker.files.errors import CheckpointError, UnsupportedModel
 from worker.files.generation_config import gguf_defaults, sampling_defaults
-from worker.files.tokenizer_files import canonical_json, fields_of_folder, fingerprint
+from worker.files.tokenizer_files import bundle_of_folder, canonical_json, fingerprint
 from worker.model.gguf import GGUFCheckpoint, Metadata
 from worker.model.load import LoadedModel
 from worker.wire import TokenizerBundle
@@ -53,26 +52,19 @@ def build_bundle(
     """Raise ModelError if the checkpoint has no tokenizer for `tokenizers`, or invalid sampling defaults."""
     checkpoint = model.checkpoint
     if isinstance(checkpoint, GGUFCheckpoint):
-        fields = _from_gguf(checkpoint.metadata)
+        bundle = bundle_of_gguf(checkpoint, block_size=block_size, max_model_len=max_model_len)
         defaults = gguf_defaults(generation_config, checkpoint.metadata, checkpoint.path)
     else:
-        fields = fields_of_folder(checkpoint.path)
+        bundle = bundle_of_folder(
+            checkpoint.path, model=checkpoint.name, revision="", block_size=block_size, max_model_len=max_model_len
+        )
         defaults = sampling_defaults(generation_config, checkpoint.path)
-    return TokenizerBundle(
-        fingerprint=fingerprint(*fields.values()),
-        model=checkpoint.name,
-        revision=checkpoint.revision,
-        vocab_size=model.config.vocab_size,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        sampling_defaults=defaults,
-        **fields,
-    )
+    vocab_size = model.config.vocab_size
+    return replace(bundle, revision=checkpoint.revision, vocab_size=vocab_size, sampling_defaults=defaults)
 
 
-def bundle_of_gguf(path: Path, *, block_size: int, max_model_len: int) -> TokenizerBundle:
+def bundle_of_gguf(checkpoint: GGUFCheckpoint, *, block_size: int, max_model_len: int) -> TokenizerBundle:
     """Build the bundle of a GGUF file, without its weights. Raise ModelError."""
-    checkpoint = GGUFCheckpoint(path)
     fields = _from_gguf(checkpoint.metadata)
     return TokenizerBundle(
         fingerprint=fingerprint(*fields.values()),
