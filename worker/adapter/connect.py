@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -54,14 +55,79 @@ async def connect(
 
     `peer_tls` is for calls to other workers.
     """
-    api = open_api(config)
-    try:
-        return await _connect(api, config, url, worker_id, metrics, report, sinks, peer_tls)
-    except BaseException as error:
-        await api.close()
-        if isinstance(error, (EngineLostError, EngineRefusedError)):
-            raise OSError(f"--engine-url: {error}") from error
-        raise
+    async with _opened(config) as api:
+        while True:
+            model = await wait_for(api, config, report)
+            begun_s = (await api.load()).started_s
+            bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
+            await check_tokenizer(api, bundle)
+            renders = bundle.chat_template is not None and "strftime_now" not in bundle.chat_template
+            reader = FactsReader(api, folder, digests_weights=config.revision is None, renders=renders)
+            facts, load = await reader.read()
+            if load.started_s == begun_s and facts.model == replace(model, loras=()):
+                break
+            report("the engine has restarted: its facts are read again")
+        max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
+        blocks = EngineBlocks(
+            config.block_size,
+            max_names=max_names,
+            drops_last_block=facts.drops_last_block,
+            expected_parts=part_kind(folder),
+        )
+        embedding_size = await api.embedding_size()
+        index_problem = facts.index_problem
+        if config.events == "none":
+            index_problem = "the engine publishes no cache events (--events none)"
+        source = None if embedding_size or index_problem else await event_source(api, config)
+        member = WorkerMember(
+            worker_id=WorkerId(worker_id),
+            epoch=new_epoch(),
+            url=url,
+            model=bundle.model,
+            namespace=bundle.namespace.fingerprint,
+            numerics=f"{api.kind}-{facts.version}/{facts.number_format or 'unknown'}",
+            block_size=config.block_size,
+            max_model_len=bundle.max_model_len,
+            protocol=PROTOCOL_VERSION,
+            epoch_started_ms=time.time_ns() // 1_000_000,
+            oldest_protocol=OLDEST_PROTOCOL,
+            prefill_order="fifo",
+            unsupported=api.unsupported,
+            adapters=model.loras,
+            embedding_size=embedding_size,
+            text_apis=facts.text_apis,
+            chat_probes=facts.chat_probes,
+            media=facts.media,
+            index_problem="" if embedding_size else index_problem,
+        )
+        if bundle.engine_vocabulary and not member.text_apis:
+            raise ValueError(
+                f"--tokenizer: {folder} has no tokenizer.json, and the engine offers no API that renders prompts; save"
+                f" a fast tokenizer there (save_pretrained does)"
+            )
+        events = "no cache events" if source is None else f"cache events from {source.endpoint}"
+        report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
+        if member.index_problem:
+            report(f"no prefix index, requests are routed only by load: {index_problem}")
+        member = signed(config.cluster_secret(), member)
+        identity = EngineIdentity(reader, facts, load)
+        peers = None
+        if source is not None and config.redis is not None and config.warm_start_s and config.may_exchange():
+            peers = ChainClient(gateway_token(config.cluster_secret()), peer_tls)
+        engine = AdapterEngine(
+            api,
+            blocks,
+            source,
+            bundle,
+            member,
+            metrics,
+            sinks,
+            events_exposed=config.events_exposed,
+            identity=identity,
+            peers=peers,
+        )
+        await engine.catch_up()
+        return engine
 
 
 def open_api(config: WorkerConfig) -> EngineApi:
@@ -75,97 +141,26 @@ def open_api(config: WorkerConfig) -> EngineApi:
     return api(config.engine_url, key=key, rank=config.engine_rank, tls=tls)
 
 
-async def _connect(
-    api: EngineApi,
-    config: WorkerConfig,
-    url: str,
-    worker_id: str,
-    metrics: WorkerMetrics,
-    report: Callable[[str], None],
-    sinks: EngineSinks | None,
-    peer_tls: ssl.SSLContext | None,
-) -> AdapterEngine:
-    while True:
-        _, model = await wait_for(api, config, report)
-        begun_s = (await api.load()).started_s
-        bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
-        await check_tokenizer(api, bundle)
-        renders = bundle.chat_template is not None and "strftime_now" not in bundle.chat_template
-        reader = FactsReader(api, folder, digests_weights=config.revision is None, renders=renders)
-        facts, load = await reader.read()
-        if load.started_s == begun_s and facts.model == replace(model, loras=()):
-            break
-        report("the engine has restarted: its facts are read again")
-    max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
-    blocks = EngineBlocks(
-        config.block_size,
-        max_names=max_names,
-        drops_last_block=facts.drops_last_block,
-        expected_parts=part_kind(folder),
-    )
-    embedding_size = await api.embedding_size()
-    index_problem = facts.index_problem
-    if config.events == "none":
-        index_problem = "the engine publishes no cache events (--events none)"
-    source = None if embedding_size or index_problem else await event_source(api, config)
-    member = WorkerMember(
-        worker_id=WorkerId(worker_id),
-        epoch=new_epoch(),
-        url=url,
-        model=bundle.model,
-        namespace=bundle.namespace.fingerprint,
-        numerics=f"{api.kind}-{facts.version}/{facts.number_format or 'unknown'}",
-        block_size=config.block_size,
-        max_model_len=bundle.max_model_len,
-        protocol=PROTOCOL_VERSION,
-        epoch_started_ms=time.time_ns() // 1_000_000,
-        oldest_protocol=OLDEST_PROTOCOL,
-        prefill_order="fifo",
-        unsupported=api.unsupported,
-        adapters=model.loras,
-        embedding_size=embedding_size,
-        text_apis=facts.text_apis,
-        chat_probes=facts.chat_probes,
-        media=facts.media,
-        index_problem="" if embedding_size else index_problem,
-    )
-    if bundle.engine_vocabulary and not member.text_apis:
-        raise ValueError(
-            f"--tokenizer: {folder} has no tokenizer.json, and the engine offers no API that renders prompts; save a"
-            f" fast tokenizer there (save_pretrained does)"
-        )
-    events = "no cache events" if source is None else f"cache events from {source.endpoint}"
-    report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
-    if member.index_problem:
-        report(f"no prefix index, requests are routed only by load: {index_problem}")
-    member = signed(config.cluster_secret(), member)
-    identity = EngineIdentity(reader, facts, load)
-    peers = None
-    if source is not None and config.redis is not None and config.warm_start_s and config.may_exchange():
-        peers = ChainClient(gateway_token(config.cluster_secret()), peer_tls)
-    engine = AdapterEngine(
-        api,
-        blocks,
-        source,
-        bundle,
-        member,
-        metrics,
-        sinks,
-        events_exposed=config.events_exposed,
-        identity=identity,
-        peers=peers,
-    )
-    await engine.catch_up()
-    return engine
+@asynccontextmanager
+async def _opened(config: WorkerConfig) -> AsyncIterator[EngineApi]:
+    """Open the API of the engine, and close it after an error. An engine that cannot be reached raises OSError."""
+    api = open_api(config)
+    try:
+        yield api
+    except BaseException as error:
+        await api.close()
+        if isinstance(error, (EngineLostError, EngineRefusedError)):
+            raise OSError(f"--engine-url: {error}") from error
+        raise
 
 
-async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> tuple[str, EngineModel]:
-    """Return version and model when the engine answers, which may take minutes."""
+async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> EngineModel:
+    """Return the model when the engine answers, which may take minutes."""
     reported = ""
     while True:
         try:
-            version = await api.version()
-            return version, await api.model()
+            await api.version()  # raises where the API of tokens is missing
+            return await api.model()
         except (EngineLostError, EngineRefusedError) as error:
             if isinstance(error, EngineRefusedError) and error.status in (401, 403):
                 raise ValueError(f"--engine-key-file: {error}") from error
