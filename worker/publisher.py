@@ -337,10 +337,7 @@ class Publisher:
             for changes in self._changes.values():
                 taken.append(changes.take(room))
                 room -= len(taken[-1].stored) + len(taken[-1].removed)
-            pool, *tiers = taken
-            if not await self._writer.publish(
-                pool.stored, pool.removed, self._load, pool.num_entries, tiers, pool.stops
-            ):
+            if not await self._writer.publish(taken, self._load):
                 return False
             if not any(self._changes.values()):
                 return True

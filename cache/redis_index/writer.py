@@ -90,30 +90,20 @@ class IndexWriter:
         self._describe(member)
         self.in_doubt = True
 
-    async def publish(
-        self,
-        stored: Sequence[IndexEntry],
-        removed: Sequence[IndexEntry],
-        load: WorkerLoad,
-        num_entries: int,
-        tiers: Sequence[SetChange] = (),
-        stops: Sequence[int] = (),
-    ) -> bool:
+    async def publish(self, changes: Sequence[SetChange], load: WorkerLoad) -> bool:
         """Publish changes in one MULTI, and restore an entry that others have overwritten.
 
-        `stored`, `removed` and `num_entries` are the pool's `SetChange`; `tiers` has one for each of the member's
-        tiers. `stops` are those of `stored` if the member has ends. False: the sets are in doubt, and `rewrite` must
-        follow.
+        `changes`: that of the pool, then one for each of the member's tiers. False: the sets are in doubt, and
+        `rewrite` must follow.
         """
         assert not self.in_doubt
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
-        changes = [SetChange(stored, removed, num_entries), *tiers]
         num_held = [change.num_entries for change in changes]
         state = self._state(load, num_held)
         commands: list[Command] = [("HGET", self._keys.states, worker_id), ("HGET", self._keys.members, worker_id)]
         for key, change in zip(self._set_keys, changes, strict=True):
             is_hash = self._has_ends and change is changes[0]
-            commands += self._stored(key, change.stored, stops if is_hash else None)
+            commands += self._stored(key, change.stored, change.stops if is_hash else None)
             commands += self._chunked("HDEL" if is_hash else "SREM", key, change.removed)
             commands.append(("PEXPIRE", key, ttl_ms))
         commands.append(("HSET", self._keys.states, worker_id, state))

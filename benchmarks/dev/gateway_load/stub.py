@@ -21,7 +21,7 @@ import uvloop
 from benchmarks.dev.gateway_load import stub_engine
 from cache.hashing import Namespace, hash_chain, index_entry
 from cache.records import WorkerLoad, WorkerMember, WorkerState
-from cache.redis_index import IndexWriter
+from cache.redis_index import IndexWriter, SetChange
 from cache.types import BlockHash, Epoch, IndexEntry, WorkerId
 from worker.wire import (
     PROTOCOL_VERSION,
@@ -240,7 +240,7 @@ async def _publish(worker: Worker, redis: str, member: WorkerMember, every_s: fl
                     published = len(held)
             else:
                 fresh = list(worker.held)[published:]
-                if await writer.publish(fresh, (), _load(), published + len(fresh)):
+                if await writer.publish([SetChange(fresh, (), published + len(fresh))], _load()):
                     published += len(fresh)
             await asyncio.sleep(every_s)
     finally:

@@ -7,7 +7,7 @@ import time
 import uvloop
 
 from benchmarks.dev.index_load.fleet import LOAD, READER, SECRET, entries, member_of, running
-from cache.redis_index import IndexWriter, WriterSettings
+from cache.redis_index import IndexWriter, SetChange, WriterSettings
 from cache.redis_index.client import RedisClient
 from cache.redis_index.schema import Keys
 
@@ -21,7 +21,7 @@ async def measure_publish(url: str, client: RedisClient) -> tuple[float, float]:
         assert await writer.rewrite([], LOAD)
         started_s = time.perf_counter()
         for start in range(0, len(blocks), 2000):
-            assert await writer.publish(blocks[start : start + 2000], [], LOAD, start + 2000)
+            assert await writer.publish([SetChange(blocks[start : start + 2000], [], start + 2000)], LOAD)
         blocks_per_s = len(blocks) / (time.perf_counter() - started_s)
         key = Keys(READER.prefix, 0).blocks(member_of(0).worker_id, member_of(0).epoch, 1)
         (num_bytes,) = await client.call(("MEMORY", "USAGE", key, "SAMPLES", 0), timeout_s=30)

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from benchmarks.dev.private_redis import private_redis
 from cache.hashing import index_entry
 from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
 from cache.types import BlockHash, IndexEntry, WorkerId
 
 T = TypeVar("T")
@@ -60,7 +60,8 @@ class RedisBackend:
         held.update(added)
         dropped = [entry for entry in map(index_entry, removed) if entry in held]
         held.difference_update(dropped)
-        published = self._run(self._writers[worker_id].publish(added, dropped, WorkerLoad(), len(held)))
+        change = SetChange(added, dropped, len(held))
+        published = self._run(self._writers[worker_id].publish([change], WorkerLoad()))
         assert published, "Redis lost something"
 
     def match(self, hashes: Sequence[BlockHash]) -> list[Candidate]:

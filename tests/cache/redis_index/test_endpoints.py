@@ -15,7 +15,7 @@ import pytest
 
 from cache.hashing import index_entry
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
 from cache.types import BlockHash
 from tests.cache.redis_index.test_faults import GATEWAY_RIGHTS, WORKER_RIGHTS, running
 from tests.e2e.serving import free_ports
@@ -186,7 +186,7 @@ async def test_sentinel_promotes_the_replica(folder: Path) -> None:
                 await _until_it_knows_the_replica(watch)
                 primary.kill()
                 async with asyncio.timeout(HANG_S):
-                    while writer.in_doubt or not await writer.publish([], [], WorkerLoad(), 9):
+                    while writer.in_doubt or not await writer.publish([SetChange([], [], 9)], WorkerLoad()):
                         await index.lookup(HASHES)
                         if writer.client.up:
                             await writer.rewrite(ENTRIES[:9], WorkerLoad())

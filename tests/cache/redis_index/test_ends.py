@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cache.records import WorkerLoad, WorkerMember
-from cache.redis_index import IndexWriter, RedisIndex
+from cache.redis_index import IndexWriter, RedisIndex, SetChange
 from cache.types import BlockHash
 from tests.cache.redis_index.index_parts import EAGER, LASTING, becomes, chain, entries, linked, matches, member
 from tests.redis_server import RedisServer
@@ -96,12 +96,12 @@ async def test_changes_of_ends_are_published(redis_server: RedisServer) -> None:
     async with linked(writer, index):
         assert await writer.rewrite(entry[:4], WorkerLoad(), (), stops(hashes[:4], {2}))
         await until(becomes(index, hashes, {"w0": 2}))
-        assert await writer.publish(entry[4:], [], WorkerLoad(), 6, (), [5, 5])
+        assert await writer.publish([SetChange(entry[4:], [], 6, [5, 5])], WorkerLoad())
         assert await matches(index, hashes) == {"w0": 5}
-        assert await writer.publish(entry[4:], [], WorkerLoad(), 6, (), [0, 2])
+        assert await writer.publish([SetChange(entry[4:], [], 6, [0, 2])], WorkerLoad())
         assert await matches(index, hashes) == {"w0": 2}
         assert await matches(index, hashes[:5]) == {"w0": 0}
-        assert await writer.publish([], entry[3:], WorkerLoad(), 3, (), [])
+        assert await writer.publish([SetChange([], entry[3:], 3, [])], WorkerLoad())
         assert await matches(index, hashes) == {"w0": 2}
         assert int(redis_server.command("PTTL", POOL_KEY)[1:]) > 0
 
@@ -114,7 +114,7 @@ async def test_lost_ends_are_written_again(redis_server: RedisServer) -> None:
         await until(becomes(index, hashes, {"w0": 2}))
         redis_server.command("DEL", POOL_KEY)
         assert await matches(index, hashes) == {"w0": 0}
-        assert not await writer.publish([], [], WorkerLoad(), 4)
+        assert not await writer.publish([SetChange([], [], 4)], WorkerLoad())
         assert await writer.rewrite(entries(hashes), WorkerLoad(), (), stops(hashes, {2}))
         await until(becomes(index, hashes, {"w0": 2}))
         assert redis_server.command("EXISTS", POOL_KEY) == b":0\r\n", "the old version is unlinked"
@@ -146,4 +146,4 @@ async def test_a_worker_may_get_ends_in_a_new_epoch(redis_server: RedisServer) -
         writer.begin_epoch(member(epoch="last"))
         assert await writer.rewrite(entries(hashes), WorkerLoad())
         await until(becomes(index, hashes, {"w0": 4}))
-        assert await writer.publish([], [], WorkerLoad(), 4)
+        assert await writer.publish([SetChange([], [], 4)], WorkerLoad())

@@ -12,7 +12,7 @@ import pytest
 
 from cache.hashing import index_entry
 from cache.records import WorkerLoad
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings
 from cache.types import BlockHash
 from tests.cache.redis_index.index_parts import LASTING, chain, entries, member
 from tests.redis_server import RedisServer, needs_redis_7
@@ -147,7 +147,7 @@ async def test_replica_serves_lookups_but_no_writers(own_redis: RedisServer, tmp
     scene = Scene(own_redis, tmp_path)
     async with scene.running():
         own_redis.command("REPLICAOF", "127.0.0.1", "1")
-        assert not await scene.writer.publish([], [], WorkerLoad(), 10)
+        assert not await scene.writer.publish([SetChange([], [], 10)], WorkerLoad())
         assert scene.writer.in_doubt
         await until(scene.sees)
         own_redis.command("REPLICAOF", "NO", "ONE")
@@ -176,10 +176,10 @@ async def test_users_with_only_their_rights_can_work(own_redis: RedisServer, den
             return found is not None and [item.matched_blocks for item in found] == [3]
 
         await until(written)
-        assert await writer.publish([index_entry(hashes[3])], [], WorkerLoad(), 4)
+        assert await writer.publish([SetChange([index_entry(hashes[3])], [], 4)], WorkerLoad())
         (entry,) = await writer.upkeep.workers()
         assert await writer.upkeep.held([entry], hashes) == [True] * 4
-        assert await writer.publish([], [index_entry(hashes[3])], WorkerLoad(), 3)
+        assert await writer.publish([SetChange([], [index_entry(hashes[3])], 3)], WorkerLoad())
         assert await writer.upkeep.held([entry], hashes) == [True, True, True, False]
         assert await writer.upkeep.held([], hashes) == [False] * 4
         await until(seen)

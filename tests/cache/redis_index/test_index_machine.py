@@ -81,8 +81,7 @@ class SimulatedWorker:
             for changes in self.changes.values():
                 changes.settle()
             return True
-        own, *below = [changes.take(1000) for changes in self.changes.values()]
-        return await self.writer.publish(own.stored, own.removed, load, own.num_entries, below)
+        return await self.writer.publish([changes.take(1000) for changes in self.changes.values()], load)
 
     async def settle(self) -> None:
         """Publish heartbeats, as a publisher does at intervals, until one stands."""

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio.connection import Connection
 
 from cache.records import Candidate, WorkerLoad
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings, schema
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings, schema
 from cache.redis_index.client import RedisDownError
 from cache.redis_index.lookup import Shard
 from cache.types import BlockHash, GatewayId
@@ -402,7 +402,7 @@ async def test_foreign_keys_cost_no_hits_for_long(
         if writer.in_doubt:
             await writer.rewrite(entries(hashes), WorkerLoad())
         else:
-            await writer.publish([], [], WorkerLoad(), 10)
+            await writer.publish([SetChange([], [], 10)], WorkerLoad())
         return not writer.in_doubt and (await matches(index, hashes) or {}).get("w0") == 10
 
     async with linked(writer, index):

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from cache.records import WorkerLoad
-from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, WriterSettings, schema
+from cache.redis_index import IndexWriter, ReaderSettings, RedisIndex, SetChange, WriterSettings, schema
 from cache.redis_index.connection import BoundedParser
 from tests.cache.redis_index.index_parts import LASTING, SECRET, becomes, chain, entries, hold, linked, matches, member
 from tests.redis_server import RedisServer, redis_binaries
@@ -136,7 +136,7 @@ async def stands(server: RedisServer, place: str, num_bytes: int, most_bytes: in
                 if writer.in_doubt:
                     await writer.rewrite([entry[:8] for entry in hashes], WorkerLoad())
                 else:
-                    await writer.publish([], [], WorkerLoad(), 10)
+                    await writer.publish([SetChange([], [], 10)], WorkerLoad())
                 await writer.upkeep.remove_oversized()
             with redis.Redis(unix_socket_path=str(server.socket)) as store:
                 names = [store.hlen(key) == 2 for key in (KEYS.members, KEYS.states)]
@@ -208,7 +208,7 @@ async def test_long_names_in_both_hashes_end_no_connection_twice(server: RedisSe
                 if writer.in_doubt:
                     await writer.rewrite(entries(hashes), WorkerLoad())
                 else:
-                    await writer.publish([], [], WorkerLoad(), 10)
+                    await writer.publish([SetChange([], [], 10)], WorkerLoad())
                 return await matches(index, hashes) == {"w0": 10}
 
             await until(tidied)

@@ -163,7 +163,7 @@ async def test_a_key_of_another_type_only_costs_its_tier(redis_server: RedisServ
         redis_server.command(foreign[0], f"{POOL_KEY}:host", *foreign[1:])
         assert await ends(index, hashes) == {"w0": (2, 2, 10)}
         unchanged = [SetChange([], [], 5), SetChange([], [], 10)]
-        assert not await writer.publish([], [], WorkerLoad(), 2, unchanged)
+        assert not await writer.publish([SetChange([], [], 2), *unchanged], WorkerLoad())
         assert await writer.rewrite(held[:2], WorkerLoad(), [held[:5], held])
         await until(end(index, hashes, {"w0": (2, 5, 10)}))
 
@@ -281,9 +281,9 @@ async def test_a_damaged_set_of_a_tier_is_detected(redis_server: RedisServer, ti
             "set gone": ("DEL", key),
         }
         assert redis_server.command(*command[damage]) == b":1\r\n"
-        assert not await writer.publish([], [], WorkerLoad(), 10, unchanged)
+        assert not await writer.publish([SetChange([], [], 10), *unchanged], WorkerLoad())
         assert await writer.rewrite(held, WorkerLoad(), [held, held])
-        assert await writer.publish([], [], WorkerLoad(), 10, unchanged)
+        assert await writer.publish([SetChange([], [], 10), *unchanged], WorkerLoad())
         assert redis_server.command("EXISTS", POOL_KEY, f"{POOL_KEY}:host", f"{POOL_KEY}:disk") == b":0\r\n"
 
 
@@ -305,7 +305,7 @@ async def test_one_publish_changes_the_sets_of_the_pool_and_of_tiers(redis_serve
 
         writer.client.submit = submit  # type: ignore[method-assign]
         moved = SetChange(held[4:6], [], 2), SetChange(held[2:], held[:1], 9)
-        assert await writer.publish([], held[5:3:-1], WorkerLoad(), 4, moved)
+        assert await writer.publish([SetChange([], held[5:3:-1], 4), *moved], WorkerLoad())
         assert num_sent == 1
         assert await ends(index, hashes) == {"w0": (4, 6, 10)}
         (entry,) = await index.entries()
@@ -319,7 +319,7 @@ async def test_every_set_lives_and_ends_with_its_version(redis_server: RedisServ
     async with linked(writer):
         assert await writer.rewrite(held, WorkerLoad(), [held])
         redis_server.command("PEXPIRE", tier_key, "50000")
-        assert await writer.publish([], [], WorkerLoad(), 3, [SetChange([], [], 3)])
+        assert await writer.publish([SetChange([], [], 3), SetChange([], [], 3)], WorkerLoad())
         assert int(redis_server.command("PTTL", tier_key)[1:]) > 900_000
         writer.begin_epoch(tiered(epoch="e1"))
         assert await writer.rewrite([], WorkerLoad(), [held[:1]])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cache.records import WorkerLoad
-from cache.redis_index import IndexWriter, RedisIndex, WriterSettings
+from cache.redis_index import IndexWriter, RedisIndex, SetChange, WriterSettings
 from cache.redis_index.client import Argument, Reply
 from tests.cache.redis_index.index_parts import (
     EAGER,
@@ -33,11 +33,11 @@ async def test_batches_change_the_set(redis_server: RedisServer) -> None:
     writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite([], WorkerLoad())
-        assert await writer.publish(entries(hashes[:8]), [], WorkerLoad(), 8)
+        assert await writer.publish([SetChange(entries(hashes[:8]), [], 8)], WorkerLoad())
         await until(becomes(index, hashes, {"w0": 8}))
-        assert await writer.publish(entries(hashes[8:]), [], WorkerLoad(), 10)
+        assert await writer.publish([SetChange(entries(hashes[8:]), [], 10)], WorkerLoad())
         assert await matches(index, hashes) == {"w0": 10}
-        assert await writer.publish([], entries(hashes[:3:-1]), WorkerLoad(), 4)
+        assert await writer.publish([SetChange([], entries(hashes[:3:-1]), 4)], WorkerLoad())
         assert await matches(index, hashes) == {"w0": 4}
 
 
@@ -61,7 +61,7 @@ async def test_flush_is_detected_and_repaired(redis_server: RedisServer) -> None
     async with linked(writer, index):
         await hold(hashes, index, writer)
         redis_server.command("FLUSHALL")
-        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert not await writer.publish([SetChange([], [], 10)], WorkerLoad())
         assert writer.in_doubt
         await hold(hashes, index, writer)
 
@@ -79,9 +79,9 @@ async def test_damaged_set_is_detected(redis_server: RedisServer, damage: str) -
             "set gone": ("DEL", key),
         }
         assert redis_server.command(*command[damage]) == b":1\r\n"
-        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert not await writer.publish([SetChange([], [], 10)], WorkerLoad())
         assert await writer.rewrite(entries(hashes), WorkerLoad())
-        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert await writer.publish([SetChange([], [], 10)], WorkerLoad())
         assert redis_server.command("EXISTS", key) == b":0\r\n"
 
 
@@ -106,11 +106,11 @@ async def test_overwritten_entry_is_put_back_and_its_set_stays(
         else:
             assert await other.rewrite([], WorkerLoad())
         assert redis_server.command("HGET", hash_key, "w0") != genuine
-        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert await writer.publish([SetChange([], [], 10)], WorkerLoad())
         assert redis_server.command("SCARD", set_key) == b":10\r\n"
         assert (redis_server.command("HGET", hash_key, "w0") == genuine) == (field == "members")
         assert events == ["rewritten", "displaced"]
-        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert await writer.publish([SetChange([], [], 10)], WorkerLoad())
         assert events == ["rewritten", "displaced"]
 
 
@@ -121,9 +121,9 @@ async def test_redis_restored_from_a_snapshot_raises_doubt(redis_server: RedisSe
     async with linked(writer):
         assert await writer.rewrite(entries(chain(10)), WorkerLoad())
         snapshot = redis_server.command("HGET", "{headstart:0}:states", "w0").partition(b"\r\n")[2][:-2]
-        assert await writer.publish([], [], WorkerLoad(), 10)
+        assert await writer.publish([SetChange([], [], 10)], WorkerLoad())
         redis_server.command("HSET", "{headstart:0}:states", "w0", snapshot)
-        assert not await writer.publish([], [], WorkerLoad(), 10)
+        assert not await writer.publish([SetChange([], [], 10)], WorkerLoad())
         assert writer.in_doubt
 
 
@@ -141,7 +141,7 @@ async def test_key_of_another_type_is_repaired(redis_server: RedisServer, key: s
             if writer.in_doubt:
                 await writer.rewrite(entries(hashes), WorkerLoad())
             else:
-                await writer.publish([], [], WorkerLoad(), 10)
+                await writer.publish([SetChange([], [], 10)], WorkerLoad())
             return not writer.in_doubt and await matches(index, hashes) == {"w0": 10}
 
         await until(is_back)
@@ -195,8 +195,8 @@ async def test_restarted_worker_is_never_credited_with_old_blocks(redis_server: 
         found = await index.lookup(hashes)
         assert found is not None
         assert all(item.matched_blocks == 0 for item in found)
-        assert await before.publish([], [], WorkerLoad(), 10), "the old process takes its entry back"
-        assert await after.publish([], [], WorkerLoad(), 0), "the new one again"
+        assert await before.publish([SetChange([], [], 10)], WorkerLoad()), "the old process takes its entry back"
+        assert await after.publish([SetChange([], [], 0)], WorkerLoad()), "the new one again"
         await until(becomes(index, hashes, {"w0": 0}))
 
 
@@ -221,7 +221,7 @@ async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> 
         await until(becomes(index, [], {}))
         assert index.members() == [member()], "a lapsed member stays known"
         writer._settings = LASTING
-        assert await writer.publish([], [], WorkerLoad(), 0)
+        assert await writer.publish([SetChange([], [], 0)], WorkerLoad())
         assert await matches(index, []) == {"w0": 0}
 
 
@@ -262,7 +262,7 @@ async def test_unrenewed_sets_expire(redis_server: RedisServer) -> None:
         key = "{headstart:0}:b:w0:epoch-of-w0:1"
         assert 900_000 < left_ms(key) <= 1_000_000
         redis_server.command("PEXPIRE", key, "50000")
-        assert await writer.publish([], [], WorkerLoad(), 3)
+        assert await writer.publish([SetChange([], [], 3)], WorkerLoad())
         assert left_ms(key) > 900_000
         assert await writer._fill(b"broken off", [("SADD", b"broken off", *entries(hashes))], 500_000)
         assert 0 < left_ms("broken off") <= 500_000, "a rewrite that does not come to its end leaves nothing for ever"
