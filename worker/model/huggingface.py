@@ -20,14 +20,7 @@ from worker.model.config import ModelConfig, RopeConfig, RopeKind
 _BASE: Final = "model."
 _INDEX: Final = "model.safetensors.index.json"
 _ADAPTER: Final = "adapter_config.json"
-_ROPE_NUMBERS: Final = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-)
+_ROPE_NUMBERS: Final = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _NEEDED_BY_ROPE: Final = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
