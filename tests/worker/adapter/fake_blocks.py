@@ -127,7 +127,6 @@ class FakeEngine:
                 stored[0].parent,
                 tuple(ids_of(tokens[first * size : len(chain) * size])),
                 self.block_size,
-                None,
                 "GPU",
                 lora,
                 keys[first:],

@@ -191,7 +191,7 @@ def first_part(num_tokens: int) -> list[Event]:
     names = tuple(range(num_tokens // 2))
     keys = ((ROOT.hex(),), *(None for _ in names[1:]))
     tokens = tuple(range(num_tokens))
-    return [BlockStored(names, None, tokens, 2, None, "GPU", None, keys, 0, "full_attention")]
+    return [BlockStored(names, None, tokens, 2, "GPU", None, keys, 0, "full_attention")]
 
 
 def test_no_window_has_come_no_end_is_promised() -> None:
@@ -200,7 +200,7 @@ def test_no_window_has_come_no_end_is_promised() -> None:
     chain = hash_chain(ROOT, range(8), 2)
     assert blocks.apply(first_part(8)).events == [Stored(block_hash) for block_hash in chain]
     assert blocks.num_matched_tokens(chain, 9) == 0
-    window = BlockStored((2, 3), None, (4, 5), 2, None, "GPU", None, (None, None), 1, "sliding_window", 5)
+    window = BlockStored((2, 3), None, (4, 5), 2, "GPU", None, (None, None), 1, "sliding_window", 5)
     assert blocks.apply([window]).events == [Stops(chain[-1], 4)]
     assert blocks.num_matched_tokens(chain, 9) == 8
 
@@ -256,7 +256,7 @@ def chaotic_event(rng: random.Random) -> Event:
     tokens = tuple(rng.randrange(2) for _ in range(size * len(names) + rng.choice((0, 0, size))))
     salts = (rng.choice(((ROOT.hex(),), None)), *(None for _ in names[1:]))
     parent = rng.choice((None, names[0], rng.randrange(8)))
-    return BlockStored(names, parent, tokens, size, None, "GPU", None, salts, group, kind, rng.choice((None, 1, 5)))
+    return BlockStored(names, parent, tokens, size, "GPU", None, salts, group, kind, rng.choice((None, 1, 5)))
 
 
 @pytest.mark.deep
