@@ -49,7 +49,8 @@ class GroupedEngine:
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     parted: set[tuple[int, int]] = field(default_factory=set)
-    """Blocks of which one copy was removed and another is left: a reader that does not count misses them."""
+    """Blocks that a reader may miss if it does not count: one copy was removed and another is left, or so it was for
+    the parent when they were stored."""
 
     has_doubtful_events: bool = False
     """It has sent an event that could also be a report of blocks in use."""
@@ -176,12 +177,13 @@ class GroupedEngine:
             is_doubtful = self.has_gap or all((index, name) in self.possible for name in kept[len(kept) - needed :])
             self.has_doubtful_events = self.has_doubtful_events or is_doubtful
             learnt = kept[len(kept) - needed :] if is_doubtful else kept
-        if not group.is_full or not first or (index, names[first - 1]) in self.known:
+        is_after_known = not group.is_full or not first or (index, names[first - 1]) in self.known
+        if is_after_known:
             self.known.update((index, name) for name in learnt)
         self._say_stored(index, prompt, first * size, last * size, kept)
         for name in kept:
             self.copies[index, name] = self.copies.get((index, name), 0) + 1
-            self.parted.discard((index, name))
+            (self.parted.discard if is_after_known else self.parted.add)((index, name))
 
     def _keeps(self, group: Group, at: int, num_tokens: int, last: int) -> bool:
         if group.is_full:
