@@ -83,9 +83,9 @@ def without_cached(value: Any) -> Any:
 class Pair:
     """An engine by itself, and the same engine behind adapter and gateway. Both begin with an empty cache."""
 
-    def __init__(self, fleet: VllmFleet) -> None:
+    def __init__(self, fleet: VllmFleet, client: httpx.Client) -> None:
         self._fleet = fleet
-        self._client = httpx.Client(timeout=LONG_S)
+        self._client = client
         self.parts: list[str] = []
         """The fields of the latest whole answer to a chat."""
 
@@ -118,8 +118,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(horizon_fleet: VllmFleet) -> Pair:
-    return Pair(horizon_fleet)
+def pair(horizon_fleet: VllmFleet) -> Iterator[Pair]:
+    with httpx.Client(timeout=LONG_S) as client:
+        yield Pair(horizon_fleet, client)
 
 
 @pytest.mark.parametrize("path", PATHS)
