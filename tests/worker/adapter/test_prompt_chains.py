@@ -71,6 +71,7 @@ class Registry:
 
     def __init__(self, *entries: RegistryEntry) -> None:
         self.entries = list(entries)
+        self.upkeep = self
 
     async def wait_connected(self, timeout_s: float) -> bool:
         return True

@@ -246,6 +246,7 @@ async def test_a_worker_drops_what_was_purged_while_it_joined(is_purged: bool) -
 
         def __init__(self, url: str) -> None:
             self.entries = [entry("peer", url, num_free=56)]
+            self.upkeep = self
 
         async def wait_connected(self, timeout_s: float) -> bool:
             return True
