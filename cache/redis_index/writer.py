@@ -67,7 +67,6 @@ class IndexWriter:
         self._keys = schema.Keys(settings.prefix, shard)
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
         self._describe(member)
-        self.run = self.client.run
         self._transactions = Transactions(self.client, settings.timeout_s, member.worker_id, count)
         place = self._keys, self._signer, member.worker_id
         self.upkeep = RegistryUpkeep(self.client, self._transactions, *place, settings, count)
@@ -82,6 +81,10 @@ class IndexWriter:
         self._rewrite_failed = False
         self.in_doubt = True
         """The sets must be rewritten before anything else is published."""
+
+    async def run(self) -> None:
+        """Keep the connection; end only by cancellation."""
+        await self.client.run()
 
     def begin_epoch(self, member: WorkerMember) -> None:
         """Replace the member. The next rewrite unlinks the old epoch's sets."""

@@ -58,7 +58,6 @@ class KVTransfers:
         `mailbox` runs commands on the engine thread; `publisher` receives the events of the stores.
         """
         allocator.track_chains()
-        self.new_payload = pool.new_payload
         self.record = record
         self._allocator = allocator
         self._pool = pool
@@ -128,6 +127,9 @@ class KVTransfers:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         return tuple(store.tier for store in self._stores)
+
+    def new_payload(self) -> memoryview:
+        return self._pool.new_payload()
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
         """Read a block for a peer, from wherever this worker has it, and return the record's header. None: a miss."""
