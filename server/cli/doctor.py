@@ -111,9 +111,10 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
 
 
 def clear_cache() -> str:
-    """Delete compiled kernels and prepared weights. Return a line with their size."""
+    """Delete compiled kernels, prepared weights and the digests of models. Return a line with their size."""
     folder = cache_folder()
-    files = [] if folder is None else [file for kind in ("cpu-*", "weights-*") for file in folder.glob(kind)]
+    kinds = ("cpu-*", "weights-*", "digest-*")
+    files = [] if folder is None else [file for kind in kinds for file in folder.glob(kind)]
     num_bytes = sum(file.stat().st_size for file in files)
     for file in files:
         file.unlink()
@@ -313,7 +314,7 @@ def parser() -> CommandParser:
     p.add_argument("--gateway-only", action="store_true", help="leave out what only a worker needs")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     p.add_argument(
-        "--clear-cache", action="store_true", help="delete compiled kernels and prepared weights; check nothing"
+        "--clear-cache", action="store_true", help="delete compiled kernels, prepared weights, digests; check nothing"
     )
     p.add_argument("--gpu", action="store_true", help="test, measure and profile a GPU, in at most 8 minutes")
     p.add_argument("--report", default="gpu-report", metavar="DIR", help="with --gpu: its report (default gpu-report)")

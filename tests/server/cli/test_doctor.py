@@ -118,8 +118,8 @@ def test_the_cache_is_cleared(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "headstart"
     folder.mkdir(mode=0o700)
-    for name in ("weights-1.bin", "weights-1.lock", "cpu-x.so", "other"):
+    for name in ("weights-1.bin", "weights-1.lock", "cpu-x.so", "digest-1.json", "other"):
         (folder / name).write_bytes(bytes(1_000_000))
     assert status_of("doctor", "--clear-cache") == 0
-    assert capsys.readouterr().out == f"deleted 3 files, 3 MB, in {folder}\n"
+    assert capsys.readouterr().out == f"deleted 4 files, 4 MB, in {folder}\n"
     assert [file.name for file in folder.iterdir()] == ["other"]
