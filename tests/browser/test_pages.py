@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.serving import Serve
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -201,6 +202,10 @@ def test_markdown_becomes_elements(pages: Pages) -> None:
 def test_a_phone_needs_no_sideways_scrolling(pages: Pages, screenshots: Path | None) -> None:
     """Also takes the pictures of both pages, on request."""
     pages.dashboard.wait_for_selector("#why:visible")
+    if screenshots is not None:  # after the reload the page has no rates before the next answer
+        pages.ask("Which of them is the oldest?")
+        pages.wait_answered()
+        pages.dashboard.locator("body", has_text=re.compile(r"of [0-9,]+ tokens in the last minute")).wait_for()
     for name, page in (("dashboard", pages.dashboard), ("chat", pages.chat)):
         for scheme, size in (("light", WIDE), ("dark", WIDE), ("phone", PHONE)):
             page.emulate_media(color_scheme="light" if scheme == "phone" else scheme)
@@ -223,12 +228,13 @@ def test_a_stream_goes_on_when_its_worker_is_killed(pages: Pages, serve: Serve) 
     decision = pages.dashboard.inner_text("#verdict")
     found = re.search(r"worker-\d", decision)
     assert found is not None, decision
-    before = pages.chat.inner_text("body")
+    before, epochs = pages.chat.inner_text("body"), serve.epochs()
     serve.child(found[0]).kill()
     pages.worker_row(found[0], ":not(.serving)")
     pages.wait_answered()
     assert len(pages.cached(num_answers + 1)) == num_answers + 1
     assert len(pages.chat.inner_text("body")) > len(before)
+    wait_until(lambda: serve.epochs().get(found[0], epochs[found[0]]) != epochs[found[0]], what="it has restarted")
 
 
 def test_a_worker_is_drained_by_button(pages: Pages, serve: Serve) -> None:
