@@ -68,8 +68,9 @@ class IndexWriter:
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
         self._describe(member)
         self._transactions = Transactions(self.client, settings.timeout_s, member.worker_id, count)
-        place = self._keys, self._signer, member.worker_id
-        self.upkeep = RegistryUpkeep(self.client, self._transactions, *place, settings, count)
+        self.upkeep = RegistryUpkeep(
+            self.client, self._transactions, self._keys, self._signer, member.worker_id, settings, count
+        )
         self._set_version = 0
         self._batch = 0
         self._set_keys: list[bytes] = []

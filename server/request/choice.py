@@ -25,7 +25,7 @@ StopReason = Literal["stop", "length"]
 
 
 class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
-    """One prompt and how to answer it."""
+    """One prompt and how to answer it. By default no token is sampled, as for embeddings."""
 
     request_id: str
     model: ServedModel

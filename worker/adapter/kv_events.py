@@ -1,6 +1,6 @@
 """Cache events as vLLM and SGLang publish them: one msgpack batch a scheduler step.
 
-    [ts, [event, ...], rank]     some vLLM of 2026 send a map of the three; the rank is known already
+    [ts, [event, ...], rank]     some vLLM of 2026 send a map of the three; each rank has its own socket
     event: {"type": "BlockStored", "block_hashes": [...], ...}
 
 Fields with defaults may be missing, and unknown fields are skipped: so is `session_id`, which both engines give for
