@@ -15,6 +15,7 @@ from msgspec.structs import replace as with_fields
 from starlette.responses import JSONResponse, Response
 
 from cache.types import MediaStart
+from tests.running import listening
 from tests.worker.adapter.rig import MEMBER, Rig, finishes, make_request, running, token_ids
 from tests.worker.adapter.scripted_http import ScriptedHttp, sse
 from tests.worker.adapter.test_vllm import api as api
@@ -136,10 +137,9 @@ async def test_prompts_are_rendered_again_on_another_connection() -> None:
             data = json.dumps(answer).encode()
             writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
         bodies.append(b"closed")
-        writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        api = VllmApi(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with listening(serve) as port:
+        api = VllmApi(f"http://127.0.0.1:{port}")
         call = EngineCall(CHAT, b'{"model": "m"}')
         with pytest.raises(EngineRefusedError):
             await api.render(call)
