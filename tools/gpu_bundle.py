@@ -37,7 +37,8 @@ GLIBC: Final = (17, 24, 26, 27, 28, 31)
 
 def pins() -> dict[str, str]:
     """Return name to version of all that is pinned for workers, gateways and tests."""
-    lines = [line for name in NEEDED for line in (ROOT / "requirements" / name).read_text().splitlines()]
+    files = (*NEEDED, "build.txt")  # pytest and the build of our wheel share some packages
+    lines = [line for name in files for line in (ROOT / "requirements" / name).read_text().splitlines()]
     found = [line.split("==") for line in lines if "==" in line]
     return {canonicalize_name(name): version for name, version in found} | INSTEAD
 

@@ -19,6 +19,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.parts import NAMES, TESTS, Part
 from benchmarks.gpu.report import Outcome
 from server.cli import doctor
+from tools.gpu_bundle import closure
 
 ROOT = Path(__file__).parents[2]
 HOST = ("torch", "triton", "sympy", "mpmath", "networkx", "filelock", "fsspec", "jinja2", "markupsafe")
@@ -98,6 +99,12 @@ def test_all_of_it(tmp_path: Path) -> None:
     assert code == 0, summary
     assert [part["name"] for part in summary["parts"]] == list(NAMES)
     assert len(TESTS) == 6
+
+
+def test_the_bundle_has_a_pin_for_each_package() -> None:
+    names = {pin.partition("==")[0] for pin in closure()}
+    assert {"pytest", "pluggy", "numpy"} <= names
+    assert "torch" not in names
 
 
 @pytest.mark.deep
