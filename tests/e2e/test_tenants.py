@@ -21,6 +21,7 @@ from tests.certificates import Authority
 from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet
 from tests.faults.part import Worker
 from tests.redis_server import RedisServer
+from tests.tcp_sockets import check_connections
 from tests.waiting import HANG_S, wait_until
 from worker.common.proof import gateway_token
 from worker.common.tls import WorkerCa
@@ -327,3 +328,15 @@ def test_blocks_on_disk_and_of_peers_open_to_their_tenant_alone(fleet: SecureFle
     assert again.headers["x-headstart-worker"] != holder
     assert cached_tokens(again) == places(again).get("peer", 0), "it has come from the other, or been computed"
     assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
+
+
+def test_no_connection_holds_a_small_packet_back(fleet: SecureFleet) -> None:
+    """With TLS other classes of the event loops carry the connections. `test_no_delay.py` asks those without."""
+    with httpx.Client(verify=fleet.trust, timeout=HANG_S) as client:
+        client.get(f"{fleet.url}/health/ready")
+        client.get(f"{fleet.ops_url}/workers")
+        for number in range(8):
+            assert fleet.post("one", completion(f"{number} {PROMPT}")).status_code == 200
+        workers = {worker.name: worker.port for worker in fleet.workers}
+        accepted = {"gateway": fleet.gateway.port, "ops": fleet.gateway.ops_port, **workers}
+        check_connections([part.pid for part in fleet.parts], accepted, workers)

@@ -16,7 +16,8 @@ def listen(
     """Bind and listen. Raises OSError that names the address.
 
     With `share`, other sockets that share may listen on the same port: the kernel spreads connections over them.
-    Accepted connections are probed when idle, so that a peer whose machine is gone is noticed.
+    Accepted connections have the options that are set here. They are probed when idle, so that a peer whose machine is
+    gone is noticed. They hold no small packet back (TCP_NODELAY): asyncio would, for a socket that it has not made.
     """
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -24,6 +25,7 @@ def listen(
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(f"cannot listen on {host}:{port}: {reason}. Choose another --port; 0 is any free one") from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", probe_idle_s), ("TCP_KEEPINTVL", probe_every_s), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
