@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.progress import elapsed
-from worker.common.command_line import suggestion
 from worker.common.extras import missing_extra
+from worker.common.known_names import suggestion
 
 BENCHES: Final = {
     "batch": "a file of requests in the order of prefixes, and shuffled",

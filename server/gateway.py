@@ -284,10 +284,10 @@ def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None
         keys = KeyFile(Path(config.api_keys), config.cluster_secret(), on_reload=metrics.key_reloads.inc)
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
-    if not is_loopback(config.host):
-        log.warning(
-            "NO API KEYS: anyone who reaches %s:%d may use every model; give --api-keys FILE", config.host, config.port
-        )
+    ports = (config.host, config.port), (config.ops_host, config.ops_port)  # the ops port has the chat page's API
+    if reachable := [f"{host}:{port}" for host, port in ports if not is_loopback(host)]:
+        where = " or ".join(reachable)
+        log.warning("NO API KEYS: anyone who reaches %s may use every model; give --api-keys FILE", where)
     return None
 
 

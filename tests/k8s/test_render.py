@@ -54,7 +54,7 @@ def test_notes_name_the_first_request_and_what_is_open() -> None:
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in done.stdout
     assert '"model": "smollm2"' in done.stdout
     assert "asks for no key" in done.stdout
-    assert "HEADSTART_API_KEY" not in done.stdout
+    assert "GATEWAY_API_KEY" not in done.stdout
 
 
 def test_notes_use_the_api_key_when_there_are_keys() -> None:
@@ -62,7 +62,7 @@ def test_notes_use_the_api_key_when_there_are_keys() -> None:
     assert done.returncode == 0, done.stderr
     notes = done.stdout.partition("NOTES:")[2]
     assert r"get secret rel-headstart-api-keys -o jsonpath='{.data.one\.key}' | base64 -d" in notes
-    assert notes.count('-H "authorization: Bearer $HEADSTART_API_KEY"') == 2
+    assert notes.count('-H "authorization: Bearer $GATEWAY_API_KEY"') == 2
     assert "asks for no key" not in notes
 
 

@@ -15,7 +15,8 @@ import pytest
 import server.cli.serve
 import server.config
 import worker.config
-from worker.common.command_line import CONFIG_VARIABLE, CommandParser
+from worker.common.command_line import CommandParser
+from worker.common.known_names import CONFIG_VARIABLE
 from worker.common.modules import module_command
 
 PARSERS: dict[str, Callable[[], CommandParser]] = {
@@ -60,7 +61,7 @@ def test_every_option_has_a_variable_and_a_key(
         patch.setenv(PARSERS[command]().variable(flag), "true" if is_flag else text)
         assert PARSERS[command]().parse_args([]) == wanted
     file = tmp_path / "headstart.toml"
-    file.write_text(f"[{command}]\n{flag[2:]} = {'true' if is_flag else json.dumps(text)}\n[other]\nx = 1\n")
+    file.write_text(f"[{command}]\n{flag[2:]} = {'true' if is_flag else json.dumps(text)}\n[top]\nonce = true\n")
     assert PARSERS[command]().parse_args(["--config", str(file)]) == wanted
     monkeypatch.setenv(CONFIG_VARIABLE, str(file))
     assert PARSERS[command]().parse_args([]) == wanted
@@ -128,7 +129,7 @@ def test_a_wrong_file(
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("size = 3\n", "size belongs into a table, such as [top]"), (None, "No such file")]
+    ("text", "problem"), [("size = 3\n", "size belongs into a table, such as [gateway]"), (None, "No such file")]
 )
 def test_a_file_without_tables_and_none(
     parser: CommandParser, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, problem: str

@@ -6,13 +6,20 @@ import argparse
 import os
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-CONFIG_VARIABLE: Final = "HEADSTART_CONFIG"
-_PARTS: Final = ("serve", "gateway", "worker")
+from worker.common.known_names import (
+    CONFIG_VARIABLE,
+    known_options,
+    suggestion,
+    unknown_key,
+    unknown_variable,
+    variable,
+    without_services,
+)
+
 _BOOLEANS: Final = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -20,7 +27,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser with short errors. With a `command`, it also reads the variables and the table of that name.
 
     HEADSTART_PORT is --port of `serve`, `gateway` and `worker`. A tool's variables have its name too:
-    HEADSTART_TOP_INTERVAL.
+    HEADSTART_TOP_INTERVAL. A variable, table or key that no command reads is an error of every command.
     """
 
     def __init__(self, *args: Any, command: str | None = None, **kwargs: Any) -> None:
@@ -56,16 +63,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def variable(self, flag: str) -> str:
         """Return the environment variable of an option."""
-        prefix = "" if self.command in _PARTS else f"{self.command}_"
-        return f"HEADSTART_{prefix}{flag.removeprefix('--')}".upper().replace("-", "_")
+        return variable(self.command, flag.removeprefix("--"))
 
     def given(self, argv: Sequence[str]) -> set[str]:
         """Return the options that the command line, the environment or the file gives."""
         return {word.partition("=")[0] for word in argv} | self._from_outside(argv)[1].keys()
 
+    def option_names(self) -> list[str]:
+        """Return the options that a variable and the file may set."""
+        return [flag.removeprefix("--") for flag in self._settable()]
+
     def leave_to_children(self, argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
         """Remove this command's own variables, and name the file of options: children read their tables in it."""
-        if file := self._file(argv):
+        if file := self.file(argv):
             environ[CONFIG_VARIABLE] = str(Path(file).absolute())
         for flag in self._settable():
             environ.pop(self.variable(flag), None)
@@ -73,11 +83,17 @@ class CommandParser(argparse.ArgumentParser):
     def _from_outside(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return what the environment and the file add to a command line, and the origin of each flag."""
         given = {word.partition("=")[0] for word in argv}
-        if self.command is None or given & {"-h", "--help"}:
+        if given & {"-h", "--help"}:
             return [], {}
+        environ = without_services(os.environ)
+        options = known_options()
+        if self.command is not None:
+            options[self.command] = self.option_names()
+        if problem := unknown_variable(environ, options):
+            self.error(problem)
         words: dict[str, list[str]] = {}
         origins: dict[str, str] = {}
-        for origin, flag, action, value in [*self._file_options(argv), *self._variables()]:
+        for origin, flag, action, value in [*self._file_options(argv, options), *self._variables(environ)]:
             if given.isdisjoint(action.option_strings):
                 try:
                     words[flag] = list(_words(flag, action, value))
@@ -93,40 +109,33 @@ class CommandParser(argparse.ArgumentParser):
         )
         return {action.option_strings[-1]: action for action in actions}
 
-    def _variables(self) -> Iterator[tuple[str, str, argparse.Action, object]]:
+    def _variables(self, environ: Mapping[str, str]) -> Iterator[tuple[str, str, argparse.Action, object]]:
         for flag, action in self._settable().items():
             name = self.variable(flag)
-            if (value := os.environ.get(name)) is not None:
+            if self.command is not None and (value := environ.get(name)) is not None:
                 yield name, flag, action, value.split() if _is_list(action) else value
 
-    def _file(self, argv: Sequence[str]) -> str | None:
+    def file(self, argv: Sequence[str]) -> str | None:
+        """Return the file of options that the command line or the environment names."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config", nargs="?", default=os.environ.get(CONFIG_VARIABLE))
         file: str | None = finder.parse_known_args(argv)[0].config
         return file
 
-    def _file_options(self, argv: Sequence[str]) -> Iterator[tuple[str, str, argparse.Action, object]]:
-        if not (file := self._file(argv)):
+    def _file_options(
+        self, argv: Sequence[str], options: Mapping[str, Sequence[str]]
+    ) -> Iterator[tuple[str, str, argparse.Action, object]]:
+        if not (file := self.file(argv)):
             return
         try:
             tables = tomllib.loads(Path(file).read_text())
         except (OSError, ValueError) as error:
             self.error(f"--config {file}: {error}")
-        options = tables.get(self.command or "", {})
-        if loose := next((name for name, table in tables.items() if not isinstance(table, Mapping)), None):
-            self.error(f"--config {file}: {loose} belongs into a table, such as [{self.command}]")
+        if problem := unknown_key(tables, options):
+            self.error(f"--config {file}: {problem}")
         settable = self._settable()
-        for name, value in options.items():
-            if (action := settable.get(f"--{name}")) is None:
-                hint = suggestion(name, (flag.removeprefix("--") for flag in settable))
-                self.error(f"--config {file}: [{self.command}] has no option {name!r}{hint}")
-            yield f"{file} [{self.command}]", f"--{name}", action, value
-
-
-def suggestion(word: str, words: Iterable[str]) -> str:
-    """Return a hint at the nearest word, or nothing."""
-    near = get_close_matches(word, list(words), n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else ""
+        for name, value in tables.get(self.command or "", {}).items():
+            yield f"{file} [{self.command}]", f"--{name}", settable[f"--{name}"], value
 
 
 def _is_list(action: argparse.Action) -> bool:

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from cache.redis_index import check_key_part, check_url
 from worker.common.command_line import CommandParser
+from worker.common.known_names import SECRET_VARIABLE
 from worker.common.logs import LOG_FORMATS, LogFormat
 from worker.common.tls import ServerCertificate, WorkerCa
 
-SECRET_VARIABLE: Final = "HEADSTART_CLUSTER_SECRET"
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 MAX_PORT: Final = (1 << 16) - 1
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

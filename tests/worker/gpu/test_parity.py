@@ -19,7 +19,7 @@ from worker.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 NUM_PROMPTS = 32
-MODEL = os.environ.get("HEADSTART_GPU_MODEL", "")
+MODEL = os.environ.get("GPU_CHECK_MODEL", "")
 """A folder with a checkpoint; '' is a tiny one of random weights."""
 TIE = 0.05
 """Two log probabilities this close may come in either order."""
