@@ -38,7 +38,8 @@ def _read(reader: TextReader) -> Reading:
         is_open = head == "partial" or (not tag and any(tag.startswith(text) for tag in _TAGS))
         if is_open and not reader.ended:
             yield
-        elif body[:1] == "[":
+            continue
+        if body[:1] == "[":
             before, reader.text = reader.text[: len(reader.text) - len(body)], body
             if not (yield from _read_functions(reader)):
                 reader.text = before + reader.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +35,12 @@ RULES = [
         )
         for reasoning in REASONING
         for tools in (*FORMATS.values(), CALL_LIST, None)
+    ),
+    *(
+        OutputRules(reasoning=reasoning, thoughts=thoughts, tools=tools, tool_names=TOOLS, schemas=SCHEMAS)
+        for reasoning in REASONING[1:]
+        for thoughts in THOUGHT_FORMATS.values()
+        for tools in (FORMATS["hermes"], FORMATS["llama"], None)
     ),
     OutputRules(forced="f"),
 ]
@@ -118,10 +124,23 @@ OPENINGS = {"list": ("[",)}
 CLOSINGS = {"list": ("]",)}
 
 
+def own_texts(rules: OutputRules) -> list[str]:
+    """Return the texts of the format itself: those that open, close or mark something."""
+    opens = () if rules.tools is None else (*rules.tools.opens, *rules.tools.tokens)
+    return sorted({*rules.markers(), *opens, rules.thoughts.label} - {""})
+
+
+def own_pieces(rules: OutputRules) -> st.SearchStrategy[list[str]]:
+    """Make pieces of the format's own texts, their beginnings and ends, with calls and white space between them."""
+    own = st.sampled_from(own_texts(rules) or [""])
+    broken = st.builds(part_of, own, st.integers(0, 3), st.integers(0, 12))
+    return st.lists(st.one_of(own, own, broken, st.sampled_from(OBJECTS), st.sampled_from(SPACES), WHOLE), max_size=6)
+
+
 @st.composite
 def texts(draw: st.DrawFn, rules: OutputRules) -> str:
     """Make a text that has, every other time, a call of the format itself, closed or nearly."""
-    written = "".join(draw(PIECES))
+    written = "".join(draw(st.one_of(PIECES, own_pieces(rules))))
     if rules.tools is not None and draw(st.booleans()):
         opening = draw(st.sampled_from(OPENINGS.get(rules.tools.name, rules.tools.opens or ("",))))
         closing = draw(st.sampled_from(CLOSINGS.get(rules.tools.name, (*rules.tools.markers, "; "))))
@@ -222,17 +241,35 @@ def check(rules: OutputRules, text: str, cuts: Sequence[int]) -> None:
 CASES = {"ruled": RULED, "cuts": st.lists(st.integers(0, 300), max_size=5)}
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(**CASES)
 def test_streamed_is_whole_and_nothing_is_lost(ruled: tuple[OutputRules, str], cuts: list[int]) -> None:
     check(*ruled, cuts)
 
 
 @pytest.mark.deep
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=100_000)
 @given(**CASES)
 def test_streamed_is_whole_and_nothing_is_lost_in_many_cases(ruled: tuple[OutputRules, str], cuts: list[int]) -> None:
     check(*ruled, cuts)
+
+
+def check_orders(repeat: int, *, with_halves: bool) -> None:
+    """Check every text of so many of a format's own texts, a call and a word; of the first halves too."""
+    for rules in RULES:
+        own = own_texts(rules)
+        halves = [text[: (len(text) + 1) // 2] for text in own] if with_halves else []
+        for order in product(sorted({*own, *halves, OBJECTS[1], "word"}), repeat=repeat):
+            check(rules, "".join(order), ())
+
+
+def test_a_format_reads_its_own_texts_in_every_order() -> None:
+    check_orders(2, with_halves=False)
+
+
+@pytest.mark.deep
+def test_a_format_reads_three_of_its_own_texts_in_every_order() -> None:
+    check_orders(3, with_halves=True)
 
 
 def answered(token_bytes: TokenBytes, rules: TextRules, output: OutputRules, parts: Sequence[Sequence[int]]) -> str:
