@@ -156,9 +156,9 @@ async function answer(conversation) {
   cancelAnimationFrame(frame);
   running = null;
   setRunning(false, view);
-  draw();
   conversations.touch(conversation);
   showList();
+  draw();
 }
 
 function setRunning(isRunning, view) {

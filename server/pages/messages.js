@@ -2,7 +2,7 @@
 
 import { h, setStyle } from "./dom.js";
 import { count, rate, seconds } from "./format.js";
-import { copyButton, render } from "./markdown.js";
+import { Markdown, copyButton } from "./markdown.js";
 
 const ENDS = { length: "stopped at the token limit", aborted: "stopped by you" };
 const IDEAS = ["What is the capital of France?", "Explain what a KV cache is, in three sentences.", "Write a haiku about waiting."];
@@ -12,6 +12,7 @@ export class MessageView {
     this.message = message;
     this.retry = retry;
     this.body = h("div", { class: "body" });
+    this.markdown = new Markdown(this.body);
     this.facts = h("div", { class: "facts" });
     this.element = h(
       "article",
@@ -25,7 +26,7 @@ export class MessageView {
 
   show() {
     if (this.message.role === "user") this.body.textContent = this.message.content;
-    else this.body.replaceChildren(...render(this.message.content));
+    else this.markdown.show(this.message.content);
     this.facts.replaceChildren(...factsOf(this.message, this.retry));
     this.facts.hidden = !this.facts.childElementCount;
   }

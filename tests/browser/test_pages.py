@@ -187,13 +187,13 @@ MARKDOWN = """\
 
 def test_markdown_becomes_elements(pages: Pages) -> None:
     markup = pages.chat.evaluate(
-        "async (text) => { const { render } = await import('/pages/markdown.js');"
-        " const box = document.createElement('div'); box.append(...render(text)); return box.innerHTML; }",
+        "async (text) => { const { Markdown } = await import('/pages/markdown.js');"
+        " const box = document.createElement('div'); new Markdown(box).show(text); return box.innerHTML; }",
         MARKDOWN,
     )
     assert '<td>a | b</td><td class="right"><strong>12</strong></td>' in markup
     assert re.search(
-        r'<ol start="1"><li>One<ul><li>inner</li></ul><div class="code">.*x = 1.*</div></li><li>Two</li>', markup
+        r'<ol><li>One<ul><li>inner</li></ul><div class="code">.*x = 1.*</div></li><li>Two</li>', markup
     )
     assert '<blockquote><p>quoted <a href="https://example.com/a_b"' in markup
     assert "[bad](javascript:alert(1)) &lt;b&gt;text" in markup
