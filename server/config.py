@@ -218,13 +218,8 @@ class GatewayConfig(SharedConfig):
         return ClientSettings(username=self.limits_redis_username or self.redis_username, password=password)
 
     def ops_key(self) -> bytes | None:
-        """Read --ops-key-file. Raises ValueError, also for an empty one."""
-        if self.ops_key_file is None:
-            return None
-        key = read_secret("--ops-key-file", self.ops_key_file)
-        if not key:
-            raise ValueError(f"--ops-key-file {self.ops_key_file} is empty")
-        return key
+        """Read --ops-key-file. Raises ValueError."""
+        return None if self.ops_key_file is None else read_secret("--ops-key-file", self.ops_key_file)
 
 
 def parser() -> CommandParser:

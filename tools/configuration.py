@@ -183,7 +183,8 @@ def escaped(text: str) -> str:
 def main(argv: list[str]) -> int:
     sys.path.insert(0, str(ROOT))
     check = argv == ["--check"]
-    stale = {path: text for path, text in {**pages(), NAMES: names()}.items() if not path.is_file() or path.read_text() != text}
+    written = {**pages(), NAMES: names()}
+    stale = {path: text for path, text in written.items() if not path.is_file() or path.read_text() != text}
     for path, text in stale.items():
         if check:
             print(f"{path.relative_to(ROOT)} differs from the parsers: run python tools/configuration.py")

@@ -228,15 +228,15 @@ def _version_problems(text: str) -> Iterator[tuple[bool, Status, str]]:
 
 def api_keys(hosts: Sequence[str], file: str | None) -> Check:
     """Check that a gateway which others can reach asks for keys."""
-    fix = "`headstart keys new --tenant NAME --file FILE` makes one; give the gateway --api-keys FILE"
+    fix = "make one with `headstart keys new --tenant NAME --file FILE`, and give the gateway --api-keys FILE"
     if file is not None:
         try:
             num_keys = len(load_keys(Path(file)))
         except ValueError as error:
             return Check("keys", "fail", str(error), "correct it, and check it with `headstart keys check FILE`")
-        return judge("keys", f"{num_keys} API keys in {file}", (num_keys == 0, "warn", f"nobody has one: {fix}"))
-    if reachable := [host for host in hosts if not is_loopback(host)]:
-        return Check("keys", "warn", f"no API keys: anyone who reaches {' or '.join(reachable)} may use every model", fix)
+        return judge("keys", f"{num_keys} API keys in {file}", (num_keys == 0, "warn", fix))
+    if reachable := " or ".join(host for host in hosts if not is_loopback(host)):
+        return Check("keys", "warn", f"no API keys: anyone who reaches {reachable} may use every model", fix)
     return Check("keys", "ok", "no API keys, and only this machine reaches the gateway")
 
 

@@ -129,11 +129,14 @@ class SharedConfig:
 
 
 def read_secret(option: str, file: str) -> bytes:
-    """Raises ValueError that names the option."""
+    """Return what a file holds. Raises ValueError that names the option, also for an empty file."""
     try:
-        return Path(file).read_bytes().strip()
+        secret = Path(file).read_bytes().strip()
     except OSError as error:
         raise ValueError(f"{option}: {error}") from error
+    if not secret:
+        raise ValueError(f"{option} {file} is empty")
+    return secret
 
 
 def option_name(field: str) -> str:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from cache.block_record import HEADER_BYTES
 from cache.events import Removed, Stored
 from cache.store import ChainLink
 from cache.stores.disk import DiskStore
@@ -38,6 +39,13 @@ LINK = st.sampled_from(LINKS)
 
 def path_to(link: ChainLink) -> list[ChainLink]:
     return [link] if link.depth == 0 else [*path_to(BY_HASH[link.parent]), link]
+
+
+def links_in(path: Path) -> list[ChainLink]:
+    """Return the blocks whose records are in a file."""
+    data, size = path.read_bytes(), RECORD.record_bytes
+    found = (RECORD.find_link(data[at : at + HEADER_BYTES]) for at in range(0, len(data), size))
+    return [link for link in found if link is not None]
 
 
 class Worker:
@@ -165,6 +173,9 @@ class DiskMachine(RuleBasedStateMachine):
             assert worker.published == assert_prefix_closed(worker.store, PARENTS)
             files = list(worker.store._folder.glob("*.blocks"))
             assert sum(path.stat().st_size for path in files) <= worker.max_records * RECORD.record_bytes
+            if not worker.is_damaged:
+                on_disk = {link.block_hash for path in files for link in links_in(path)}
+                assert worker.published <= on_disk <= worker.published | worker.left
             records = [held.record for held in worker.store._chains._blocks.values()]
             assert len({*records, *worker.store._free}) == len(records) + len(worker.store._free) <= worker.max_records
 
