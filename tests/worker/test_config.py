@@ -126,7 +126,11 @@ def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path, monkeyp
     monkeypatch.setenv("HEADSTART_CLUSTER_SECRET", "from-env")
     assert WorkerConfig().cluster_secret() == b"from-env"
     (tmp_path / "secret").write_text("from-file\n")
-    assert WorkerConfig(cluster_secret_file=str(tmp_path / "secret")).cluster_secret() == b"from-file"
+    config = WorkerConfig(cluster_secret_file=str(tmp_path / "secret"))
+    assert config.cluster_secret() == b"from-file"
+    (tmp_path / "secret").write_text("\n")
+    with pytest.raises(ValueError, match=r"--cluster-secret-file .* is empty"):
+        config.cluster_secret()
 
 
 @pytest.mark.parametrize(

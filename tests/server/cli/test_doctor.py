@@ -123,3 +123,30 @@ def test_the_cache_is_cleared(
     assert status_of("doctor", "--clear-cache") == 0
     assert capsys.readouterr().out == f"deleted 4 files, 4 MB, in {folder}\n"
     assert [file.name for file in folder.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "status"),
+    [
+        ((), {}, "ok"),
+        (("--host", "0.0.0.0"), {}, "warn"),
+        ((), {"HEADSTART_HOST": "0.0.0.0"}, "warn"),
+        ((), {"HEADSTART_OPS_HOST": "0.0.0.0"}, "warn"),
+        ((), {"HEADSTART_GATEWAY_ARGS": "--ops-host 0.0.0.0"}, "warn"),
+        (("--host", "0.0.0.0"), {"HEADSTART_API_KEYS": "keys.toml"}, "ok"),
+        (("--host", "0.0.0.0"), {"HEADSTART_GATEWAY_ARGS": "--api-keys keys.toml"}, "ok"),
+        (("--host", "0.0.0.0", "--api-keys", "none.toml"), {}, "fail"),
+        (("--host", "0.0.0.0", "--api-keys", "empty.toml"), {}, "warn"),
+    ],
+)
+def test_a_gateway_that_others_reach_needs_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], variables: dict[str, str], status: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys.toml").write_text(f'[[keys]]\ndigest = "sha256:{"0" * 64}"\ntenant = "a"\n')
+    (tmp_path / "empty.toml").write_text("")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    args = doctor.parser().parse_args(options)
+    doctor.what_gateways_read(args, [])
+    assert doctor.api_keys(args.hosts, args.api_keys).status == status
