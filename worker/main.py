@@ -40,7 +40,7 @@ from worker.config import WorkerConfig, parse, parser
 from worker.contracts.engine import Engine, EngineDeadError
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
-from worker.http.protocol import BoundedProtocol
+from worker.http.protocol import WorkerProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
@@ -159,7 +159,7 @@ class Worker:
         token = gateway_token(self._config.cluster_secret())
         config = uvicorn.Config(
             make_app(self._service, token, self._config.host, self._config.advertise_url, url),
-            http="h11" if self._config.engine == "headstart" else BoundedProtocol,
+            http=WorkerProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -120,10 +120,11 @@ class Http10Answer:
             head["headers"] = [*headers, (b"connection", b"keep-alive")]
 
 
-def error_bytes(error: ApiError) -> bytes:
+def error_bytes(error: ApiError, default_headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Return a whole response, after which the connection closes."""
     body = error.body()
     headers = [
+        *default_headers,
         *error.headers(),
         (b"content-length", b"%d" % len(body)),
         (b"connection", b"close"),

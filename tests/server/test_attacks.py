@@ -11,7 +11,6 @@ import pytest
 
 from server.auth.authentication import OpsKeyMiddleware
 from server.event_loop import run_now
-from server.http import protocol
 from server.http.connections import HttpLimits
 from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
 from server.schema.decoding import measure
@@ -20,6 +19,7 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
 from tests.waiting import HANG_S
+from worker.common import http_protocol
 
 
 def depth(body: bytes) -> int:
@@ -163,7 +163,7 @@ async def test_body_in_tiny_chunks_is_refused(worker: ScriptedWorker) -> None:
 async def test_an_early_answer_does_not_wait_for_the_rest_of_the_body(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.1)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
     async with gateway(worker, max_body_bytes=1000) as target:
         body = head("Content-Length: 100000").replace(b"Connection: close", b"Connection: keep-alive") + b"x"
         status, _ = await raw(target.url, body)  # which reads until the connection is closed
@@ -185,7 +185,8 @@ def test_a_body_that_keeps_coming_is_waited_for(phase: str, num_bytes: int, read
     connection.flow = SimpleNamespace(read_paused=read_paused)  # type: ignore[assignment]
     connection.transport = SimpleNamespace(is_closing=lambda: False, close=lambda: closed.append(True))  # type: ignore[assignment]
     connection.loop = SimpleNamespace(call_later=lambda *when: "a timer")  # type: ignore[assignment]
-    connection._phase, connection._new_body_bytes = phase, num_bytes  # type: ignore[assignment]
+    connection._reader = SimpleNamespace(phase=phase)  # type: ignore[assignment]
+    connection._new_body_bytes = num_bytes
     connection._limits = HttpLimits(0, 0.0, 0.0, 0, 0.0)
     connection._on_timeout()
     assert closed == [True] * is_closed

@@ -14,6 +14,7 @@ from server.http.protocol import GatewayProtocol
 from tests.server.http.test_protocol import MIB, post, run
 from tests.server.http.test_tls import Port
 from tests.waiting import HANG_S, until
+from worker.common.http_reader import RequestHead
 
 NUM_FLOODERS = 20
 NUM_PIPELINED = 3000
@@ -27,18 +28,18 @@ class Counted:
         self.most_open = self.most_parsed = self.num_admitted = 0
         self._answer = b"x" * answer_bytes
         parsed: Counter[GatewayProtocol] = Counter()
-        begin, end = GatewayProtocol.on_headers_complete, GatewayProtocol.on_response_complete
+        begin, end = GatewayProtocol.on_head, GatewayProtocol.on_response_complete
 
-        def begun(connection: GatewayProtocol) -> None:
+        def begun(connection: GatewayProtocol, head: RequestHead) -> None:
             parsed[connection] += 1
             self.most_parsed = max(self.most_parsed, parsed[connection])
-            begin(connection)
+            begin(connection, head)
 
         def ended(connection: GatewayProtocol) -> None:
             parsed[connection] -= 1
             end(connection)
 
-        monkeypatch.setattr(GatewayProtocol, "on_headers_complete", begun)
+        monkeypatch.setattr(GatewayProtocol, "on_head", begun)
         monkeypatch.setattr(GatewayProtocol, "on_response_complete", ended)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

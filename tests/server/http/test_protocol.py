@@ -21,6 +21,7 @@ from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
 from tests.certificates import Authority
 from tests.server.http.test_tls import Port
 from tests.waiting import HANG_S, until
+from worker.common import http_protocol
 from worker.common.tls import ServerCertificate
 
 MIB = 1 << 20
@@ -143,7 +144,7 @@ async def test_endless_pipelining_gets_due_answers_then_a_close(
 ) -> None:
     """Drop what came last, and end at once, never by being idle."""
     idle: list[object] = []
-    monkeypatch.setattr(protocol, "MAX_AHEAD_BYTES", 100_000)
+    monkeypatch.setattr(http_protocol, "MAX_AHEAD_BYTES", 100_000)
     monkeypatch.setattr(protocol.GatewayProtocol, "timeout_keep_alive_handler", idle.append)
     desk, request = Desk(), post(b"x" * 50_000)
     async with Port(None, app=desk) as port:
@@ -175,7 +176,7 @@ CHUNKED = b"POST /wait HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("apart", [False, True])
 async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
     broken, status = BROKEN[name]
     desk = Desk()
     async with Port(None, app=desk) as port:
@@ -197,7 +198,7 @@ async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: 
 
 @pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", CHUNKED + b"zz\r\n", b"GET / HTTP/2.0\r\nHost: h\r\n\r\n"])
 async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
@@ -218,9 +219,9 @@ async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeyp
     [
         (b"GET / HTTP/2.0\r\nHost: h\r\n\r\n", 505),
         (b"GET / HTTP/0.9\r\n\r\n", 505),
-        (b"GET / HTTP/1.2\r\nHost: h\r\n\r\n", 400),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-        (b"GET / HTTP/3.0\r\nHost: h\r\n\r\n", 400),
+        (b"GET / HTTP/1.2\r\nHost: h\r\n\r\n", 505),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"GET / HTTP/3.0\r\nHost: h\r\n\r\n", 505),
         (b"GET /\r\n\r\n", 505),
         (b"POST /now HTTP/1.0\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 400),
         (b"GET / HTTP/x\r\n\r\n", 400),
@@ -229,7 +230,7 @@ async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeyp
     ],
 )
 async def test_other_versions_of_http(head: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)

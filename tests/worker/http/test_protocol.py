@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from tests.waiting import HANG_S
 from worker.common.sockets import listen
-from worker.http.protocol import MAX_HEAD_BYTES, BoundedProtocol
+from worker.http.protocol import MAX_HEAD_BYTES, WorkerProtocol
 
 
 async def _length(request: Request) -> Response:
@@ -25,7 +25,7 @@ async def _length(request: Request) -> Response:
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     app = Starlette(routes=[Route("/length", endpoint=_length, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, http=WorkerProtocol, ws="none", lifespan="off", log_config=None))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     sock = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -1,0 +1,168 @@
+"""uvicorn's protocol with our reader in place of its parser: the connections of every port.
+
+A connection has one open request. Later input stays unread until its answer is sent, so a flood of pipelined requests
+costs only its bytes. It takes turns with the requests of other connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+from urllib.parse import unquote
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from worker.common.http_reader import MessageError, RequestHead, RequestReader
+
+LINGER_S: Final = 1.0
+MAX_AHEAD_BYTES: Final = 1 << 20
+"""Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
+
+
+class StrictProtocol(HttpToolsProtocol):
+    """One connection.
+
+    After an error its input is read and dropped: an immediate close would reset the connection, and the peer might
+    never see the answer.
+    """
+
+    _drops_input = False
+    """Further input is dropped."""
+    _is_ahead_full = False
+    """More input came than is kept: the connection ends after the complete requests in `_ahead`."""
+
+    def __init__(self, max_head_bytes: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = None  # type: ignore[assignment]  # it holds this object
+        self._reader = RequestReader(max_head_bytes)
+        self._ahead = bytearray()
+        """The input after the request that is being answered."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._drops_input = True
+        self._ahead.clear()
+
+    def data_received(self, data: bytes) -> None:
+        if self._drops_input or self._is_ahead_full:
+            return
+        num_read = 0 if self._ahead or self._is_waiting else self._read(data)
+        if num_read < len(data) and not self._drops_input:
+            self._ahead += data[num_read:] if num_read else data
+            self._is_ahead_full = len(self._ahead) > MAX_AHEAD_BYTES
+
+    @property
+    def _is_waiting(self) -> bool:
+        """True while a request is being answered, or while the client does not read its answer."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return self._reader.phase == "idle" and (not is_answered or self.flow.write_paused)
+
+    def _read(self, data: bytes | bytearray) -> int:
+        """Read up to the end of one request, which is answered first. Return the number of bytes read."""
+        self._unset_keepalive_if_required()
+        position = 0
+        try:
+            while position < len(data) and not (self._drops_input or self._is_waiting):
+                position = self._reader.read(data, position, self)
+        except MessageError as error:
+            self._refuse(error.status)
+        return position
+
+    def _read_ahead(self) -> None:
+        """Read what was received after the last request."""
+        if self._ahead and not (self._drops_input or self._is_waiting or self.transport.is_closing()):
+            del self._ahead[: self._read(self._ahead)]
+        if self._is_ahead_full and not (self._drops_input or self._is_waiting):
+            self._close_with(b"")
+
+    def on_head(self, head: RequestHead) -> None:
+        """Start the answer."""
+        path, _, query = head.target.partition(b"?")
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": head.version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme or "http",
+            "root_path": self.root_path,
+            "method": head.method,
+            "path": self.root_path + unquote(path.decode()),
+            "raw_path": self.root_path.encode() + path,
+            "query_string": query,
+            "headers": head.headers,
+            "state": self.app_state.copy(),
+        }
+        self.cycle = RequestResponseCycle(
+            self.scope,
+            self.transport,
+            self.flow,
+            self.logger,
+            self.access_logger,
+            self.access_log,
+            self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=head.expects_continue,
+            keep_alive=head.keep_alive and head.version != "1.0",
+            on_response=self.on_response_complete,
+        )
+        self._start_asgi_task(self.cycle, self.app)
+
+    def on_body(self, body: bytes) -> None:
+        if not self.cycle.response_complete:
+            self.cycle.body += body
+            if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            self.cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self.cycle.more_body = self.cycle.waiting_for_100_continue = False
+        self.cycle.message_event.set()
+
+    def on_response_complete(self) -> None:
+        """Continue the connection. The rest of a body that was answered early (401, 413) is not awaited."""
+        super().on_response_complete()
+        # The connection may stay: nothing of the request stays with it.
+        self.cycle.body = bytearray()
+        self.cycle.scope = self.scope = {}  # type: ignore[typeddict-item]
+        if self.transport.is_closing():
+            return
+        if self._reader.phase == "body":
+            self.loop.call_later(LINGER_S, self._close_unread, self.cycle)
+        elif self._ahead or self._is_ahead_full:
+            self.loop.call_soon(self._read_ahead)  # after the turns of other connections
+
+    def _close_unread(self, cycle: object) -> None:
+        if self._reader.phase == "body" and self.cycle is cycle:
+            self.transport.close()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read_ahead()
+
+    def _lose_client(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _refuse(self, status: int) -> None:
+        """Answer with an error, after which nothing is read. It ends a request with a broken body."""
+        is_open = self.cycle is not None and not self.cycle.response_complete
+        self._lose_client()
+        if is_open and self.cycle.response_started:
+            self._drops_input = True
+            self.transport.close()
+        else:
+            self._close_with(self._refusal(status))
+
+    def _refusal(self, status: int) -> bytes:
+        """Return a whole answer."""
+        return STATUS_LINE[status] + b"connection: close\r\ncontent-length: 0\r\n\r\n"
+
+    def _close_with(self, answer: bytes) -> None:
+        self._drops_input = True
+        self.transport.write(answer)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
