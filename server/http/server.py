@@ -67,20 +67,20 @@ class Listener(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start as uvicorn does, with a bound on the TLS handshake: uvloop's can be held open for 60 s."""
-        loop = asyncio.get_running_loop()
-        limits, tls = self._limits, self.config.ssl
-
-        def protocol() -> asyncio.Protocol:
-            return GatewayProtocol(limits, self._connections, self._collector, self.config, self.server_state, {}, loop)
-
-        handshake_s = None if tls is None else limits.header_timeout_s
+        tls = self.config.ssl
+        handshake_s = None if tls is None else self._limits.header_timeout_s
         self.servers = [
-            await loop.create_server(
-                protocol, sock=sock, backlog=self.config.backlog, ssl=tls, ssl_handshake_timeout=handshake_s
+            await asyncio.get_running_loop().create_server(
+                self.connection, sock=sock, backlog=self.config.backlog, ssl=tls, ssl_handshake_timeout=handshake_s
             )
             for sock in sockets or ()
         ]
         self.started = True
+
+    def connection(self) -> GatewayProtocol:
+        """Return the protocol of a new connection."""
+        shared = self._limits, self._connections, self._collector
+        return GatewayProtocol(*shared, self.config, self.server_state, {}, asyncio.get_running_loop())
 
 
 def affordable_connections(wanted: int) -> int:

@@ -144,6 +144,7 @@ class StrictProtocol(HttpToolsProtocol):
     def _lose_client(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
 
     def _refuse(self, status: int) -> None:
