@@ -111,11 +111,12 @@ class OurPort:
         connection, transport = self._connection(), MemoryTransport()
         connection.connection_made(transport)
         for number, piece in enumerate(pieces):
-            await until(lambda: not transport.is_paused)
+            if transport.is_paused:
+                await until(lambda: not transport.is_paused)
             if transport.is_closed or transport.has_ended:
                 break
             connection.data_received(piece)
-            if not number % 3:
+            if not number % 8:
                 await asyncio.sleep(0)
         num_quiet, before = 0, -1
         while num_quiet < NUM_QUIET_TURNS:
