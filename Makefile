@@ -35,6 +35,7 @@ test-k8s: dev ## chart, images, alerts: helm, podman and promtool, which it inst
 	@$(BIN)/python -m pytest -m k8s tests/k8s $(ARGS)
 
 test-faults: dev ## faults of every kind against real processes: make test-faults SEED=n (at most 30 minutes)
+	@$(BIN)/python tools/install_k8s_tools.py --clients
 	@$(BIN)/python -m pytest -m faults tests/faults --fault-seed $(or $(SEED),1) $(ARGS)
 
 test-browser: dev ## dashboard and chat page in a real Chromium (apt-get install chromium)
@@ -44,7 +45,8 @@ test-browser: dev ## dashboard and chat page in a real Chromium (apt-get install
 CLIENTS := .venv-clients
 CLIENTS_OPENAI2 := .venv-clients-openai2
 
-test-clients: dev $(CLIENTS)/.installed $(CLIENTS_OPENAI2)/.installed ## other people's clients against a running server, in two environments (2.5 GB; apt-get install nodejs npm)
+test-clients: dev $(CLIENTS)/.installed $(CLIENTS_OPENAI2)/.installed ## other people's clients against a running server, in two environments (2.5 GB; its programs by apt-get)
+	@$(BIN)/python tools/install_k8s_tools.py --clients
 	@$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 $(CLIENTS)/.installed: requirements/clients.txt tests/clients/package.json

@@ -4,6 +4,8 @@
     .k8s/tools/      kubernetes-validate, hadolint, uv          .k8s/checkov/   checkov, in an environment of its own
     .k8s/helm4 helm3                                            .k8s/base.tar   what stands in for python:3.11-slim
 
+With --clients, instead, the proxies and HTTP clients of `make test-faults` and `make test-clients`, by apt-get.
+
 Each step is skipped when it was done before. Fails when something cannot be had: a missing tool is no passed test.
 """
 
@@ -45,6 +47,15 @@ IMAGE_APT: Final = {
     "fuse-overlayfs": "fuse-overlayfs",
     "slirp4netns": "slirp4netns",
     "redis-server": "redis-server",
+}
+CLIENT_APT: Final = {
+    "nginx": "nginx-light",
+    "haproxy": "haproxy",
+    "curl": "curl",
+    "javac": "default-jdk-headless",
+    "go": "golang-go",
+    "node": "nodejs",
+    "npm": "npm",
 }
 BASE_PACKAGES: Final = "python3,python3-venv,ca-certificates,g++,redis-server,redis-tools"
 """The redis packages make one base serve for both images that come from a hub; g++ builds the CPU kernels."""
@@ -137,7 +148,11 @@ def fetch_torch() -> None:
 def main() -> None:
     p = argparse.ArgumentParser(description="Install the tools of `make test-k8s` into .k8s/.")
     p.add_argument("--chart", action="store_true", help="only those of `make test-chart`")
-    chart_alone = p.parse_args().chart
+    p.add_argument("--clients", action="store_true", help="only proxies and HTTP clients")
+    options = p.parse_args()
+    if options.clients:
+        return install_debian_packages(CLIENT_APT)
+    chart_alone = options.chart
     DEST.mkdir(exist_ok=True)
     install_debian_packages(CHART_APT if chart_alone else CHART_APT | IMAGE_APT)
     install_python_tools()

@@ -72,7 +72,7 @@ class Front:
         template, options = FRONTS[name]
         program = name.partition(" ")[0]
         path = shutil.which(program, path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-        assert path is not None, f"{program} is missing: python tools/install_k8s_tools.py --fronts"
+        assert path is not None, f"{program} is missing: python tools/install_k8s_tools.py --clients"
         (self.port,) = free_ports(1)
         config = folder / "front.conf"
         config.write_text(template.format(folder=folder, port=port, front=self.port, **options))

@@ -163,6 +163,19 @@ async def test_endless_pipelining_gets_due_answers_then_a_close(
         assert data.endswith(b"\r\n0\r\n\r\n"), "none is cut"
 
 
+@pytest.mark.parametrize("has_body", [False, True])
+async def test_100_continue_is_sent_only_if_the_body_is_awaited(has_body: bool) -> None:
+    async with Port(None, app=Desk()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        request = post(b"x", path="/now").replace(b"Host", b"Expect: 100-continue\r\nConnection: close\r\nHost")
+        writer.write(request if has_body else request[:-1])
+        async with asyncio.timeout(HANG_S):
+            data = b"" if has_body else await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"" if has_body else request[-1:])
+            assert (data + await reader.read()).count(b"HTTP/1.1 100 ") == (not has_body)
+        writer.close()
+
+
 BROKEN = {
     "chunk size": (b"5\r\nhello\r\nzz\r\n", 400),
     "chunk end": (b"5\r\nhello!!5\r\n", 400),
@@ -240,6 +253,8 @@ async def test_other_versions_of_http(head: bytes, status: int, monkeypatch: pyt
         writer.close()
         assert data.startswith(b"HTTP/1.1 %d " % status), data
         assert len(desk.sizes) == (status == 200)
+        assert b"\r\ndate: " in data
+        assert b"\r\nconnection: close\r\n" in data
 
 
 @settings(max_examples=12, deadline=None)
