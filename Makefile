@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install serving dev serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench docs sbom test-deep gpu-check gpu-bundle format clean
+.PHONY: install serving dev serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench docs sbom test-deep mutants gpu-check gpu-bundle format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -67,6 +67,10 @@ test-vllm: dev ## two real vLLM engines behind a gateway, in an environment of t
 
 test-deep: dev ## long property runs, by hand
 	@$(BIN)/python -m pytest -m deep $(ARGS)
+
+mutants: dev ## changes of the product that no test notices: make mutants SEED=n NUM=200 MODULES="server/http" (at most 40 minutes)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/mutants.txt
+	@$(BIN)/python -m tools.mutants --seed $(or $(SEED),1) --num $(or $(NUM),200) $(MODULES)
 
 gpu-check: ## check a GPU in at most 8 minutes; the report is in gpu-report/: make gpu-check ARGS="--quick"
 	@if test -d packages; then \

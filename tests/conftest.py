@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The speed of the machine decides nothing: an example has no deadline, and may be slow to draw.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("mutants", settings.get_profile("tests"), max_examples=50, derandomize=True)
 settings.load_profile("tests")
 
 
