@@ -127,6 +127,17 @@ async def test_redis_restored_from_a_snapshot_raises_doubt(redis_server: RedisSe
         assert writer.in_doubt
 
 
+async def test_a_forged_state_of_this_epoch_is_displaced(redis_server: RedisServer) -> None:
+    """Who can write to Redis cannot make a worker write its sets again."""
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=SECRET))
+    async with linked(writer):
+        assert await writer.rewrite(entries(chain(10)), WorkerLoad())
+        genuine = redis_server.command("HGET", "{headstart:0}:states", "w0").partition(b"\r\n")[2][:-2]
+        redis_server.command("HSET", "{headstart:0}:states", "w0", genuine[:-1] + bytes([genuine[-1] ^ 1]))
+        assert await writer.publish([SetChange([], [], 10)], WorkerLoad())
+        assert redis_server.command("SCARD", "{headstart:0}:b:w0:epoch-of-w0:1") == b":10\r\n"
+
+
 @pytest.mark.parametrize("key", ["states", "members", "version", "b:w0:epoch-of-w0:1", "b:w0:epoch-of-w0:2"])
 @pytest.mark.parametrize("other", [("SET", "x"), ("RPUSH", "x", "y"), ("SADD", "x"), ("HSET", "x", "y")])
 async def test_key_of_another_type_is_repaired(redis_server: RedisServer, key: str, other: tuple[str, ...]) -> None:
@@ -180,6 +191,21 @@ async def test_a_late_batch_of_an_old_version_changes_nothing(redis_server: Redi
         assert await writer.rewrite(entries(hashes[:4]), WorkerLoad())
         redis_server.command("SADD", "{headstart:0}:b:w0:epoch-of-w0:1", *entries(hashes))
         await until(becomes(index, hashes, {"w0": 4}))
+
+
+async def test_sets_that_others_own_are_passed_over(redis_server: RedisServer) -> None:
+    """The second attempt is at none of the next keys, and the one after it at the next key again."""
+    hashes = chain(10)
+    writer = IndexWriter(redis_server.url, member(), LASTING)
+    async with linked(writer):
+        for version in range(1, 1001):
+            redis_server.command("SADD", f"{{headstart:0}}:b:w0:epoch-of-w0:{version}", "12345678")
+        assert not await writer.rewrite(entries(hashes), WorkerLoad())
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        (found,) = writer._set_keys
+        assert await writer.rewrite(entries(hashes), WorkerLoad())
+        version = int(found.rpartition(b":")[2])
+        assert writer._set_keys == [b"{headstart:0}:b:w0:epoch-of-w0:%d" % (version + 1)]
 
 
 async def test_restarted_worker_is_never_credited_with_old_blocks(redis_server: RedisServer) -> None:

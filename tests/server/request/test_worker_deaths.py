@@ -97,6 +97,8 @@ async def test_a_death_is_resumed_with_the_tokens_received(make: MakeWorker, str
         assert second.calls == ["started 5", "first token", "close"]
         assert second.request.excluded == {(dying.worker_id, dying.member().epoch)}
         assert second.request.numerics == (dying.numerics if num_tokens else None)
+        num_needed = len(resumed.prompt_ids) + num_tokens + 1 if num_tokens else 0
+        assert second.request.num_context_tokens == max(first.request.num_context_tokens, num_needed)
 
 
 async def test_n_choices_are_resumed_each_where_it_was(make: MakeWorker) -> None:

@@ -267,3 +267,5 @@ def test_a_store_of_a_new_tier_states_what_it_takes() -> None:
     assert list(transfers.savers["remote"].queue) == hashes
     assert transfers.tiers == ("remote",)
     assert transfers.tier_tokens_per_s() == (8.0 * BLOCK_SIZE,)
+    transfers.purge()
+    assert not transfers.savers["remote"].queue

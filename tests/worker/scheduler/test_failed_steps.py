@@ -6,6 +6,7 @@ import pytest
 
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
+from tests.worker.scheduler.test_drafts_in_flight import REPEATING
 from worker.contracts.step import NoTokenLeft
 from worker.scheduler.request import ConstraintError
 from worker.wire import Failed
@@ -95,3 +96,13 @@ def test_a_failed_step_may_have_overwritten_the_source_of_a_copy(
     assert written & {copy.source for copy in failed.copies}  # the fork released it, and the prefill took it
     for (prompt_ids, n, max_tokens), request in zip(asked, requests, strict=True):
         assert engine.answer(request).tokens == {i: answer(prompt_ids, 100 + i, max_tokens) for i in range(n)}
+
+
+def test_a_step_that_fails_by_its_drafts_is_retried_without() -> None:
+    engine = HandEngine(max_drafts=4, num_blocks=200, fails=lambda step: any(each.is_draft for each in step.sequences))
+    requests = [engine.submit(generate([*REPEATING, i, *REPEATING[:1]], 12)) for i in (30, 31)]
+    requests.append(engine.submit(generate(REPEATING, 12)))
+    engine.finish()
+    assert engine.num_failed_steps > 0
+    for request in requests:
+        assert engine.answer(request).tokens[0] == answer(request.prompt_ids, 100, 12)
