@@ -54,7 +54,7 @@ PYTEST: Final = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
 NOT_COPIED: Final = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "site")
 NUM_COPIES: Final = 3
 """Three at once on two cores, as tests wait often."""
-MAX_TEST_S: Final = 5.0
+MAX_TEST_S: Final = 10.0
 START_S: Final = 30.0
 """The time for pytest to start; a test run may take this and `SLACK` times what it takes without a change."""
 SLACK: Final = 4.0

@@ -110,5 +110,6 @@ class KeptChains:
         assert self._uses.keys() - {NULL_BLOCK} == self.parents.keys(), "kept blocks and their uses differ"
         by_tenant = [chain for chains in self._by_tenant.values() for chain in chains.values()]
         assert Counter(by_tenant) == Counter(self), "chains by tenant"
+        assert all(self._by_tenant.values()), "a tenant without chains"
         lengths = {tenant: sum(c.num_blocks for c in chains.values()) for tenant, chains in self._by_tenant.items()}
         assert self._lengths == lengths, "blocks by tenant"

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import struct
+from contextlib import nullcontext
 from hashlib import blake2b
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.hashing import Namespace, encode_tokens, hash_chain, index_entry
+from cache.hashing import Namespace, check_hashes, encode_tokens, hash_chain, index_entry
 from cache.types import BlockHash, MediaStart
 
 NAMESPACE = Namespace(model="SmolLM2-135M-Instruct", revision="r1", tokenizer="t1", block_size=4)
@@ -112,3 +113,9 @@ def test_token_ids_outside_u32_are_refused(token_id: int) -> None:
 def test_block_size_is_checked() -> None:
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         Namespace("m", "r", "t", 0)
+
+
+def test_only_whole_hashes_pass() -> None:
+    for num_bytes in range(65):
+        with pytest.raises(ValueError, match="whole number") if num_bytes % 16 else nullcontext():
+            check_hashes(bytes(num_bytes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
@@ -251,3 +253,37 @@ def test_commit_never_changes_block_ids() -> None:
     assert second.block_table == before
     assert set(second.block_table).isdisjoint(first.block_table)
     allocator.check_integrity()
+
+
+def test_a_chain_that_is_too_long_leaves_the_room_to_others() -> None:
+    allocator = HashAllocator(65, 4)
+    allocator.track_chains()
+    for length, first in ((3, 100), (20, 200)):  # the longest was used last
+        compute(allocator, range(first, first + 4 * length)).free()
+    assert [len(each) for each in allocator.recent_chains(100)] == [20, 3]
+    assert [len(each) for each in allocator.recent_chains(10)] == [3]
+    held = compute(allocator, range(100, 108))  # a chain that is in use comes first
+    assert [len(each) for each in allocator.recent_chains(23)] == [20, 3]
+    compute(allocator, range(400, 408))
+    assert [len(each) for each in allocator.recent_chains(22)] == [2, 20]
+    held.free()
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=12),
+    max_blocks=st.integers(0, 40),
+)
+def test_recent_chains_are_whole_and_bounded(prompts: list[list[int]], max_blocks: int) -> None:
+    allocator = HashAllocator(21, 4)
+    allocator.track_chains()
+    for numbers in prompts:
+        compute(allocator, [n for n in numbers for _ in range(4)]).free()
+    chains = allocator.recent_chains(max_blocks)
+    for links in chains:
+        assert [link.depth for link in links] == list(range(len(links)))
+        assert [link.parent for link in links] == [ROOT, *(link.block_hash for link in links[:-1])]
+    tips = [links[-1].block_hash for links in chains]
+    assert len({*tips} - {link.parent for links in chains for link in links}) == len(tips)
+    assert len({link for links in chains for link in links}) <= max_blocks
+    if max_blocks >= 20:
+        assert {link.block_hash for links in chains for link in links} == set(allocator.cached_hashes())

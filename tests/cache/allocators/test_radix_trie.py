@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache.allocators.radix_trie import RadixTrie
-from cache.types import BlockId
+from cache.types import BlockHash, BlockId
 
 
 def ids(*values: int) -> list[BlockId]:
@@ -67,6 +67,15 @@ def test_eviction_cuts_leaves() -> None:
     assert trie.evict(10)[0] == [1, 2, 3, 0, 1]
     trie.check_integrity([])
     assert trie.num_blocks == 0
+
+
+def test_eviction_returns_the_hashes_of_every_leaf() -> None:
+    trie = RadixTrie()
+    for keys in ((0, 1, 2), (0, 1, 3, 4), (5, 6)):
+        trie.insert(trie.root(), keys, ids(*keys), [BlockHash(bytes([key])) for key in keys])
+    block_ids, hashes = trie.evict(5)
+    assert block_ids == [2, 3, 4, 0, 1]
+    assert hashes == [bytes([key]) for key in (2, 4, 3, 1, 0)]
 
 
 def test_a_partial_match_goes_no_deeper() -> None:

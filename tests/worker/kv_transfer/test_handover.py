@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.allocators.hash import HashAllocator
 from cache.hashing import hash_chain
 from cache.records import WorkerLoad
 from cache.redis_index import RegistryEntry
@@ -154,41 +153,6 @@ def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch)
     made = [chain(1, 2, 3), *(chain(n) for n in range(10, 20))]
     (share,) = share_out([OfferedChain.of(each) for each in made], [100])
     assert [len(each.block_hashes()) for each in share] == [1, 1, 1]
-
-
-def test_a_chain_that_is_too_long_leaves_the_room_to_others() -> None:
-    allocator = HashAllocator(65, BLOCK_SIZE)
-    allocator.track_chains()
-    for length, first in ((3, 100), (20, 200)):  # the longest was used last
-        prompt = range(first, first + length * BLOCK_SIZE)
-        allocation = allocator.allocate(len(prompt), prompt, ROOT)
-        assert allocation is not None
-        allocation.commit(prompt, len(prompt))
-        allocation.free()
-    assert [len(each) for each in allocator.recent_chains(100)] == [20, 3]
-    assert [len(each) for each in allocator.recent_chains(10)] == [3]
-
-
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=12),
-    max_blocks=st.integers(0, 40),
-)
-def test_recent_chains_are_whole_and_bounded(prompts, max_blocks: int) -> None:
-    allocator = HashAllocator(21, BLOCK_SIZE)
-    allocator.track_chains()
-    for numbers in prompts:
-        prompt = [n for n in numbers for _ in range(BLOCK_SIZE)]
-        allocation = allocator.allocate(len(prompt), prompt, ROOT)
-        assert allocation is not None
-        allocation.commit(prompt, len(prompt))
-        allocation.free()
-    chains = allocator.recent_chains(max_blocks)
-    for links in chains:
-        assert [link.depth for link in links] == list(range(len(links)))
-        assert [link.parent for link in links] == [ROOT, *(link.block_hash for link in links[:-1])]
-    assert len({link for links in chains for link in links}) <= max_blocks
-    if max_blocks >= 20:
-        assert {link.block_hash for links in chains for link in links} == set(allocator.cached_hashes())
 
 
 # --- over HTTP -----------------------------------------------------------------------------------------------------

@@ -239,3 +239,17 @@ def test_no_request_holds_more_than_half_while_others_wait(
     engine.finish()
     for request in requests:
         check_tokens(engine, request)
+
+
+def test_what_a_yielding_prefill_was_to_compute_goes_to_others() -> None:
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, prefix_cache="off")
+    outputs = {index: [index] * (100 if index < 3 else 1) for index in range(4)}  # the one that yields is the shortest
+    large = engine.submit(generate([9] * 60, 110, 4, tenant="a", resumed=outputs))
+    while num_held(engine, large) < 4:
+        engine.step()
+    small = engine.submit(generate([7] * 40, 10, tenant="b"))
+    plan = engine.step()
+    assert (plan.num_yielded, plan.num_prefill_tokens) == (1, 64)
+    assert small.started_s is not None
+    engine.finish()
+    assert isinstance(engine.answer(large).last, End)

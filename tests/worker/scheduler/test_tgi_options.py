@@ -115,3 +115,16 @@ def test_without_the_ratio_requests_are_admitted_at_once() -> None:
 def test_invalid_limits_are_named(limits) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         BatchLimits(**limits)
+
+
+def test_a_refused_group_gives_its_tokens_to_the_prefills() -> None:
+    engine = HandEngine(
+        num_blocks=61, waiting_served_ratio=2.0, max_waiting_tokens=1000, watermark=0.0, max_num_batched_tokens=64
+    )
+    engine.submit(generate([1] * 200, 30))
+    engine.step()
+    group = [engine.submit(generate([10] * 8, 8)), engine.submit(generate([11] * 100, 8))]
+    plan = engine.step()
+    assert started(engine, group) == 0
+    assert plan.num_prefill_tokens == 64
+    engine.finish()
