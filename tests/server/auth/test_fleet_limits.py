@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from server.auth.fleet_limits import FORGET_S, FRESH_S, FleetLimits, GatewayRecord
-from server.auth.limits import KeyEntry, KeyUsage
+from server.auth.limits import KeyEntry, KeyUsage, KeyUse
 from server.auth.shared_limits import BUSY_S
 from server.errors import OverloadedError
 
@@ -350,3 +350,11 @@ def test_headers_show_what_is_left_in_the_fleet() -> None:
     headers = dict(fleet.gateways["g3"][1]["k"].headers())
     assert headers[b"x-ratelimit-limit-requests"] == b"600"
     assert 500 <= int(headers[b"x-ratelimit-remaining-requests"]) <= 502
+
+
+def test_a_first_record_that_no_gateway_can_have_granted_counts_nothing() -> None:
+    fleet = Fleet({"k": entry(tokens_per_day=1000, tokens_per_minute=1000)}, num_gateways=1)
+    amount = 10**15
+    fleet.records["stranger"] = GatewayRecord(1, False, "1", {"k": KeyUse(amount, amount, amount, amount)})
+    fleet.settle()
+    assert fleet.ask("g0", "k", num_tokens=500)
