@@ -249,6 +249,7 @@ class Copy:
         self._folder = folder
         shutil.copytree(ROOT, self.root, ignore=NOT_COPIED, symlinks=True)
         (folder / "tmp").mkdir()
+        self._running: subprocess.Popen[bytes] | None = None
         self._env = os.environ | {"PYTHONPATH": str(self.root), "TMPDIR": str(folder / "tmp")}
 
     def measure(self, module: str) -> ModuleTests:
@@ -289,7 +290,7 @@ class Copy:
     def _passes(self, arguments: Sequence[str], timeout_s: float) -> bool | None:
         """None: it took too long."""
         with (self._folder / "output").open("w") as output:
-            run = subprocess.Popen(
+            run = self._running = subprocess.Popen(
                 [*PYTEST, "-m", MARKS, *arguments],
                 cwd=self.root,
                 env=self._env,
@@ -301,23 +302,27 @@ class Copy:
             try:
                 return run.wait(timeout_s) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
             except subprocess.TimeoutExpired:
-                os.killpg(run.pid, signal.SIGINT)  # the tests end what they have started
+                self.interrupt()
+                return None
+
+    def interrupt(self) -> None:
+        """End a test run. The tests end what they have started."""
+        if (run := self._running) is not None:
+            for signal_number in (signal.SIGINT, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(run.pid, signal_number)
                 with suppress(subprocess.TimeoutExpired):
                     run.wait(10.0)
-                return None
-            finally:
-                if run.poll() is None:
-                    os.killpg(run.pid, signal.SIGKILL)
-                    run.wait()
 
 
 def run(mutants: Sequence[Mutant], stop_s: float) -> Iterator[tuple[Mutant, str]]:
     """Try the changes until `stop_s`, and yield the outcome of each."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(NUM_COPIES) as pool:
+        places = [Path(folder) / str(number) for number in range(NUM_COPIES)]
+        copies = [Copy(place) for place in places]
         free: SimpleQueue[Copy] = SimpleQueue()
-        for number in range(NUM_COPIES):
-            (Path(folder) / str(number)).mkdir()
-            free.put(Copy(Path(folder) / str(number)))
+        for copy in copies:
+            free.put(copy)
 
         def in_copy(call: Callable[[Copy], Any]) -> Any:
             copy = free.get()
@@ -326,18 +331,22 @@ def run(mutants: Sequence[Mutant], stop_s: float) -> Iterator[tuple[Mutant, str]
             finally:
                 free.put(copy)
 
-        modules = sorted({module_of(mutant.path) for mutant in mutants})
-        measured = pool.map(lambda module: in_copy(lambda copy: copy.measure(module)), modules)
-        tests = dict(zip(modules, measured, strict=True))
-
         def outcome(mutant: Mutant) -> str | None:
             if time.monotonic() > stop_s:
                 return None
             return in_copy(lambda copy: copy.outcome(mutant, tests[module_of(mutant.path)]))
 
-        for mutant, result in zip(mutants, pool.map(outcome, mutants), strict=True):
-            if result is not None:
-                yield mutant, result
+        try:
+            modules = sorted({module_of(mutant.path) for mutant in mutants})
+            measured = pool.map(lambda module: in_copy(lambda copy: copy.measure(module)), modules)
+            tests = dict(zip(modules, measured, strict=True))
+            for mutant, result in zip(mutants, pool.map(outcome, mutants), strict=True):
+                if result is not None:
+                    yield mutant, result
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for copy in copies:
+                copy.interrupt()
 
 
 # --- report ---------------------------------------------------------------------------------------------------------
