@@ -1,11 +1,11 @@
 """Change the product line by line, in copies, and list the changes that no test notices: `make mutants SEED=n`.
 
-The changes are mutmut's, and three of our own. Statements are sampled evenly, one change each. A change is tried
-against the test files of its module's name, then against the others of the folder, the quickest first. A test that
-fails or hangs kills it. Tests of more than `MAX_TEST_S` are left out. All runs in copies below a temporary folder.
+The changes are mutmut's, and three more. Statements are sampled evenly, one change each. A change is tried against the
+test files of its module's name first. The others of the folder follow, the quickest first. A test that fails or hangs
+kills it. Tests of more than `MAX_TEST_S` are left out. All runs in copies below a temporary folder.
 
-Left alone is what no test should hold: annotations, decorators, docstrings, assertions, logging, constants marked
-Final, `strict=` of zip, and texts for people (strings with a space).
+What no test should hold is not changed: annotations, decorators, docstrings, assertions, logging, constants marked
+Final, `strict=` of zip, and texts (strings with a space).
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--num", type=int, default=200, help="how many changes to try")
-    parser.add_argument("--minutes", type=float, default=38.0, help="begin no change after this time")
+    parser.add_argument("--minutes", type=float, default=36.0, help="begin no change after this time")
     parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; all if none is named")
     options = parser.parse_args()
     stop_s = time.monotonic() + 60 * options.minutes

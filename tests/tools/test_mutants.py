@@ -62,7 +62,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_each_statement_changes_once_and_only_where_a_test_may_care() -> None:
+def test_what_changes() -> None:
+    """Each statement at most once, and none that no test should hold."""
     changes = {}
     for seed in range(20):
         found = [draw() for draw in mutants.draws_of("p.py", PRODUCT, random.Random(seed))]

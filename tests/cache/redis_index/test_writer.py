@@ -128,7 +128,7 @@ async def test_redis_restored_from_a_snapshot_raises_doubt(redis_server: RedisSe
 
 
 async def test_a_forged_state_of_this_epoch_is_displaced(redis_server: RedisServer) -> None:
-    """Who can write to Redis cannot make a worker write its sets again."""
+    """Access to Redis does not make a worker write its sets again."""
     writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=SECRET))
     async with linked(writer):
         assert await writer.rewrite(entries(chain(10)), WorkerLoad())

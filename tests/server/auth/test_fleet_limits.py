@@ -352,7 +352,8 @@ def test_headers_show_what_is_left_in_the_fleet() -> None:
     assert 500 <= int(headers[b"x-ratelimit-remaining-requests"]) <= 502
 
 
-def test_a_first_record_that_no_gateway_can_have_granted_counts_nothing() -> None:
+def test_an_unsound_first_record_counts_nothing() -> None:
+    """No gateway can have granted that much."""
     fleet = Fleet({"k": entry(tokens_per_day=1000, tokens_per_minute=1000)}, num_gateways=1)
     amount = 10**15
     fleet.records["stranger"] = GatewayRecord(1, False, "1", {"k": KeyUse(amount, amount, amount, amount)})
