@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from redis.asyncio.connection import Connection
 
-from cache.redis_index.client import RedisClient, RedisDownError
+from cache.redis_index.client import RedisClient, RedisDownError, diagnose
 from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings
 from tests.redis_server import until
 from tests.running import listening, running
@@ -176,3 +176,26 @@ async def test_number_of_waiting_commands_is_limited() -> None:
         client.submit([b"PING"], 1)
     with pytest.raises(RedisDownError, match="3 commands wait"):
         client.submit([b"PING"], 1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "fields"), [(b"$17\r\nredis_version:7\r\n\r\n", {"redis_version": "7"}), (b"-NOPERM no INFO\r\n", {})]
+)
+async def test_a_diagnosis_closes_its_connection(reply: bytes, fields: dict[str, str]) -> None:
+    ended: list[asyncio.Event] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended.append(asyncio.Event())
+        with suppress(asyncio.IncompleteReadError):
+            await Scripted(lambda words: reply if words[0] == b"INFO" else sane(words)).serve(reader, writer)
+        ended[-1].set()
+        writer.close()
+
+    async with listening(serve) as port:
+        ping_s, info = await diagnose(f"redis://127.0.0.1:{port}", ClientSettings(connect_timeout_s=HANG_S))
+        assert ping_s > 0
+        assert info == fields
+        async with asyncio.timeout(HANG_S):
+            await ended[0].wait()
+    with pytest.raises(RedisDownError):
+        await diagnose(f"redis://127.0.0.1:{port}", ClientSettings(connect_timeout_s=HANG_S))

@@ -119,6 +119,22 @@ async def test_a_prefill_worker_that_dies_is_replaced(make: MakeWorker, num_toke
     assert json.loads(raw)["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_an_end_before_every_choice_has_a_token_is_a_loss(make: MakeWorker) -> None:
+    prefill, mixed = make(), make()
+
+    async def ends_early(request: GenerateRequest) -> AsyncIterator[Frame]:
+        for frame in (Started(0), Tokens(0, (prefill.reply[0],)), Finished(0, "length"), End(0.0, 0.0, 0.0)):
+            yield frame
+
+    prefill.behave = ends_early
+    async with gateway(prefill, mixed) as target:
+        split(target)
+        status, _, _ = await post(target.url, chat(n=3))
+        assert status == 200
+        assert target.metrics.lost.sum() == 1
+        assert [len(choice.output_ids) for choice in mixed.received[0].choices] == [1, 0, 0]
+
+
 async def test_a_death_after_a_split_is_resumed(make: MakeWorker) -> None:
     """At whoever is left, the prefill worker too."""
     prefill, mixed = make(), make()
