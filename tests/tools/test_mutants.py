@@ -58,7 +58,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    monkeypatch.setattr(mutants, "TESTS", {"product": ("tests",)})
+    monkeypatch.setattr(mutants, "TESTS", {"product": ("tests/test_*.py",)})
     return tmp_path
 
 
