@@ -378,6 +378,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=36.0, help="begin no change after this time")
     parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; all if none is named")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     stop_s = time.monotonic() + 60 * options.minutes
     mutants = sample(options.modules or list(TESTS), options.num, options.seed)
     results = []
