@@ -178,6 +178,13 @@ class UnavailableError(ApiError, status=503, code="service_unavailable"):
     """No worker can serve."""
 
 
+class RevisionGoneError(UnavailableError):
+    """The revision of the model for which the request was prepared does not serve any more."""
+
+    def __init__(self) -> None:
+        super().__init__("The model has another revision now: ask again.", retry_after_s=1.0)
+
+
 class ShuttingDownError(UnavailableError, code="shutting_down"):
     """The gateway stops, and its grace is over."""
 

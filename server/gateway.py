@@ -120,7 +120,6 @@ class Gateway:
             targets=config.workers,
             cluster_secret=secret,
             networks=networks,
-            namespaces=self.models.namespaces,
         )
 
         self.router = Router(
@@ -144,6 +143,7 @@ class Gateway:
             metrics=self.metrics,
             retry=RetryState(reports or self.fleet, self.metrics),
             limiter=PromptTokenLimiter(config.max_queued_tokens),
+            is_served=self.models.is_served,
         )
         self.keep_alive = KeepAlive(config.keepalive_s)
         self.endpoint = EndpointServices(
@@ -238,7 +238,7 @@ class Gateway:
         yield "fleet", self.fleet.run
         yield "feed", self.feed.run
         yield "workers needed", self.router.observe_load
-        yield "models", lambda: self.models.follow(self.fleet.workers, FOLLOW_INTERVAL_S)
+        yield "models", lambda: self.models.follow(self.fleet.present, FOLLOW_INTERVAL_S)
         yield "stall watch", self.watch.run
         yield "keep-alive", self.keep_alive.run
         yield "delay", lambda: sample_delay(self.metrics.delayed)

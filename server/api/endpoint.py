@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Final
 
 from msgspec import Struct
@@ -22,15 +23,15 @@ from server.api.formatting import ResponseFormatter
 from server.api.ignored_tools import IgnoredTools, ignored_header
 from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
-from server.errors import NotFoundError, UnavailableError, as_api_error, forget
+from server.errors import NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
 from server.event_loop import TimeSlice, sliced
 from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.hints import read_hints
+from server.request.hints import RoutingHints, read_hints
 from server.request.pauses import Pauses
-from server.request.request import Generation
+from server.request.request import Deliver, Generation
 from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
@@ -90,6 +91,47 @@ class PreparedRequest(Struct, frozen=True, eq=False):
         return [(name.encode(), types.encode()) for name, types in ignored_header(self.ignored).items()]
 
 
+class Preparation:
+    """Prepares one request from its body, until every prompt has a first token. Then the body is dropped."""
+
+    def __init__(self, prepare: Callable[[], Awaitable[PreparedRequest]]) -> None:
+        self._prepare: Callable[[], Awaitable[PreparedRequest]] | None = prepare
+        self._num_waiting = 0
+
+    async def request(self) -> PreparedRequest:
+        """Prepare it for the revision that serves now. Raises ApiError."""
+        if self._prepare is None:
+            raise RevisionGoneError
+        request = await self._prepare()
+        self._num_waiting = len(request.specs)
+        return request
+
+    def first_token(self) -> None:
+        """Count a prompt that needs the body no more."""
+        self._num_waiting -= 1
+        if self._num_waiting == 0:
+            self._prepare = None
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The generations of one request, and what writes them. Both are replaced when their revision goes too early."""
+
+    formatter: ResponseFormatter
+    response: ResponseStream
+    renew: Callable[[], Awaitable[tuple[ResponseFormatter, list[Generation]]]]
+
+    async def run(self, deliver: Deliver | None = None) -> None:
+        """Run the generations to their end. Raises ApiError."""
+        while True:
+            try:
+                return await self.response.run(deliver)
+            except RevisionGoneError:
+                if self.response.client_has_output:
+                    raise
+                self.formatter, self.response.generations = await self.renew()
+
+
 class GenerateEndpoint(ABC):
     """One generating route: an ASGI app by itself, without Starlette's request and response objects."""
 
@@ -113,55 +155,67 @@ class GenerateEndpoint(ABC):
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
-        body = await read_body(receive)
-        request = None
-        if services.engine_text is not None:
-            request = await services.engine_text(scope["path"], body, identity)
-        if request is None:
-            request = await self.prepare(body, identity)
-        del body
+        preparation = Preparation(partial(self._prepared, scope["path"], await read_body(receive), identity))
+        request = await preparation.request()
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         account.model = request.specs[0].model.name
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
-        generations, time_slice = [], TimeSlice()
-        for spec in request.specs:
-            generations.append(Generation(spec, services.requests, deadline_s, hints))
-            await time_slice.rest()
+        begin = partial(self._generations, deadline_s=deadline_s, hints=hints, on_first_token=preparation.first_token)
+        generations = await begin(request)
         if len(generations) == 1 and not generations[0].route.embeds:
             self._count_parting(generations[0], request.conversation, hints.client)
         if request.conversation is not None and request.conversation.brings_results:
             services.pauses.ended(generations[0].route.hashes)
-        formatter, headers, is_streamed = request.formatter, request.headers(), request.stream
-        del request
-        response = ResponseStream(generations, deadline_s)
+
+        async def renew() -> tuple[ResponseFormatter, list[Generation]]:
+            again = await preparation.request()
+            return again.formatter, await begin(again)
+
+        answer = Answer(request.formatter, ResponseStream(generations, deadline_s), renew)
+        headers, is_streamed, response = request.headers(), request.stream, answer.response
+        del request, generations
         services.open_responses.add(response)
         try:
             if is_streamed:
-                await self._stream(formatter, headers, response, context, scope, send)
+                await self._stream(answer, headers, context, scope, send)
             else:
-                await self._respond(formatter, headers, response, scope, send)
+                await self._respond(answer, headers, scope, send)
         finally:
             services.open_responses.discard(response)
             context.num_output_tokens = response.num_output_tokens
             context.num_cached_tokens = response.num_cached_tokens
             context.worker = response.worker_ids()
             response.charge(account)
-            if not formatter.shows_output:
+            if not answer.formatter.shows_output:
                 account.output_tokens = 0
             self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
             if num_pooled_tokens := response.num_pooled_tokens:
                 context.num_prompt_tokens = num_pooled_tokens
                 self._metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
             if response.finished:
-                if len(generations) == 1:
-                    services.pauses.begin(generations[0], formatter.called_tools())
+                if len(response.generations) == 1:
+                    services.pauses.begin(response.first, answer.formatter.called_tools())
                 elapsed_s = time.perf_counter() - context.started_s
                 self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
             if usage is not None:
                 usage.add_tokens(context.num_output_tokens + response.num_pooled_tokens)
+
+    async def _prepared(self, path: str, body: bytes, identity: Identity) -> PreparedRequest:
+        engine_text = self._services.engine_text
+        request = None if engine_text is None else await engine_text(path, body, identity)
+        return await self.prepare(body, identity) if request is None else request
+
+    async def _generations(
+        self, request: PreparedRequest, *, deadline_s: float, hints: RoutingHints, on_first_token: Callable[[], None]
+    ) -> list[Generation]:
+        generations, time_slice = [], TimeSlice()
+        for spec in request.specs:
+            generations.append(Generation(spec, self._services.requests, deadline_s, hints, on_first_token))
+            await time_slice.rest()
+        return generations
 
     def _count_parting(self, generation: Generation, conversation: Conversation | None, client: str) -> None:
         """Record where the prompt parts from known ones. The text is not kept while the request is answered."""
@@ -187,15 +241,14 @@ class GenerateEndpoint(ABC):
                 raise UnavailableError("No worker is ready yet.", retry_after_s=2.0) from None
             raise
 
-    async def _respond(
-        self, formatter: ResponseFormatter, more: Headers, response: ResponseStream, scope: Scope, send: Send
-    ) -> None:
+    async def _respond(self, answer: Answer, more: Headers, scope: Scope, send: Send) -> None:
+        response = answer.response
         with response.guard(client_of(scope)):
-            await response.run()
+            await answer.run()
             choices = response.take_deltas()
         headers = [(b"content-type", b"application/json"), *more, *response.headers()]
         parts, num_bytes, begun = list[bytes](), 0, False
-        async for part in sliced(formatter.body(response, choices)):
+        async for part in sliced(answer.formatter.body(response, choices)):
             if num_bytes > PART_BYTES:
                 if not begun:
                     begun = True
@@ -209,22 +262,14 @@ class GenerateEndpoint(ABC):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def _stream(
-        self,
-        formatter: ResponseFormatter,
-        more: Headers,
-        response: ResponseStream,
-        context: RequestContext,
-        scope: Scope,
-        send: Send,
-    ) -> None:
-        client = client_of(scope)
-        writer = SseWriter(send, lambda: [*more, *response.headers()], formatter.ping)
+    async def _stream(self, answer: Answer, more: Headers, context: RequestContext, scope: Scope, send: Send) -> None:
+        client, response = client_of(scope), answer.response
+        writer = SseWriter(send, lambda: [*more, *response.headers()], answer.formatter.ping)
         first_s = 0.0
 
         async def events_of(deltas: list[ChoiceDelta]) -> bytes:
             nonlocal first_s
-            events = formatter.events(response, deltas)
+            events = answer.formatter.events(response, deltas)
             if not isinstance(events, bytes):
                 events = b"".join([part async for part in sliced(events)])
             if events and not first_s:
@@ -239,13 +284,13 @@ class GenerateEndpoint(ABC):
 
         try:
             with response.guard(client), client.probed_by(writer), self._services.keep_alive.keeping(writer):
-                await response.run(deliver)
+                await answer.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
             num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])
             if first_s and num_gaps > 0:
                 gap_s = (time.perf_counter() - first_s) / num_gaps
                 self._metrics.count_gaps(response.model, gap_s, num_gaps)
-            await writer.write(last + formatter.last_events(response), more=False)
+            await writer.write(last + answer.formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -258,7 +303,7 @@ class GenerateEndpoint(ABC):
             if context.trace is not None:
                 mark_failed(context.trace.span, type(failure).__name__)
             forget(error)
-            await writer.write(formatter.error_event(failure), more=False)
+            await writer.write(answer.formatter.error_event(failure), more=False)
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -107,7 +107,7 @@ class EngineTexts:
         self,
         models: Models,
         client: WorkerClient,
-        candidates: Callable[[str, None], Sequence[Candidate]],
+        candidates: Callable[[str, None, str], Sequence[Candidate]],
         *,
         keeps_control_tokens: bool,
         image_rules: ImageRules,
@@ -177,7 +177,8 @@ class EngineTexts:
         return _prepared(call, head.model, model, known, fields, rendered, identity)
 
     def _candidates_for(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> list[Candidate]:
-        found = [each for each in self._candidates(model.name, None) if call.path in each.member.text_apis]
+        candidates = self._candidates(model.name, None, model.fingerprint)
+        found = [each for each in candidates if call.path in each.member.text_apis]
         return [each for each in found if "image" in each.member.media] if has_images else found
 
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:

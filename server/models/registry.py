@@ -1,8 +1,8 @@
 """Models that this gateway serves, learned from their workers.
 
-A worker is the only source of a model's tokenizer, template and limits. The first worker that answers defines the
-model. While a worker of this namespace lives, workers with another namespace are refused, and that is logged. When none
-has been seen for a while (the model was replaced), the next worker defines it again.
+A worker is the only source of a model's tokenizer, template and limits. Workers with another namespace have another
+revision of the model, which is learnt too. Requests are prepared for the revision with more ready workers; of equal
+ones, for that which started last. A revision is forgotten when its last worker has gone, unless it is the only one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
@@ -20,7 +20,7 @@ from cache.records import WorkerMember
 from server.auth.identity import Identity
 from server.config import GatewayConfig
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
-from server.models.served_model import ServedModel, build_model
+from server.models.served_model import ServedModel, WorkerFacts, build_model
 from server.schema.decoding import TextLimit
 from server.text.chat_template import TemplateError
 from server.text.tokenizer import TokenizerError
@@ -35,7 +35,8 @@ ESCAPED_BYTES: Final = 6
 BATCH_TEXT_BYTES: Final = 20 << 20
 OTHER_TEXT_BYTES: Final = 12 << 20
 """Room for strings outside prompts: schemas, grammars, bad words, thoughts that a template drops."""
-UNPIN_AFTER_S: Final = 10.0
+RETRY_S: Final = 5.0
+"""Time until a worker with an unusable bundle is asked again."""
 MAX_LEARNING: Final = 4
 """Bundles that are fetched at a time, each of up to `MAX_BUNDLE_BYTES`."""
 MAX_LEARNING_OF_ONE: Final = 2
@@ -46,8 +47,16 @@ NUM_NAMED: Final = 8
 """Models that an error lists."""
 
 
+Revision = tuple[str, str]
+"""A model's name, and the namespace that its workers announce."""
+
+
 def _place(member: WorkerMember) -> tuple[str, str]:
     return member.url, member.epoch
+
+
+def _revision(member: WorkerMember) -> Revision:
+    return member.model, member.namespace
 
 
 class Models:
@@ -66,18 +75,12 @@ class Models:
         self._executor = executor
         self._config = config
         self._aliases = config.aliases or {}
+        self._revisions: dict[Revision, ServedModel] = {}
         self._by_name: dict[str, ServedModel] = {}
+        """The revision of each model that serves. One without workers stays: they may come back."""
         self._adapters: dict[str, ServedModel] = {}
-        self._embedding_sizes: dict[str, set[int]] = {}
-        """By model: the numbers in an embedding of each known worker; 0: it generates text."""
-        self._own_sizes: dict[str, int] = {}
-        """By model: the most numbers in an embedding of the workers that take token ids."""
-        self._text_apis: dict[str, frozenset[str]] = {}
-        """By model: APIs of its workers' engines, by path."""
-        self._seeing: frozenset[str] = frozenset()
-        """Models whose workers' engines take images."""
-        self._seen_s: dict[str, float] = {}
-        self._failed_until_s: dict[tuple[str, str], float] = {}
+        self._failed: dict[tuple[str, str], tuple[float, str]] = {}
+        """Workers with an unusable bundle: when to ask again, and the reason."""
 
     def get(self, name: str, identity: Identity | None = None) -> ServedModel:
         """Return the model that a request names, by alias too.
@@ -111,7 +114,8 @@ class Models:
 
     def embedding_size(self, name: str, model: ServedModel) -> int:
         """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
-        size = self._own_sizes.get(model.name, 0)
+        facts = model.facts
+        size = 0 if facts.text_apis else max(facts.embedding_sizes, default=0)
         if not size or model.adapter:
             message = f"The model {name!r:.200} makes no embeddings: ask for an embedding model."
             raise InvalidRequestError(message, param="model")
@@ -119,15 +123,15 @@ class Models:
 
     def check_generates(self, name: str, model: ServedModel) -> None:
         """Raises InvalidRequestError when no known worker of the model generates text."""
-        sizes = self._embedding_sizes.get(model.name)
+        sizes = model.facts.embedding_sizes
         if sizes and 0 not in sizes:
-            paths = ", ".join(sorted(self._text_apis.get(model.name, ()))) or "/v1/embeddings"
+            paths = ", ".join(sorted(model.facts.text_apis)) or "/v1/embeddings"
             message = f"The model {name!r:.200} generates no text: use {paths}, or ask for another model."
             raise InvalidRequestError(message, param="model")
 
     def engine_writes(self, path: str, model: ServedModel) -> bool:
         """Return whether an engine writes the answers of this route for the model."""
-        if path not in self._text_apis.get(model.name, ()):
+        if path not in model.facts.text_apis:
             return False
         if path in POOLING_PATHS:
             return True
@@ -138,16 +142,17 @@ class Models:
     @property
     def has_images(self) -> bool:
         """Return whether any request may have images."""
-        return bool(self._seeing) and self._config.text != "gateway"
+        return self._config.text != "gateway" and any(model.facts.has_images for model in self._by_name.values())
 
     def takes_images(self, path: str, model: ServedModel) -> bool:
         """Return whether a request of this route for the model may have images, which an engine reads."""
-        is_offered = path in self._text_apis.get(model.name, ()) and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
-        return is_offered and self.has_images and model.name in self._seeing
+        is_offered = path in model.facts.text_apis and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
+        return is_offered and model.facts.has_images and self._config.text != "gateway"
 
     def has_engine_text(self, path: str) -> bool:
         """Return whether an engine may answer requests of this route."""
-        return (self._config.text != "gateway" or path in POOLING_PATHS) and any(self._text_apis.values())
+        may_write = self._config.text != "gateway" or path in POOLING_PATHS
+        return may_write and any(model.facts.text_apis for model in self._by_name.values())
 
     def names(self, identity: Identity | None = None) -> list[tuple[str, ServedModel]]:
         """Return every name that a request may use, aliases last; with an identity, those that its key may use."""
@@ -171,95 +176,129 @@ class Models:
         num_bytes = None if limit.num_bytes is None else max(limit.num_bytes, BATCH_TEXT_BYTES)
         return TextLimit(num_bytes, limit.max_model_len)
 
-    def namespaces(self) -> dict[str, str]:
-        """Return, by model name, the fingerprint that its workers must announce."""
-        after_s = time.monotonic() - UNPIN_AFTER_S
-        return {name: model.fingerprint for name, model in self._by_name.items() if self._seen_s[name] >= after_s}
+    def is_served(self, model: ServedModel) -> bool:
+        """Return whether requests for the model are still prepared for this revision of it."""
+        served = self._by_name.get(model.name)
+        return served is not None and served.fingerprint == model.fingerprint
+
+    def state_of(self, member: WorkerMember) -> tuple[str, str]:
+        """Return "serving", "standby", "learning" or "refused", and why it does not serve."""
+        learnt = self._revisions.get(_revision(member))
+        if learnt is None:
+            _, reason = self._failed.get(_place(member), (0.0, ""))
+            return ("refused", reason) if reason else ("learning", "this gateway has not learnt its model yet")
+        if self.is_served(learnt):
+            return "serving", ""
+        return "standby", "another revision of its model serves: it has more ready workers, or started last"
+
+    def revision(self, member: WorkerMember) -> str | None:
+        """Return the name of the worker's revision; None while it is not learnt."""
+        learnt = self._revisions.get(_revision(member))
+        return None if learnt is None else learnt.bundle.revision
 
     async def admit(self, member: WorkerMember) -> ServedModel | None:
-        """Learn a worker's model unless it is known; None when the worker's bundle cannot be used."""
+        """Learn a worker's revision unless it is known; None when the worker's bundle cannot be used."""
         if not self._is_new(member):
-            known = self._by_name.get(member.model)
-            return known if known is not None and known.fingerprint == member.namespace else None
+            return self._revisions.get(_revision(member))
         try:
             bundle = await self._client.bundle(member.url)
-            if bundle.namespace.fingerprint != member.namespace:
+            if (bundle.model, bundle.namespace.fingerprint) != _revision(member):
                 raise TokenizerError("the bundle's namespace is not the one that the worker announces")
             model = await asyncio.get_running_loop().run_in_executor(
                 self._executor, build_model, bundle, self._executor, self._config
             )
         except Exception as error:  # a malformed bundle may raise anything
-            key, now_s = _place(member), time.monotonic()
-            kept = {failed: until_s for failed, until_s in self._failed_until_s.items() if until_s > now_s}
-            self._failed_until_s = kept | {key: now_s + 5.0}
+            now_s = time.monotonic()
+            kept = {place: each for place, each in self._failed.items() if each[0] > now_s - RETRY_S}
+            self._failed = kept | {_place(member): (now_s + RETRY_S, f"its model is not usable: {error}")}
             cause = None if isinstance(error, (WorkerError, TokenizerError, TemplateError)) else error
-            message = "worker %s at %s: its model %s is not usable: %s"
+            message = "worker %s at %s is refused: its model %s is not usable: %s"
             log.error(message, member.worker_id, member.url, member.model, error, exc_info=cause)
             return None
-        if not self._is_new(member):  # while this ran, another worker has defined it
-            return await self.admit(member)
-        self._by_name[member.model] = replace(model, takes_grammars="grammar:grammar" not in member.unsupported)
-        self._seen_s[member.model] = time.monotonic()
-        log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
-        return model
+        if _revision(member) not in self._revisions:  # else another worker was faster
+            learnt = self._revisions[_revision(member)] = replace(model, facts=WorkerFacts.of([member]))
+            self._by_name.setdefault(member.model, learnt)
+            log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
+        return self._revisions[_revision(member)]
 
     def _is_new(self, member: WorkerMember) -> bool:
-        """Return whether the worker's model is to be learnt from it now; note that a known one was seen."""
-        known = self._by_name.get(member.model)
-        now_s = time.monotonic()
-        if known is not None and known.fingerprint == member.namespace:
-            self._seen_s[member.model] = now_s
-            return False
-        if known is not None and member.model in self.namespaces():
-            return False
-        return self._failed_until_s.get(_place(member), 0.0) <= now_s
+        """Return whether the worker's revision is to be learnt from it now."""
+        return _revision(member) not in self._revisions and self._asked_again_s(member) <= time.monotonic()
 
-    async def follow(self, workers: Callable[[], Sequence[WorkerMember]], interval_s: float) -> None:
-        """Learn the models of all workers, a few at a time, first from those not asked lately. Never returns."""
+    def _asked_again_s(self, member: WorkerMember) -> float:
+        return self._failed.get(_place(member), (0.0, ""))[0]
+
+    async def follow(self, workers: Callable[[], Sequence[tuple[WorkerMember, bool]]], interval_s: float) -> None:
+        """Learn the models of all workers, a few at a time, first from those not asked lately. Never returns.
+
+        `workers` returns those that are not gone; True for each that is ready.
+        """
         learning: dict[asyncio.Task[ServedModel | None], WorkerMember] = {}
         asked_s: dict[tuple[str, str], float] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                members = workers()
-                self._learn_tasks(members)
+                present = workers()
+                self.choose(present)
                 learning = {task: member for task, member in learning.items() if not task.done()}
                 busy = {_place(member) for member in learning.values()}
-                num_of = Counter(member.model for member in learning.values())
-                new = [member for member in members if self._is_new(member) and _place(member) not in busy]
-                begun: set[str] = set()
+                num_of = Counter(_revision(member) for member in learning.values())
+                ready = [member for member, is_ready in present if is_ready]
+                new = [member for member in ready if self._is_new(member) and _place(member) not in busy]
+                begun: set[Revision] = set()
                 for member in sorted(new, key=lambda each: asked_s.get(_place(each), 0.0)):
                     if len(learning) == MAX_LEARNING:
                         break
-                    # One of a model in a round: mostly it answers before the next.
-                    if member.model not in begun and num_of[member.model] < MAX_LEARNING_OF_ONE:
-                        begun.add(member.model)
+                    # One of a revision in a round: mostly it answers before the next.
+                    revision = _revision(member)
+                    if revision not in begun and num_of[revision] < MAX_LEARNING_OF_ONE:
+                        begun.add(revision)
                         learning[group.create_task(self.admit(member))] = member
                         asked_s.pop(_place(member), None)
                         asked_s[_place(member)] = time.monotonic()
                         if len(asked_s) > MAX_ASKED:
                             del asked_s[next(iter(asked_s))]
-                self._learn_adapters(members)
                 await asyncio.sleep(interval_s)
 
-    def _learn_adapters(self, members: Sequence[WorkerMember]) -> None:
-        """Serve the adapters that the workers list now. A model's own name comes before an adapter's."""
-        bases = {name: self._by_name[m.model] for m in members if m.model in self._by_name for name in m.adapters}
-        before = self._adapters
-        self._adapters = {
-            name: known if (known := before.get(name)) and known.bundle is base.bundle else base.with_adapter(name)
-            for name, base in bases.items()
-        }
+    def choose(self, present: Sequence[tuple[WorkerMember, bool]]) -> None:
+        """Choose the revision of each model that serves, and take what its workers can do from them."""
+        members_of: defaultdict[Revision, list[WorkerMember]] = defaultdict(list)
+        started_ms: defaultdict[Revision, list[int]] = defaultdict(list)
+        for member, is_ready in present:
+            if (key := _revision(member)) in self._revisions:
+                members_of[key].append(member)
+                if is_ready:
+                    started_ms[key].append(member.epoch_started_ms)
+        best: dict[str, tuple[int, int, str]] = {}
+        for (name, namespace), starts in started_ms.items():
+            best[name] = max(best.get(name, (0, 0, "")), (len(starts), min(starts), namespace))
+        for name, (num_ready, _, namespace) in best.items():
+            if self._by_name[name].fingerprint != namespace:
+                log.info("model %s: its revision %s serves now: ready workers: %d", name, namespace, num_ready)
+                self._by_name[name] = self._revisions[name, namespace]
+        for key, members in members_of.items():
+            if (facts := WorkerFacts.of(members)) != self._revisions[key].facts:
+                self._revisions[key] = replace(self._revisions[key], facts=facts)
+        kept = {key: model for key, model in self._revisions.items() if key in members_of or self.is_served(model)}
+        self._revisions = kept
+        self._by_name = {name: kept[name, model.fingerprint] for name, model in self._by_name.items()}
+        self._take_adapters(members_of)
 
-    def _learn_tasks(self, members: Sequence[WorkerMember]) -> None:
-        sizes: dict[str, set[int]] = {}
-        apis: dict[str, frozenset[str]] = {}
-        for member in members:
-            sizes.setdefault(member.model, set()).add(member.embedding_size)
-            apis[member.model] = apis.get(member.model, frozenset()).union(member.text_apis)
-        self._embedding_sizes, self._text_apis = sizes, apis
-        self._seeing = frozenset(member.model for member in members if "image" in member.media)
-        self._own_sizes = {name: max(of_model) for name, of_model in sizes.items() if not apis[name]}
-        takers = {member.model for member in members if "grammar:grammar" not in member.unsupported}
-        for name, model in self._by_name.items():
-            if name in sizes and model.takes_grammars != (name in takers):
-                self._by_name[name] = replace(model, takes_grammars=name in takers)
+    def _take_adapters(self, members_of: Mapping[Revision, Sequence[WorkerMember]]) -> None:
+        """Serve the adapters that the workers of each serving revision list. A model's name comes before an adapter's.
+
+        Those of a revision without workers stay: they may come back.
+        """
+        before = self._adapters
+        bases = {name: self._by_name[known.name] for name, known in before.items() if self._is_alone(known, members_of)}
+        for model in self._by_name.values():
+            for member in members_of.get((model.name, model.fingerprint), ()):
+                bases |= dict.fromkeys(member.adapters, model)
+        self._adapters = {}
+        for name, base in bases.items():
+            known = before.get(name)
+            if known is None or known.bundle is not base.bundle:
+                known = base.with_adapter(name)
+            self._adapters[name] = known if known.facts == base.facts else replace(known, facts=base.facts)
+
+    def _is_alone(self, model: ServedModel, members_of: Mapping[Revision, Sequence[WorkerMember]]) -> bool:
+        return self.is_served(model) and (model.name, model.fingerprint) not in members_of

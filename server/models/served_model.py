@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 from cache.hashing import Namespace
+from cache.records import WorkerMember
 from cache.types import BlockHash
 from server.config import GatewayConfig
 from server.errors import InvalidRequestError
@@ -21,6 +22,30 @@ from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.wire import TokenizerBundle
 
 MAX_ROOTS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the workers of a model can do, together."""
+
+    embedding_sizes: frozenset[int] = frozenset()
+    """The numbers in an embedding of each worker; 0: it generates text."""
+    text_apis: frozenset[str] = frozenset()
+    """APIs of their engines, by path."""
+    has_images: bool = False
+    """An engine takes images."""
+    takes_grammars: bool = True
+    """A worker holds an answer to a Lark grammar."""
+
+    @staticmethod
+    def of(members: Iterable[WorkerMember]) -> WorkerFacts:
+        members = list(members)
+        return WorkerFacts(
+            frozenset([member.embedding_size for member in members]),
+            frozenset([path for member in members for path in member.text_apis]),
+            any("image" in member.media for member in members),
+            any("grammar:grammar" not in member.unsupported for member in members),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,15 +69,14 @@ class ServedModel:
     """True: its prompts keep the lines that agents write for other servers."""
     has_own_calls: bool = False
     """True: it was trained on its tool format."""
-    takes_grammars: bool = True
-    """False: none of its workers holds an answer to a Lark grammar."""
+    facts: WorkerFacts = WorkerFacts()
     adapter: str = ""
     """The LoRA adapter that answers; empty: the model itself."""
 
     @property
     def forced_format(self) -> ToolFormat | None:
         """The format that a grammar holds calls to; None: a JSON list."""
-        return self.tool_format if self.has_own_calls and self.takes_grammars else None
+        return self.tool_format if self.has_own_calls and self.facts.takes_grammars else None
 
     @property
     def max_model_len(self) -> int:

@@ -5,7 +5,8 @@
       +-- refused: at once, on another worker
       +-- worker lost before a token: from the prompt, on another worker
       +-- worker lost after a token: with the tokens received, on a worker of the same numerics class
-      +-- no such worker, the client has no output: from the prompt, on any worker
+      +-- no such worker, the client has no output: from the prompt, on any worker of the revision
+      +-- no worker of the revision: prepared anew for the one that serves now; a silent worker is waited for
       +-- split, at the End of a worker of role "prefill": with its first token, on another worker
     error: no such worker, the client has output
 
@@ -24,12 +25,13 @@ from msgspec.structs import replace
 
 from cache.records import WorkerMember
 from cache.types import WorkerIncarnation
-from server.errors import InternalError, WorkerLostError
+from server.errors import InternalError, RevisionGoneError, WorkerLostError
 from server.metrics import known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.engine_answer import EngineAnswer, EngineChoice
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
+from server.request.retry_state import Refusals
 from server.request.services import RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
@@ -71,11 +73,13 @@ class Generation:
         services: RequestServices,
         deadline_s: float | None = None,
         hints: RoutingHints = NO_HINTS,
+        on_first_token: Callable[[], None] = lambda: None,
     ) -> None:
-        """`deadline_s`: the end of the client's time, on the monotonic clock."""
+        """`deadline_s`: the end of the client's time, on the monotonic clock. `on_first_token` is called once."""
         self.spec = spec
         self._services = services
         self._deadline_s = deadline_s
+        self._on_first_token = on_first_token
         self._ttft_budget_s = hints.ttft_budget_s
         self.worker: WorkerMember | None = None
         """The worker that first took the request."""
@@ -126,9 +130,8 @@ class Generation:
         return None not in [choice.finish_reason for choice in self.choices]
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Generate every choice, and `deliver` deltas as they arrive. Call `take_deltas` for the last ones.
+        """Generate every choice, and `deliver` deltas as they arrive; `take_deltas` returns the last ones.
 
-        The caller sends them together with the end of the response; without `deliver` they are the whole answer.
         Raises ApiError, also for a poison request or a full queue.
         """
         spec, services = self.spec, self._services
@@ -165,28 +168,26 @@ class Generation:
                 with trace_stage("route") as trace:
                     placement = await self._services.router.place(request)
                     if trace is not None:
-                        trace.span.set_attribute("headstart.worker", placement.worker.worker_id)
-                        trace.span.set_attribute("headstart.promised_tokens", placement.promised_tokens)
+                        worker, promised = placement.worker.worker_id, placement.promised_tokens
+                        trace.span.set_attributes({"headstart.worker": worker, "headstart.promised_tokens": promised})
             except TtftBudgetError:
                 raise
             except NoWorkerError as error:
-                if full:
-                    raise soonest_error(full.values(), self.spec) from error
-                await self._recover_without_worker(error, resumed=resumed)
+                await self._recover_without_worker(error, full, resumed=resumed)
                 continue
             self._placed(placement, resumed=resumed)
             return placement
 
-    def _full_workers(self) -> Mapping[WorkerIncarnation, WorkerRefused]:
+    def _full_workers(self) -> Refusals:
         """Return the workers that are full for the tenant. Raises ApiError if all are."""
         retry = self._services.retry
         full = retry.backpressure.refusals(self.spec.tenant)
-        workers = retry.fleet.workers(self.spec.model.name) if full else ()
-        if full and all((each.worker_id, each.epoch) in full for each in workers):
+        workers, revision = retry.fleet.workers(self.spec.model.name) if full else (), self.spec.model.fingerprint
+        if full and all((each.worker_id, each.epoch) in full for each in workers if each.namespace == revision):
             raise soonest_error(full.values(), self.spec)
         return full
 
-    def _next_route(self, full: Mapping[WorkerIncarnation, WorkerRefused], *, resumed: bool) -> RouteRequest:
+    def _next_route(self, full: Refusals, *, resumed: bool) -> RouteRequest:
         """Return the request to the router for the next attempt, without `full` and excluded workers."""
         request, history = self.route, self._history
         if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
@@ -198,9 +199,7 @@ class Generation:
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
             request = replace(request, numerics=self._numerics, required=required, num_context_tokens=num_tokens)
-        if self._prefilled_at is not None:
-            request = replace(request, prefilled_at=self._prefilled_at)
-        return request
+        return replace(request, prefilled_at=self._prefilled_at)
 
     def _placed(self, placement: Placement, *, resumed: bool) -> None:
         metrics, self.last_worker = self._services.metrics, placement.worker
@@ -216,20 +215,21 @@ class Generation:
             metrics.planned_fetches.inc()
         self._numerics = placement.worker.numerics
 
-    async def _recover_without_worker(self, error: NoWorkerError, *, resumed: bool) -> None:
+    async def _recover_without_worker(self, error: NoWorkerError, full: Refusals, *, resumed: bool) -> None:
         """Prepare another search for a worker. Raises ApiError if another search cannot help."""
         history = self._history
         if resumed and not self.client_has_output:  # start again from the prompt, on any worker
             for choice in self.choices:
                 choice.reset()
             self._services.metrics.restarted.inc()
-        elif not error.unsupported and error.longest_context is None and (history.readmit_lost() or history.may_wait()):
+        elif not resumed and not self._services.is_served(self.spec.model):
+            raise RevisionGoneError from error
+        elif error.is_silent:
+            await asyncio.sleep(4 * WORKER_WAIT_S)  # as often as it is polled
+        elif not full and history.may_search(error):
             await asyncio.sleep(WORKER_WAIT_S)
-        elif resumed:
-            message = "The worker was lost and no other can continue its answer."
-            raise WorkerLostError(message, retry_after_s=error.retry_after_s) from error
         else:
-            raise history.no_worker_error(error) from error
+            raise history.no_worker_error(error, full, resumed=resumed) from error
 
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Generate the unfinished choices at one worker. Raises ApiError if no other attempt may follow."""
@@ -307,7 +307,8 @@ class Generation:
                         self._first_token(placement, trace)
                     self.answer.take(frame.data, len(self.choices[0].output_ids))
                 elif isinstance(frame, Embedding):
-                    if len(frame.vector) != 4 * self._embedding_size(placement.worker):
+                    size = (self.spec.embed and self.spec.embed.dimensions) or placement.worker.embedding_size
+                    if len(frame.vector) != 4 * size:
                         raise WorkerLost(f"{stream.url}: an embedding of {len(frame.vector)} bytes")
                     self.embedding = frame.vector
                     self._first_token(placement, trace)
@@ -321,9 +322,6 @@ class Generation:
                         self._stopped_here(choice, placement.worker)
             if deliver is not None and not stream.completed and (deltas := self.take_deltas()):
                 await deliver(deltas)
-
-    def _embedding_size(self, worker: WorkerMember) -> int:
-        return (self.spec.embed and self.spec.embed.dimensions) or worker.embedding_size
 
     def _choice(self, index: int) -> Choice:
         """Raises WorkerLost."""
@@ -375,6 +373,8 @@ class Generation:
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:
         self._history.answered()
         self._services.router.first_token(placement)
+        if self._is_waiting:
+            self._on_first_token()
         self._release()
         if trace is not None:
             trace.first_token(self.num_cached_tokens)

@@ -26,6 +26,7 @@ class ResponseStream:
         """`deadline_s` is on the monotonic clock."""
         assert generations
         self.generations = generations
+        """Replaced when they are prepared anew."""
         self._deadline_s = deadline_s
         self._guard: CancelOnDisconnect | None = None
 
@@ -71,6 +72,10 @@ class ResponseStream:
     @property
     def first(self) -> Generation:
         return self.generations[0]
+
+    @property
+    def client_has_output(self) -> bool:
+        return any(generation.client_has_output for generation in self.generations)
 
     def commit(self) -> None:
         """Record that output has been sent to the client."""

@@ -29,7 +29,7 @@ from server.errors import (
     as_api_error,
 )
 from server.request.choice import GenerationSpec
-from server.request.retry_state import RetryState
+from server.request.retry_state import Refusals, RetryState
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerAbsent, WorkerLost, WorkerRefused
 from worker.wire import Failed
@@ -124,6 +124,11 @@ class AttemptHistory:
         finally:
             del failure  # else the traceback's frame would make a cycle
 
+    def may_search(self, error: NoWorkerError) -> bool:
+        """Return whether to search for a worker again: one may be replaced, or one lost earlier may be tried again."""
+        can_help = not error.unsupported and error.longest_context is None
+        return can_help and (self.readmit_lost() or self.may_wait())
+
     def readmit_lost(self) -> bool:
         """Allow workers lost earlier to be tried again. Return False if that is not allowed."""
         if not self.num_losses or self.num_suspicions or self._num_readmissions >= MAX_READMISSIONS:
@@ -137,8 +142,13 @@ class AttemptHistory:
         self._num_waits += 1
         return (not self.num_losses or self.num_suspicions > 0) and self._num_waits <= MAX_WAITS
 
-    def no_worker_error(self, error: NoWorkerError) -> ApiError:
+    def no_worker_error(self, error: NoWorkerError, full: Refusals | None = None, *, resumed: bool = False) -> ApiError:
         """Return the error for the client. Workers' own errors are preferred to the router's."""
+        if full:
+            return soonest_error(full.values(), self._spec)
+        if resumed:
+            message = "The worker was lost and no other can continue its answer."
+            return WorkerLostError(message, retry_after_s=error.retry_after_s)
         if error.unsupported:
             param = self._spec.grammar_param if error.unsupported[0].startswith("grammar:") else error.unsupported[0]
             return InvalidRequestError(f"{error} Leave it out, or ask for another model.", param=param)

@@ -26,6 +26,7 @@ RETRIES_PER_S: Final = 2.0
 POISON_TTL_S: Final = 60.0
 """Long enough to end a client's retries; short, because the fault may be the worker's."""
 MAX_POISON_ENTRIES: Final = 10_000
+Refusals = Mapping[WorkerIncarnation, WorkerRefused]
 
 
 class BackpressureCache:
@@ -43,7 +44,7 @@ class BackpressureCache:
         until_s = self._clock() + min(BACKPRESSURE_S, refusal.retry_after_s)
         self._by_tenant.setdefault(tenant, {})[worker] = (until_s, refusal)
 
-    def refusals(self, tenant: str) -> Mapping[WorkerIncarnation, WorkerRefused]:
+    def refusals(self, tenant: str) -> Refusals:
         """Return the workers that are still full for the tenant, each with its last refusal."""
         known = self._by_tenant.get(tenant)
         if known is None:

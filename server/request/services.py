@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
+from server.models.served_model import ServedModel
 from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState
 from server.router.partings import Partings
@@ -25,3 +27,5 @@ class RequestServices:
     metrics: GatewayMetrics
     retry: RetryState
     limiter: PromptTokenLimiter
+    is_served: Callable[[ServedModel], bool] = lambda model: True
+    """Returns whether requests are still prepared for this revision of a model."""

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from cache.records import Candidate, WorkerMember
+from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
 from server.router.cost import (
@@ -343,14 +343,15 @@ class Scorer:
             # Where a hit in pending blocks may stop is not known.
             num_pending = 0 if member.ends else self._pending.match((member.worker_id, member.epoch), request.hashes)
             worker = view(candidate, estimate, num_pending, context)
-            worker.guard = _guard(request, worker, broken)
+            worker.guard = guard_of(request, member, candidate.load, broken)
             views.append(worker)
         return views
 
 
-def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId]) -> str | None:
+def guard_of(
+    request: RouteRequest, member: WorkerMember, load: WorkerLoad, broken: Container[WorkerId] = ()
+) -> str | None:
     """Return why the worker cannot take the request, or None."""
-    member = worker.member
     if (member.worker_id, member.epoch) in request.excluded:
         return "has failed this request"
     if request.numerics is not None and member.numerics != request.numerics:
@@ -367,11 +368,11 @@ def _guard(request: RouteRequest, worker: WorkerView, broken: Container[WorkerId
         return "without this adapter"
     if max(request.num_prompt_tokens, request.num_context_tokens) > member.max_model_len:
         return TOO_SHORT
-    if worker.load.draining:
+    if load.draining:
         return "draining"
     if member.worker_id in broken:
         return BREAKER
-    if worker.load.is_slow:
+    if load.is_slow:
         return SLOW
     return PREFILL_ONLY if member.role == "prefill" and not request.embeds else None
 

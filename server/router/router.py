@@ -28,10 +28,10 @@ from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.index_accuracy import IndexAccuracy
 from server.router.pending_prefixes import RecentPlacements
-from server.router.placement import OTHER_TASK, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer
+from server.router.placement import OTHER_TASK, SLOW, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer, guard_of
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
-from server.router.split import Split
+from server.router.split import PREFILL_ONLY, Split
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from server.workers.connection import WorkerLost
@@ -122,7 +122,7 @@ class Router:
     def _place(self, decision: Decision, found: Sequence[Candidate] | None, held_s: float = 0.0) -> Placement:
         """Raises NoWorkerError."""
         if not decision.best:
-            raise _no_worker(decision)
+            raise self._no_worker(decision)
         placement = self.scorer.place(decision, held_s)
         self.decisions.decided(decision, placement, self._clock(), index_answered=found is not None)
         if (plan := self.copies.placed(decision)) is not None:
@@ -281,12 +281,18 @@ class Router:
             "cost": worker.score,
         }
 
+    def _no_worker(self, decision: Decision) -> NoWorkerError:
+        request = decision.request
+        silent = self.fleet.silent(request.model, request.revision)
+        is_silent = any(guard_of(request, each.member, each.load) in (None, SLOW, PREFILL_ONLY) for each in silent)
+        return _no_worker(decision, is_silent=is_silent, is_known=bool(self.fleet.workers(request.model)))
+
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
         """Return the workers of the model. Without an answer of the index, match own recent placements.
 
         They do not count at a worker with ends.
         """
-        candidates = self.fleet.candidates(request.model, found)
+        candidates = self.fleet.candidates(request.model, found, request.revision)
         if found is not None:
             self._answered_s = self._clock()
             return candidates
@@ -314,12 +320,15 @@ def _incarnation(member: WorkerMember) -> WorkerIncarnation:
     return member.worker_id, member.epoch
 
 
-def _no_worker(decision: Decision) -> NoWorkerError:
+def _no_worker(decision: Decision, *, is_silent: bool, is_known: bool) -> NoWorkerError:
     workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
+    if is_silent:
+        message = f"a worker of model {model!r} does not answer now"
+        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, is_silent=True)
     if budget_s is not None and (predicted_s := [w.predicted_ttft_s for w in workers if w.score is not None]):
         return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
-        message = f"no worker of model {model!r} is known"
+        message = f"no worker of model {model!r} is {'ready' if is_known else 'known'}"
         return NoWorkerError(message, retry_after_s=RETRY_AFTER_S)
     reasons = sorted({str(worker.guard) for worker in workers if worker.guard != OTHER_TASK} or {OTHER_TASK})
     if reasons == [UNSUPPORTED]:

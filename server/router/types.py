@@ -19,13 +19,15 @@ class NoWorkerError(Exception):
         retry_after_s: float,
         unsupported: Sequence[str] = (),
         longest_context: int | None = None,
+        is_silent: bool = False,
     ) -> None:
-        """Retrying does not help if one of these is given.
+        """Retrying does not help if `unsupported` or `longest_context` is given.
 
         `unsupported`: features of the request that no worker has. `longest_context`: the workers' longest context, if
-        the request fits into none.
+        the request fits into none. `is_silent`: a worker that could take the request is not heard now.
         """
         super().__init__(message)
+        self.is_silent = is_silent
         self.unsupported = unsupported
         self.longest_context = longest_context
         self.retry_after_s = retry_after_s
@@ -49,6 +51,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     hashes: Sequence[BlockHash]
     """The prompt's full blocks. The last token is always computed, so a match never covers the whole prompt."""
+    revision: str | None = None
+    """Only workers with this namespace: the prompt is prepared for them. None: any."""
     numerics: str | None = None
     """Only workers of this numerics class: the request resumes a stream."""
     excluded: frozenset[WorkerIncarnation] = frozenset()

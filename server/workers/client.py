@@ -278,8 +278,8 @@ class StallWatch:
     def _successors(self, url: str) -> list[str]:
         """Return the URLs of workers that could resume a stream of the worker at `url`."""
         workers = self._workers()
-        kinds = {(worker.model, worker.numerics) for worker in workers if worker.url == url}
-        urls = [worker.url for worker in workers if worker.url != url and (worker.model, worker.numerics) in kinds]
+        kinds = {(worker.namespace, worker.numerics) for worker in workers if worker.url == url}
+        urls = [worker.url for worker in workers if worker.url != url and (worker.namespace, worker.numerics) in kinds]
         return random.sample(urls, min(len(urls), MAX_PROBED))
 
     async def _any_lives(self, urls: Sequence[str]) -> bool:

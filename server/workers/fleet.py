@@ -3,6 +3,12 @@
 They come from the registry and from `--workers`. A worker with a lease in the registry is a candidate with the match
 from the index. A worker without a lease is polled: while it answers, it is a candidate with match 0. So an empty
 registry removes no worker, and a forged entry displaces none.
+
+    live    it has a lease, or it has answered. After one missed poll, requests prefer others
+    silent  it has missed two polls: it gets no request, and requests that need it wait
+    gone    another process or none is at its address, or it drained before it fell silent
+
+Only polls change this, so time in which the gateway itself stood still makes no worker silent.
 """
 
 from __future__ import annotations
@@ -11,12 +17,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from cache.records import Candidate, PrefixIndex, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, WorkerId
+from server.workers.connection import WorkerAbsent
 from server.workers.networks import MemberVerifier, WorkerNetworks, check_target, target_urls
 
 logger = logging.getLogger(__name__)
@@ -25,10 +32,11 @@ FetchState = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """Asks the worker at a URL for its state: `WorkerClient.state`."""
 POLL_S: Final = 1.0
 FIRST_POLL_S: Final = 0.05
-GRACE_S: Final = 5.0
 FORGET_S: Final = 600.0
 FIRST_BREAK_S: Final = 1.0
 MAX_BREAK_S: Final = 30.0
+MAX_MISSED: Final = 2
+"""A worker is silent after this many polls in a row without an answer."""
 MAX_CONTRADICTED: Final = 16
 MAX_ASKING: Final = 64
 """Workers polled at a time: each takes a connection."""
@@ -57,22 +65,34 @@ class FleetWorker:
     """One worker and its state."""
 
     member: WorkerMember
-    seen_s: float
-    """When it was first seen, or last had a lease."""
+    heard_s: float
+    """When it was first seen, or last had a lease or answered."""
     reported_s: float
     """When `load` was written."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
     leased_s: float = -math.inf
-    answered_s: float = -math.inf
-    """When it last answered directly."""
-    unanswered_s: float = -math.inf
-    """When it last failed to answer a direct request."""
+    num_missed: int = 0
+    """Polls without an answer since it was last heard."""
+    is_gone: bool = False
+    """It is not at its address, or drained before it fell silent. A lease does not change this, an answer does."""
     num_failures: int = 0
     """Requests that failed there since it last produced a token."""
     broken_until_s: float = -math.inf
     """The circuit breaker is open until then."""
     contradicted: list[Epoch] = field(default_factory=list)
     """Epochs from the registry that the worker itself has contradicted."""
+
+    @property
+    def is_live(self) -> bool:
+        return not self.is_gone and self.num_missed < MAX_MISSED
+
+    def missed(self, *, is_gone: bool) -> None:
+        """Record a poll without its answer."""
+        self.num_missed += 1
+        self.is_gone |= is_gone or (self.load.draining and not self.is_live)
+
+    def answered(self, now_s: float) -> None:
+        self.heard_s, self.num_missed, self.is_gone = now_s, 0, False
 
 
 class Fleet:
@@ -88,12 +108,8 @@ class Fleet:
         networks: WorkerNetworks | None = None,
         forget_s: float = FORGET_S,
         clock: Callable[[], float] = time.monotonic,
-        namespaces: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`targets`: base URLs of workers, or dns:NAME:PORT for every address of a name.
-
-        `namespaces` returns the known namespace of each model, which its workers must announce.
-        """
+        """`targets`: base URLs of workers, or dns:NAME:PORT for every address of a name."""
         self._index = index
         self._fetch_state = fetch_state
         for target in targets:
@@ -103,10 +119,10 @@ class Fleet:
         self._networks = networks or WorkerNetworks()
         self._forget_s = forget_s
         self._clock = clock
-        self._namespaces = namespaces
         self._workers: dict[WorkerId, FleetWorker] = {}
         self._verifier = MemberVerifier(cluster_secret, self._networks)
-        self._unreachable: set[str] = set()
+        self._unreachable: dict[str, tuple[str, bool]] = {}
+        """Addresses that did not answer the last poll: why, and whether certainly no worker is there."""
         self._silent_targets: set[str] = set()
         """Addresses of `targets` that have never answered."""
         self._answered: set[str] = set()
@@ -117,31 +133,45 @@ class Fleet:
         self._wake = asyncio.Event()
         self._asking = asyncio.Semaphore(MAX_ASKING)
 
-    def candidates(self, model: str, found: Sequence[Candidate] | None) -> list[Candidate]:
-        """Return the candidates of a lookup, and every other live worker of the model, with match 0."""
+    def candidates(self, model: str, found: Sequence[Candidate] | None, revision: str | None = None) -> list[Candidate]:
+        """Return the candidates of a lookup, and every other live worker of the model, with match 0.
+
+        `revision`: only workers with this namespace; None: all.
+        """
         now_s = self._clock()
         candidates, leased = [], set()
-        namespaces, accepts, lease = self._namespaces(), self._verifier.accepts, self._lease
+        accepts, lease = self._verifier.accepts, self._lease
         for candidate in found or ():
             member = candidate.member
-            if accepts(member, namespaces.get(member.model)) and lease(candidate, now_s):
+            if accepts(member) and lease(candidate, now_s):
                 leased.add(member.worker_id)
-                if member.model == model:
+                if member.model == model and revision in (None, member.namespace):
                     candidates.append(candidate)
         if len(leased) == len(self._workers):
             return candidates
-        for worker_id, worker in self._workers.items():
-            member = worker.member
-            if worker_id in leased or member.model != model or not self._is_live(worker, now_s):
-                continue
-            if self._accepts(member, namespaces):
-                candidates.append(Candidate(member, worker.load, 0, now_s - max(worker.reported_s, 0.0)))
-        return candidates
+        others = [w for worker_id, w in self._workers.items() if w.is_live and worker_id not in leased]
+        return candidates + self._unleased(others, model, revision, now_s)
+
+    def silent(self, model: str, revision: str | None) -> list[Candidate]:
+        """Return the workers of a revision that may come back, with their last reports."""
+        silent = [worker for worker in self._workers.values() if not (worker.is_live or worker.is_gone)]
+        return self._unleased(silent, model, revision, self._clock())
+
+    def _unleased(
+        self, workers: Sequence[FleetWorker], model: str, revision: str | None, now_s: float
+    ) -> list[Candidate]:
+        return [
+            Candidate(worker.member, worker.load, 0, now_s - max(worker.reported_s, 0.0))
+            for worker in workers
+            if worker.member.model == model
+            and revision in (None, worker.member.namespace)
+            and self._verifier.accepts(worker.member)
+        ]
 
     def broken(self) -> set[WorkerId]:
-        """Return the workers whose circuit breaker is open: requests failed there recently."""
-        now_s = self._clock()
-        return {worker_id for worker_id, worker in self._workers.items() if worker.broken_until_s > now_s}
+        """Return the workers whose circuit breaker is open: requests failed there recently, or the last poll did."""
+        now_s, workers = self._clock(), self._workers.items()
+        return {worker_id for worker_id, worker in workers if worker.num_missed or worker.broken_until_s > now_s}
 
     def report_failure(self, worker_id: WorkerId) -> None:
         """Open the breaker, for longer each time: the worker could not be reached, or was lost."""
@@ -169,25 +199,32 @@ class Fleet:
 
     def workers(self, model: str | None = None) -> list[WorkerMember]:
         """Return the known workers, live ones first."""
-        now_s = self._clock()
         workers = [worker for worker in self._workers.values() if model in (None, worker.member.model)]
-        workers.sort(key=lambda worker: not self._is_live(worker, now_s))
+        workers.sort(key=lambda worker: not worker.is_live)
         return [worker.member for worker in workers]
+
+    def present(self) -> list[tuple[WorkerMember, bool]]:
+        """Return the workers that are not gone; True for each that could be sent a request."""
+        workers = [worker for worker in self._workers.values() if not worker.is_gone]
+        return [(worker.member, worker.is_live and not worker.load.draining) for worker in workers]
 
     def live_workers(self, model: str | None = None) -> list[WorkerMember]:
         """Return the workers that could be sent a request."""
-        now_s = self._clock()
-        return [
-            worker.member
-            for worker in self._workers.values()
-            if model in (None, worker.member.model) and self._is_live(worker, now_s) and not worker.load.draining
-        ]
+        return [member for member, is_ready in self.present() if is_ready and model in (None, member.model)]
 
     def may_have(self, name: str) -> bool:
         """Return False only if certainly no worker serves a model or an adapter of this name."""
         members = [worker.member for worker in self._workers.values()]
+        members += [m for m in self._index.members() if not self._unreachable.get(m.url, ("", False))[1]]
         is_known = any(name == member.model or name in member.adapters for member in members)
         return is_known or bool(self._silent_targets) or not self._has_looked
+
+    def refused(self) -> list[tuple[str, WorkerMember | None, str]]:
+        """Return the workers that this gateway does not take: URL, member if it is known, and reason."""
+        refused = [(member.url, member, reason) for member, reason in self._verifier.refused.values()]
+        known = {member.url.rstrip("/") for member in self.workers()}.union(url for url, _, _ in refused)
+        silent = ((url, why) for url, (why, _) in self._unreachable.items() if url.rstrip("/") not in known)
+        return refused + [(url, None, f"it does not answer: {why}") for url, why in silent]
 
     async def run(self) -> None:
         """Poll until cancelled, more often while the number of workers changes."""
@@ -207,24 +244,27 @@ class Fleet:
         now_s = self._clock()
         if found is not None:
             self.index_answered_s = now_s
-        namespaces = self._namespaces()
+        accepts = self._verifier.accepts
         for candidate in found or ():
-            if self._accepts(candidate.member, namespaces):
+            if accepts(candidate.member):
                 self._lease(candidate, now_s)
         targets = set(await target_urls(self._targets, self._networks.scheme))
         urls = targets.copy()
+        broken = self.broken()
         confirmed = {
             worker_id
             for worker_id, worker in self._workers.items()
-            if worker.leased_s >= now_s and worker.broken_until_s <= now_s
+            if worker.leased_s >= now_s and worker_id not in broken and not worker.is_gone
         }
+        registered = self._index.members()
         members = [worker.member for worker in self._workers.values()]
-        members += [member for member in self._index.members() if self._accepts(member, namespaces)]
+        members += [member for member in registered if accepts(member)]
         urls.update(member.url for member in members if member.worker_id not in confirmed)
-        self._unreachable &= urls
+        self._unreachable = {url: error for url, error in self._unreachable.items() if url in urls}
+        self._verifier.keep_refused({member.worker_id for member in registered}, targets)
         await asyncio.gather(*(self._ask(url) for url in urls))
         self._answered &= targets
-        self._answered |= targets - self._unreachable
+        self._answered |= targets - self._unreachable.keys()
         self._silent_targets = targets - self._answered
         self._has_looked = self._has_looked or found is not None or isinstance(self._index, NoIndex)
         self._forget()
@@ -236,24 +276,24 @@ class Fleet:
             async with self._asking:
                 state = await self._fetch_state(url)
         except Exception as error:  # a URL from the registry may raise anything in a library
-            now_s = self._clock()
+            why, is_gone = str(error) or type(error).__name__, _is_gone(error)
             for worker in self._at(url):
-                worker.unanswered_s = now_s
+                worker.missed(is_gone=is_gone)
             if url not in self._unreachable:
-                self._unreachable.add(url)
-                logger.warning("worker at %s does not answer: %s", url, str(error) or type(error).__name__)
+                logger.warning("worker at %s does not answer: %s", url, why)
+            self._unreachable[url] = why, is_gone
             return
-        self._unreachable.discard(url)
+        self._unreachable.pop(url, None)
         now_s = self._clock()
         member = state.member
         for worker in self._at(url):
             if worker.member.worker_id != member.worker_id:
-                worker.unanswered_s = now_s  # another worker has its address
-        if not self._accepts(member, self._namespaces()):
+                worker.missed(is_gone=True)  # another worker has its address
+        if not self._verifier.accepts(member):
             self._workers.pop(member.worker_id, None)
             return
         worker = self._update(member, now_s, asked_for=epochs.get(member.worker_id))
-        worker.answered_s = now_s
+        worker.answered(now_s)
         if worker.leased_s < now_s:
             worker.load, worker.reported_s = state.load, now_s
 
@@ -265,17 +305,18 @@ class Fleet:
         worker = self._workers.get(member.worker_id)
         if worker is None:
             logger.info("worker %s (%s) at %s", member.worker_id, member.model, member.url)
-            worker = self._workers[member.worker_id] = FleetWorker(member, seen_s=now_s, reported_s=now_s)
+            worker = self._workers[member.worker_id] = FleetWorker(member, heard_s=now_s, reported_s=now_s)
         elif worker.member != member:
             if asked_for == worker.member.epoch and asked_for != member.epoch:
                 worker.contradicted = [*worker.contradicted[-MAX_CONTRADICTED:], asked_for]
             worker.member = member
             worker.load, worker.reported_s = WorkerLoad(), now_s
             worker.broken_until_s, worker.num_failures = -math.inf, 0
+            worker.answered(now_s)
         return worker
 
     def _lease(self, candidate: Candidate, now_s: float) -> bool:
-        """Apply a registry entry. Return False if the worker itself has contradicted it."""
+        """Apply a registry entry. Return False if the worker itself has contradicted it, or is gone."""
         member = candidate.member
         worker = self._workers.get(member.worker_id)
         if worker is None or worker.member is not member:
@@ -283,30 +324,21 @@ class Fleet:
                 return False
             worker = self._update(member, now_s)
             worker.member = member  # the index's own object, so that `is` succeeds next time
-        worker.leased_s = worker.seen_s = now_s
         worker.load, worker.reported_s = candidate.load, now_s - candidate.load_age_s
-        return True
-
-    def _is_live(self, worker: FleetWorker, now_s: float) -> bool:
-        """Return whether a worker without a valid lease may still be a candidate."""
-        if worker.answered_s > worker.unanswered_s and now_s - worker.answered_s <= 3 * POLL_S:
-            return True
-        if worker.unanswered_s > max(worker.answered_s, worker.leased_s):
+        if worker.is_gone:
             return False
-        return now_s - max(worker.seen_s, worker.answered_s) <= GRACE_S
+        worker.leased_s = now_s
+        worker.answered(now_s)
+        return True
 
     def _forget(self) -> None:
         """Drop workers that left the registry and have had no lease and no answer for long."""
         now_s = self._clock()
         registered = {member.worker_id for member in self._index.members()}
         for worker_id, worker in list(self._workers.items()):
-            last_s = max(worker.seen_s, worker.answered_s)
-            if worker_id not in registered and now_s - last_s > self._forget_s:
+            if worker_id not in registered and now_s - worker.heard_s > self._forget_s:
                 del self._workers[worker_id]
                 logger.info("worker %s is forgotten", worker_id)
-
-    def _accepts(self, member: WorkerMember, namespaces: Mapping[str, str]) -> bool:
-        return self._verifier.accepts(member, namespaces.get(member.model))
 
 
 def state_of(candidate: Candidate, broken: Container[WorkerId]) -> str:
@@ -321,3 +353,10 @@ def _is_replayed(member: WorkerMember, worker: FleetWorker) -> bool:
     if member.epoch == worker.member.epoch:
         return False
     return member.epoch_started_ms < worker.member.epoch_started_ms or member.epoch in worker.contradicted
+
+
+def _is_gone(error: Exception) -> bool:
+    """Return whether a failed poll shows that no worker of this fleet is at the address."""
+    cause = error.__cause__
+    is_network = isinstance(cause, OSError) and not isinstance(cause, ConnectionRefusedError)
+    return isinstance(error, WorkerAbsent) and not is_network

@@ -14,7 +14,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -78,7 +78,7 @@ class WorkerNetworks:
 
 
 class MemberVerifier:
-    """Verifies members by protocol, address, signature and namespace. Owned by the gateway's event loop."""
+    """Verifies members by protocol, address and signature. Owned by the gateway's event loop."""
 
     def __init__(self, cluster_secret: bytes, networks: WorkerNetworks) -> None:
         self._cluster_secret = cluster_secret
@@ -86,17 +86,24 @@ class MemberVerifier:
         self._warned: set[tuple[str, str, str]] = set()
         self._verified: dict[WorkerId, WorkerMember] = {}
         """Members, by identity, that passed `_reject_reason`: they are checked at every decision."""
+        self.refused: dict[WorkerId, tuple[WorkerMember, str]] = {}
+        """Members that did not, each with the reason."""
 
-    def accepts(self, member: WorkerMember, namespace: str | None) -> bool:
-        """Return whether to use the worker; log each reason against it once.
+    def keep_refused(self, worker_ids: Container[WorkerId], urls: Container[str]) -> None:
+        """Forget refused members that are neither of these workers nor at these URLs."""
+        refused = self.refused.items()
+        self.refused = {name: each for name, each in refused if name in worker_ids or each[0].url in urls}
 
-        `namespace` is that of the member's model, if it is known.
-        """
-        reason = None if self._verified.get(member.worker_id) is member else self._reject_reason(member)
-        if reason is None and namespace not in (None, member.namespace):
-            reason = f"its namespace is {member.namespace}, that of {member.model} is {namespace}"
-        if reason is None:
+    def accepts(self, member: WorkerMember) -> bool:
+        """Return whether to use the worker; log each reason against it once."""
+        if self._verified.get(member.worker_id) is member:
             return True
+        reason = self._reject_reason(member)
+        if reason is None:
+            self.refused.pop(member.worker_id, None)
+            return True
+        if len(self.refused) < MAX_WARNINGS:
+            self.refused[member.worker_id] = member, reason
         warning = (member.worker_id, member.epoch, reason)
         if warning not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add(warning)

@@ -164,7 +164,6 @@ class Gateway:
             cluster_secret=secret,
             networks=NETWORKS,
             forget_s=0.5,
-            namespaces=lambda: {MODEL: BUNDLE.namespace.fingerprint},
         )
         self.router = Router(self.index, self.fleet, GatewayId("g"), GatewayMetrics(), rng=random.Random(1))
 

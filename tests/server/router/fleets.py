@@ -14,7 +14,7 @@ from server.metrics import GatewayMetrics
 from server.router.placement import Placement
 from server.router.router import Router, SendCopy
 from server.router.types import RouteRequest
-from server.workers.connection import WorkerLost
+from server.workers.connection import WorkerAbsent, WorkerLost
 from server.workers.fleet import Fleet
 from tests.members import make_member
 
@@ -87,8 +87,8 @@ class Fleets:
     ) -> None:
         self.clock = Clock()
         self.index = Index(self.clock)
-        self.states: dict[str, WorkerState] = {}
-        self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock, namespaces=lambda: {"m": "n"})
+        self.states: dict[str, WorkerState | Exception] = {}
+        self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock)
         self.metrics = GatewayMetrics()
         self.router = Router(
             self.index,
@@ -104,9 +104,12 @@ class Fleets:
         )
 
     async def fetch(self, url: str) -> WorkerState:
-        if url not in self.states:
-            raise WorkerLost("refused")
-        return self.states[url]
+        state = self.states.get(url, WorkerLost("no answer"))
+        if isinstance(state, ConnectionRefusedError):
+            raise WorkerAbsent("refused") from state
+        if isinstance(state, Exception):
+            raise state
+        return state
 
     def run_fifo(self) -> None:
         """Make every worker run its prefills one by one. Call it before anything else."""

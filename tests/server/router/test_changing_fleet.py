@@ -91,13 +91,18 @@ async def test_workers_from_the_command_line_need_no_registry() -> None:
     await fleets.fleet.poll()
     assert await fleets.worker(chain(1)) == "z"
     del fleets.states["http://z:8000"]
-    fleets.clock.now_s += 1.0
     await fleets.fleet.poll()
-    with pytest.raises(NoWorkerError):
+    assert await fleets.worker(chain(1)) == "z", "one late answer, and no other worker"
+    await fleets.fleet.poll()
+    with pytest.raises(NoWorkerError) as caught:
         await fleets.place(chain(1))
+    assert caught.value.is_silent
+    with pytest.raises(NoWorkerError) as caught:
+        await fleets.place(chain(1), excluded=incarnations("z"))
+    assert not caught.value.is_silent, "it could not take this request"
 
 
-@pytest.mark.parametrize("changes", [{"namespace": "other"}, {"protocol": 999}, {"secret_check": "x"}])
+@pytest.mark.parametrize("changes", [{"protocol": 999}, {"secret_check": "x"}])
 async def test_a_worker_that_fails_verification_is_logged_once(
     three: Fleets, changes: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +111,20 @@ async def test_a_worker_that_fails_verification_is_logged_once(
         assert {await three.worker(chain(2)) for _ in range(10)} <= set("abc")
         await three.fleet.poll()
     assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == 1
+    [(url, refused, reason)] = three.fleet.refused()
+    assert (url, refused) == ("http://d:8000", member("d", **changes))
+    assert reason
+    del three.index.registered["d"]
+    await three.fleet.poll()
+    assert three.fleet.refused() == []
+
+
+async def test_a_request_goes_to_workers_of_its_revision(three: Fleets) -> None:
+    three.index.register(member("d", namespace="other"))
+    assert {await three.worker(chain(2), revision="n") for _ in range(30)} == set("abc")
+    assert {await three.worker(chain(2), revision="other") for _ in range(10)} == {"d"}
+    with pytest.raises(NoWorkerError, match="is ready"):
+        await three.worker(chain(2), revision="third")
 
 
 async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) -> None:

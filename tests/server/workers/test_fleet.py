@@ -11,7 +11,7 @@ import pytest
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState, signed
 from cache.types import WorkerId
 from server.workers.client import WorkerClient
-from server.workers.connection import WorkerLost
+from server.workers.connection import WorkerAbsent, WorkerLost
 from server.workers.fleet import Fleet
 from server.workers.networks import WorkerNetworks
 from tests.running import listening
@@ -103,23 +103,58 @@ async def test_a_draining_worker_is_a_candidate_but_not_live() -> None:
     assert fleets.fleet.live_workers() == []
 
 
-async def test_a_worker_that_was_seen_but_not_asked_has_a_grace_period() -> None:
+async def test_only_polls_make_a_worker_silent() -> None:
+    """However long the gateway itself stood still."""
     fleets = Fleets()
     fleets.index.register(member("a"))
     fleets.fleet.candidates("m", fleets.index.memory.match([], "m"))
-    fleets.clock.now_s += 4.5
+    fleets.clock.now_s += 100.0
     assert names(fleets.fleet.candidates("m", None)) == {"a"}
-    fleets.clock.now_s += 1.0
+    await fleets.fleet.poll()
+    assert names(fleets.fleet.candidates("m", None)) == {"a"} == fleets.fleet.broken(), "others are preferred"
+    await fleets.fleet.poll()
     assert fleets.fleet.candidates("m", None) == []
+    assert names(fleets.fleet.silent("m", "n")) == {"a"}
+    assert fleets.fleet.present() == [(member("a"), False)]
 
 
-async def test_a_worker_that_changes_its_namespace_is_dropped() -> None:
+@pytest.mark.parametrize("absent", [WorkerAbsent("its proof is wrong"), ConnectionRefusedError("nobody listens")])
+async def test_a_worker_that_is_not_at_its_address_is_gone(absent: Exception) -> None:
+    """Whatever its lease says, until it answers."""
+    fleets = static()
+    await fleets.fleet.poll()
+    fleets.index.away = False
+    fleets.index.register(member("z", url="http://z:8000"))
+    fleets.fleet.report_failure(WorkerId("z"))
+    state, fleets.states["http://z:8000"] = fleets.states["http://z:8000"], absent  # type: ignore[assignment]
+    await fleets.fleet.poll()
+    found = fleets.index.memory.match([], "m")
+    assert names(found) == {"z"}
+    assert fleets.fleet.candidates("m", found) == [] == fleets.fleet.present() == fleets.fleet.silent("m", "n")
+    fleets.states["http://z:8000"] = state
+    await fleets.fleet.poll()
+    assert names(fleets.fleet.candidates("m", found)) == {"z"}
+
+
+async def test_a_draining_worker_that_falls_silent_has_left() -> None:
+    fleets = static(draining=True)
+    await fleets.fleet.poll()
+    del fleets.states["http://z:8000"]
+    await fleets.fleet.poll()
+    assert fleets.fleet.present() == [(member("z", url="http://z:8000"), False)]
+    await fleets.fleet.poll()
+    assert fleets.fleet.present() == []
+
+
+async def test_a_worker_that_changes_its_namespace_is_of_the_new_revision() -> None:
     fleets = static()
     await fleets.fleet.poll()
     other = member("z", "e2", url="http://z:8000", namespace="other")
     fleets.states["http://z:8000"] = WorkerState(other, WorkerLoad())
     await fleets.fleet.poll()
-    assert fleets.fleet.workers() == []
+    assert fleets.fleet.workers() == [other]
+    assert fleets.fleet.candidates("m", None, "n") == []
+    assert names(fleets.fleet.candidates("m", None, "other")) == names(fleets.fleet.candidates("m", None)) == {"z"}
 
 
 class SignedFleet:
