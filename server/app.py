@@ -88,11 +88,10 @@ class PublicApi:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Return 200 if at least one worker can serve a request."""
+        """Return 200 if at least one worker can serve a request, of any model."""
         if self.draining:
             raise UnavailableError("This gateway is draining.", retry_after_s=1.0)
-        known = {model.name for _, model in self._models.names()}
-        workers = [worker for worker in self._live_workers() if worker.model in known]
+        workers = [worker for worker in self._live_workers() if self._models.revision(worker) is not None]
         if not workers:
             raise UnavailableError("No worker is ready.", retry_after_s=1.0)
         return json_response({"status": "ok", "workers": len(workers)})

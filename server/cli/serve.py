@@ -302,7 +302,7 @@ class Supervisor:
         if not (await self._ask(gateway, "/health/ready")).get("workers"):
             return False
         known = (await self._ask(gateway, "/workers")).get("workers", ())
-        lives = {(worker["worker_id"], worker["epoch"]) for worker in known}
+        lives = {(worker["worker_id"], worker["epoch"]) for worker in known if worker["load"] is not None}
         return gateway in self._said and all((said["worker_id"], said["epoch"]) in lives for said in own)
 
     async def _ask(self, gateway: str, path: str) -> dict[str, Any]:

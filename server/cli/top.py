@@ -34,7 +34,7 @@ MAX_DECISIONS: Final = 50
 NUM_FIXED_LINES: Final = 15
 """Lines other than rows: the head, table headings and blank lines."""
 _BAR: Final = 12
-_STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "lost": "dim"}
+_STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "refused": "red", "lost": "dim"}
 _NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED", "LEASE")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from prometheus_client.core import GaugeMetricFamily
@@ -21,6 +22,9 @@ from server.router.router import Router
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex, state_of
+
+REFUSED: Final = "refused"
+STATES: Final = ("serving", "standby", "learning", "draining", "broken")
 
 
 class Overview(Collector):
@@ -46,21 +50,35 @@ class Overview(Collector):
         self.day = day
 
     def workers(self) -> dict[str, Any]:
-        """Return every live worker: its registration, and its load as last reported."""
-        workers = [
-            {**asdict(each.member), "load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
-            for each in self._live_workers()
-        ]
+        """Return every live worker: its registration, load as last reported, and state; and those not taken."""
+        workers = []
+        for each in self._live_workers():
+            state, reason = self._state(each)
+            about = {"revision": self.services.models.revision(each.member), "state": state, "reason": reason}
+            load = {"load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
+            workers.append({**asdict(each.member), **load, **about})
+        for url, member, reason in self.fleet.refused():
+            about = {"worker_id": "", "epoch": "", "url": url} if member is None else asdict(member)
+            workers.append({**about, "load": None, "state": _absence(member), "reason": reason})
         return {"workers": workers, "index": self.router.index_state()}
+
+    def _state(self, candidate: Candidate) -> tuple[str, str]:
+        """Return the state of a live worker, and why it gets no new requests."""
+        state = state_of(candidate, self.fleet.broken())
+        return self.services.models.state_of(candidate.member) if state == "serving" else (state, "")
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return a row for every worker, lost ones included, by model and name."""
         live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
-        members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
+        refused = [member for _, member, _ in self.fleet.refused() if member is not None]
+        members = sorted(
+            [*self.fleet.workers(), *refused], key=lambda member: (member.model, _natural(member.worker_id))
+        )
         return [
             self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)))
+            | ({"state": REFUSED} if member in refused else {})
             for member in members
         ]
 
@@ -87,7 +105,7 @@ class Overview(Collector):
             "max_model_len": member.max_model_len,
             "step_objective_s": member.step_objective_s or None,
             "role": member.role,
-            "state": "lost" if candidate is None else state_of(candidate, self.fleet.broken()),
+            "state": "lost" if candidate is None else self._state(candidate)[0],
             "hit_rate": self.router.scorer.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
@@ -147,7 +165,7 @@ class Overview(Collector):
         yield _gauge(
             "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_outstanding)
         )
-        workers = _gauge("headstart_workers", "Live workers by state.", "model", "state")
+        workers = _gauge("headstart_workers", "Live workers by state, and those not taken.", "model", "state")
         waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
         running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
         usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
@@ -166,12 +184,11 @@ class Overview(Collector):
         )
         for model, number in self.workers_needed().items():
             needed.add_metric((model,), number)
-        broken = self.fleet.broken()
+        states = Counter(("" if each is None else each.model, _absence(each)) for _, each, _ in self.fleet.refused())
         for model in self._models():
             candidates = self.fleet.candidates(model, None)
-            states = [state_of(candidate, broken) for candidate in candidates]
-            for state in ("serving", "draining", "broken"):
-                workers.add_metric((model, state), states.count(state))
+            states.update(dict.fromkeys([(model, state) for state in STATES], 0))
+            states.update([(model, self._state(candidate)[0]) for candidate in candidates])
             loads = [candidate.load for candidate in candidates]
             held_prefills_s = self.router.held_prefills_s(model)
             held.add_metric((model,), len(held_prefills_s))
@@ -184,6 +201,8 @@ class Overview(Collector):
             usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
             for block_size in sorted({candidate.member.block_size for candidate in candidates}):
                 pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
+        for labels, number in states.items():
+            workers.add_metric(labels, number)
         yield from (workers, needed, waiting, running, usage, pools, prefill, held, held_s)
 
 
@@ -206,6 +225,10 @@ def index_row(entry: RegistryEntry) -> dict[str, Any]:
         "running": load.num_running,
         "waiting": load.num_waiting,
     }
+
+
+def _absence(member: WorkerMember | None) -> str:
+    return "unreachable" if member is None else REFUSED
 
 
 def _natural(name: str) -> tuple[str, int]:

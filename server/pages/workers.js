@@ -5,8 +5,8 @@ import { NONE, count, percent, plural, rate, seconds } from "./format.js";
 import { callOps } from "./key.js";
 
 const FLASH_MS = 500;
-const TONES = { serving: "good", draining: "warn", broken: "bad", lost: "" };
-const WORDS = { serving: "Serving", draining: "Draining", broken: "Failing", lost: "Lost" };
+const TONES = { serving: "good", standby: "", learning: "", draining: "warn", broken: "bad", refused: "bad", lost: "" };
+const WORDS = { serving: "Serving", standby: "Standby", learning: "Learning", draining: "Draining", broken: "Failing", refused: "Refused", lost: "Lost" };
 const CONFIRM = {
   drain: {
     title: (name) => `Drain ${name}?`,
@@ -151,8 +151,8 @@ class Row {
     setText(this.cells.lease, lease(worker.lease_left_s));
     this.showBlocks(worker, load);
     const [drain, purge] = this.buttons;
-    drain.disabled = worker.state === "lost" || worker.state === "draining";
-    purge.disabled = worker.state === "lost";
+    drain.disabled = ["lost", "refused"].includes(worker.state) || worker.state === "draining";
+    purge.disabled = ["lost", "refused"].includes(worker.state);
   }
 
   showBlocks(worker, load) {
