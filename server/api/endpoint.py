@@ -107,7 +107,7 @@ class Preparation:
         return request
 
     def first_token(self) -> None:
-        """Count a prompt that needs the body no more."""
+        """Count a prompt that no longer needs the body."""
         self._num_waiting -= 1
         if self._num_waiting == 0:
             self._prepare = None

@@ -26,7 +26,7 @@ MAX_ROOTS: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What the workers of a model can do, together."""
+    """The abilities of a model's workers, together."""
 
     embedding_sizes: frozenset[int] = frozenset()
     """The numbers in an embedding of each worker; 0: it generates text."""

@@ -6,7 +6,7 @@
       +-- worker lost before a token: from the prompt, on another worker
       +-- worker lost after a token: with the tokens received, on a worker of the same numerics class
       +-- no such worker, the client has no output: from the prompt, on any worker of the revision
-      +-- no worker of the revision: prepared anew for the one that serves now; a silent worker is waited for
+      +-- no worker of the revision: prepared again for the one that serves now; a silent worker is waited for
       +-- split, at the End of a worker of role "prefill": with its first token, on another worker
     error: no such worker, the client has output
 

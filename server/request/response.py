@@ -26,7 +26,7 @@ class ResponseStream:
         """`deadline_s` is on the monotonic clock."""
         assert generations
         self.generations = generations
-        """Replaced when they are prepared anew."""
+        """Replaced when they are prepared again."""
         self._deadline_s = deadline_s
         self._guard: CancelOnDisconnect | None = None
 

@@ -24,7 +24,7 @@ class NoWorkerError(Exception):
         """Retrying does not help if `unsupported` or `longest_context` is given.
 
         `unsupported`: features of the request that no worker has. `longest_context`: the workers' longest context, if
-        the request fits into none. `is_silent`: a worker that could take the request is not heard now.
+        the request fits into none. `is_silent`: a worker that could take the request does not answer now.
         """
         super().__init__(message)
         self.is_silent = is_silent

@@ -72,7 +72,7 @@ class FleetWorker:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     leased_s: float = -math.inf
     num_missed: int = 0
-    """Polls without an answer since it was last heard."""
+    """Polls in a row without an answer."""
     is_gone: bool = False
     """It is not at its address, or drained before it fell silent. A lease does not change this, an answer does."""
     num_failures: int = 0

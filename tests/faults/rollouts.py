@@ -15,7 +15,7 @@ from typing import Any
 from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 KINDS = ("revision", "tokenizer", "template", "block size")
 NUM_CLIENTS = 8
@@ -44,7 +44,7 @@ def args_of(kind: str, model: Path, folder: Path) -> list[str]:
 
 @dataclass
 class Observed:
-    """What clients and an operator saw during a rollout."""
+    """Observations of clients and of an operator during a rollout."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     num_serving: list[int] = field(default_factory=list)
@@ -88,14 +88,7 @@ async def roll(cluster: Cluster, args: Sequence[str], number: int = signal.SIGTE
         worker.args = [*worker.args, *args]
         worker.start()
 
-        def is_ready(worker: Any = worker) -> bool:
-            try:
-                return bool(worker.is_ready())
-            except OSError:
-                return False
-
-        while not await asyncio.to_thread(is_ready):
-            await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_until, worker.is_ready)
 
 
 async def observe(cluster: Cluster, *rollouts: Sequence[str], number: int = signal.SIGTERM) -> Observed:

@@ -277,7 +277,7 @@ async def test_row_23_another_model_under_the_same_name(cluster: Cluster, tmp_pa
         await asyncio.to_thread(wait_until, stranger.is_ready)
 
         def stands_by() -> bool:
-            return any(("stranger", "standby") == (w["worker_id"], w["state"]) for w in cluster.gateway.workers())
+            return any((w["worker_id"], w["state"]) == ("stranger", "standby") for w in cluster.gateway.workers())
 
         await asyncio.to_thread(wait_until, stands_by, what="listed as another revision")
         outcomes = await ask_all(cluster.gateway.url, asked * 3)

@@ -1,4 +1,4 @@
-"""Not heard is not gone: late answers, a registry that is away and loops that stand still cost waiting, no request.
+"""Silent is not gone: late answers, a registry that is away and loops that stand still cost waiting, no request.
 
 `pytest -m faults tests/faults/test_not_heard.py -s` prints how the requests ended.
 """
@@ -80,9 +80,7 @@ async def test_what_is_not_heard_is_waited_for(parts: str, redis: bool, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_revision_serves_when_the_last_worker_of_another_leaves(
-    number: int, tmp_path: Path, model: Path
-) -> None:
+async def test_a_revision_serves_when_another_leaves(number: int, tmp_path: Path, model: Path) -> None:
     """At once when it leaves in good order, and within a lease when it is killed."""
     with Cluster(tmp_path / "fleet", model, rollouts.topology(3, static_workers=False)) as cluster:
         *old, new = cluster.workers

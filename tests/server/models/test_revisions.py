@@ -145,7 +145,7 @@ class Revisions(RuleBasedStateMachine):
         if state == "left":  # in good order: it takes its entry along
             self.index.memory.retire(worker.member.worker_id)
             self.index.registered.pop(worker.member.worker_id, None)
-        if not (worker.state == "draining" and state == "up"):  # a drain is for good
+        if not (worker.state == "draining" and state == "up"):  # a drain is permanent
             worker.state = "dead" if state == "left" else state
         self.is_settled = False
 
@@ -163,7 +163,7 @@ class Revisions(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, 700.0]))
     def stand_still(self, seconds: float) -> None:
-        """The clock goes on, and this gateway's loop does not; workers renew their leases meanwhile."""
+        """The clock goes on, and this gateway's loop does not; workers still renew their leases."""
         self.world.clock.now_s += seconds
         self.world.publish()
 

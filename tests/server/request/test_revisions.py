@@ -1,4 +1,4 @@
-"""Requests while their revision goes: prepared anew before the first token, else ended with a retryable error."""
+"""Requests while their revision goes: prepared again before the first token, else ended with a retryable error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def by_revision(router: PlainRouter, monkeypatch: pytest.MonkeyPatch, *, is_silent: bool = False) -> None:
-    """Let a router place requests at workers of their own revision only, as the real one does."""
+    """Make a router place requests at workers of their own revision only, as the real one does."""
     place = router.place
 
     async def own(route: RouteRequest) -> Placement:
@@ -58,7 +58,7 @@ def by_revision(router: PlainRouter, monkeypatch: pytest.MonkeyPatch, *, is_sile
 
 
 async def switch(target: RunningGateway, worker: ScriptedWorker, bundle: TokenizerBundle) -> None:
-    """Let the worker restart with another revision."""
+    """Restart the worker with another revision."""
     worker.bundle = bundle
     member = replace(worker.member(), epoch_started_ms=1)
     target.router.members = [member]
@@ -75,7 +75,7 @@ def other(bundle: TokenizerBundle) -> TokenizerBundle:
 @pytest.mark.parametrize("is_silent", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_held_request_is_prepared_anew(
+async def test_a_held_request_is_prepared_again(
     path: str,
     stream: bool,
     is_silent: bool,

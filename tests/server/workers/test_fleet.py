@@ -120,7 +120,7 @@ async def test_only_polls_make_a_worker_silent() -> None:
 
 @pytest.mark.parametrize("absent", [WorkerAbsent("its proof is wrong"), ConnectionRefusedError("nobody listens")])
 async def test_a_worker_that_is_not_at_its_address_is_gone(absent: Exception) -> None:
-    """Whatever its lease says, until it answers."""
+    """Even with a lease, until it answers."""
     fleets = static()
     await fleets.fleet.poll()
     fleets.index.away = False
@@ -146,7 +146,7 @@ async def test_a_draining_worker_that_falls_silent_has_left() -> None:
     assert fleets.fleet.present() == []
 
 
-async def test_a_worker_that_changes_its_namespace_is_of_the_new_revision() -> None:
+async def test_a_worker_that_changes_its_namespace_has_a_new_revision() -> None:
     fleets = static()
     await fleets.fleet.poll()
     other = member("z", "e2", url="http://z:8000", namespace="other")
