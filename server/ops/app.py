@@ -128,12 +128,16 @@ class OpsApi:
         return json_response(answer)
 
     async def decisions(self, request: Request) -> Response:
-        """Return the decisions about a request and its times, by its id or its answer's. Raises NotFoundError."""
+        """Return the decisions about a request and its times: by its id, its answer's or its client's.
+
+        Raises NotFoundError.
+        """
         id_ = request.path_params["id"]
         if not (found := self.overview.router.decisions.find(id_)):
             kept = f"the last {MAX_RECENT} are kept, at most {PER_S:g} a second"
+            ids = "Give the request's id, its answer's, or the client's own x-request-id."
             logs = "The usage log and the access log have every request."
-            raise NotFoundError(f"No recorded decision is about {id_!r:.200}: {kept}. {logs}")
+            raise NotFoundError(f"No recorded decision is about {id_!r:.200}: {kept}. {ids} {logs}")
         return json_response({"decisions": found})
 
     async def history(self, request: Request) -> Response:

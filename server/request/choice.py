@@ -13,7 +13,8 @@ from cache.types import BlockHash, MediaStart
 from server.models.served_model import ServedModel
 from server.request.engine_ask import EngineAsk
 from server.request.hints import NO_HINTS, RoutingHints
-from server.router.types import RouteRequest
+from server.request_context import CURRENT
+from server.router.types import RouteRequest, short_key
 from server.text.detokenizer import Detokenizer, TextRules
 from worker.common.features import sampling_features
 from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
@@ -64,7 +65,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
 
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
-        session = hints.session or self.affinity_key
+        session, context = hints.session or self.affinity_key, CURRENT.get(None)
         num_demanded = max(1, self.sampling.min_tokens) if self.clamps_max_tokens else self.sampling.max_tokens
         num_tokens = len(self.prompt_ids) or (0 if self.ask is None else self.ask.num_tokens)
         return RouteRequest(
@@ -73,7 +74,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             num_prompt_tokens=num_tokens,
             revision=self.model.fingerprint,
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size, self.media),
-            affinity_key=f"{self.tenant}/{session}" if session else None,
+            affinity_key=short_key(f"{self.tenant}/{session}") if session else None,
             hard_affinity=hints.hard_affinity,
             lora=self.model.adapter,
             required=tuple(sampling_features(self.sampling)),
@@ -88,6 +89,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             may_split=self.sampling.max_tokens > 1
             and self.sampling.prompt_logprobs is None
             and (self.embed, self.ask) == (None, None),
+            client_id=short_key("" if context is None else context.client_id),
         )
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:

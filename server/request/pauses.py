@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from cache.hashing import hash_chain
 from cache.types import BlockHash
 from server.request.request import Generation
+from server.router.types import Key, short_key
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost
 from worker.wire import Keep
@@ -35,7 +36,7 @@ SLACK: Final = 4.0
 MAX_TENANTS: Final = 256
 MAX_TOOLS: Final = 32
 """Tools of a tenant that have times of their own; the others share `OTHER`."""
-OTHER: Final = ""
+OTHER: Final = Key("")
 MAX_PENDING: Final = 10_000
 _FIRST_S: Final = 0.25
 _PER_OCTAVE: Final = 2
@@ -74,9 +75,9 @@ class PauseTimes:
     """How long tenants' tools take, in bounded memory: the tenants of late, and the tools of each that it used last."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, OrderedDict[str, PauseHistogram]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[Key, PauseHistogram]] = OrderedDict()
 
-    def add(self, tenant: str, tools: Sequence[str], pause_s: float) -> None:
+    def add(self, tenant: str, tools: Sequence[Key], pause_s: float) -> None:
         """Count a pause of tools that ran at the same time: the slowest took most of it, so it counts for each."""
         histograms = self._tenants.setdefault(tenant, OrderedDict({OTHER: PauseHistogram()}))
         self._tenants.move_to_end(tenant)
@@ -89,9 +90,9 @@ class PauseTimes:
         while len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
 
-    def expected_s(self, tenant: str, tools: Sequence[str]) -> float:
+    def expected_s(self, tenant: str, tools: Sequence[Key]) -> float:
         """Return the time within which nearly all pauses of these tools end."""
-        histograms: Mapping[str, PauseHistogram] = self._tenants.get(tenant, {})
+        histograms: Mapping[Key, PauseHistogram] = self._tenants.get(tenant, {})
         return max((self._of_tool(histograms.get(tool), histograms.get(OTHER)) for tool in tools), default=0.0)
 
     def _of_tool(self, *histograms: PauseHistogram | None) -> float:
@@ -103,7 +104,7 @@ class PauseTimes:
 
 class _Pending(NamedTuple):
     tenant: str
-    tools: Sequence[str]
+    tools: Sequence[Key]
     begun_s: float
 
 
@@ -125,15 +126,15 @@ class Pauses:
             pending = self._pending.pop(tip)
             self.times.add(pending.tenant, pending.tools, self._now_s() - pending.begun_s)
 
-    def begin(self, generation: Generation, tools: Sequence[str]) -> None:
-        """Keep the chain of a finished answer that calls `tools`, or whose request asks for it."""
+    def begin(self, generation: Generation, called: Sequence[str]) -> None:
+        """Keep the chain of a finished answer that calls tools, or whose request asks for it."""
         spec, worker, hashes = generation.spec, generation.last_worker, generation.route.hashes
         if not hashes:
             return
         keep_s = min(MAX_PAUSE_S, spec.retention_s)
-        if tools:
+        if tools := tuple(map(short_key, called[:MAX_TOOLS])):
             keep_s = max(keep_s, self.times.expected_s(spec.tenant, tools))
-            self._pending[hashes[-1]] = _Pending(spec.tenant, tuple(tools)[:MAX_TOOLS], self._now_s())
+            self._pending[hashes[-1]] = _Pending(spec.tenant, tools, self._now_s())
             while len(self._pending) > MAX_PENDING:
                 self._pending.popitem(last=False)
         if worker is None or not worker.keeps_chains or keep_s < MIN_PAUSE_S:

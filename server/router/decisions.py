@@ -62,7 +62,16 @@ class DecisionLog:
         return list(islice(self.recent.values(), max(0, len(self.recent) - MAX_SHOWN), None))
 
     def find(self, id_: str) -> list[dict[str, Any]]:
-        """Return the recorded decisions of a request, by its id or its answer's: one for each prompt."""
+        """Return the recorded decisions of a request, one for each prompt: by its id, its answer's or its client's.
+
+        Of several requests with one id of the client, the last counts.
+        """
+        if found := self._found_by(id_):
+            return found
+        last = next((key for key, entry in reversed(self.recent.items()) if entry["client_id"] == id_), None)
+        return [] if last is None else self._found_by(last)
+
+    def _found_by(self, id_: str) -> list[dict[str, Any]]:
         digits = _DIGITS.search(id_)
         return [entry for key, entry in self.recent.items() if key == id_ or (digits and digits[1] in key)]
 
@@ -115,6 +124,7 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
     ]
     return {
         "request": request.request_id,
+        "client_id": request.client_id,
         "at": time.time(),
         "model": request.model,
         "worker": chosen.worker_id,

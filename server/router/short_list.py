@@ -21,7 +21,7 @@ from cache.records import Candidate
 from cache.types import WorkerId, WorkerIncarnation
 from server.router.cost import WorkerView
 from server.router.policies import rendezvous_worker
-from server.router.types import RouteRequest
+from server.router.types import Key, RouteRequest
 
 SCORE_ALL: Final = 64
 """A fleet of at most this many workers is scored whole."""
@@ -54,7 +54,7 @@ class ShortList:
         self._order: list[tuple[float, WorkerId]] = []
         """A heap; an entry counts while it is equal to `_load_s`."""
         self._turn = 0
-        self._own: dict[str, WorkerId] = {}
+        self._own: dict[Key, WorkerId] = {}
         self.prefills: set[WorkerId] = set()
         """Workers of role "prefill"."""
 
@@ -90,7 +90,7 @@ class ShortList:
         chosen.update([candidate.member.worker_id for candidate in turn])
         return Listed([by_id[worker_id] for worker_id in sorted(chosen)], common_blocks, own)
 
-    def _own_worker(self, key: str, candidates: Sequence[Candidate]) -> WorkerId:
+    def _own_worker(self, key: Key, candidates: Sequence[Candidate]) -> WorkerId:
         """Return the affinity key's worker."""
         known = self._own.get(key)
         if known is None:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, NewType
 
 import msgspec
 
 from cache.types import BlockHash, WorkerIncarnation
+
+MAX_KEY_CHARS: Final = 128
+Key = NewType("Key", str)
+"""A text of a client or a model that is kept after its request. Only `short_key` makes one."""
+
+
+def short_key(text: str) -> Key:
+    """Return a text of at most `MAX_KEY_CHARS` characters: the text itself, or a digest of a long one."""
+    if len(text) <= MAX_KEY_CHARS:
+        return Key(text)
+    return Key(blake2b(text.encode("utf-8", "replace"), digest_size=32).hexdigest())
 
 
 class NoWorkerError(Exception):
@@ -57,7 +70,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Only workers of this numerics class: the request resumes a stream."""
     excluded: frozenset[WorkerIncarnation] = frozenset()
     """Workers that have failed this request. A restarted worker has another epoch, and may get it."""
-    affinity_key: str | None = None
+    affinity_key: Key | None = None
     """The conversation, with its tenant."""
     hard_affinity: bool = False
     """Only the affinity key's own worker, among those that may take the request."""
@@ -87,6 +100,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """One worker may compute the prompt and the first token, and another one the rest."""
     prefilled_at: WorkerIncarnation | None = None
     """The worker that has done so: it holds the prompt's blocks, whether or not the index has them yet."""
+    client_id: Key = Key("")
+    """The client's own id of the request; empty: none."""
 
     @property
     def may_be_held(self) -> bool:

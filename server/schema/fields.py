@@ -8,7 +8,6 @@ RequestFields            the fields of every route that runs a model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
@@ -20,7 +19,6 @@ MAX_TOOLS: Final = 1024
 MAX_STOPS: Final = 32
 """OpenAI takes 4 and Anthropic 16; agents that complete code send a dozen to any other server."""
 MAX_STOP_CHARS: Final = 1024
-MAX_KEY_CHARS: Final = 1024
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -224,13 +222,6 @@ def check_stops(field: str, stops: Sequence[str]) -> None:
         raise invalid(field, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
 
 
-def short_key(key: str | None) -> str | None:
-    """Return a key, or a digest of a long one: each request writes and hashes it."""
-    if key is None or len(key) <= MAX_KEY_CHARS:
-        return key
-    return blake2b(key.encode("utf-8", "replace"), digest_size=32).hexdigest()
-
-
 def ttl_s(control: Any) -> float:
     """Return the lifetime that a `cache_control` asks for; 0.0 for one of a form that is not known."""
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
@@ -262,7 +253,7 @@ class RequestFields(Struct, kw_only=True):
     @property
     def affinity_key(self) -> str | None:
         """The body's key for the conversation or user of the request."""
-        return short_key(self.prompt_cache_key or self.user)
+        return self.prompt_cache_key or self.user
 
     @property
     def retention_s(self) -> float:

@@ -20,7 +20,6 @@ from server.schema.fields import (
     PositiveCount,
     Probability,
     check_stops,
-    short_key,
     ttl_s,
 )
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
@@ -186,7 +185,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
 
     @property
     def affinity_key(self) -> str | None:
-        return short_key(self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user)
+        return self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user
 
     @property
     def retention_s(self) -> float:

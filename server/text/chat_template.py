@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -225,11 +225,11 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": not continued and conversation.add_generation_prompt,
         }
+        del messages, tools, kwargs
         try:
             text = yield from self._run(variables, clock, mark, names.messages)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
-        del variables, messages, tools, kwargs  # the marked texts
         if continued:
             text, found, _ = text.rpartition(_CONTINUATION_MARK)
             if not found:
@@ -237,8 +237,11 @@ class ChatTemplate:
                 raise InvalidRequestError(refusal, param=names.continue_final_message)
         return RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
 
-    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
-        """Return the text with its marks, which do not count towards its length. Errors name `param`."""
+    def _run(self, variables: dict[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
+        """Return the text with its marks, which do not count towards its length. Errors name `param`.
+
+        Clears `variables`, which hold the marked texts.
+        """
         parts: list[str] = []
         num_chars = 0
         clock.begin()
@@ -258,6 +261,7 @@ class ChatTemplate:
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             message = f"The model's chat template cannot render these messages ({type(error).__name__})."
             raise InvalidRequestError(message, param=param) from error
+        variables.clear()
         return "".join(parts)
 
     def _message(self, message: Message) -> dict[str, Any]:

@@ -19,8 +19,9 @@ import re
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final, cast
 
 import tokenizers
@@ -33,6 +34,8 @@ MARK_DIGITS: Final = 20
 SHORT_MARK_DIGITS: Final = 6
 MANY_MARKS: Final = 50_000
 """With this many or more, marks are short, and are searched for in the texts first."""
+MAX_MARK_BYTES: Final = 8 << 20
+"""The limit of a request's marks in memory. Rendering makes several copies of marked texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +69,30 @@ class Marker:
         self._pattern = re.compile(f"({'|'.join(map(re.escape, unmarked)) or '(?!)'})|{'|'.join(risky) or '(?!)'}")
 
     def mark_for(self, texts: Sequence[str]) -> Steps[str]:
-        """Return a mark that is in none of a request's texts."""
+        """Return a mark that is in none of a request's texts. Raises InvalidRequestError for too many places to mark.
+
+        Such a text is longer than any context: nearly every place takes a token or more.
+        """
         if sum(text.count(first) for text in texts for first in self._firsts) < MANY_MARKS:
             return new_mark()
         yield
+        mark = new_mark()
         for _ in range(100):
-            mark = new_mark(SHORT_MARK_DIGITS)
-            if not any(mark in text for text in texts):
-                return mark
+            short = new_mark(SHORT_MARK_DIGITS)
+            if not any(short in text for text in texts):
+                mark = short
+                break
             yield
-        return new_mark()
+        num_bytes = 0
+        for text in texts:
+            for _, found in self._found(text):
+                num_marks = sum(place[1] is None for place in found)
+                num_bytes += num_marks * len(mark) * (1 if text.isascii() else 4)
+                if num_bytes > MAX_MARK_BYTES:
+                    message = "The messages hold too many beginnings of control tokens: send less text."
+                    raise InvalidRequestError(message, param="messages", code="control_token")
+                yield
+        return mark
 
     def marking(self, value: Any, mark: str) -> Steps[Any]:
         """Return the same value with `mark` in all its texts, in steps: part by part in a long text."""
@@ -108,28 +125,32 @@ class Marker:
                 return False
         return True
 
-    def _mark_text(self, text: str, mark: str) -> Steps[str]:
-        marked: list[str] = []
-        parts: list[str] = []
+    def _found(self, text: str) -> Iterator[tuple[int, list[re.Match[str]]]]:
+        """Yield the end of each part of a text, and what the pattern finds in it."""
         done = 0
         for end in range(PART_CHARS, len(text) + PART_CHARS, PART_CHARS):
-            for found in self._pattern.finditer(text, done, end + self._lookahead_chars):
-                if found.start() >= end:
-                    break
-                parts += [text[done : found.end()], "" if found[1] else mark]
-                done = found.end()
-            if done < end:
-                parts.append(text[done:end])
-                done = end
-            marked.append("".join(parts))  # few long texts take less than many short ones
-            parts = []
+            places = self._pattern.finditer(text, done, end + self._lookahead_chars)
+            found = list(takewhile(lambda place, end=end: place.start() < end, places))  # type: ignore[misc]
+            done = max([done, end, *(place.end() for place in found[-1:])])
+            yield done, found
+
+    def _mark_text(self, text: str, mark: str) -> Steps[str]:
+        marked: list[str] = []
+        done = 0
+        for end, found in self._found(text):
+            parts: list[str] = []
+            for place in found:
+                parts += [text[done : place.end()], "" if place[1] else mark]
+                done = place.end()
+            marked.append("".join([*parts, text[done:end]]))  # few long texts take less than many short ones
+            done = end
             yield
         return "".join(marked)
 
     def unmark(self, text: str, mark: str) -> Steps[RenderedPrompt]:
         """Return a rendered text without its marks, and the control tokens that were marked."""
         texts: list[str] = []
-        marked, offsets = array("Q"), array("Q")
+        marked, offsets = array("I"), array("I")
         num_chars = start = 0
         while start < len(text):
             end = start + PART_CHARS

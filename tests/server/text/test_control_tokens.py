@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -18,12 +19,14 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import render_chat
 from server.config import GatewayConfig
+from server.errors import InvalidRequestError
+from server.event_loop import run_now
 from server.models.served_model import ServedModel, build_model
 from server.schema.intent import Conversation
 from server.schema.requests import ChatRequest
-from server.text import chat_template
+from server.text import chat_template, control_tokens
 from server.text.chat_template import ChatTemplate
-from server.text.control_tokens import PART_CHARS, any_of
+from server.text.control_tokens import PART_CHARS, Marker, any_of
 from server.text.pretoken_cache import WINDOW_CHARS
 from server.text.tokenizer import INLINE_CHARS, SegmentCache
 from server.text.tokenizer import Tokenizer as ServedTokenizer
@@ -392,3 +395,34 @@ async def test_a_rendering_is_not_refused_because_others_render_too(monkeypatch:
     for _ in steps:
         now_s += 2 * chat_template.MAX_RENDER_S
     assert now_s > 0.0, "it has rested"
+
+
+PIECES = ("<|", "<", "<\n", "</", "<|im_", "<|im_end|>", "|im_end|>", " <", "<r", "<|\U0001f600", "<b>a</b>")
+
+
+@pytest.mark.parametrize("has_every_short_mark", [False, True])
+@pytest.mark.parametrize("piece", PIECES)
+def test_marks_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, piece: str, has_every_short_mark: bool) -> None:
+    """Whatever a text is made of, and however long its mark has to be."""
+    monkeypatch.setattr(control_tokens, "MANY_MARKS", 1000)
+    monkeypatch.setattr(control_tokens, "MAX_MARK_BYTES", 1 << 15)
+    if has_every_short_mark:
+        monkeypatch.setattr(control_tokens, "SHORT_MARK_DIGITS", 1)
+    text = "0123456789" + piece * (100_000 // len(piece))
+    marker = Marker(TOKENS, ["<think>", "\n", "content"])
+    try:
+        mark = run_now(marker.mark_for([text]))
+    except InvalidRequestError:
+        return
+    marked = run_now(marker.marking([text], mark))[0]
+    assert sys.getsizeof(marked) <= sys.getsizeof(text) + (1 << 15)
+    assert marked.replace(mark, "") == text
+
+
+async def test_a_long_page_of_html_is_no_beginning_of_control_tokens() -> None:
+    text = '<div class="a"></div>' * 20_000
+    assert text in (await render_chat(request([{"role": "user", "content": text}]), big_model())).text
+
+
+def big_model() -> ServedModel:
+    return dataclasses.replace(model(), bundle=dataclasses.replace(model().bundle, max_model_len=1 << 20))
