@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -51,6 +51,8 @@ from server.request.engine_ask import EngineAsk
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
+from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
+from server.schema.fields import RequestFields
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
@@ -62,12 +64,14 @@ MAX_RENDER_ATTEMPTS: Final = 3
 _PREFIXES: Final = {CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"}
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "return_token_ids", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
-_REFUSED: Final = {
+_HINTS: Final = frozenset(RequestFields.__struct_fields__)
+_NOT_SENT: Final = {
     "kv_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "ec_transfer_params": "is for transfers between engines, which the fleet makes itself: leave it out",
     "previous_response_id": "needs answers that are kept: send the whole conversation as `input`",
     "background": "needs answers that are kept: leave it out",
 }
+"""Why some fields are not sent on; all others of `SENT_FIELDS` are not known to be safe."""
 _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "use_beam_search"),
@@ -152,7 +156,7 @@ class EngineTexts:
             if not writes and not media.images:
                 return None
             await _check_text(body, media, limit())
-            _check(known, fields)
+            _check(path, known, fields)
         sent = _body(path, known, media.fields, model, keeps_all=wrong is not None)
         call = EngineCall(path, encode_json(sent), bool(known.stream) and path not in POOLING_PATHS)
         if path in POOLING_PATHS:
@@ -242,11 +246,20 @@ def _refusal(error: WorkerRefused) -> ApiError:
     return InternalError("The engine met an internal error.")
 
 
-def _check(known: _Known, fields: Mapping[str, Raw]) -> None:
-    """Raises InvalidRequestError for fields that would reach past the gateway."""
-    for name, why in _REFUSED.items():
-        if bytes(fields.get(name, b"null")) not in _EMPTY:
-            raise unsupported(name, why)
+def _is_sent(path: str, name: str) -> bool:
+    return name in SENT_FIELDS[path] or name in _HINTS
+
+
+def _check(path: str, known: _Known, fields: Mapping[str, Raw]) -> None:
+    """Raises InvalidRequestError for fields that are not sent on to engines, unless they are empty or ignored."""
+    for name, value in fields.items():
+        is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
+        if not is_known and bytes(value) not in _EMPTY:
+            raise unsupported(f"{name:.64}", _NOT_SENT.get(name, "is not sent on to the model's engine: leave it out"))
+    with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
+        for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))).keys() - SENT_XARGS:
+            why = _NOT_SENT.get(name, "is not sent on to the model's engine: leave it out")
+            raise unsupported(f"vllm_xargs.{name:.64}", why)
     if known.encoding_format in ("bytes", "bytes_only"):
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
     for name, number in (("n", known.n), ("best_of", known.best_of)):
@@ -259,7 +272,7 @@ def _body(
 ) -> dict[str, Any]:
     """Return the client's fields that are the engine's business. `keeps_all`: with the others too."""
     own = ("model",) if keeps_all else _OWN_FIELDS
-    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in own}
+    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in own and _is_sent(path, name)}
     if model.adapter:
         body["model"] = model.adapter
     if path in (CHAT_PATH, COMPLETIONS_PATH):

@@ -16,6 +16,11 @@ _NOTHING: Final[tuple[Any, ...]] = (False, "", [], {})
 _TABLE: Final = tomllib.loads(Path(__file__).with_name("refused_fields.toml").read_text(encoding="utf-8"))
 IGNORED: Final[Mapping[str, str]] = {name: why for why, names in _TABLE.pop("ignored").items() for name in names}
 """Fields that cannot change an answer, on every route. Unknown fields are ignored too."""
+_SENT: Final = tomllib.loads(Path(__file__).with_name("sent_fields.toml").read_text(encoding="utf-8"))
+SENT_FIELDS: Final[Mapping[str, frozenset[str]]] = {path: frozenset(names) for path, names in _SENT["fields"].items()}
+"""Fields that may be sent on to an engine, by its path."""
+SENT_XARGS: Final = frozenset(_SENT["vllm_xargs"])
+"""Names that may be in `vllm_xargs`."""
 
 
 @dataclass(frozen=True, slots=True)

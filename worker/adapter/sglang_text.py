@@ -14,14 +14,30 @@ from worker.wire import EngineCall, GenerateRequest, Rendered
 
 _RENDER_TIMEOUT_S: Final = 60.0
 _CONVERSATION: Final = ({"role": "user", "content": "Hi"},)
-_OURS: Final = (
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "cache_salt", "custom_labels", "custom_logit_processor"),
-    *("data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "input_ids", "kv_hints", "lora_path", "rid"),
-    *("routed_dp_rank", "session_id", "session_params"),
+_SENT: Final = frozenset(
+    {
+        *("chat_template_kwargs", "continue_final_message", "ebnf", "frequency_penalty", "ignore_eos", "images_config"),
+        *("logit_bias", "logprobs", "max_completion_tokens", "max_dynamic_patch", "max_tokens", "messages"),
+        *("min_dynamic_patch", "min_p", "min_tokens", "mm_processor_kwargs", "n", "no_stop_trim"),
+        *("parallel_tool_calls", "presence_penalty", "reasoning_effort", "regex", "repetition_penalty"),
+        *("response_format", "return_cached_tokens_details", "return_flat_raw_output_top_logprobs"),
+        *("return_flat_raw_top_logprobs_b64", "return_hidden_states", "return_input_ids_in_sglext", "return_meta_info"),
+        *("return_output_ids_in_sglext", "return_prompt_token_ids", "return_routed_experts", "return_sampling_mask"),
+        *("return_spec_tokens_details", "routed_experts_start_len", "sampling_logprobs_mode", "seed"),
+        *("separate_reasoning", "skip_special_tokens", "stop", "stop_regex", "stop_token_ids", "stream"),
+        *("stream_options", "stream_reasoning", "task", "temperature", "thinking", "tool_choice", "tools", "top_k"),
+        *("top_logprobs", "top_p", "use_audio_in_video", "user", "video_config", "watermark"),
+    }
 )
-"""Fields that address adapters, ranks, caches, other hosts or code: never a client's."""
-_NOT_SENT: Final = ("model", "priority", "return_token_ids")
-"""A name with a colon would name an adapter. SGLang's priorities go the other way, and need an option of its."""
+"""Fields of SGLang 0.5.23. Others may address adapters, ranks, caches, other hosts or code."""
+_NOT_SENT: Final = frozenset(
+    {
+        *("cache_control", "cache_salt", "metadata", "modalities", "model", "prediction", "priority", "prompt_cache_key"),
+        *("prompt_cache_options", "prompt_cache_retention", "return_token_ids", "safety_identifier", "service_tier"),
+        *("store", "verbosity"),
+    }
+)
+"""Hints. A name with a colon would name an adapter. SGLang's priorities go the other way, and need an option of its."""
 
 
 class SglangTexts:
@@ -74,9 +90,9 @@ def chat_body(request: GenerateRequest, request_id: str, rank: int | None) -> di
 
 
 def _body_of(call: EngineCall) -> dict[str, Any]:
-    """Return the client's body. Raises EngineRefusedError for a field that is never a client's."""
+    """Return the client's body. Raises EngineRefusedError for a field that is not a client's."""
     body: dict[str, Any] = dict(decode_body(call.body))
-    for name in _OURS:
-        if bytes(body.pop(name, b"null")) != b"null":
-            raise EngineRefusedError(400, f"{name}: set by the gateway only: leave it out", name)
-    return {name: value for name, value in body.items() if name not in _NOT_SENT}
+    for name, value in body.items():
+        if name not in _SENT | _NOT_SENT and bytes(value) != b"null":
+            raise EngineRefusedError(400, f"{name:.64}: not sent on to this engine: leave it out", f"{name:.64}")
+    return {name: value for name, value in body.items() if name in _SENT}

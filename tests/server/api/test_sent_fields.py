@@ -1,0 +1,81 @@
+"""Of a body, only listed fields reach an engine; each that engines publish is sent on, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from server.api.engine_text import _check, _is_sent, _known_of
+from server.errors import InvalidRequestError
+from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
+from tests.server.api.test_engine_text import EngineWorker, engine_gateway, engines  # noqa: F401 (a fixture)
+from tests.server.test_app import chat, post
+
+ENGINES: Final = tomllib.loads((Path(__file__).parents[2] / "data" / "engine_fields.toml").read_text())
+PATHS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+}
+VLLM_REFUSED: Final = {"kv_transfer_params", "ec_transfer_params", "previous_response_id", "background"}
+SGLANG_REFUSED: Final = {
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor", "custom_params"),
+    *("data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "input_ids", "lora_path", "rid", "routed_dp_rank"),
+    "session_params",
+}
+"""Fields that address adapters, ranks, caches, other hosts or code."""
+
+
+def refused(path: str, body: dict[str, Any]) -> str | None:
+    """Return the field that a body is refused for."""
+    raw = json.dumps(body).encode()
+    try:
+        _check(path, _known_of(raw), {name: Raw(json.dumps(value).encode()) for name, value in body.items()})
+    except InvalidRequestError as error:
+        return error.param if error.message.startswith(str(error.param)) else error.message
+    return None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_published_fields_of_vllm_are_sent_on(path: str) -> None:
+    for name in ENGINES["vllm"][PATHS[path]]:
+        assert _is_sent(path, name) != (name in VLLM_REFUSED), name
+
+
+def test_published_fields_of_sglang_are_sent_on_with_chats() -> None:
+    for name in ENGINES["sglang"]["chat"]:
+        assert _is_sent("/v1/chat/completions", name) != (name in SGLANG_REFUSED), name
+
+
+@pytest.mark.parametrize("path", SENT_FIELDS)
+@given(name=st.text(max_size=30) | st.sampled_from([*VLLM_REFUSED, *SGLANG_REFUSED, "kv_cache_report_mode", "n" * 99]))
+def test_any_other_field_is_refused_by_name(path: str, name: str) -> None:
+    if not _is_sent(path, name) and name not in IGNORED:
+        assert refused(path, {name: "x"}) == name[:64]
+    assert refused(path, {name: None}) is None
+    if "vllm_xargs" in SENT_FIELDS[path] and name not in SENT_XARGS:
+        assert refused(path, {"vllm_xargs": {name: 1}}) == f"vllm_xargs.{name[:64]}"
+
+
+async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:  # noqa: F811
+    async with engine_gateway(engines[0]) as target:
+        xargs = {"ngram_size": 30}
+        status, _, raw = await post(target.url, chat(vllm_xargs=xargs, store=True, background=False, unheard_of=None))
+        assert status == 200, raw
+        assert engines[0].rendered[-1]["vllm_xargs"] == xargs
+        assert not {"background", "unheard_of"} & engines[0].rendered[-1].keys()
+        for fields, param in (
+            ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params"),
+            ({"kv_cache_report_mode": "x"}, "kv_cache_report_mode"),
+        ):
+            status, _, raw = await post(target.url, chat(**fields))
+            assert (status, json.loads(raw)["error"]["param"]) == (400, param)
+        assert len(engines[0].rendered) == 1
