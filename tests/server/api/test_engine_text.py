@@ -247,7 +247,8 @@ async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: s
 
     engines[0].behave = fails
     async with engine_gateway(*engines) as target:
-        _, _, raw = await post(target.url, chat(stream=True), path)
+        body = {"model": "tiny", "input": "Hi", "stream": True} if path == "/v1/responses" else chat(stream=True)
+        _, _, raw = await post(target.url, body, path)
     first, last = raw.decode().strip().split("\n\n")
     assert first.startswith("event: message_start\n")
     assert last.startswith("event: error\n")
