@@ -32,7 +32,16 @@ _SENT: Final = frozenset(
 """Fields of SGLang 0.5.23. Others may address adapters, ranks, caches, other hosts or code."""
 _NOT_SENT: Final = frozenset(
     {
-        *("cache_control", "cache_salt", "metadata", "modalities", "model", "prediction", "priority", "prompt_cache_key"),
+        *(
+            "cache_control",
+            "cache_salt",
+            "metadata",
+            "modalities",
+            "model",
+            "prediction",
+            "priority",
+            "prompt_cache_key",
+        ),
         *("prompt_cache_options", "prompt_cache_retention", "return_token_ids", "safety_identifier", "service_tier"),
         *("store", "verbosity"),
     }

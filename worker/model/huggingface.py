@@ -34,9 +34,13 @@ class SafetensorsCheckpoint(Checkpoint):
         self.path = path
         self.name = name or path.resolve().name
         self._raw = read_json(path / "config.json")
-        self.model_type = str(self._raw.get("model_type"))
-        if "auto_map" in self._raw and not self._raw.get("model_type"):
+        kind = self._raw.get("model_type")
+        if "auto_map" in self._raw and not kind:
             raise UnsupportedModel(f"{path} needs code of its own (auto_map); remote code is never run")
+        if not isinstance(kind, str) or not kind:
+            given = "missing" if kind is None else f"{kind!r:.80}"
+            raise CheckpointError(f"{path / 'config.json'}: model_type is {given}: give a name such as 'llama'")
+        self.model_type = kind
         if (path / _ADAPTER).is_file():
             raise UnsupportedModel(f"{path} has {_ADAPTER}: LoRA is not applied; merge it into the weights first")
         files = _files_by_tensor(path)

@@ -229,7 +229,7 @@ def _max_model_len(checkpoint: Checkpoint, options: LoadOptions) -> int:
     try:
         text: Any = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False).get_text_config()
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UnsupportedModel(f"model type {checkpoint.model_type!r}: transformers cannot load it: {error}") from error
+        raise _unloadable(checkpoint, error) from error
     own = int(getattr(text, "max_position_embeddings", None) or 0)
     length = min(own, options.max_model_len or own)
     for field, limit, why in _limits(text):
@@ -280,6 +280,12 @@ def _register(name: str, attend: Any) -> None:
     AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
 
 
+def _unloadable(checkpoint: Checkpoint, error: Exception) -> UnsupportedModel:
+    config = checkpoint.path / "config.json"
+    why = f"it has no {error} of {config}" if isinstance(error, KeyError) else str(error)
+    return UnsupportedModel(f"model type {checkpoint.model_type!r:.80}: transformers cannot load it: {why}")
+
+
 def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
     """Load the model without running code of the checkpoint and without unpickling."""
     from transformers import AutoModelForCausalLM
@@ -297,5 +303,5 @@ def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
             use_safetensors=True,
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UnsupportedModel(f"model type {checkpoint.model_type!r}: transformers cannot load it: {error}") from error
+        raise _unloadable(checkpoint, error) from error
     return model.to(options.device).eval()

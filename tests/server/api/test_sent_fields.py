@@ -1,4 +1,4 @@
-"""Of a body, only listed fields reach an engine; each that engines publish is sent on, or refused by name."""
+"""Only listed fields of a body reach an engine; each that engines publish is sent on, or refused by name."""
 
 from __future__ import annotations
 

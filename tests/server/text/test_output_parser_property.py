@@ -255,7 +255,7 @@ def test_streamed_is_whole_and_nothing_is_lost_in_many_cases(ruled: tuple[Output
 
 
 def check_orders(repeat: int, *, with_halves: bool) -> None:
-    """Check every text of so many of a format's own texts, a call and a word; of the first halves too."""
+    """Check every text of `repeat` of a format's own texts, a call and a word; of the first halves too."""
     for rules in RULES:
         own = own_texts(rules)
         halves = [text[: (len(text) + 1) // 2] for text in own] if with_halves else []
