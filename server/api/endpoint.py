@@ -127,7 +127,7 @@ class Answer:
             try:
                 return await self.response.run(deliver)
             except RevisionGoneError:
-                if self.response.client_has_output:
+                if self.response.first.client_has_output:
                     raise
                 self.formatter, self.response.generations = await self.renew()
 

@@ -223,10 +223,8 @@ class Models:
 
     def _is_new(self, member: WorkerMember) -> bool:
         """Return whether the worker's revision is to be learnt from it now."""
-        return _revision(member) not in self._revisions and self._asked_again_s(member) <= time.monotonic()
-
-    def _asked_again_s(self, member: WorkerMember) -> float:
-        return self._failed.get(_place(member), (0.0, ""))[0]
+        again_s, _ = self._failed.get(_place(member), (0.0, ""))
+        return _revision(member) not in self._revisions and again_s <= time.monotonic()
 
     async def follow(self, workers: Callable[[], Sequence[tuple[WorkerMember, bool]]], interval_s: float) -> None:
         """Learn the models of all workers, a few at a time, first from those not asked lately. Never returns.
@@ -289,7 +287,8 @@ class Models:
         Those of a revision without workers stay: they may come back.
         """
         before = self._adapters
-        bases = {name: self._by_name[known.name] for name, known in before.items() if self._is_alone(known, members_of)}
+        alone = {name for name, model in self._by_name.items() if (name, model.fingerprint) not in members_of}
+        bases = {name: self._by_name[model.name] for name, model in before.items() if model.name in alone}
         for model in self._by_name.values():
             for member in members_of.get((model.name, model.fingerprint), ()):
                 bases |= dict.fromkeys(member.adapters, model)
@@ -299,6 +298,3 @@ class Models:
             if known is None or known.bundle is not base.bundle:
                 known = base.with_adapter(name)
             self._adapters[name] = known if known.facts == base.facts else replace(known, facts=base.facts)
-
-    def _is_alone(self, model: ServedModel, members_of: Mapping[Revision, Sequence[WorkerMember]]) -> bool:
-        return self.is_served(model) and (model.name, model.fingerprint) not in members_of

@@ -72,13 +72,9 @@ class Overview(Collector):
         live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
-        refused = [member for _, member, _ in self.fleet.refused() if member is not None]
-        members = sorted(
-            [*self.fleet.workers(), *refused], key=lambda member: (member.model, _natural(member.worker_id))
-        )
+        members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
         return [
             self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)))
-            | ({"state": REFUSED} if member in refused else {})
             for member in members
         ]
 

@@ -73,10 +73,6 @@ class ResponseStream:
     def first(self) -> Generation:
         return self.generations[0]
 
-    @property
-    def client_has_output(self) -> bool:
-        return any(generation.client_has_output for generation in self.generations)
-
     def commit(self) -> None:
         """Record that output has been sent to the client."""
         for generation in self.generations:

@@ -122,7 +122,7 @@ class Router:
     def _place(self, decision: Decision, found: Sequence[Candidate] | None, held_s: float = 0.0) -> Placement:
         """Raises NoWorkerError."""
         if not decision.best:
-            raise self._no_worker(decision)
+            raise _no_worker(decision, self.fleet)
         placement = self.scorer.place(decision, held_s)
         self.decisions.decided(decision, placement, self._clock(), index_answered=found is not None)
         if (plan := self.copies.placed(decision)) is not None:
@@ -281,12 +281,6 @@ class Router:
             "cost": worker.score,
         }
 
-    def _no_worker(self, decision: Decision) -> NoWorkerError:
-        request = decision.request
-        silent = self.fleet.silent(request.model, request.revision)
-        is_silent = any(guard_of(request, each.member, each.load) in (None, SLOW, PREFILL_ONLY) for each in silent)
-        return _no_worker(decision, is_silent=is_silent, is_known=bool(self.fleet.workers(request.model)))
-
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
         """Return the workers of the model. Without an answer of the index, match own recent placements.
 
@@ -320,15 +314,16 @@ def _incarnation(member: WorkerMember) -> WorkerIncarnation:
     return member.worker_id, member.epoch
 
 
-def _no_worker(decision: Decision, *, is_silent: bool, is_known: bool) -> NoWorkerError:
+def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError:
     workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
-    if is_silent:
+    guards = [guard_of(decision.request, c.member, c.load) for c in fleet.silent(model, decision.request.revision)]
+    if not {None, SLOW, PREFILL_ONLY}.isdisjoint(guards):
         message = f"a worker of model {model!r} does not answer now"
         return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, is_silent=True)
     if budget_s is not None and (predicted_s := [w.predicted_ttft_s for w in workers if w.score is not None]):
         return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
-        message = f"no worker of model {model!r} is {'ready' if is_known else 'known'}"
+        message = f"no worker of model {model!r} is {'ready' if fleet.workers(model) else 'known'}"
         return NoWorkerError(message, retry_after_s=RETRY_AFTER_S)
     reasons = sorted({str(worker.guard) for worker in workers if worker.guard != OTHER_TASK} or {OTHER_TASK})
     if reasons == [UNSUPPORTED]:
