@@ -15,6 +15,7 @@ from typing import Any
 from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.worker_process import Additions
+from tests.tiny_model import write_tiny_model
 from tests.waiting import until, wait_until
 
 KINDS = ("revision", "tokenizer", "template", "block size")
@@ -27,8 +28,8 @@ def topology(num_workers: int, **changes: Any) -> Topology:
 
 def args_of(kind: str, model: Path, folder: Path) -> list[str]:
     """Return the options that make a worker of another revision; later ones replace earlier ones."""
-    if kind == "revision":
-        return ["--revision", "next"]
+    if kind == "revision":  # other weights
+        return ["--model", str(write_tiny_model(folder / "next", seed=1))]
     if kind == "block size":
         return ["--block-size", "32"]
     other = shutil.copytree(model, folder / "next")

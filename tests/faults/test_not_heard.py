@@ -86,7 +86,7 @@ async def test_a_revision_serves_when_another_leaves(number: int, tmp_path: Path
         *old, new = cluster.workers
         new.send(signal.SIGTERM)
         new.wait()
-        new.args += ["--revision", "next"]
+        new.args += ["--block-size", "32"]
         new.start()
         await until(lambda: [w["state"] for w in cluster.gateway.workers()].count("standby") == 1)
         watch = cluster.stopwatch()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.faults
 @pytest.mark.parametrize("num_workers", [2, 4])
 async def test_a_rollout_and_back(num_workers: int, kind: str, redis: bool, tmp_path: Path, model: Path) -> None:
     there = rollouts.args_of(kind, model, tmp_path)
-    back = ["--revision", "", "--block-size", "16", "--model", str(model)]
+    back = ["--block-size", "16", "--model", str(model)]
     topology = rollouts.topology(num_workers, num_gateways=2, redis=redis, static_workers=not redis)
     with Cluster(tmp_path / "fleet", model, topology) as cluster:
         observed = await rollouts.observe(cluster, there, back)
