@@ -144,6 +144,7 @@ class Gateway:
             retry=RetryState(reports or self.fleet, self.metrics),
             limiter=PromptTokenLimiter(config.max_queued_tokens),
             is_served=self.models.is_served,
+            is_learning=self.models.is_learning,
         )
         self.keep_alive = KeepAlive(config.keepalive_s)
         self.endpoint = EndpointServices(

@@ -79,6 +79,8 @@ class Models:
         self._by_name: dict[str, ServedModel] = {}
         """The revision of each model that serves. One without workers stays: they may come back."""
         self._adapters: dict[str, ServedModel] = {}
+        self._learning: set[str] = set()
+        """Models with a ready worker of a revision that is not learnt yet."""
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
         """Workers with an unusable bundle: when to ask again, and the reason."""
 
@@ -181,6 +183,10 @@ class Models:
         served = self._by_name.get(model.name)
         return served is not None and served.fingerprint == model.fingerprint
 
+    def is_learning(self, name: str) -> bool:
+        """Return whether a ready worker has another revision of the model, which this gateway will know soon."""
+        return name in self._learning
+
     def state_of(self, member: WorkerMember) -> tuple[str, str]:
         """Return "serving", "standby", "learning" or "refused", and why it does not serve."""
         learnt = self._revisions.get(_revision(member))
@@ -266,6 +272,8 @@ class Models:
                 members_of[key].append(member)
                 if is_ready:
                     started_ms[key].append(member.epoch_started_ms)
+        new = [member for member, is_ready in present if is_ready and _revision(member) not in self._revisions]
+        self._learning = {member.model for member in new if _place(member) not in self._failed}
         best: dict[str, tuple[int, int, str]] = {}
         for (name, namespace), starts in started_ms.items():
             best[name] = max(best.get(name, (0, 0, "")), (len(starts), min(starts), namespace))

@@ -224,8 +224,8 @@ class Generation:
             self._services.metrics.restarted.inc()
         elif not resumed and not self._services.is_served(self.spec.model):
             raise RevisionGoneError from error
-        elif error.is_silent:
-            await asyncio.sleep(4 * WORKER_WAIT_S)  # as often as it is polled
+        elif error.is_silent or self._services.is_learning(self.spec.model.name):
+            await asyncio.sleep(4 * WORKER_WAIT_S)  # as often as workers are polled
         elif not full and history.may_search(error):
             await asyncio.sleep(WORKER_WAIT_S)
         else:

@@ -41,7 +41,8 @@ MAX_SUSPICIONS: Final = 2
 MAX_LOSSES: Final = 5
 MAX_REFUSALS: Final = 8
 MAX_READMISSIONS: Final = 2
-MAX_WAITS: Final = 4
+MAX_WAITS: Final = 12
+"""Three seconds: a worker that has just become ready is found by the next poll."""
 _RETRIED_STATUSES: Final = frozenset({409, 429, 502, 503, 504})
 _REPLACED: Final = frozenset({"wrong_epoch", "not_ready", "wrong_protocol"})
 """Refusals by another process, or another epoch, at the address of the chosen worker."""
