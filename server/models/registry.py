@@ -184,7 +184,7 @@ class Models:
         return served is not None and served.fingerprint == model.fingerprint
 
     def is_learning(self, name: str) -> bool:
-        """Return whether a ready worker has another revision of the model, which this gateway will know soon."""
+        """Return whether a ready worker has another revision of the model, which this gateway learns now."""
         return name in self._learning
 
     def state_of(self, member: WorkerMember) -> tuple[str, str]:

@@ -30,4 +30,4 @@ class RequestServices:
     is_served: Callable[[ServedModel], bool] = lambda model: True
     """Returns whether requests are still prepared for this revision of a model."""
     is_learning: Callable[[str], bool] = lambda name: False
-    """Returns whether another revision of a model, with a ready worker, will be known soon."""
+    """Returns whether this gateway learns another revision of a model, which has a ready worker."""
