@@ -1,4 +1,4 @@
-"""Behind a proxy that shares its connections among users, every user gets their own answers, beside an attacker."""
+"""Behind a proxy that shares its connections among users, every user gets their own answers, next to an attacker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uvicorn's protocol with our reader in place of its parser: the connections of every port.
+"""uvicorn's protocol with our reader instead of its parser: the connections of every port.
 
 A connection has one open request. Later input stays unread until its answer is sent, so a flood of pipelined requests
 costs only its bytes. It takes turns with the requests of other connections.

@@ -1,9 +1,9 @@
-"""The reader of HTTP/1.1 requests: it alone decides where a message ends, on every port.
+"""The one reader of HTTP/1.1 requests: it decides where a message ends, on every port.
 
-It acts on the fields that it names, and refuses what two readers may read in two ways. It ignores Upgrade, as a server
-may (RFC 9110, 7.8), so a body has the length that its head declares, whatever else the head says.
+It acts on the fields that it names, and refuses a message that two readers may read in two ways. It ignores Upgrade, as
+a server may. So a body has the length that its head declares.
 
-Source: RFC 9112, 2 to 7.
+Source: RFC 9112, 2 to 7; RFC 9110, 7.8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZE: Final = rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;%b)?\r\n" % _TEXT
 _CHUNK: Final = re.compile(_SIZE)
 _NEXT_CHUNK: Final = re.compile(rb"\r\n" + _SIZE)
 _BROKEN: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r[^\n]|(?<!\r)\n")
-"""What no head, line or trailer holds."""
+"""Bytes that no head, line or trailer has."""
 _ONCE: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 _HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
@@ -137,12 +137,12 @@ class RequestReader:
     def __init__(self, max_head_bytes: int) -> None:
         self.phase: Literal["idle", "head", "body"] = "idle"
         self._max_head_bytes = max_head_bytes
-        """Of a head, and of the trailers."""
+        """The most bytes of a head, and of the trailers."""
         self._held = bytearray()
         self._left = 0
         """Bytes up to the end of the body, or of its chunk."""
         self._line: Literal["", "size", "end", "trailer"] = ""
-        """What the next line of a chunked body is; "": the body is not chunked."""
+        """The next line of a chunked body; "": the body is not chunked."""
         self._num_bytes = self._num_chunks = 0
         """The size of the chunks; from the last one on, of the trailers."""
 

@@ -1,4 +1,4 @@
-"""Readers of pipelines: each port of ours over a transport in memory, h11, and Node's."""
+"""Readers of pipelines: Headstart's ports over a transport in memory, h11, and Node's."""
 
 from __future__ import annotations
 
