@@ -142,6 +142,7 @@ def test_a_port_is_still_read_next_to_a_service() -> None:
         ("headstart_api_keys", "HEADSTART_API_KEYS"),
         ("HEADSTART_API_KEY", "HEADSTART_API_KEYS"),
         ("HEADSTAR_API_KEYS", "HEADSTART_API_KEYS"),
+        ("HEADTSART_API_KEYS", "HEADSTART_API_KEYS"),
     ],
 )
 def test_usual_mistakes_get_a_hint(name: str, hint: str) -> None:

@@ -55,8 +55,8 @@ def unknown_variable(environ: Mapping[str, str], options: Mapping[str, Iterable[
     for name in sorted(environ.keys() - known):
         if name.upper().startswith(_PREFIX):
             return f"no command reads the variable {name}{suggestion(name, known, _PREFIX)}"
-        # One edit of the prefix leaves half of it.
-        looks_alike = name[:5].upper() == _PREFIX[:5] or _PREFIX[5:] in name[4:11].upper()
+        # One wrong, missing, further or swapped letter of the prefix leaves its beginning or its end.
+        looks_alike = name[:4].upper() == _PREFIX[:4] or _PREFIX[5:] in name[4:11].upper()
         if looks_alike and (near := get_close_matches(name.upper(), known, n=2, cutoff=0.9)):
             return f"no command reads the variable {name}{_hint(near)}"
     return None
@@ -75,12 +75,12 @@ def unknown_key(tables: Mapping[str, Any], options: Mapping[str, Iterable[str]])
 
 
 def suggestion(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Return a hint at the nearest word, or at two that are near, or nothing. All begin with the prefix."""
+    """Return a hint at the nearest word, or at three that are near, or nothing. All begin with the prefix."""
     known = {each.removeprefix(prefix).casefold(): each for each in words}
     low = word[len(prefix) :].casefold()
     # A variable of `gateway` or `worker` has no command in its name.
     own = [part for part in (low.removeprefix(f"{part}_") for part in PARTS) if part in known]
-    near = own or get_close_matches(low, known, n=2, cutoff=0.75) or get_close_matches(low, known, n=1, cutoff=0.6)
+    near = own or get_close_matches(low, known, n=3, cutoff=0.75) or get_close_matches(low, known, n=1, cutoff=0.6)
     return _hint(known[each] for each in near)
 
 
