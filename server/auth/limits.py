@@ -6,13 +6,11 @@ after they were generated: these may overdraw the bucket, and the next request w
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import math
-import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -23,17 +21,12 @@ from server.errors import OverloadedError
 from server.rates import TokenBucket
 
 MAX_SOURCES: Final = 10_000
-MAX_GOOD_KEYS: Final = 10_000
 _MINUTE_S: Final = 60.0
 _DAY_S: Final = 86_400
 MAX_LEVEL: Final = 1e15
 _HUGE: Final = 100.0
 """No gateway grants this many times a limit."""
 _STREAMS_RETRY_S: Final = 1.0
-
-K = TypeVar("K")
-V = TypeVar("V")
-
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
@@ -242,11 +235,11 @@ def duration_text(seconds: float) -> str:
 
 
 class AuthThrottle:
-    """Rate-limits failed key attempts by source address.
+    """Rate-limits wrong keys by source address.
 
-    A source over its allowance is refused before its key is checked, so the answer reveals nothing. Keys that this
-    source has used before keep working: one client behind a proxy must not lock out the rest.
-    Bounded: the sources and keys unseen for longest are forgotten first. Owned by the event loop.
+    A key is looked up first, so a source over its allowance, which may be a proxy, refuses no valid key. Its wrong ones
+    get 429. That slows no guesser who ignores it: the number of possible keys does. Bounded: the source whose wrong key
+    is oldest is forgotten first. Owned by the event loop.
     """
 
     def __init__(self, burst: float = 20.0, per_s: float = 0.2, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -254,37 +247,16 @@ class AuthThrottle:
         self._burst = burst
         self._per_s = per_s
         self._clock = clock
-        self._blinding = secrets.token_bytes(16)
         self._allowances: dict[str, TokenBucket] = {}
-        self._good: dict[bytes, None] = {}
-
-    def check(self, source: str, key: bytes) -> None:
-        """Raises OverloadedError for a source over its allowance."""
-        allowance = self._allowances.get(source)
-        missing = 0.0 if allowance is None else 1.0 - allowance.level(self._clock())
-        if missing > 0.0 and self._pair(source, key) not in self._good:
-            raise OverloadedError("Too many requests without a valid API key.", retry_after_s=missing / self._per_s)
 
     def failed(self, source: str) -> None:
-        """Count a wrong key."""
-        allowance = self._allowances.get(source) or TokenBucket(self._per_s, self._burst)
-        allowance.add(self._clock(), -1.0)
-        _renew(self._allowances, source, allowance, MAX_SOURCES)
-
-    def succeeded(self, source: str, key: bytes) -> None:
-        """Remember that this source has used this key."""
-        _renew(self._good, self._pair(source, key), None, MAX_GOOD_KEYS)
-
-    def _pair(self, source: str, key: bytes) -> bytes:
-        return hashlib.blake2b(source.encode() + b"\0" + key, key=self._blinding, digest_size=16).digest()
-
-
-def _renew(table: dict[K, V], key: K, value: V, most: int) -> None:
-    """Make `key` the newest of the table; past `most`, drop the oldest."""
-    table.pop(key, None)
-    table[key] = value
-    if len(table) > most:
-        del table[next(iter(table))]
+        """Count a wrong key. Raises OverloadedError for a source over its allowance."""
+        allowance = self._allowances.pop(source, None) or TokenBucket(self._per_s, self._burst)
+        self._allowances[source] = allowance
+        if len(self._allowances) > MAX_SOURCES:
+            del self._allowances[next(iter(self._allowances))]
+        if wait_s := allowance.take(self._clock()):
+            raise OverloadedError("Too many requests without a valid API key.", retry_after_s=wait_s)
 
 
 def source_of(scope: Scope) -> str:

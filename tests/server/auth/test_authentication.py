@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import secrets
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from server.auth.identity import KeyFile, digest_text
 from server.auth.limits import AuthThrottle
+from tests.server.auth.test_shared_limits import is_live
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import chat, post
+from tests.server.test_gateway import gateway_process
 from tests.waiting import HANG_S, until
 from worker.wire import Frame, GenerateRequest
 
@@ -243,11 +250,60 @@ async def test_key_file_reloads_without_a_restart(
         assert await status("old") == 401
 
 
-async def test_guesses_are_slowed_down(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+async def test_wrong_keys_are_slowed_down_and_right_ones_are_not(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     keys["throttle"] = AuthThrottle(burst=3, per_s=1e-6)
     async with gateway(worker, **keys) as target:
-        assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200
         statuses: list[Any] = [(await post(target.url, chat(), **bearer(f"guess {n}")))[0] for n in range(5)]
         assert statuses == [401, 401, 401, 429, 429]
-        assert (await post(target.url, chat(), **bearer("key of two")))[0] == 429
-        assert (await post(target.url, chat(), **bearer("My API Key")))[0] == 200
+        for key in ("My API Key", "key of two"):
+            assert (await post(target.url, chat(), **bearer(key)))[0] == 200
+
+
+async def test_wrong_ops_keys_cost_the_right_one_nothing(worker: ScriptedWorker, tmp_path: Path) -> None:
+    (tmp_path / "ops").write_text("the ops key")
+    async with gateway(worker, ops_key_file=str(tmp_path / "ops")) as target, listening(target.ops) as url:
+        for _ in range(100):
+            assert (await post(url, {}, "/drain", **bearer("wrong")))[0] == 401
+        assert (await post(url, {}, "/drain", **bearer("the ops key")))[0] != 401
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("wrong_per_s", [2, 20, 200])
+async def test_ten_users_beside_wrong_keys_and_a_restart(tmp_path: Path, wrong_per_s: int) -> None:
+    """Users of one address whom this process has never seen, beside wrong keys, before and after a restart."""
+    users = [f"sk-{secrets.token_hex(16)}" for _ in range(10)]
+    (tmp_path / "keys.toml").write_text(
+        "".join(f'[[keys]]\ndigest = "{digest_text(key.encode())}"\ntenant = "t"\n' for key in users)
+    )
+    for _ in range(2):
+        async with (
+            gateway_process("--api-keys", str(tmp_path / "keys.toml")) as process,
+            aiohttp.ClientSession() as http,
+        ):
+
+            async def status(key: str, url: str = process.url, http: aiohttp.ClientSession = http) -> int:
+                async with http.get(url + "/v1/models", headers=bearer(key)) as response:
+                    return response.status
+
+            await until(lambda process=process: is_live(process))
+            statuses = Counter([await status(f"expired {number}") for number in range(30)])
+            assert statuses[429] >= 9, "the source is over its allowance before the first user comes"
+            begun_s, answers = time.monotonic(), []
+            cpu_s = cpu_seconds(process.process.pid)
+            for number in range(5 * wrong_per_s):
+                await asyncio.sleep(max(0.0, begun_s + number / wrong_per_s - time.monotonic()))
+                statuses[await status(f"wrong {number}")] += 1
+                if len(answers) < 2 * (time.monotonic() - begun_s):
+                    answers.append(await status(users[len(answers) % 10]))
+            answers += [await status(key) for key in users]
+            cpu_s = cpu_seconds(process.process.pid) - cpu_s
+            print(f"{wrong_per_s} wrong keys a second: {Counter(answers)}, wrong {statuses}, processor {cpu_s:.2f} s")
+            assert set(answers) == {200}
+            assert statuses[401] <= 20 + 0.2 * (time.monotonic() - begun_s + 5.0)
+            assert set(statuses) == {401, 429}
