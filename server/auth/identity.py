@@ -59,7 +59,7 @@ class Identity:
         self.key = key
         self.usage: KeyUsage | None = None
         """None: the key has no limits."""
-        if {key.requests_per_minute, key.tokens_per_minute, key.tokens_per_day, key.max_streams} != {None}:
+        if set(key.limits.values()) != {None}:
             self.usage = usage or KeyUsage()
             self.usage.apply(key)
         self.tenant = key.tenant

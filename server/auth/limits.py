@@ -16,16 +16,16 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
-from cache.records import Count
 from server.errors import OverloadedError
-from server.rates import TokenBucket
+from server.rates import DecayedSum, TokenBucket
 
 MAX_SOURCES: Final = 10_000
 _MINUTE_S: Final = 60.0
 _DAY_S: Final = 86_400
 MAX_LEVEL: Final = 1e15
-_HUGE: Final = 100.0
-"""No gateway grants this many times a limit."""
+GIFT_S: Final = 1.0
+"""For this time another gateway may take what a gateway gives it."""
+DEMAND_S: Final = 5.0
 _STREAMS_RETRY_S: Final = 1.0
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
@@ -48,182 +48,192 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     may_prioritise: bool = False
 
     @property
-    def per_minute(self) -> dict[str, int | None]:
-        return {"requests": self.requests_per_minute, "tokens": self.tokens_per_minute}
+    def limits(self) -> dict[str, int | None]:
+        return {
+            "requests": self.requests_per_minute,
+            "tokens": self.tokens_per_minute,
+            "streams": self.max_streams,
+            "day": self.tokens_per_day,
+        }
 
 
-class KeyUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The use of one key by one gateway, as others read it."""
+class PurseUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A purse as other gateways read it. A rate that is not listed is full."""
 
-    requests: Count = 0
-    tokens: Count = 0
-    num_open: Count = 0
-    spent: Count = 0
-    """Tokens of the record's day."""
-    requests_left: _Level = MAX_LEVEL
-    """The level of the fleet's bucket, as this gateway has it."""
-    tokens_left: _Level = MAX_LEVEL
+    level: _Level
+    demand: _Level
+    """What was asked for lately, granted or not."""
+    owed: _Level = 0.0
+    """Of a count: what its gateway has used beyond what others gave it."""
 
-    def amounts(self) -> tuple[int, int, int, int]:
-        """Return what requests change."""
-        return self.requests, self.tokens, self.num_open, self.spent
+
+class Purse:
+    """A gateway's part of one limit of a key. A rate refills up to its part of a minute's worth; a count does not."""
+
+    __slots__ = ("_at_s", "_level", "demand", "gone", "is_rate", "limit", "owed", "share")
+
+    def __init__(self, *, is_rate: bool) -> None:
+        self.is_rate = is_rate
+        self.limit = 0.0
+        self.share = 0.0
+        self.gone = 0.0
+        """Of a count: what gateways that have ended owed."""
+        self.owed = 0.0
+        self.demand = DecayedSum(DEMAND_S)
+        self._level = 0.0
+        self._at_s = 0.0
+
+    def capacity(self, share: float | None = None) -> float:
+        """Return the most that a gateway of this share holds; what is under way between gateways has room beside it."""
+        share = self.share if share is None else share
+        return share * self.limit * (1.0 if share == 1.0 or not self.is_rate else 1.0 - GIFT_S / _MINUTE_S)
+
+    @property
+    def per_s(self) -> float:
+        return self.share * self.limit / _MINUTE_S
+
+    def level(self, now_s: float) -> float:
+        """Return what is left; negative when overdrawn."""
+        if not self.is_rate:
+            return self._level
+        return min(self.capacity(), self._level + (now_s - self._at_s) * self.per_s)
+
+    def add(self, now_s: float, amount: float) -> None:
+        self._level, self._at_s = self.level(now_s) + amount, now_s
+
+    def resize(self, now_s: float, limit: float, share: float, full: float = 1.0) -> None:
+        """Hold this share of this limit. `full`: the part of a new share of a rate that nobody has used."""
+        before, level = self.share * (self.limit - self.gone), self.level(now_s)
+        more = max(0.0, share - self.share) * limit * full if self.is_rate else share * (limit - self.gone) - before
+        self.limit, self.share = limit, share
+        self._level, self._at_s = level + more, now_s
+
+    def take(self, now_s: float, amount: float) -> float:
+        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
+
+        A full purse grants more than it holds, and is then overdrawn.
+        """
+        missing = min(amount, self.capacity()) - self.level(now_s)
+        self.demand.add(amount, now_s)
+        if missing > 0.0:
+            return min(missing / self.per_s, _DAY_S) if self.per_s else _STREAMS_RETRY_S
+        self.add(now_s, -amount)
+        return 0.0
+
+    def use(self, now_s: float) -> PurseUse | None:
+        """Return what to publish; None for a rate that is full, or a count that nobody has asked for."""
+        demand, level = self.demand.at(now_s), self.level(now_s)
+        if level >= self.capacity() if self.is_rate else not self.owed and demand < 1.0:
+            return None
+        return PurseUse(level, demand, self.owed)
 
 
 class KeyUsage:
-    """The use of one key over the fleet, as this gateway has it: a bucket for each limit a minute, and counts.
+    """What this gateway may grant a key: a purse for each limit. `FleetLimits` moves amounts between gateways."""
 
-    `FleetLimits` adds the use at other gateways. Without it, this gateway counts as the only one.
-    """
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, share: float = 1.0) -> None:
+        """`share`: the part of each limit that this gateway holds."""
         self.num_open = 0
+        self.num_asked = 0
+        self.purses: dict[str, Purse] = {}
+        self.elsewhere: dict[str, float] = {}
+        """What the other gateways have left, by limit."""
         self._limits = KeyEntry(digest="", tenant="")
         self._clock = clock
-        self._buckets: dict[str, TokenBucket] = {}
-        self._used = {"requests": 0, "tokens": 0}
-        """By this gateway, since its start."""
-        self._used_before = 0
-        """Tokens used before the day."""
-        self._others_spent = 0
-        """Tokens of the day, elsewhere."""
-        self._num_open_elsewhere = 0
-        self._num_opened = 0
-        """Requests opened since `_num_open_elsewhere` was last set."""
-        self._num_known, self._num_gateways = 1, 1
-        self._known_spent = 0
-        """Tokens that this gateway had spent when all gateways were last known."""
+        self.fleet_share = share
 
     def apply(self, key: KeyEntry) -> None:
         """Apply the limits of a reloaded key file; usage stays counted."""
         self._limits = key
-        for name, limit in key.per_minute.items():
+        now_s = self._clock()
+        for name, limit in key.limits.items():
             if limit is None:
-                self._buckets.pop(name, None)
+                self.purses.pop(name, None)
                 continue
-            capacity = limit * self._num_known / self._num_gateways
-            bucket = self._buckets.setdefault(name, TokenBucket(capacity / _MINUTE_S, capacity))
-            bucket.per_s, bucket.capacity = capacity / _MINUTE_S, capacity
+            if name not in self.purses:
+                self.purses[name] = Purse(is_rate=name in ("requests", "tokens"))
+                self.purses[name].resize(now_s, limit, self.fleet_share)
+            self.purses[name].resize(now_s, limit, self.purses[name].share)
 
-    @property
-    def num_used(self) -> int:
-        """Requests and tokens that this gateway has granted."""
-        return self._used["requests"] + self._used["tokens"]
-
-    @property
-    def _spent(self) -> int:
-        """Tokens of the day, here."""
-        return self._used["tokens"] - self._used_before
+    def share(self, share: float, full: Callable[[str], float]) -> None:
+        """Hold this share of each limit. `full`: how full the new share of a rate is."""
+        self.fleet_share = share
+        for name, purse in self.purses.items():
+            purse.resize(self._clock(), purse.limit, share, full(name) if purse.is_rate else 1.0)
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
-        most, budget = self._limits.max_streams, self._limits.tokens_per_day
-        if most is not None and not self._has_room(most):
-            message = f"This key may have {most} requests open at a time."
-            raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
-        if budget is not None and self._spent_of_all() >= budget:
-            wait_s = _DAY_S - time.time() % _DAY_S
-            raise OverloadedError(f"This key may use {budget} tokens a day (UTC).", retry_after_s=wait_s)
+        self.num_asked += 1
+        now_s = self._clock()
+        streams, day = self.purses.get("streams"), self.purses.get("day")
+        if streams is not None:
+            streams.demand.add(1.0, now_s)
+            if streams.level(now_s) < 1.0 and self.num_open:  # at least one a gateway
+                message = f"This key may have {self._limits.max_streams} requests open at a time."
+                raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
+        if day is not None and day.level(now_s) <= 0.0:
+            day.demand.add(1.0, now_s)
+            message = f"This key may use {self._limits.tokens_per_day} tokens a day (UTC)."
+            raise OverloadedError(message, retry_after_s=_DAY_S - time.time() % _DAY_S)
         self.take("requests", 1)
-        self.num_open += 1
-        self._num_opened += 1
+        self._open(1)
 
     def close(self) -> None:
-        self.num_open -= 1
+        self._open(-1)
 
-    def _has_room(self, most: int) -> bool:
-        """Return whether another request may be open. Gateways divide what was left at the last read."""
-        known = max(1, most * self._num_known // self._num_gateways)
-        left = known - self.num_open - self._num_open_elsewhere
-        if self._num_open_elsewhere == 0 or left <= 0:
-            return left > 0
-        return self._num_opened < max(1, (left + self._num_opened) // self._num_known)
-
-    def _spent_of_all(self) -> int:
-        """Return the tokens of the day; unknown gateways count as spending what this one spends."""
-        unseen = (self._spent - self._known_spent) * (self._num_gateways - self._num_known)
-        return self._spent + self._others_spent + unseen
+    def _open(self, number: int) -> None:
+        self.num_open += number
+        if (streams := self.purses.get("streams")) is not None:
+            streams.add(self._clock(), -number)
 
     def take(self, name: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
-        bucket = self._buckets.get(name)
-        if bucket is not None and (wait_s := bucket.take(self._clock(), amount)):
+        purse = self.purses.get(name)
+        if purse is not None and (wait_s := purse.take(self._clock(), amount)):
+            if name in self.elsewhere:  # what the others have is on its way
+                wait_s = max(0.1, wait_s * purse.share)
             message = (
-                f"This key may use {self._limits.per_minute[name]} {name} a minute; try again in {math.ceil(wait_s)} s."
+                f"This key may use {self._limits.limits[name]} {name} a minute; try again in {math.ceil(wait_s)} s."
             )
             headers = tuple(self.headers()) if name == "requests" else ()
             raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
-        self._used[name] += amount
+        if name == "tokens":
+            self._spend(amount)
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
-        if (bucket := self._buckets.get("tokens")) is not None:
-            bucket.add(self._clock(), -num_tokens)
-        self._used["tokens"] += num_tokens
+        now_s = self._clock()
+        if (purse := self.purses.get("tokens")) is not None:
+            purse.demand.add(num_tokens, now_s)
+            purse.add(now_s, -num_tokens)
+        self._spend(num_tokens)
+
+    def _spend(self, num_tokens: int) -> None:
+        self.num_asked += 1
+        if (day := self.purses.get("day")) is not None:
+            day.demand.add(num_tokens, self._clock())
+            day.add(self._clock(), -num_tokens)
+            day.owed += num_tokens
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
-        headers = []
-        for name, bucket in self._buckets.items():
-            level = bucket.level(self._clock())
-            reset_s = (bucket.capacity - level) / bucket.per_s
+        headers, now_s = [], self._clock()
+        for name in ("requests", "tokens"):
+            if (purse := self.purses.get(name)) is None:
+                continue
+            limit, left = purse.limit, purse.level(now_s) + self.elsewhere.get(name, 0.0)
+            reset_s = max(0.0, limit - left) / limit * _MINUTE_S
             headers += [
-                (f"x-ratelimit-limit-{name}".encode(), b"%d" % (self._limits.per_minute[name] or 0)),
-                (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(level))),
+                (f"x-ratelimit-limit-{name}".encode(), b"%d" % limit),
+                (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(left))),
                 (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
             ]
         return headers
 
-    def use(self) -> KeyUse:
-        """Return this gateway's part of the use, to publish."""
-        now_s = self._clock()
-        left = {name: bucket.level(now_s) for name, bucket in self._buckets.items()}
-        levels = left.get("requests", MAX_LEVEL), left.get("tokens", MAX_LEVEL)
-        return KeyUse(self._used["requests"], self._used["tokens"], self.num_open, self._spent, *levels)
-
-    def may_grant(self, use: KeyUse, before: KeyUse, elapsed_s: float) -> bool:
-        """Return whether another gateway can have granted this since `before`, `elapsed_s` ago."""
-        key, times = self._limits, _HUGE * (1.0 + elapsed_s / _MINUTE_S)
-        requests, tokens = use.requests - before.requests, use.tokens - before.tokens
-        amounts = (
-            (requests, key.requests_per_minute),
-            (tokens, key.tokens_per_minute),
-            (use.num_open, key.max_streams),
-            (use.spent, key.tokens_per_day),
-        )
-        is_huge = any(limit is not None and amount > times * limit for amount, limit in amounts)
-        return min(requests, tokens, use.tokens - use.spent) >= 0 and not is_huge
-
-    def draw(self, use: KeyUse, before: KeyUse, *, to_zero: bool, joins: bool) -> None:
-        """Take what another gateway has granted since `before`.
-
-        `to_zero`: at most what is left. `joins`: have at most the levels of that gateway.
-        """
-        amounts = {"requests": use.requests - before.requests, "tokens": use.tokens - before.tokens}
-        levels = {"requests": use.requests_left, "tokens": use.tokens_left}
-        now_s = self._clock()
-        for name, bucket in self._buckets.items():
-            level = bucket.level(now_s)
-            amount = min(amounts[name], max(0.0, level)) if to_zero else amounts[name]
-            bucket.add(now_s, -max(amount, level - levels[name] if joins else 0.0))
-
-    def share(self, num_known: int, num_gateways: int, num_open_elsewhere: int, others_spent: int) -> None:
-        """Grant the part of `num_known` gateways of `num_gateways`. Those that are not known use the rest."""
-        self._num_open_elsewhere, self._num_opened = num_open_elsewhere, 0
-        self._others_spent = others_spent
-        if num_known == num_gateways:
-            self._known_spent = self._spent
-        if (num_known, num_gateways) == (self._num_known, self._num_gateways):
-            return
-        falls = num_known * self._num_gateways < self._num_known * num_gateways
-        self._num_known, self._num_gateways = num_known, num_gateways
-        now_s = self._clock()
-        for bucket in self._buckets.values():  # it has refilled at the old rate; a smaller share begins without a debt
-            bucket.add(now_s, max(0.0, -bucket.level(now_s)) if falls else 0.0)
-        self.apply(self._limits)
-
     def begin_day(self) -> None:
-        self._used_before = self._used["tokens"]
-        self._others_spent = self._known_spent = 0
+        if (day := self.purses.pop("day", None)) is not None:
+            self.purses["day"] = Purse(is_rate=False)
+            self.purses["day"].resize(self._clock(), day.limit, day.share)
 
 
 def duration_text(seconds: float) -> str:

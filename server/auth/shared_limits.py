@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -19,11 +22,31 @@ log = logging.getLogger(__name__)
 DEADLINE_S: Final = 0.025
 BUSY_S: Final = 0.02
 """Between two exchanges while keys with limits are used."""
-IDLE_S: Final = 0.25
+IDLE_S: Final = 0.1
+JOIN_TRIES: Final = 25
 MAX_LOAD: Final = 0.05
 """The most of this gateway's processor that exchanges take."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(GatewayRecord).decode
+
+
+def place() -> str:
+    """Return a name of this process that others of the same machine can check."""
+    with contextlib.suppress(OSError):
+        return f"{_machine()} {os.getpid()}"
+    return ""
+
+
+def is_gone(other: str) -> bool:
+    """Return whether a process of this machine has ended. Of others that cannot be known."""
+    machine, _, pid = other.rpartition(" ")
+    with contextlib.suppress(OSError):
+        return machine == _machine() and pid.isdecimal() and not Path("/proc", pid).exists()
+    return False
+
+
+def _machine() -> str:
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class SharedLimits:
@@ -45,6 +68,7 @@ class SharedLimits:
         self._decoded: dict[str, tuple[bytes, GatewayRecord]] = {}
         """By gateway; a record that has not changed is not decoded again."""
         self._is_down = False
+        self._num_answers = 0
 
     async def run(self) -> None:
         while True:
@@ -53,6 +77,14 @@ class SharedLimits:
             until_s = time.monotonic() + IDLE_S
             while not (self.limits.is_busy or self.limits.was_used()) and time.monotonic() < until_s:  # noqa: ASYNC110
                 await asyncio.sleep(pause_s)
+
+    async def join(self) -> None:
+        """Get a share of the limits before the first request, or go on without Redis: after a second at most."""
+        for _ in range(JOIN_TRIES):
+            await self.exchange()
+            if self.records is None or (self._num_answers >= 3 and self.limits.part):
+                return
+            await asyncio.sleep(BUSY_S)
 
     async def exchange(self, *, is_last: bool = False) -> float:
         """Publish the own use, and take the others'. Return the seconds of this process that it took."""
@@ -72,6 +104,7 @@ class SharedLimits:
         own = found.pop(self._name, None)
         is_intact = self._written is None or self._written[0] != day or own == self._written[1]
         self._written = day, data
+        self._num_answers += 1
         self.limits.merge(self._read(found), is_intact=is_intact)
         if self._is_down:
             log.info("the limits of keys hold over all gateways again")
