@@ -20,7 +20,7 @@ Gifts follow demand, so a key that is used through one gateway gets nearly all o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -79,6 +79,8 @@ class _Peer:
     advanced_s: float
     """When its record was first read, or last advanced."""
     has_ended: bool = False
+    is_past: bool = False
+    """Its share was left to others."""
     taken: int = 0
     gift: Gift | None = None
     """Given, and neither taken nor returned."""
@@ -116,7 +118,7 @@ class FleetLimits:
         self.is_busy = False
         """A key was used, here or elsewhere, between the last two records."""
         for usage in usages().values():
-            usage.share(0.0, lambda limit: 1.0)
+            usage.share(0.0, lambda limit, purse: 1.0)
 
     @property
     def part(self) -> float:
@@ -181,16 +183,14 @@ class FleetLimits:
                 peer = self._peers[name] = _Peer(record, now_s)
             elif peer is None or record.number <= peer.record.number:
                 continue
-            elif peer.has_ended:  # it was only away
-                self._end(peer, purses, -1.0)
             self.is_busy |= record.num_asked != peer.record.num_asked
-            peer.record, peer.advanced_s = record, now_s
+            peer.record, peer.advanced_s, peer.has_ended = record, now_s, False
             self._settle(peer, purses, now_s)
         for peer in self._living().values():
             is_away = now_s - peer.advanced_s > FRESH_S
             is_gone = is_away and now_s - max(self._intact_s, peer.advanced_s) >= GONE_S
             if peer.record.is_last or is_gone or (is_away and self._is_gone(peer.record.place)):
-                self._end(peer, purses)
+                peer.has_ended, peer.gift = True, None
         self._hold_share()
 
     def missed(self) -> bool:
@@ -219,16 +219,6 @@ class FleetLimits:
                 purse.add(self._clock(), times * amount)
                 purse.owed -= 0.0 if purse.is_rate else times * amount
 
-    def _end(self, peer: _Peer, purses: Mapping[str, Purse], times: float = 1.0) -> None:
-        """Count what a gateway that has ended had used of a count, or take that back."""
-        peer.has_ended, peer.gift = times > 0.0, None
-        for name, use in peer.record.purses.items():
-            purse = purses.get(name)
-            if purse is not None and not purse.is_rate and (peer.record.day == self._day or "/day" not in name):
-                owed = times * use.owed
-                purse.add(self._clock(), -self._share * owed)
-                purse.gone += owed
-
     def _hold_share(self) -> None:
         """Hold the share that the others leave; before anything was read, that of the options."""
         living = self._living()
@@ -238,24 +228,29 @@ class FleetLimits:
         share = 1.0 / num_gateways
         if self._read_s > -math.inf:
             share = min(share, max(self._share, room))
+        left = [peer for peer in self._peers.values() if peer.has_ended and not peer.is_past]
+        if num_gateways > self._min_gateways and not (left and self._share):
+            left += living.values()
         self._share = share
-        changed = {key: usage for key, usage in self._usages().items() if usage.fleet_share != share}
-        listed: dict[str, float] = {}
-        for peer in self._peers.values() if changed else ():
-            for name, use in peer.record.purses.items():
-                listed[name] = min(listed.get(name, 1.0), self._full(peer, name, use))
-        for key, usage in changed.items():
-            usage.share(share, lambda limit, key=key: listed.get(f"{key}/{limit}", 1.0))  # type: ignore[misc]
+        for key, usage in self._usages().items():
+            if usage.fleet_share != share:
+                usage.share(share, lambda limit, purse, key=key: self._full(f"{key}/{limit}", purse, left))  # type: ignore[misc]
+        for peer in self._peers.values():
+            peer.is_past = peer.has_ended
         self._note_elsewhere()
 
-    def _full(self, peer: _Peer, name: str, use: PurseUse) -> float:
-        """Return which part of a peer's former share of a rate has not been used."""
-        key, _, limit = name.partition("/")
-        usage = self._usages().get(key)
-        purse = None if usage is None else usage.purses.get(limit)
-        if purse is None or not peer.has_ended or not peer.record.share:
-            return 0.0
-        return max(0.0, min(1.0, use.level / (peer.record.share * purse.limit)))
+    def _full(self, name: str, purse: Purse, left: Sequence[_Peer]) -> float:
+        """Return how full the part of a purse is that others have left, as their records prove."""
+        least = math.inf
+        for peer in [*left, *self._living().values()] if purse.is_rate else left:
+            use, is_killed = peer.record.purses.get(name), peer.has_ended and not peer.record.is_last
+            if is_killed and (purse.is_rate or name.endswith("/day")):  # it may have used all since its last record
+                return 0.0
+            if use is None or purse.is_rate or not peer.has_ended or not peer.record.share:
+                least = min(least, 0.0 if use is not None else 1.0)
+            else:
+                least = min(least, 1.0 - use.owed / (peer.record.share * purse.limit))
+        return 1.0 if least == math.inf else least
 
     def _note_elsewhere(self) -> None:
         """Set what the others have left, which headers show."""

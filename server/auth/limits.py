@@ -64,20 +64,18 @@ class PurseUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     demand: _Level
     """What was asked for lately, granted or not."""
     owed: _Level = 0.0
-    """Of a count: what its gateway has used beyond what others gave it."""
+    """Of a count: what its gateway has less than its share."""
 
 
 class Purse:
     """A gateway's part of one limit of a key. A rate refills up to its part of a minute's worth; a count does not."""
 
-    __slots__ = ("_at_s", "_level", "demand", "gone", "is_rate", "limit", "owed", "share")
+    __slots__ = ("_at_s", "_level", "demand", "is_rate", "limit", "owed", "share")
 
     def __init__(self, *, is_rate: bool) -> None:
         self.is_rate = is_rate
         self.limit = 0.0
         self.share = 0.0
-        self.gone = 0.0
-        """Of a count: what gateways that have ended owed."""
         self.owed = 0.0
         self.demand = DecayedSum(DEMAND_S)
         self._level = 0.0
@@ -102,11 +100,14 @@ class Purse:
         self._level, self._at_s = self.level(now_s) + amount, now_s
 
     def resize(self, now_s: float, limit: float, share: float, full: float = 1.0) -> None:
-        """Hold this share of this limit. `full`: the part of a new share of a rate that nobody has used."""
-        before, level = self.share * (self.limit - self.gone), self.level(now_s)
-        more = max(0.0, share - self.share) * limit * full if self.is_rate else share * (limit - self.gone) - before
+        """Hold this share of this limit. `full`: how full the part is that it gets from others."""
+        level, more = self.level(now_s), (share - self.share) * limit
+        gained = max(0.0, more) * full
+        if not self.is_rate:
+            level += self.share * (limit - self.limit)
+            self.owed += more - gained
         self.limit, self.share = limit, share
-        self._level, self._at_s = level + more, now_s
+        self._level, self._at_s = level + gained, now_s
 
     def take(self, now_s: float, amount: float) -> float:
         """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
@@ -131,8 +132,7 @@ class Purse:
 class KeyUsage:
     """What this gateway may grant a key: a purse for each limit. `FleetLimits` moves amounts between gateways."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, share: float = 1.0) -> None:
-        """`share`: the part of each limit that this gateway holds."""
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_open = 0
         self.num_asked = 0
         self.purses: dict[str, Purse] = {}
@@ -140,7 +140,8 @@ class KeyUsage:
         """What the other gateways have left, by limit."""
         self._limits = KeyEntry(digest="", tenant="")
         self._clock = clock
-        self.fleet_share = share
+        self.fleet_share: float | None = None
+        """None: the whole limit, until `FleetLimits` has seen the key."""
 
     def apply(self, key: KeyEntry) -> None:
         """Apply the limits of a reloaded key file; usage stays counted."""
@@ -152,14 +153,18 @@ class KeyUsage:
                 continue
             if name not in self.purses:
                 self.purses[name] = Purse(is_rate=name in ("requests", "tokens"))
-                self.purses[name].resize(now_s, limit, self.fleet_share)
+                self.purses[name].resize(now_s, limit, 1.0 if self.fleet_share is None else self.fleet_share)
             self.purses[name].resize(now_s, limit, self.purses[name].share)
 
-    def share(self, share: float, full: Callable[[str], float]) -> None:
-        """Hold this share of each limit. `full`: how full the new share of a rate is."""
+    def share(self, share: float, full: Callable[[str, Purse], float]) -> None:
+        """Hold this share of each limit. `full`: how full the part is that comes from others."""
+        if self.fleet_share is None:
+            self.fleet_share = 0.0
+            self.purses.clear()
+            self.apply(self._limits)
         self.fleet_share = share
         for name, purse in self.purses.items():
-            purse.resize(self._clock(), purse.limit, share, full(name) if purse.is_rate else 1.0)
+            purse.resize(self._clock(), purse.limit, share, full(name, purse))
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""

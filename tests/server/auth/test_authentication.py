@@ -281,9 +281,10 @@ async def test_ten_users_beside_wrong_keys_and_a_restart(tmp_path: Path, wrong_p
     (tmp_path / "keys.toml").write_text(
         "".join(f'[[keys]]\ndigest = "{digest_text(key.encode())}"\ntenant = "t"\n' for key in users)
     )
+    options = ("--api-keys", str(tmp_path / "keys.toml"), "--workers", "http://127.0.0.1:9")
     for _ in range(2):
         async with (
-            gateway_process("--api-keys", str(tmp_path / "keys.toml")) as process,
+            gateway_process(*options) as process,
             aiohttp.ClientSession() as http,
         ):
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -157,3 +158,122 @@ def check_keys(seconds: float, seed: int) -> None:
 
 def test_no_key_gets_more_or_less_than_its_limit() -> None:
     check_keys(60.0, seed=0)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(3))
+def test_limits_hold_for_ten_minutes(seed: int) -> None:
+    check_keys(600.0, seed)
+
+
+class Attacker:
+    """Redis as a fault or a writer without the secret may make it: what each gateway reads, and what arrives.
+
+    Every record that was ever signed may be shown to any gateway at any time, or none, or no answer at all.
+    """
+
+    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+        self._fleet = fleet
+        self._rng = rng
+        self._signed: dict[str, list[GatewayRecord]] = {}
+        self._fault: dict[str, Any] = {}
+        self.choose()
+        fleet.reads, fleet.writes = self.reads, lambda name: self._fault[name] not in ("no writes", "absent")
+
+    def choose(self) -> None:
+        """Choose a fault for each gateway, or one for all."""
+        kinds = ["none", "none", "absent", "frozen", "old", "partial", "alone", "swapped", "no writes"]
+        names = [*self._fleet.gateways, *(f"h{n}" for n in range(40))]
+        one = self._rng.choice(kinds) if self._rng.random() < 0.5 else None
+        self._fault = {name: one or self._rng.choice(kinds) for name in names}
+        self._frozen = dict(self._fleet.records)
+
+    def reads(self, name: str) -> dict[str, GatewayRecord] | None:
+        for other, record in self._fleet.records.items():
+            known = self._signed.setdefault(other, [])
+            if not known or known[-1] is not record:
+                known.append(record)
+        rng, own = self._rng, self._fleet.records.get(name)
+        found = dict(self._fleet.records)
+        match self._fault[name]:
+            case "absent":
+                return None
+            case "frozen":
+                found = dict(self._frozen)
+            case "old":
+                found = {other: rng.choice(known) for other, known in self._signed.items()}
+            case "partial":
+                found = {other: record for other, record in found.items() if rng.random() < 0.5}
+            case "alone":
+                found = {}
+            case "swapped":
+                found = {other: rng.choice(known[-5:]) for other, known in self._signed.items() if rng.random() < 0.8}
+        if own is not None and rng.random() < 0.9:
+            found[name] = own
+        return found
+
+
+def run_episode(seed: int) -> None:
+    """Gateways up to the number of the options come and go, while whoever writes to Redis does what he likes."""
+    rng = random.Random(seed)
+    limit = rng.choice((6, 60, 120, 600))
+    num_gateways = rng.randrange(1, 5)
+    counts = {"s": entry(max_streams=rng.randrange(1, 40)), "d": entry(tokens_per_day=limit * 10)}
+    fleet = Fleet({"k": entry(requests_per_minute=limit), **counts}, num_gateways, num_gateways)
+    attacker = Attacker(fleet, rng)
+    times: list[float] = []
+    num_tokens, was_killed = 0, False
+    num_started = num_gateways
+    for _ in range(rng.randrange(4, 16)):
+        action = rng.random()
+        if action < 0.5:
+            attacker.choose()
+        elif action < 0.55 and fleet.gateways:
+            name = rng.choice(list(fleet.gateways))
+            is_killed = rng.random() < 0.5
+            was_killed |= is_killed  # what it had given since its last record that others saw may be open twice
+            fleet.kill(name) if is_killed else fleet.stop(name)
+        elif action < 0.65 and len(fleet.gateways) < num_gateways + 2:
+            fleet.reads, reads = None, fleet.reads
+            fleet.start(f"h{num_started}")
+            fleet.reads = reads
+            num_started += 1
+        names = list(fleet.gateways)
+        weights = [rng.random() ** 3 + 0.01 for _ in names]
+        seconds = rng.choice((0.1, 0.5, 2.0, 5.0))
+        begun_s, number = fleet.now_s, rng.choice((1, 10, 40))
+        for index in range(number if names else 0):
+            fleet.advance(begun_s + seconds * index / number)
+            name = rng.choices(names, weights)[0]
+            for _ in range(rng.choice((1, 1, 3))):
+                if fleet.ask(name, "k"):
+                    times.append(fleet.now_s)
+            num_tokens += 10 * fleet.ask(name, "d", 10)
+            usage = fleet.gateways[name][1]["s"]
+            if rng.random() < 0.7:
+                with contextlib.suppress(OverloadedError):
+                    usage.admit()
+            elif usage.num_open:
+                usage.close()
+            num_open = sum(usages["s"].num_open for _, usages in fleet.gateways.values())
+            assert was_killed or num_open <= (counts["s"].max_streams or 0) + len(names), seed
+        fleet.advance(begun_s + seconds)
+    most = num_started
+    assert num_tokens <= limit * 10 + 10 * most, seed
+    worst = float("-inf")
+    for number, at_s in enumerate(times):
+        ahead = number - limit * at_s / 60.0
+        worst = max(worst, -ahead)
+        assert ahead + 1 + worst <= limit + most + 1e-6, (seed, limit, num_gateways, number)
+
+
+def test_no_fault_or_write_grants_more_than_the_limit() -> None:
+    for seed in range(30):
+        run_episode(seed)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(10))
+def test_no_fault_or_write_grants_more_in_10000_episodes(part: int) -> None:
+    for seed in range(1000 * part, 1000 * (part + 1)):
+        run_episode(seed)
