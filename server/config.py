@@ -139,9 +139,7 @@ class GatewayConfig(SharedConfig):
         None, "ACL user that writes the use of keys to Redis (default: that of the index)", "NAME"
     )
     limits_redis_password_file: str | None = _api(None, "password of that user (default: that of the index)", "FILE")
-    limits_gateways: int = _api(
-        1, "share the limits of keys as that many gateways until others are seen in Redis (default 1)", least=1
-    )
+    limits_gateways: int = _api(1, "share the limits of keys as at least that many gateways (default 1)", least=1)
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )

@@ -35,9 +35,9 @@ FRESH_S: Final = 1.5
 GONE_S: Final = 900.0
 """It has ended if others' records have been read for this time without it."""
 MAX_GATEWAYS: Final = 1024
-_IDLE_WEIGHT: Final = 0.01
+_IDLE_WEIGHT: Final = 0.001
 """The demand of a gateway that nobody asks, as a part of its share."""
-_GRAIN: Final = 0.005
+_GRAIN: Final = 0.001
 """The least part of a limit that is given."""
 _Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
 
@@ -118,7 +118,7 @@ class FleetLimits:
         self.is_busy = False
         """A key was used, here or elsewhere, between the last two records."""
         for usage in usages().values():
-            usage.share(0.0, lambda limit, purse: 1.0)
+            usage.share("", 0.0, lambda name, purse: 1.0, self._elsewhere)
 
     @property
     def part(self) -> float:
@@ -234,10 +234,9 @@ class FleetLimits:
         self._share = share
         for key, usage in self._usages().items():
             if usage.fleet_share != share:
-                usage.share(share, lambda limit, purse, key=key: self._full(f"{key}/{limit}", purse, left))  # type: ignore[misc]
+                usage.share(key, share, lambda name, purse: self._full(name, purse, left), self._elsewhere)
         for peer in self._peers.values():
             peer.is_past = peer.has_ended
-        self._note_elsewhere()
 
     def _full(self, name: str, purse: Purse, left: Sequence[_Peer]) -> float:
         """Return how full the part of a purse is that others have left, as their records prove."""
@@ -252,15 +251,10 @@ class FleetLimits:
                 least = min(least, 1.0 - use.owed / (peer.record.share * purse.limit))
         return 1.0 if least == math.inf else least
 
-    def _note_elsewhere(self) -> None:
-        """Set what the others have left, which headers show."""
+    def _elsewhere(self, name: str, purse: Purse) -> float | None:
+        """Return what the others have left of a limit; None if none is heard of."""
         fresh = self._fresh()
-        for key, usage in self._usages().items():
-            usage.elsewhere = {
-                limit: sum(self._party(peer, f"{key}/{limit}", purse)[0] for peer in fresh)
-                for limit, purse in usage.purses.items()
-                if fresh
-            }
+        return sum(self._party(peer, name, purse)[0] for peer in fresh) if fresh else None
 
     def _party(self, peer: _Peer, name: str, purse: Purse) -> tuple[float, float, float]:
         """Return a peer's level, its weight, and the most that it may hold."""

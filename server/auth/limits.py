@@ -26,6 +26,8 @@ MAX_LEVEL: Final = 1e15
 GIFT_S: Final = 1.0
 """For this time another gateway may take what a gateway gives it."""
 DEMAND_S: Final = 5.0
+_ROUNDED: Final = 0.9
+"""What gateways that nobody asks keep of a stream."""
 _STREAMS_RETRY_S: Final = 1.0
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
@@ -136,8 +138,8 @@ class KeyUsage:
         self.num_open = 0
         self.num_asked = 0
         self.purses: dict[str, Purse] = {}
-        self.elsewhere: dict[str, float] = {}
-        """What the other gateways have left, by limit."""
+        self._elsewhere: Callable[[str], float | None] = lambda name: None
+        """What the other gateways have left of a limit."""
         self._limits = KeyEntry(digest="", tenant="")
         self._clock = clock
         self.fleet_share: float | None = None
@@ -156,15 +158,25 @@ class KeyUsage:
                 self.purses[name].resize(now_s, limit, 1.0 if self.fleet_share is None else self.fleet_share)
             self.purses[name].resize(now_s, limit, self.purses[name].share)
 
-    def share(self, share: float, full: Callable[[str, Purse], float]) -> None:
-        """Hold this share of each limit. `full`: how full the part is that comes from others."""
+    def share(
+        self,
+        key: str,
+        share: float,
+        full: Callable[[str, Purse], float],
+        elsewhere: Callable[[str, Purse], float | None],
+    ) -> None:
+        """Hold this share of each limit, by the names `KEY/LIMIT`.
+
+        `full`: how full the part is that comes from others. `elsewhere`: what others have left.
+        """
+        self._elsewhere = lambda name: elsewhere(f"{key}/{name}", self.purses[name])
         if self.fleet_share is None:
             self.fleet_share = 0.0
             self.purses.clear()
             self.apply(self._limits)
         self.fleet_share = share
         for name, purse in self.purses.items():
-            purse.resize(self._clock(), purse.limit, share, full(name, purse))
+            purse.resize(self._clock(), purse.limit, share, full(f"{key}/{name}", purse))
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
@@ -173,7 +185,7 @@ class KeyUsage:
         streams, day = self.purses.get("streams"), self.purses.get("day")
         if streams is not None:
             streams.demand.add(1.0, now_s)
-            if streams.level(now_s) < 1.0 and self.num_open:  # at least one a gateway
+            if streams.level(now_s) < _ROUNDED and self.num_open:  # at least one a gateway
                 message = f"This key may have {self._limits.max_streams} requests open at a time."
                 raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
         if day is not None and day.level(now_s) <= 0.0:
@@ -195,7 +207,7 @@ class KeyUsage:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
         purse = self.purses.get(name)
         if purse is not None and (wait_s := purse.take(self._clock(), amount)):
-            if name in self.elsewhere:  # what the others have is on its way
+            if self._elsewhere(name) is not None:  # what the others have is on its way
                 wait_s = max(0.1, wait_s * purse.share)
             message = (
                 f"This key may use {self._limits.limits[name]} {name} a minute; try again in {math.ceil(wait_s)} s."
@@ -226,7 +238,7 @@ class KeyUsage:
         for name in ("requests", "tokens"):
             if (purse := self.purses.get(name)) is None:
                 continue
-            limit, left = purse.limit, purse.level(now_s) + self.elsewhere.get(name, 0.0)
+            limit, left = purse.limit, purse.level(now_s) + (self._elsewhere(name) or 0.0)
             reset_s = max(0.0, limit - left) / limit * _MINUTE_S
             headers += [
                 (f"x-ratelimit-limit-{name}".encode(), b"%d" % limit),

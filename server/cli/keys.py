@@ -78,7 +78,10 @@ def main(argv: Sequence[str]) -> int:
     if not key:
         raise ValueError("no key on standard input")
     if len(key) < MIN_CHARS:
-        print(f"headstart keys: {len(key)} characters can be guessed; use `headstart keys new`", file=sys.stderr)
+        print(
+            f"headstart keys: {len(key)} characters can be guessed by trying; use `headstart keys new`",
+            file=sys.stderr,
+        )
     entry = entry_text(key, args)
     if args.file is not None:
         append(args.file, entry)

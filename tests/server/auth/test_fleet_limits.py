@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.auth.fleet_limits import FRESH_S, GONE_S, FleetLimits, GatewayRecord
+from server.auth.fleet_limits import FleetLimits, GatewayRecord
 from server.auth.limits import KeyEntry, KeyUsage
 from server.auth.shared_limits import BUSY_S, IDLE_S
 from server.errors import OverloadedError
@@ -157,7 +157,7 @@ def check_keys(seconds: float, seed: int) -> None:
 
 
 def test_no_key_gets_more_or_less_than_its_limit() -> None:
-    check_keys(60.0, seed=0)
+    check_keys(20.0, seed=0)
 
 
 @pytest.mark.deep
@@ -268,7 +268,7 @@ def run_episode(seed: int) -> None:
 
 
 def test_no_fault_or_write_grants_more_than_the_limit() -> None:
-    for seed in range(30):
+    for seed in range(20):
         run_episode(seed)
 
 
@@ -277,3 +277,72 @@ def test_no_fault_or_write_grants_more_than_the_limit() -> None:
 def test_no_fault_or_write_grants_more_in_10000_episodes(part: int) -> None:
     for seed in range(1000 * part, 1000 * (part + 1)):
         run_episode(seed)
+
+
+def test_one_gateway_of_several_gets_nearly_the_whole_limit() -> None:
+    fleet = Fleet({"k": entry(requests_per_minute=600)})
+    assert fleet.granted("k", 60.0, 40.0, "g0") >= 1200 * (1 - TOLERANCE)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_gateways_that_come_and_go_neither_starve_nor_overdraw(is_killed: bool) -> None:
+    fleet = Fleet({"k": entry(requests_per_minute=600)})
+    fleet.granted("k", 5.0, 400.0)
+    for number in range(4):
+        fleet.start(f"h{number}")
+        fleet.settle()
+        fleet.kill(f"g{number}") if is_killed else fleet.stop(f"g{number}")
+        fleet.advance(fleet.now_s + 3.0)
+        assert fleet.share() == pytest.approx(1.0)
+    fleet.granted("k", 30.0, 40.0)
+    assert fleet.granted("k", 30.0, 40.0) == pytest.approx(300, rel=TOLERANCE)
+
+
+def test_without_redis_each_gateway_has_its_share() -> None:
+    fleet = Fleet({"k": entry(requests_per_minute=600)})
+    fleet.reads = lambda name: None
+    fleet.advance(fleet.now_s + 5.0)
+    for name in fleet.gateways:
+        assert 145 <= sum(fleet.ask(name, "k") for _ in range(600)) <= 150
+        assert fleet.gateways[name][0].part == 0.25
+
+
+def test_a_budget_counts_over_gateways_and_their_restarts() -> None:
+    fleet = Fleet({"k": entry(tokens_per_day=1000)}, num_gateways=1)
+    assert fleet.ask("g0", "k", 600)
+    fleet.settle()
+    fleet.stop("g0")
+    fleet.start("g1")
+    assert fleet.ask("g1", "k", 390)
+    assert fleet.ask("g1", "k", 20)
+    assert not fleet.ask("g1", "k", 1)
+    fleet.day, fleet.records = "2", {}
+    fleet.settle()
+    assert fleet.ask("g1", "k", 1), "another day"
+
+
+def test_open_requests_move_to_where_they_are_asked_for() -> None:
+    fleet = Fleet({"k": entry(max_streams=8)})
+    usages = [usages["k"] for _, usages in fleet.gateways.values()]
+    for _ in range(20):
+        with contextlib.suppress(OverloadedError):
+            usages[0].admit()
+        fleet.advance(fleet.now_s + 0.2)
+    assert usages[0].num_open == 8
+    for _ in range(8):
+        usages[0].close()
+    for _ in range(20):
+        with contextlib.suppress(OverloadedError):
+            usages[1].admit()
+        fleet.advance(fleet.now_s + 1.0)
+    assert usages[1].num_open == 8
+
+
+def test_headers_show_what_is_left_in_the_fleet() -> None:
+    fleet = Fleet({"k": entry(requests_per_minute=600)})
+    for _ in range(100):
+        assert fleet.ask("g0", "k")
+    fleet.advance(fleet.now_s + 1.0)
+    headers = dict(fleet.gateways["g3"][1]["k"].headers())
+    assert headers[b"x-ratelimit-limit-requests"] == b"600"
+    assert 480 <= int(headers[b"x-ratelimit-remaining-requests"]) <= 505
