@@ -9,7 +9,7 @@ the secret can delay, remove or repeat them, and no more. Each rule below holds 
               others leave. A record names all gateways that its owner knows, and one that is only named has 1/N.
     gifts     a gateway may give what it owns. It takes the amount from its purse first. The other takes it once, until
               a time of its own clock that it published itself. What it did not take returns when it proves that.
-    the end   a gateway has ended when it says so, or its machine knows. Absence is no proof: only after 15 minutes of
+    the end   a gateway has ended when its last record states it, or its process is gone. Absence is no proof: only after 15 minutes of
               sound reads without a record does it count as one.
 
 So granted amounts are owned amounts: at most the limit, and one request for each gateway whose part is below one. An
@@ -36,14 +36,14 @@ GONE_S: Final = 900.0
 """It has ended if others' records have been read for this time without it."""
 MAX_GATEWAYS: Final = 1024
 _IDLE_WEIGHT: Final = 0.001
-"""The demand of a gateway that nobody asks, as a part of its share."""
+"""The demand of a gateway without requests, as a part of its share."""
 _GRAIN: Final = 0.001
 """The least part of a limit that is given."""
 _Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 class Gift(Struct, frozen=True, array_like=True):
-    """What one gateway gives another, by purse."""
+    """Amounts that one gateway gives another, by purse."""
 
     number: Count
     until_s: float
@@ -64,7 +64,7 @@ class GatewayRecord(Struct, frozen=True, array_like=True):
     share: Annotated[float, Meta(ge=0.0, le=1.0)]
     num_asked: Count
     gateways: Annotated[frozenset[str], Meta(max_length=MAX_GATEWAYS)]
-    """The others that have not ended, as far as it knows."""
+    """The others that have not ended, in its view."""
     gifts: Annotated[dict[str, Gift], Meta(max_length=MAX_GATEWAYS)]
     taken: Annotated[dict[str, Count], Meta(max_length=MAX_GATEWAYS)]
     """The number of the last gift of each gateway."""
@@ -122,7 +122,7 @@ class FleetLimits:
 
     @property
     def part(self) -> float:
-        """The part of each limit that the gateways heard of lately hold together."""
+        """The part of each limit that the gateways with a recent record hold together."""
         return min(1.0, self._share + sum(peer.record.share for peer in self._fresh()))
 
     def _fresh(self, within_s: float = FRESH_S) -> list[_Peer]:
@@ -252,7 +252,7 @@ class FleetLimits:
         return 1.0 if least == math.inf else least
 
     def _elsewhere(self, name: str, purse: Purse) -> float | None:
-        """Return what the others have left of a limit; None if none is heard of."""
+        """Return what the others have left of a limit; None if no record is recent."""
         fresh = self._fresh()
         return sum(self._party(peer, name, purse)[0] for peer in fresh) if fresh else None
 

@@ -184,8 +184,8 @@ class KeyFile(WatchedFiles):
     def find(self, key: bytes) -> Identity | None:
         """Look a key up, in the same time for every key of its length.
 
-        The time of a lookup depends on the blinded digest alone. Whoever has neither the file nor this process's random
-        value cannot choose or predict a bit of it, so no time tells how much of a key, or of a digest, was right.
+        Its time depends only on the blinded digest. A client without this process's random value can neither choose
+        nor predict a bit of that. So no time shows how much of a key, or of a digest, was right.
         """
         return self._identities.get(self._blinded(digest_of(key)))
 

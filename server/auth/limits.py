@@ -27,7 +27,7 @@ GIFT_S: Final = 1.0
 """For this time another gateway may take what a gateway gives it."""
 DEMAND_S: Final = 5.0
 _ROUNDED: Final = 0.9
-"""What gateways that nobody asks keep of a stream."""
+"""Gateways without requests keep the rest of a stream."""
 _STREAMS_RETRY_S: Final = 1.0
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
@@ -64,9 +64,9 @@ class PurseUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     level: _Level
     demand: _Level
-    """What was asked for lately, granted or not."""
+    """The amount that was asked for lately, granted or not."""
     owed: _Level = 0.0
-    """Of a count: what its gateway has less than its share."""
+    """The amount by which a count is below its gateway's share."""
 
 
 class Purse:
@@ -84,7 +84,7 @@ class Purse:
         self._at_s = 0.0
 
     def capacity(self, share: float | None = None) -> float:
-        """Return the most that a gateway of this share holds; what is under way between gateways has room beside it."""
+        """Return the most that a gateway of this share holds; what is under way between gateways has room next to it."""
         share = self.share if share is None else share
         return share * self.limit * (1.0 if share == 1.0 or not self.is_rate else 1.0 - GIFT_S / _MINUTE_S)
 
@@ -124,7 +124,7 @@ class Purse:
         return 0.0
 
     def use(self, now_s: float) -> PurseUse | None:
-        """Return what to publish; None for a rate that is full, or a count that nobody has asked for."""
+        """Return what to publish; None for a rate that is full, or a count that no request has asked for."""
         demand, level = self.demand.at(now_s), self.level(now_s)
         if level >= self.capacity() if self.is_rate else not self.owed and demand < 1.0:
             return None
@@ -139,7 +139,7 @@ class KeyUsage:
         self.num_asked = 0
         self.purses: dict[str, Purse] = {}
         self._elsewhere: Callable[[str], float | None] = lambda name: None
-        """What the other gateways have left of a limit."""
+        """Returns what the other gateways have left of a limit."""
         self._limits = KeyEntry(digest="", tenant="")
         self._clock = clock
         self.fleet_share: float | None = None
@@ -264,8 +264,7 @@ def duration_text(seconds: float) -> str:
 class AuthThrottle:
     """Rate-limits wrong keys by source address.
 
-    A key is looked up first, so a source over its allowance, which may be a proxy, refuses no valid key. Its wrong ones
-    get 429. That slows no guesser who ignores it: the number of possible keys does. Bounded: the source whose wrong key
+    A key is looked up first: the source may be a proxy, so its allowance refuses no valid key. Its wrong ones get 429. That slows no guesser who ignores it: the number of possible keys does. Bounded: the source whose wrong key
     is oldest is forgotten first. Owned by the event loop.
     """
 

@@ -275,8 +275,8 @@ def cpu_seconds(pid: int) -> float:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("wrong_per_s", [2, 20, 200])
-async def test_ten_users_beside_wrong_keys_and_a_restart(tmp_path: Path, wrong_per_s: int) -> None:
-    """Users of one address whom this process has never seen, beside wrong keys, before and after a restart."""
+async def test_ten_users_with_wrong_keys_and_a_restart(tmp_path: Path, wrong_per_s: int) -> None:
+    """Users of one address, new to this process, with wrong keys at once, before and after a restart."""
     users = [f"sk-{secrets.token_hex(16)}" for _ in range(10)]
     (tmp_path / "keys.toml").write_text(
         "".join(f'[[keys]]\ndigest = "{digest_text(key.encode())}"\ntenant = "t"\n' for key in users)

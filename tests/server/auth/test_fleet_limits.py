@@ -31,9 +31,9 @@ class Fleet:
     records: dict[str, GatewayRecord] = field(default_factory=dict)
     day: str = "1"
     reads: Callable[[str], dict[str, GatewayRecord] | None] | None = None
-    """What a gateway reads; None for no answer. A fault or an attacker sets it."""
+    """Returns what a gateway reads; None for no answer. A fault or an attacker sets it."""
     writes: Callable[[str], bool] = lambda name: True
-    """Whether a gateway's write arrives."""
+    """Returns whether a gateway's write arrives."""
 
     def __post_init__(self) -> None:
         self.gateways: dict[str, tuple[FleetLimits, dict[str, KeyUsage]]] = {}
@@ -169,7 +169,7 @@ def test_limits_hold_for_ten_minutes(seed: int) -> None:
 class Attacker:
     """Redis as a fault or a writer without the secret may make it: what each gateway reads, and what arrives.
 
-    Every record that was ever signed may be shown to any gateway at any time, or none, or no answer at all.
+    Any gateway may be shown any signed record at any time, or none, or no answer at all.
     """
 
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
