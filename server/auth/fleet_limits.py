@@ -2,15 +2,15 @@
 
 A counter that all gateways share would hold only while all of them read it. So there is none. Each gateway owns a share
 of every limit, and grants what it owns without asking. Redis carries signed records, and whoever writes there without
-the secret can delay, remove or repeat them, and no more. Each rule below holds under all of that:
+the secret can delay, remove or repeat them only. Each rule below holds under all of that:
 
     shares    all shares together are at most 1. N is `--limits-gateways`, or the number of gateways that have not
               ended if that is more. A share falls to 1/N at once. It rises only into room that the records of all
-              others leave. A record names all gateways that its owner knows, and one that is only named has 1/N.
+              others leave. A record names all gateways that its owner has seen, and one that is only named has 1/N.
     gifts     a gateway may give what it owns. It takes the amount from its purse first. The other takes it once, until
               a time of its own clock that it published itself. What it did not take returns when it proves that.
-    the end   a gateway has ended when its last record states it, or its process is gone. Absence is no proof: only after 15 minutes of
-              sound reads without a record does it count as one.
+    the end   a gateway has ended when its last record states it, or its process is gone. Absence is no
+              proof: only after 15 minutes of sound reads without a record does it count as one.
 
 So granted amounts are owned amounts: at most the limit, and one request for each gateway whose part is below one. An
 old record can only move less. Without Redis nothing moves, and each gateway has its share. A debt stays in its purse.

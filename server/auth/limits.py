@@ -84,7 +84,7 @@ class Purse:
         self._at_s = 0.0
 
     def capacity(self, share: float | None = None) -> float:
-        """Return the most that a gateway of this share holds; what is under way between gateways has room next to it."""
+        """Return the most that a gateway of this share holds; gifts have room next to it."""
         share = self.share if share is None else share
         return share * self.limit * (1.0 if share == 1.0 or not self.is_rate else 1.0 - GIFT_S / _MINUTE_S)
 
@@ -132,7 +132,7 @@ class Purse:
 
 
 class KeyUsage:
-    """What this gateway may grant a key: a purse for each limit. `FleetLimits` moves amounts between gateways."""
+    """A purse for each limit of a key. `FleetLimits` moves amounts between gateways."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_open = 0
@@ -264,8 +264,9 @@ def duration_text(seconds: float) -> str:
 class AuthThrottle:
     """Rate-limits wrong keys by source address.
 
-    A key is looked up first: the source may be a proxy, so its allowance refuses no valid key. Its wrong ones get 429. That slows no guesser who ignores it: the number of possible keys does. Bounded: the source whose wrong key
-    is oldest is forgotten first. Owned by the event loop.
+    A key is looked up first: the source may be a proxy, so its allowance refuses no valid key. Its wrong
+    ones get 429. That slows no guesser who ignores it: the number of possible keys does. Bounded: the source whose
+    wrong key is oldest is forgotten first. Owned by the event loop.
     """
 
     def __init__(self, burst: float = 20.0, per_s: float = 0.2, *, clock: Callable[[], float] = time.monotonic) -> None:
