@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.progress import elapsed
+from worker.common.cores import bound_spinning
 from worker.common.extras import missing_extra
 from worker.common.known_names import suggestion
 
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
         text = f"not installed: clone the repository and run `make bench ARGS={name}` there"
         print(f"headstart bench {name}: {text}", file=sys.stderr)
         return 2
+    bound_spinning()  # before torch is imported, as a worker does
     try:
         module = importlib.import_module(f"benchmarks.{name}" if name in BENCHES else f"benchmarks.dev.{name}")
     except ImportError as error:

@@ -41,7 +41,7 @@ class WorkerConfig(SharedConfig):
     task: Task = _model("auto", "generate or embed texts; auto: by the model's pooling file (auto)", choices=TASKS)  # noqa: RUF009 (a field)
     device: str = _model("auto", "cpu, cuda, cuda:1 ... (default: cuda when there is one)")
     local_rank: int = _model(0, "this worker's number on this machine, from 0 (default 0)", least=0)
-    local_world_size: int = _model(1, "workers that share this machine's GPUs (default 1)")
+    local_world_size: int = _model(1, "workers that share this machine's GPUs and cores (default 1)")
     dtype: str | None = _model(
         None, "float32, bfloat16, float16, or auto: the quickest here (default: float32 on a CPU, else bfloat16)"
     )
@@ -55,7 +55,7 @@ class WorkerConfig(SharedConfig):
     generation_config: str = _model(
         "auto", "sampling defaults: auto: the model's own, none, or a folder's generation_config.json (auto)"
     )
-    threads: int | None = _model(None, "CPU threads (default: torch's)", type=int)
+    threads: int | None = _model(None, "CPU threads (default: the cores that it may use)", type=int)
     port: int = _net(8100, "port; 0 takes a free one (default 8100)", least=0, most=MAX_PORT)
     advertise_url: str | None = _net(None, "where gateways reach this worker (default: from --host)", "URL")
     worker_id: str | None = _net(None, "name in the registry, unique among workers (default: host name and port)")

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ import torch
 
 from cache.stores.folder import parent_problem
 from worker.common.checks import Check, judge, judge_gpu, print_check
+from worker.common.cores import ProcessorWait, busy_advice, num_cores
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
 from worker.files.errors import ModelError, UnsupportedModel
@@ -33,16 +35,19 @@ from worker.runner.memory import block_bytes, free_memory_bytes
 
 BLOCK_SIZE: Final = 16
 MIN_POOL_BLOCKS: Final = 64
+PROBE_S: Final = 0.5
 
 
 def findings(options: argparse.Namespace) -> Iterator[Check]:
     """Yield the checks in the order in which a worker starts."""
-    yield Check("torch", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    torch.set_num_threads(num_cores(options.num_workers))
+    yield Check("torch", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads for a worker")
     asked = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked if options.device == "auto" else options.device)
     found_device = find_device(device)
     yield found_device
     if device.type == "cpu":
+        yield find_cores()
         yield find_kernels(device)
     found_model, model = find_model(options.model)
     yield found_model
@@ -66,6 +71,16 @@ def find_device(device: torch.device) -> Check:
     if importlib.util.find_spec("xformers") is None:
         return Check("gpu", "fail", "xformers is not installed", "pip install 'headstart[cuda]'")
     return judge_gpu(torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device))
+
+
+def find_cores() -> Check:
+    """Check that the processors are free, with products for a moment."""
+    wait, states, end_s = ProcessorWait(), torch.ones(256, 256), time.monotonic() + PROBE_S
+    while time.monotonic() < end_s:
+        states @ states
+    advice = busy_advice(share := wait.share())
+    found = advice or f"{torch.get_num_threads()} for a worker, which waits for {share:.0%} of its time"
+    return judge("cores", found, (bool(advice), "warn", "end them, or give the worker fewer --threads"))
 
 
 def find_kernels(device: torch.device) -> Check:

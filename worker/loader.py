@@ -23,6 +23,7 @@ from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
+from worker.common.cores import ProcessorWait, busy_advice, num_cores
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks, EventPublisher
@@ -129,8 +130,7 @@ def _step_objective(parts: _LoadedParts, report: Callable[[str], None]) -> StepO
 def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedParts:
     """Load the model, size the pool, and measure the prefill rate."""
     limit_onednn_cache()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or num_cores(config.local_world_size))
     model = _load_model(config, report)
     pooling = find_pooling(config.task, model.checkpoint.path)
     num_blocks = num_pool_blocks(config, model)
@@ -148,7 +148,10 @@ def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedP
         max_num_seqs=limits.max_num_seqs,
     )
     report("measuring the prefill rate")
+    wait = ProcessorWait()
     rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
+    if advice := busy_advice(wait.share()):
+        report(f"WARNING: {advice}")
     return _LoadedParts(config, model, runner, num_blocks, bundle, limits, rate, pooling)
 
 

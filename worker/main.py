@@ -28,6 +28,7 @@ import uvicorn
 from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
 from worker.adapter.api import EngineLostError, EngineRefusedError
+from worker.common.cores import bound_spinning
 from worker.common.extras import missing_extra
 from worker.common.logs import configure_logging
 from worker.common.options import warn_deprecated
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
     warn_deprecated(WorkerConfig, parser().given(argv), logger)
+    bound_spinning()
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner, watched(runner.get_loop(), "worker"):
             status = runner.run(Worker(config, tracing, certificate, ca).run())

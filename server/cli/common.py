@@ -68,7 +68,7 @@ def default_ports(args: argparse.Namespace, engine_urls: Sequence[str]) -> None:
 def given(args: argparse.Namespace, *names: str) -> list[str]:
     """Return the options among these that were given, for a part's command line."""
     options = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in names]
-    return [text for option in options if option[1] is not None for text in option]
+    return [str(text) for option in options if option[1] is not None for text in option]
 
 
 def secret_file(text: str) -> str:

@@ -134,7 +134,6 @@ def parse(argv: Sequence[str]) -> Namespace:
     args.worker_args = [*extra, *own]
     args.engine_args = [*given(args, "engine", "engine_key_file", "tokenizer"), *extra]
     args.gateway_args = [*shlex.split(args.gateway_args), *given(args, "policy", "tls_cert", "tls_key")]
-    args.threads = args.threads or max(1, (os.cpu_count() or 1) // max(1, args.num_workers))
     also_ours = ArgumentParser(add_help=False, allow_abbrev=False)
     also_ours.add_argument("--ops-host", default="127.0.0.1")
     also_ours.add_argument("--tls-cert")
@@ -210,8 +209,8 @@ class Supervisor:
             while not self._socket.exists():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(POLL_S)
         shared = ["--redis", self._redis_url, "--drain-grace-s", str(DRAIN_GRACE_S)]
-        worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0", "--threads", str(args.threads)]
-        worker += ["--local-world-size", str(args.num_workers), *shared]
+        worker = [*module_command("worker"), "--host", "127.0.0.1", "--port", "0"]
+        worker += ["--local-world-size", str(args.num_workers), *given(args, "threads"), *shared]
         for index in range(args.num_workers):
             name = f"worker-{index}"
             self._spawn_worker(name, [*worker, "--local-rank", str(index)], args.worker_args)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def test_every_check_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--device", "cpu"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["name"] for line in lines] == ["torch", "gpu", "kernels", "model", "memory"]
+    assert [line["name"] for line in lines] == ["torch", "gpu", "cores", "kernels", "model", "memory"]
     assert doctor.main(["--device", "cpu", "--kv-disk", "/tmp/kv", "--kv-disk-size", "1M"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "kv disk"
 

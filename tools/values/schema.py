@@ -74,7 +74,7 @@ WORKER: Final[dict[str, Schema]] = {
         claim=flag("Whether each worker has a claim, which outlives its pods; otherwise an emptyDir."),
         storageClassName=name("Storage class of these claims; empty: the cluster's default."),
     ),
-    "threads": whole("CPU threads; 0: as many as the node has, which is wrong under a CPU limit.", 0),
+    "threads": whole("CPU threads; 0: as many as the CPU limit allows.", 0),
     "prefixCache": choice("How prefixes are reused.", "hash", "radix", "off"),
     "download": flag("Whether missing models come from the Hugging Face hub (egress to port 443)."),
     "huggingFaceToken": group(

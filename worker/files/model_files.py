@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from worker.common.cache_folder import cache_folder, delete_unused
+from worker.common.cores import num_cores
 from worker.files.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def _digest(path: Path, status: FileStatus) -> str:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         pieces = range(0, status.size, _PIECE_BYTES)
-        num_threads = max(1, min(len(pieces), _MAX_THREADS, os.cpu_count() or 1))
+        num_threads = max(1, min(len(pieces), _MAX_THREADS, num_cores()))
         with ThreadPoolExecutor(num_threads, "digest") as threads:
             digests = threads.map(lambda start: _digest_piece(descriptor, start), pieces)
             content = hashlib.sha256(b"".join(digests)).hexdigest()

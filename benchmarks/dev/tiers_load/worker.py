@@ -77,7 +77,7 @@ class BenchWorker:
         self._command = [*module_command("worker"), "--port", "0", "--log-level", "error", *options]
         self._parts = ExitStack()
         """Ends the process when it is closed."""
-        self._pid = 0
+        self.pid = 0
         self._host, self._port = "", 0
         self.url = self.epoch = ""
 
@@ -88,7 +88,7 @@ class BenchWorker:
         worker = subprocess.Popen(self._command, env=env, stdout=subprocess.PIPE, stderr=said, text=True)
         process = self._parts.enter_context(ended(worker))
         assert process.stdout is not None
-        self._pid = process.pid
+        self.pid = process.pid
         for line in process.stdout:
             event = json.loads(line)
             if event["event"] == "ready":
@@ -168,7 +168,7 @@ class BenchWorker:
 
     def device_read_bytes(self) -> int:
         """Return the bytes that the process has read from a device, not from the page cache."""
-        lines = Path(f"/proc/{self._pid}/io").read_text().splitlines()
+        lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
