@@ -233,6 +233,8 @@ class Started(_Frame, frozen=True, tag=0):
     num_cached_tokens: int
     loaded_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
     """Those of the cached tokens that came into the pool for this request, by place."""
+    queue_s: float | None = None
+    """From the request's arrival to its start; None: from an older worker."""
 
 
 class Tokens(_Frame, frozen=True, tag=1):
@@ -390,6 +392,6 @@ def pack_frame(frame: Frame) -> bytes:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     if type(frame) is End and frame.num_cached_tokens is None:
         return _encode((End.__struct_config__.tag, frame.queue_s, frame.prefill_s, frame.decode_s))
-    if type(frame) is Started and not frame.loaded_tokens:
+    if type(frame) is Started and not frame.loaded_tokens and frame.queue_s is None:
         return _encode((Started.__struct_config__.tag, frame.num_cached_tokens))
     return _encode(frame)

@@ -217,7 +217,7 @@ function compared(next, chosen) {
 
 const untilFirstToken = (candidate) => candidate.wait_s + candidate.fetch_s + candidate.prefill_s;
 
-const STAGES = [["prefill", "wait", "waited"], ["first_token", "prefill", "prefill"], ["end", "tokens", "tokens"]];
+const STAGES = [["queue", "wire", "wire"], ["prefill", "wait", "waited"], ["first_token", "prefill", "prefill"], ["end", "tokens", "tokens"]];
 
 /** Shows how long the request waited, was computed and was answered, as far as it has come. */
 class Timeline {

@@ -235,6 +235,7 @@ class Generation:
         """Generate the unfinished choices at one worker. Raises ApiError if no other attempt may follow."""
         worker = placement.worker
         self._history.reached(Stage.SENT)
+        self.times.wait()
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
                 request = self._wire_request(placement, attempt_carrier(trace))
@@ -345,8 +346,8 @@ class Generation:
                     choice.finish("stop" if frame.reason == "stop" else "length", frame.stop_token_id)
             case Started():
                 self._history.reached(Stage.PREFILLING)
-                self._services.router.started(placement, frame.num_cached_tokens)
-                self.times.start(placement.prefill_tokens_per_s)
+                self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
+                self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
                     self.fetched_tokens = known_places(frame.loaded_tokens or {})

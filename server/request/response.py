@@ -139,6 +139,7 @@ class ResponseStream:
             spec, times = each.spec, each.times
             account.num_choices += len(each.choices)
             account.queue_s += times.queue_s
+            account.wire_s += times.wire_s
             if not times.tokens_per_s:  # no prefill has begun
                 continue
             num_output_tokens = each.num_output_tokens

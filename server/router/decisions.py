@@ -75,15 +75,21 @@ class DecisionLog:
         digits = _DIGITS.search(id_)
         return [entry for key, entry in self.recent.items() if key == id_ or (digits and digits[1] in key)]
 
-    def started(self, request_id: str, num_cached_tokens: int) -> None:
+    def started(self, request_id: str, num_cached_tokens: int, queue_s: float | None) -> None:
+        """Record the start of the prefill, after `queue_s` in the worker's queue. The rest since the decision is wire.
+
+        An older worker does not say (None).
+        """
         if (entry := self.recent.get(request_id)) is not None:
             entry["found_tokens"] = num_cached_tokens
             if self.has_viewers:
                 self._found[request_id] = num_cached_tokens
             self.reached(request_id, "prefill")
+            if queue_s is not None:
+                entry["times"]["queue"] = max(0.0, round(entry["times"]["prefill"] - queue_s, 4))
 
     def reached(self, request_id: str, stage: str) -> None:
-        """Record the seconds from the decision to this stage: prefill, first_token, end."""
+        """Record the seconds from the decision to this stage: queue, prefill, first_token, end."""
         if (entry := self.recent.get(request_id)) is not None:
             entry["times"][stage] = round(time.time() - entry["at"], 4)
             if self.has_viewers:

@@ -204,13 +204,13 @@ class Router:
         workers = {model: self.fleet.candidates(model, None) for model in models}
         self.workers_needed.observe(workers, lambda model: sum(self.held_prefills_s(model)))
 
-    def started(self, placement: Placement, num_cached_tokens: int) -> None:
+    def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None:
         """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""
         if self.scorer.started(placement, num_cached_tokens):
             self._accuracy.add(placement.promised_tokens, num_cached_tokens)
             self.prefix_tree.add(placement.request, placement.worker, num_cached_tokens)
             self.workers_needed.started(placement, num_cached_tokens)
-            self.decisions.started(placement.request.request_id, num_cached_tokens)
+            self.decisions.started(placement.request.request_id, num_cached_tokens, queue_s)
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
         """Record the engine's own count of the cached tokens, which its worker could only guess."""

@@ -1,6 +1,7 @@
 """The use of one request: its line in the usage log.
 
 queue_s            from the start of a prompt, and from each lost worker, to the prefill: at the gateway and at workers
+wire_s             the rest of the time from the last sending to the news of the prefill: two ways, and two processes
 prefill_s          uncached prompt tokens over the worker's measured rate, as the gateway had it at the placement
 prefill_saved_s    cached prompt tokens over the same rate
 block_s            blocks of the prompt and of all its answers x the time from its prefill to its end at workers
@@ -37,6 +38,7 @@ class Account(Struct, eq=False, kw_only=True):
     """Prompt tokens that a worker found cached, by place."""
     output_tokens: int = 0
     queue_s: float = 0.0
+    wire_s: float = 0.0
     prefill_s: float = 0.0
     prefill_saved_s: float = 0.0
     block_s: float = 0.0
@@ -60,6 +62,7 @@ class Account(Struct, eq=False, kw_only=True):
             "cached_tokens": sum(self.cached_tokens.values()),
             "output_tokens": self.output_tokens,
             "queue_s": self.queue_s,
+            "wire_s": self.wire_s,
             "prefill_s": self.prefill_s,
             "prefill_saved_s": self.prefill_saved_s,
             "block_s": self.block_s,
@@ -72,14 +75,14 @@ class Account(Struct, eq=False, kw_only=True):
         self.status = status
         self.worker = worker
         self.seconds = round(elapsed_s, 6)
-        self.queue_s, self.block_s = round(self.queue_s, 6), round(self.block_s, 6)
+        self.queue_s, self.wire_s, self.block_s = round(self.queue_s, 6), round(self.wire_s, 6), round(self.block_s, 6)
         self.prefill_s, self.prefill_saved_s = round(self.prefill_s, 6), round(self.prefill_saved_s, 6)
 
 
 class PromptTimes:
-    """The times of one prompt: in queues, and with blocks at a worker."""
+    """The times of one prompt: in queues, on the wire, and with blocks at a worker."""
 
-    __slots__ = ("_clock", "_is_waiting", "_since_s", "held_s", "queue_s", "tokens_per_s")
+    __slots__ = ("_clock", "_is_waiting", "_since_s", "held_s", "queue_s", "tokens_per_s", "wire_s")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -87,12 +90,13 @@ class PromptTimes:
         """When the present state began; None before the first and after the last."""
         self._is_waiting = True
         self.queue_s = 0.0
+        self.wire_s = 0.0
         self.held_s = 0.0
         self.tokens_per_s = 0.0
         """The prefill rate of the worker that computed the prompt; 0.0: none has begun."""
 
     def wait(self) -> None:
-        """Begin to wait for a worker, or again after one was lost."""
+        """Begin to wait: for a worker, at the one that the prompt is sent to, or again after it was lost."""
         now_s = self._clock()
         elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
         if self._is_waiting:
@@ -101,8 +105,12 @@ class PromptTimes:
             self.held_s += elapsed_s
         self._since_s, self._is_waiting = now_s, True
 
-    def start(self, tokens_per_s: float) -> None:
-        """Begin the prefill, at a worker of this rate."""
+    def start(self, tokens_per_s: float, queue_s: float | None = None) -> None:
+        """Begin the prefill, at a worker of this rate, after `queue_s` in its queue. None: it does not say."""
+        if queue_s is not None and self._is_waiting and self._since_s is not None:
+            wire_s = max(0.0, self._clock() - self._since_s - queue_s)
+            self.wire_s += wire_s
+            self._since_s += wire_s
         self.wait()
         self._is_waiting = False
         self.tokens_per_s = self.tokens_per_s or tokens_per_s

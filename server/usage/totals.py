@@ -29,9 +29,9 @@ _FAMILIES: Final[tuple[tuple[str, str, tuple[str, ...], dict[tuple[str, ...], st
     ("cached_tokens", "Cached prompt tokens.", ("place",), {(place,): place for place in PLACES}),
     (
         "seconds",
-        "Seconds in queues, of prefills, and saved by the cache.",
+        "Seconds in queues, between gateway and worker, of prefills, and saved by the cache.",
         ("kind",),
-        {("queue",): "queue_s", ("prefill",): "prefill_s", ("saved",): "prefill_saved_s"},
+        {("queue",): "queue_s", ("wire",): "wire_s", ("prefill",): "prefill_s", ("saved",): "prefill_saved_s"},
     ),
     ("block_seconds", "Blocks held x seconds.", (), {(): "block_s"}),
 )

@@ -60,7 +60,7 @@ class PlainRouter:
                 return placement
         raise NoWorkerError("no worker is ready", retry_after_s=2.0)
 
-    def started(self, placement: Placement, num_cached_tokens: int) -> None:
+    def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None:
         self._record(placement, f"started {num_cached_tokens}")
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:

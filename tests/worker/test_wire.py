@@ -23,6 +23,7 @@ REQUEST = GenerateRequest(
 
 FRAMES: list[wire.Frame] = [
     wire.Started(16),
+    wire.Started(16, None, 0.25),
     wire.Tokens(0, (5, 6)),
     wire.Tokens(1, (5,), (TokenLogprobs(-0.5, ((5, -0.5), (6, -1.0))),)),
     wire.PromptLogprobs((None, TokenLogprobs(-1.0))),

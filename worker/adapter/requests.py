@@ -379,8 +379,9 @@ class EngineRequests:
                 active.steps.begun_s, active.steps.num_cached_tokens = time.monotonic(), num_cached
             self._metrics.prompt_tokens.inc(len(active.request.prompt_ids))
             self._metrics.cached_tokens.inc(num_cached)
-            self._metrics.queue_s.observe(time.monotonic() - active.begun_s)
-            self._emit(active, Started(num_cached), *active.held)
+            queue_s = time.monotonic() - active.begun_s
+            self._metrics.queue_s.observe(queue_s)
+            self._emit(active, Started(num_cached, queue_s=queue_s), *active.held)
 
     def _start_first(self) -> None:
         """Start the request whose prefill the engine has reached."""

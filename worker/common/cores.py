@@ -8,8 +8,8 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-SPINS: Final = 5000
-"""Rounds for which a thread of OpenMP waits in a loop before it sleeps: some 50 to 300 us, the time between two parts
+SPINS: Final = 2000
+"""Rounds for which a thread of OpenMP waits in a loop before it sleeps: some 30 to 150 us, the time between two parts
 of a step. By default it waits for 10 ms and more, and a thread whose peer waits for a processor takes that long."""
 _WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 MAX_WAIT_SHARE: Final = 0.2

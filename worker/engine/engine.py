@@ -54,7 +54,6 @@ from worker.wire import (
     GenerateRequest,
     Keep,
     Rendered,
-    Started,
     TokenizerBundle,
     num_listed_ids,
 )
@@ -362,8 +361,7 @@ class EngineCore:
             return
         if plan is None:
             raise EngineDeadError("work is left but nothing can be scheduled")
-        started = [(request, Started(request.num_cached_tokens, request.fetched_tokens)) for request in plan.started]
-        self._outputs.put([EngineOutput(request.key, frame) for request, frame in started])
+        self._outputs.put([EngineOutput(request.key, request.start()) for request in plan.started])
         has_suspect = any(request.wire.is_suspect for request in plan.started)
         if has_suspect or not self._runner.overlaps:
             self._outputs.flush()

@@ -76,6 +76,7 @@ _ADVICE: Final = "start the worker with --advertise-url to name it, or give the 
 _BROWSER_HEADERS: Final = frozenset({"accept-language", "referer"})
 _UNAUTHORIZED: Final = Failed("unauthorized", "a token of this fleet's cluster secret is needed", retryable=True)
 _EPOCH_HEADER: Final = EPOCH_HEADER.encode()
+HEAD_WAIT_S: Final = 0.002
 _DEBUG_TIMEOUT_S: Final = 10.0
 _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 
@@ -208,8 +209,7 @@ class GenerateRoute:
         watch = asyncio.create_task(disconnected(receive))
         watch.add_done_callback(lambda _: stream.close())
         try:
-            for _ in range(2):  # until an idle engine has the request: its Started leaves with the head
-                await asyncio.sleep(0)
+            await stream.begun(HEAD_WAIT_S)  # the Started of an idle engine leaves with the head
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             while data := await stream.take():
                 await send({"type": "http.response.body", "body": data, "more_body": True})

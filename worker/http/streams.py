@@ -99,6 +99,14 @@ class Stream:
         self._frames.append(frame)
         self._wake.set()
 
+    async def begun(self, timeout_s: float) -> None:
+        """Wait for the first frame or the end, but no longer than `timeout_s`."""
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+
     async def take(self) -> bytes:
         """Wait for frames and return them packed; b"" when the stream has ended and all are taken."""
         while not self._frames:

@@ -33,6 +33,7 @@ from worker.wire import (
     GenerateRequest,
     PromptLogprobs,
     SamplingParams,
+    Started,
     TokenLogprobs,
     Tokens,
 )
@@ -158,6 +159,11 @@ class Request:
         if num_output <= self.sampling.min_tokens:
             return False
         return token_id in self.stop_token_ids or (not self.sampling.ignore_eos and token_id in eos_token_ids)
+
+    def start(self) -> Started:
+        """Return the first frame, of a request whose prefill begins."""
+        assert self.started_s is not None
+        return Started(self.num_cached_tokens, self.fetched_tokens, self.started_s - self.arrival_s)
 
     def end(self, now_s: float) -> End:
         """Return the last frame: the seconds of waiting, of the prefill and of the decodes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,3 +82,29 @@ def test_times_of_a_prompt_that_is_moved() -> None:
         now_s += after_s
     times.stop()
     assert (times.queue_s, times.held_s, times.tokens_per_s) == (5.0, 10.0, 100.0)
+
+
+@given(
+    gateway_s=st.floats(0.0, 100.0),
+    queue_s=st.none() | st.floats(0.0, 100.0),
+    passed_s=st.floats(0.0, 100.0),
+    held_s=st.floats(0.0, 100.0),
+)
+def test_only_time_in_queues_counts_as_waiting(
+    gateway_s: float, queue_s: float | None, passed_s: float, held_s: float
+) -> None:
+    """What a worker does not name as its queue was on the wire. A clock of its own may say more than has passed."""
+    now_s = 0.0
+    times = PromptTimes(lambda: now_s)
+    for step, after_s in (
+        (times.wait, gateway_s),
+        (times.wait, passed_s),
+        (lambda: times.start(1.0, queue_s), held_s),
+        (times.stop, 0.0),
+    ):
+        step()
+        now_s += after_s
+    at_worker_s = passed_s if queue_s is None else min(queue_s, passed_s)
+    assert times.queue_s == pytest.approx(gateway_s + at_worker_s)
+    assert times.wire_s == pytest.approx(passed_s - at_worker_s)
+    assert times.held_s == pytest.approx(held_s)
