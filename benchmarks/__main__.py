@@ -23,6 +23,7 @@ DEV_BENCHES: Final = {
     "dashboard": "what an open dashboard costs the gateway and the browser",
     "engine": "the scheduler and the model on one device, without HTTP",
     "engines": "what an adapter adds in front of a vLLM, and routers head to head",
+    "first-token": "from the request to the first token, stage by stage, beside other servers",
     "fleet": "a gateway in front of a thousand workers, with restarts",
     "gateway": "what the gateway adds to a worker that answers at once",
     "index": "a decision on a real Redis, against PING and the peers' schemas",
@@ -65,9 +66,10 @@ def main(argv: list[str]) -> int:
         text = f"not installed: clone the repository and run `make bench ARGS={name}` there"
         print(f"headstart bench {name}: {text}", file=sys.stderr)
         return 2
+    module_name = ("" if name in BENCHES else "dev.") + name.replace("-", "_")
     bound_spinning()  # before torch is imported, as a worker does
     try:
-        module = importlib.import_module(f"benchmarks.{name}" if name in BENCHES else f"benchmarks.dev.{name}")
+        module = importlib.import_module(f"benchmarks.{module_name}")
     except ImportError as error:
         print(f"headstart bench {name}: {missing_extra(error)}", file=sys.stderr)
         return 2

@@ -1,0 +1,1 @@
+"""Parts of `headstart bench first-token`."""
