@@ -120,7 +120,7 @@ class Bench:
         if self._engine is not None and cell.num_clients == 1:
             runs.append(lambda is_counted: self._step(cell, warm_ids, is_counted=is_counted))
         for number in range(num_rounds + 2):  # the first two fill the pools
-            for run in runs if number % 2 else runs[::-1]:
+            for run in runs[::-1] if number % 2 else runs:
                 run(number > 1)
 
     def _prompt(self, num_words: int) -> str:
