@@ -19,7 +19,7 @@ import torch
 
 from cache.stores.folder import parent_problem
 from worker.common.checks import Check, judge, judge_gpu, print_check
-from worker.common.cores import ProcessorWait, busy_advice, num_cores
+from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
 from worker.files.errors import ModelError, UnsupportedModel
@@ -75,12 +75,11 @@ def find_device(device: torch.device) -> Check:
 
 def find_cores() -> Check:
     """Check that the processors are free, with products for a moment."""
-    wait, states, end_s = ProcessorWait(), torch.ones(256, 256), time.monotonic() + PROBE_S
+    begun, states, end_s = thread_times(), torch.ones(256, 256), time.monotonic() + PROBE_S
     while time.monotonic() < end_s:
         states @ states
-    advice = busy_advice(share := wait.share())
-    found = advice or f"{torch.get_num_threads()} for a worker, which waits for {share:.0%} of its time"
-    return judge("cores", found, (bool(advice), "warn", "end them, or give the worker fewer --threads"))
+    advice = busy_advice(begun)
+    return judge("cores", advice or "free", (bool(advice), "warn", "end them, or give the worker fewer --threads"))
 
 
 def find_kernels(device: torch.device) -> Check:

@@ -23,7 +23,7 @@ from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
-from worker.common.cores import ProcessorWait, busy_advice, num_cores
+from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks, EventPublisher
@@ -148,9 +148,9 @@ def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedP
         max_num_seqs=limits.max_num_seqs,
     )
     report("measuring the prefill rate")
-    wait = ProcessorWait()
+    begun = thread_times()
     rate = warm_up(runner, min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, pool_tokens), config.block_size)
-    if advice := busy_advice(wait.share()):
+    if advice := busy_advice(begun):
         report(f"WARNING: {advice}")
     return _LoadedParts(config, model, runner, num_blocks, bundle, limits, rate, pooling)
 

@@ -76,10 +76,7 @@ class DecisionLog:
         return [entry for key, entry in self.recent.items() if key == id_ or (digits and digits[1] in key)]
 
     def started(self, request_id: str, num_cached_tokens: int, queue_s: float | None) -> None:
-        """Record the start of the prefill, after `queue_s` in the worker's queue. The rest since the decision is wire.
-
-        An older worker does not say (None).
-        """
+        """Record the start of the prefill, after `queue_s` in the worker's queue (None: an older worker)."""
         if (entry := self.recent.get(request_id)) is not None:
             entry["found_tokens"] = num_cached_tokens
             if self.has_viewers:

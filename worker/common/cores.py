@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -30,68 +31,41 @@ def bound_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
 def num_cores(num_sharing: int = 1, cgroups: Path = _CGROUPS, own: Path = _PROC / "cgroup") -> int:
     """Return the processors for one of `num_sharing` processes: by affinity, within the cgroup's quota. At least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [math.ceil(quota) for quota in _quotas(cgroups, own)]
-    return max(1, min([allowed, *quotas]) // max(1, num_sharing))
+    return max(1, math.ceil(min([allowed, *_quotas(cgroups, own)])) // max(1, num_sharing))
 
 
 def _quotas(cgroups: Path, own: Path) -> Iterator[float]:
-    """Yield the quotas that bound this process, in processors: those of its cgroup and of the cgroups around it."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        inner = PurePosixPath(path.lstrip("/"))  # a container may see the path of its host, and only the root exists
-        for folder in (inner, *inner.parents):
-            quota = _read_quota(cgroups / controllers / folder)
-            if quota is not None:
-                yield quota
+    """Yield the quotas of this process's cgroup, and of those around it, in processors."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if "cpu" in (controllers or "cpu").split(","):
+            inner = PurePosixPath(path.lstrip("/"))  # in a container it may be the host's, and only the root exists
+            yield from (_read_quota(cgroups / controllers / folder) for folder in (inner, *inner.parents))
 
 
-def _read_quota(folder: Path) -> float | None:
-    """Return the processors that a cgroup allows; None: any number. Version 2 has one file, version 1 two."""
-    try:
-        if (file := folder / "cpu.max").exists():
-            quota, period = file.read_text().split()
-        else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):  # no such folder, or "max"
-        return None
+def _read_quota(folder: Path) -> float:
+    """Return the processors that a cgroup of version 2 or 1 allows."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+            quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+            if quota > 0:
+                return quota / period
+    return math.inf
 
 
-class ProcessorWait:
-    """Measures which part of their time this process's threads wait for a processor, from its construction on."""
-
-    def __init__(self) -> None:
-        self._begun = _thread_times()
-
-    def share(self) -> float:
-        """Return the waits over the time in which a thread could have run; 0.0 where the system does not count it."""
-        ran, waited = (now - begun for now, begun in zip(_thread_times(), self._begun, strict=True))
-        return waited / (ran + waited) if waited > 0 else 0.0
-
-
-def _thread_times() -> tuple[int, int]:
-    """Return the nanoseconds for which the threads have run, and have waited to run."""
-    ran = waited = 0
+def thread_times() -> tuple[int, ...]:
+    """Return the nanoseconds for which the threads of this process have run, and have waited to run."""
+    times = [(0, 0)]  # elsewhere than on Linux nothing counts them
     for file in (_PROC / "task").glob("*/schedstat"):
-        try:
-            times = file.read_text().split()
-        except OSError:  # the thread has ended
-            continue
-        ran, waited = ran + int(times[0]), waited + int(times[1])
-    return ran, waited
+        with suppress(OSError):  # the thread has ended
+            ran, waited, _ = file.read_text().split()
+            times.append((int(ran), int(waited)))
+    return tuple(map(sum, zip(*times, strict=True)))
 
 
-def busy_advice(share: float) -> str:
-    """Return what to say when threads wait for this share of their time; "" below MAX_WAIT_SHARE."""
-    if share <= MAX_WAIT_SHARE:
-        return ""
-    return (
-        f"other programs use the processors: the model's threads wait for {share:.0%} of their time, and its tokens "
-        f"take {1.0 / max(0.01, 1.0 - share):.1f} times as long"
-    )
+def busy_advice(begun: tuple[int, ...]) -> str:
+    """Return what to say when threads have waited for much of their time since `begun`, a `thread_times`; else ""."""
+    ran, waited = (max(0, now - then) for now, then in zip(thread_times(), begun, strict=True))
+    share = waited / max(1, ran + waited)
+    text = f"other programs use the processors: the model waits for {share:.0%} of its time"
+    return text if share > MAX_WAIT_SHARE else ""

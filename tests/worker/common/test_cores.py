@@ -12,22 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import HANG_S
-from worker.common.cores import MAX_WAIT_SHARE, SPINS, bound_spinning, busy_advice, num_cores
+from worker.common.cores import SPINS, bound_spinning, busy_advice, num_cores, thread_times
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 ALL = len(os.sched_getaffinity(0))
 NO_TORCH = [sys.executable, "-m", "worker", "--model", "/no/such/model", "--port", "0"]
 COMPETE = """
 import hashlib, os, threading
-from worker.common.cores import ProcessorWait
+from worker.common.cores import busy_advice, thread_times
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 def work():
     while True:
         hashlib.sha256(bytes(1 << 20))
-wait = ProcessorWait()
+begun = thread_times()
 for _ in range(4):
     threading.Thread(target=work, daemon=True).start()
-while wait.share() < 0.5:
+while not busy_advice(begun):
     hashlib.sha256(bytes(1 << 20))
 print("competes", flush=True)
 os._exit(0)
@@ -112,6 +112,5 @@ def test_threads_that_compete_count_their_waits() -> None:
     assert done.stdout == "competes\n", done.stderr
 
 
-@given(st.floats(0.0, 1.0))
-def test_the_advice_names_a_busy_machine(share: float) -> None:
-    assert bool(busy_advice(share)) == (share > MAX_WAIT_SHARE)
+def test_a_thread_that_never_waits_gets_no_advice() -> None:
+    assert busy_advice(thread_times()) == ""
