@@ -230,12 +230,13 @@ def histogram(times: Times) -> str:
 def main(argv: list[str]) -> int:
     options = _parse(argv)
     asked = list(cells(options.sizes, is_short=options.short))
-    worker = ["--threads", str(options.threads), "--num-blocks", str(options.num_blocks), "--dtype", options.dtype]
+    worker = ["--model", options.model, "--threads", str(options.threads), "--num-blocks", str(options.num_blocks)]
+    worker += ["--dtype", options.dtype]
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         folder, engine = Path(place), None
         if options.vllm is None:
             systems = [stack.enter_context(headstart("here", OWN, folder, worker))]
-            engine = Engine(load_model("", LoadOptions(dtype=options.dtype)), options.num_blocks, BLOCK_SIZE)
+            engine = Engine(load_model(options.model, LoadOptions(dtype=options.dtype)), options.num_blocks, BLOCK_SIZE)
         else:
             systems = list(stack.enter_context(vllm(options.vllm, folder)))
         if options.before is not None:
@@ -261,6 +262,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=20, help="answers of each system in a cell (default 20)")
     add("--sizes", type=int, nargs="+", default=SIZES, metavar="N", help="words of the prompts (default 30 400 2000)")
     add("--short", action="store_true", help="only kept connections, back to back, one client")
+    add("--model", default="", help="of Headstart's engine (default: SmolLM2)")
     add("--threads", type=int, default=num_cores(), help="CPU threads of each engine (default: the cores)")
     add("--num-blocks", type=int, default=4096, help="blocks of each pool (default 4096)")
     add("--dtype", default="float32", help="of Headstart's engine (default float32)")

@@ -63,12 +63,14 @@ class LiveWorker:
 
 
 @contextlib.asynccontextmanager
-async def serve(service: WorkerService, app: ASGIApp | None = None) -> AsyncIterator[str]:
+async def serve(
+    service: WorkerService, app: ASGIApp | None = None, http: str | type[asyncio.Protocol] = "h11"
+) -> AsyncIterator[str]:
     """The service's application on a free port; its URL."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(1024)
-    config = uvicorn.Config(app or make_app(service), http="h11", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app or make_app(service), http=http, lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     task = asyncio.create_task(server.serve(sockets=[sock]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,7 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tests.waiting import HANG_S
+from tests.worker.http.slow_runner import SlowRunner
+from tests.worker.live_worker import LiveWorker, serve
+from tests.worker.scheduler.engine import generate
 from worker.common.sockets import listen
+from worker.http import app, protocol
 from worker.http.protocol import MAX_HEAD_BYTES, WorkerProtocol
 
 
@@ -61,3 +66,28 @@ async def test_bodies_may_be_large(port: int) -> None:
 async def test_a_head_or_trailer_without_end_is_cut_off(port: int, start: bytes) -> None:
     answer = await _ask(port, start, *[b"x" * MAX_HEAD_BYTES] * 100)
     assert b" 200 " not in answer
+
+
+async def test_an_answer_of_one_token_takes_two_writes(
+    worker: LiveWorker, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head leaves with Started, and the last frame with the end of the body. Each write wakes the gateway."""
+    writes: list[bytes] = []
+    flush = protocol._CoalescingTransport._flush
+
+    def note(transport: protocol._CoalescingTransport) -> None:
+        if transport._parts:
+            writes.append(b"".join(transport._parts))
+        flush(transport)
+
+    monkeypatch.setattr(protocol._CoalescingTransport, "_flush", note)
+    monkeypatch.setattr(app, "HEAD_WAIT_S", HANG_S)
+    runner.free_running.set()
+    async with serve(worker.service, http=WorkerProtocol) as url:
+        status, answer = await dataclasses.replace(worker, url=url).generate(generate(range(10), 1))
+    assert (status, len(answer.tokens[0])) == (200, 1)
+    assert len(writes) <= 2
+    head, _, body = writes[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert body
+    assert writes[-1].endswith(b"\r\n0\r\n\r\n")
