@@ -44,14 +44,18 @@ class Walk:
 
 
 def walk(begun_s: float, received_s: float, marks: Iterable[tuple[str, float]]) -> Walk:
-    """Return the stages between two times of the client. A moment that was not noted leaves its stage out."""
+    """Return the stages between two times of the client. Without both of its moments, a stage is left out."""
     times: dict[str, float] = {"received": received_s}
     for name, at_s in sorted(marks, key=lambda mark: mark[1]):
         if begun_s <= at_s <= received_s and (name in _LAST or name not in times):
             times[name] = at_s
-    before_s, stages = begun_s, {}
+    before_s, is_known, stages = begun_s, True, dict[str, float]()
     for stage, name in STAGES:
-        if (at_s := times.get(name, -1.0)) >= before_s:
+        at_s = times.get(name)
+        if at_s is None or at_s < before_s:
+            is_known = False
+            continue
+        if is_known:
             stages[stage] = at_s - before_s
-            before_s = at_s
+        before_s, is_known = at_s, True
     return Walk(received_s - begun_s, stages)

@@ -36,8 +36,10 @@ def test_stages_and_the_rest_add_up(marks: list[tuple[str, float]]) -> None:
     """Whatever is noted, also before the request and after its first token, no time counts twice."""
     found = walk(0.0, 2.0, marks)
     assert all(spent >= 0.0 for spent in found.stages.values())
-    assert sum(found.stages.values()) == pytest.approx(2.0)
-    assert found.left_s == pytest.approx(0.0)
+    assert sum(found.stages.values()) + found.left_s == pytest.approx(2.0)
+    assert found.left_s >= -1e-9
+    if {name for name, at_s in marks if 0.0 <= at_s <= 2.0} != set(NAMES):
+        assert len(found.stages) < len(STAGES)
 
 
 def test_marks_are_read_while_they_are_written(tmp_path: Path) -> None:
