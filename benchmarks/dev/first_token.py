@@ -110,6 +110,10 @@ class Bench:
         self._num_prompt_tokens: dict[int, int] = {}
         self.times: dict[tuple[Cell, str], Times] = defaultdict(Times)
 
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+
     def run(self, cell: Cell, num_rounds: int) -> None:
         warm = self._prompt(cell.num_words)
         warm_ids = [self._random.randrange(100, 40_000) for _ in range(4096)]
@@ -245,6 +249,7 @@ def main(argv: list[str]) -> int:
         if options.llama_server is not None:
             systems.append(stack.enter_context(llama_server(options.llama_server, options.threads, folder)))
         bench = Bench(systems, engine, options.seed)
+        stack.callback(bench.close)
         for cell in asked:
             bench.run(cell, options.rounds)
     print(stage_table(bench, asked))

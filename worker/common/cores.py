@@ -25,7 +25,7 @@ def bound_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
     libgomp, which torch has on Linux, reads the first variable. The OpenMP of Intel and LLVM reads milliseconds.
     """
     if not any(name in environ for name in _WAITING):
-        environ |= {"GOMP_SPINCOUNT": str(SPINS), "KMP_BLOCKTIME": "1"}
+        environ.update({"GOMP_SPINCOUNT": str(SPINS), "KMP_BLOCKTIME": "1"})
 
 
 def num_cores(num_sharing: int = 1, cgroups: Path = _CGROUPS, own: Path = _PROC / "cgroup") -> int:

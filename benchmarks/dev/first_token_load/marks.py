@@ -21,7 +21,7 @@ from typing import Any, Final
 _SIZE: Final = 64 << 20
 _HEAD: Final = struct.Struct("<Q")
 _ROW: Final = struct.Struct("<QQ")
-GATEWAY: Final = (
+GATEWAY: Final[tuple[str, ...]] = (
     "server.http.protocol:GatewayProtocol.data_received begin read",
     "server.api.chat:render_chat begin checked",
     "server.api.chat:render_chat end rendered",
@@ -34,7 +34,7 @@ GATEWAY: Final = (
     "server.http.answer:AnswerTransport.write begin written",
 )
 """A function, whether its begin or its end is noted, and the name of the moment. The order is that of a request."""
-WORKER: Final = (
+WORKER: Final[tuple[str, ...]] = (
     "worker.http.service:WorkerService.submit begin arrived",
     "worker.scheduler.scheduler:Scheduler.submit begin queued",
     "worker.engine.inflight:InFlightBatches.launch begin launched",

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import HANG_S
-from worker.common.cores import SPINS, bound_spinning, busy_advice, num_cores, thread_times
+from worker.common import cores
+from worker.common.cores import SPINS, bound_spinning, busy_advice, num_cores
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 ALL = len(os.sched_getaffinity(0))
@@ -112,5 +114,8 @@ def test_threads_that_compete_count_their_waits() -> None:
     assert done.stdout == "competes\n", done.stderr
 
 
-def test_a_thread_that_never_waits_gets_no_advice() -> None:
-    assert busy_advice(thread_times()) == ""
+@given(st.integers(0, 10**12), st.integers(0, 10**12))
+def test_the_advice_comes_with_long_waits(ran: int, waited: int) -> None:
+    with patch.object(cores, "thread_times", lambda: (ran, waited)):
+        assert bool(busy_advice((0, 0))) == (waited > cores.MAX_WAIT_SHARE * (ran + waited))
+        assert busy_advice((ran, waited)) == ""
