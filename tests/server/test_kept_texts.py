@@ -48,7 +48,7 @@ def kept(request: RouteRequest) -> int:
 def test_the_router_gets_the_known_texts() -> None:
     """A new one needs a bound: only `short_key` makes a Key."""
     plain = {name for name in ROUTE_TEXTS if "Key" not in str(RouteRequest.__annotations__[name])}
-    assert plain == {"request_id", "model", "numerics", "lora", "required", "text_api", "tenant"}, (
+    assert plain == {"request_id", "model", "numerics", "revision", "lora", "required", "text_api", "tenant"}, (
         "all are the gateway's"
     )
 
@@ -88,7 +88,7 @@ async def test_fields_and_headers_of_any_length(bundle: TokenizerBundle, raw_tok
         worker.answer = super(EngineWorker, worker).answer  # type: ignore[method-assign]
     num_sent = 0
     async with gateway(worker, text=text) as target:
-        await until(lambda: target.models._text_apis)
+        await until(lambda: target.models.has_engine_text("/rerank"))
         bodies: dict[str, dict[str, Any]] = {**BODIES, "/rerank": BODY, "/score": {"model": "tiny", "text_1": "a"}}
         for path, body in bodies.items():
             for name in texts_of(KINDS.get(path, RequestFields)):

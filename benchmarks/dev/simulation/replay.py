@@ -34,7 +34,7 @@ from server.router.copies import CopyPlanner
 from server.router.held_requests import RETRY_S, HeldRequests
 from server.router.placement import Decision, Scorer
 from server.router.policies import Policy
-from server.router.types import RouteRequest
+from server.router.types import RouteRequest, short_key
 
 DEATH_SHARE: Final = 0.4
 JOIN_SHARE: Final = 0.6
@@ -323,7 +323,7 @@ class Replay:
         self._close(job)
         tool = job.session.tool(job.turn)
         if tool is not None and self._settings.keeps:
-            hashes, until_s = job.request.hashes, self._now_s + self._pauses.expected_s("", (tool,))
+            hashes, until_s = job.request.hashes, self._now_s + self._pauses.expected_s("", (short_key(tool),))
             worker.cache.keep(hashes, len(hashes), until_s, "")
         if job.request.answer_ids:
             self._publish(worker)
@@ -335,7 +335,7 @@ class Replay:
     def _continue(self, session: Session, turn: int) -> None:
         """Send the request after this one."""
         if (tool := session.tool(turn)) is not None:
-            self._pauses.add("", (tool,), session.think_s[turn])
+            self._pauses.add("", (short_key(tool),), session.think_s[turn])
         self._arrive(session, turn + 1)
 
     def _close(self, job: Job) -> None:

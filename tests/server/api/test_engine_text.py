@@ -123,7 +123,7 @@ def engines(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> list[EngineWor
 @asynccontextmanager
 async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterator[RunningGateway]:
     async with gateway(*workers, **{"text": "engine"} | options) as target:
-        await until(lambda: target.models._text_apis)
+        await until(lambda: target.models.has_engine_text("/v1/chat/completions"))
         yield target
 
 
@@ -372,7 +372,7 @@ async def test_gateway_writes_what_it_knows(bundle: TokenizerBundle, worker: Scr
     known = EngineWorker(bundle, reply=worker.reply)
     known.behave = worker.answer
     async with gateway(known, text=text) as target:
-        await until(lambda: target.models._text_apis)
+        await until(lambda: target.models.get("tiny").facts.text_apis)
         status, _, _ = await post(target.url, chat())
     assert status == 200
     assert known.received[0].call is None

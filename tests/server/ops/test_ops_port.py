@@ -84,11 +84,11 @@ async def test_a_decision_is_found_by_the_ids_of_its_request(gateway: Process) -
     _, headers, raw = await post(gateway.url, chat(), **{"x-request-id": "mine"})
     ids.append(json.loads(raw)["id"])
     assert headers["x-request-id"] == "mine"
-    for id_ in ids:
+    for id_ in (*ids, "mine"):
         status, raw = await gateway.get(f"{gateway.ops}/decisions/{id_}")
         (decision,) = json.loads(raw)["decisions"]
         assert (status, decision["worker"], decision["found_tokens"]) == (200, "w0", 16)
-    status, raw = await gateway.get(f"{gateway.ops}/decisions/mine")
+    status, raw = await gateway.get(f"{gateway.ops}/decisions/another")
     assert (status, "usage log" in json.loads(raw)["error"]["message"]) == (404, True)
 
 
