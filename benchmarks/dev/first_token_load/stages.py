@@ -46,9 +46,9 @@ class Walk:
 def walk(begun_s: float, received_s: float, marks: Iterable[tuple[str, float]]) -> Walk:
     """Return the stages between two times of the client. Without both of its moments, a stage is left out."""
     times: dict[str, float] = {"received": received_s}
-    for name, at_s in sorted(marks, key=lambda mark: mark[1]):
-        if begun_s <= at_s <= received_s and (name in _LAST or name not in times):
-            times[name] = at_s
+    for name, noted_s in sorted(marks, key=lambda mark: mark[1]):
+        if begun_s <= noted_s <= received_s and (name in _LAST or name not in times):
+            times[name] = noted_s
     before_s, is_known, stages = begun_s, True, dict[str, float]()
     for stage, name in STAGES:
         at_s = times.get(name)
