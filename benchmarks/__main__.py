@@ -23,7 +23,7 @@ DEV_BENCHES: Final = {
     "dashboard": "what an open dashboard costs the gateway and the browser",
     "engine": "the scheduler and the model on one device, without HTTP",
     "engines": "what an adapter adds in front of a vLLM, and routers head to head",
-    "first-token": "from the request to the first token, stage by stage, beside other servers",
+    "first-token": "from the request to the first token, stage by stage, next to other servers",
     "fleet": "a gateway in front of a thousand workers, with restarts",
     "gateway": "what the gateway adds to a worker that answers at once",
     "index": "a decision on a real Redis, against PING and the peers' schemas",

@@ -1,7 +1,7 @@
 """`headstart bench first-token`: from the client's request to its first token, stage by stage.
 
 Real processes on sockets: a gateway, a worker with SmolLM2, and a Redis of their own. Each cell is a prompt of 30,
-400 or 2,000 words, warm or cold, plain or streamed, on a kept connection, back to back. Then warm prompts of 30 words
+400 or 2,000 words: warm or cold, plain or streamed. Its requests go back to back on a kept connection. Then warm prompts of 30 words
 on new connections, after pauses, and from 16 clients. All systems are asked in turn, so that each round is a pair:
 
     here     this checkout            before   the checkout that --before names
@@ -85,7 +85,7 @@ def cells(sizes: Sequence[int], *, is_short: bool) -> Iterator[Cell]:
 
 
 class Times:
-    """What one system took in one cell."""
+    """The times of one system in one cell."""
 
     def __init__(self) -> None:
         self.ttfts_s: list[float] = []

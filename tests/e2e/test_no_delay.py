@@ -39,7 +39,7 @@ def port_of(url: str) -> int:
 
 
 def test_connections_of_serve(tiny_model: Path, tmp_path: Path) -> None:
-    """A gateway on uvloop, a worker on asyncio, an adapter on uvloop in front of an engine, and Redis over TCP."""
+    """Ask a gateway and an adapter on uvloop, a worker on asyncio, and Redis over TCP."""
     with ExitStack() as stack:
         [redis_port] = free_ports(1)
         stack.enter_context(RedisServer(tmp_path, newest_redis(), "--port", str(redis_port)))

@@ -11,7 +11,7 @@ from typing import Final
 
 SPINS: Final = 2000
 """Rounds for which a thread of OpenMP waits in a loop before it sleeps: some 30 to 150 us, the time between two parts
-of a step. By default it waits for 10 ms and more, and a thread whose peer waits for a processor takes that long."""
+of a step. By default it waits for 10 ms and more, for as long as its peer waits for a processor."""
 _WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 MAX_WAIT_SHARE: Final = 0.2
 """Above it other programs slow a model down."""
@@ -64,7 +64,7 @@ def thread_times() -> tuple[int, ...]:
 
 
 def busy_advice(begun: tuple[int, ...]) -> str:
-    """Return what to say when threads have waited for much of their time since `begun`, a `thread_times`; else ""."""
+    """Return a warning when threads have waited for much of their time since `begun`, a `thread_times`; else ""."""
     ran, waited = (max(0, now - then) for now, then in zip(thread_times(), begun, strict=True))
     share = waited / max(1, ran + waited)
     text = f"other programs use the processors: the model waits for {share:.0%} of its time"

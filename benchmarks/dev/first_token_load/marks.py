@@ -2,8 +2,8 @@
 
 python -m benchmarks.dev.first_token_load.marks FILE gateway|worker OPTIONS...
 
-The process is the real one. Some of its functions are wrapped, and each call writes its name and its time into a mapped
-file, so that nothing is lost at the end. All processes of a machine share the monotonic clock.
+The process is the real one. Some of its functions are wrapped. Each call writes its name and its time into a mapped
+file, so a killed process loses nothing. All processes of a machine share the monotonic clock.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Walk:
 
     @property
     def left_s(self) -> float:
-        """What no stage explains."""
+        """Return the time that no stage explains."""
         return self.total_s - sum(self.stages.values())
 
 

@@ -1,4 +1,4 @@
-"""The systems that are asked: Headstart of this or another checkout, llama.cpp's server, and vLLM alone."""
+"""The systems that are asked: Headstart of this or another checkout, llama.cpp's server, and vLLM's own API."""
 
 from __future__ import annotations
 

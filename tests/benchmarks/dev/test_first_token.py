@@ -1,4 +1,4 @@
-"""The stages of a first token, the client that times it, and the bench over real processes of a tiny model."""
+"""The stages of a first token, the client that times it, and the bench over real processes."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_times_of_a_prompt_that_is_moved() -> None:
 def test_only_time_in_queues_counts_as_waiting(
     gateway_s: float, queue_s: float | None, passed_s: float, held_s: float
 ) -> None:
-    """What a worker does not name as its queue was on the wire. A clock of its own may say more than has passed."""
+    """Time that a worker does not report as its queue was on the wire. A worker's clock may report too much."""
     now_s = 0.0
     times = PromptTimes(lambda: now_s)
     for step, after_s in (

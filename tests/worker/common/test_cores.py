@@ -1,4 +1,4 @@
-"""The processors of a process: affinity and quotas, how threads wait, and other programs beside it."""
+"""The processors of a process: affinity and quotas, how threads wait, and other programs next to it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_setting_of_the_user_stays(name: str) -> None:
 
 @pytest.mark.parametrize(("given", "spins"), [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "77"}, "77")])
 def test_the_library_of_a_worker_reads_it(given: dict[str, str], spins: str) -> None:
-    """libgomp says what it has read when it is loaded, so the variable was set before torch was imported."""
+    """libgomp prints what it has read when it is loaded, so the variable was set before torch was imported."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     environment |= {"OMP_DISPLAY_ENV": "verbose", **given}
     done = subprocess.run(NO_TORCH, env=environment, capture_output=True, text=True, timeout=HANG_S)
