@@ -106,7 +106,7 @@ class PromptTimes:
         self._since_s, self._is_waiting = now_s, True
 
     def start(self, tokens_per_s: float, queue_s: float | None = None) -> None:
-        """Begin the prefill, at a worker of this rate, after `queue_s` in its queue. None: the worker does not report it."""
+        """Begin the prefill, at a worker of this rate, after `queue_s` in its queue. None: not reported."""
         if queue_s is not None and self._is_waiting and self._since_s is not None:
             wire_s = max(0.0, self._clock() - self._since_s - queue_s)
             self.wire_s += wire_s
