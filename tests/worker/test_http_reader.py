@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 
 from worker.common.http_reader import MAX_CHUNKS, MessageError, RequestHead, RequestReader, read_head
@@ -113,3 +116,30 @@ def test_what_cannot_become_a_request_is_refused(data: bytes, status: int, size:
     with pytest.raises(MessageError) as refusal:
         read(data, size)
     assert refusal.value.status == status
+
+
+@pytest.mark.parametrize(
+    "unit", [b"a", b":", b" ", b"a ", b"a: ", b";", b"[", b"/?", b"\r", b"a\r\n", b"a:\r\n", b"http://"]
+)
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"GET ",
+        b"GET /",
+        b"GET http://",
+        b"GET / HTTP/1.1\r\n",
+        b"GET / HTTP/1.1\r\nHost:",
+        b"GET / HTTP/1.1\r\nHost: h\r\nConnection:",
+        b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length:",
+        b"GET / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n1",
+        b"GET / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+    ],
+)
+def test_no_input_takes_more_than_linear_time(start: bytes, unit: bytes) -> None:
+    """A quadratic search takes minutes here."""
+    before_s = time.process_time()
+    with suppress(MessageError):
+        read(start + unit * (60_000 // len(unit)) + b"\r\n\r\n")
+    assert time.process_time() - before_s < 5

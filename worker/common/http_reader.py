@@ -9,6 +9,7 @@ Source: RFC 9112, 2 to 7; RFC 9110, 7.8.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, Protocol
 
 MAX_FIELDS: Final = 100
@@ -18,19 +19,20 @@ MIN_CHUNK_BYTES: Final = 16
 _MAX_LINE_BYTES: Final = 1024
 """A line with the size of a chunk."""
 _TOKEN: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
-_TEXT: Final = rb"[\t -~\x80-\xff]*"
+_TEXT: Final = rb"[\t -~\x80-\xff]"
 _EMPTY_LINES: Final = re.compile(rb"(?:\r\n)*")
-_LINE: Final = re.compile(rb"(%b{1,32}) ([!-~]+)(?: HTTP/([0-9]\.[0-9]))?\r\n" % _TOKEN)
-_FIELD: Final = re.compile(rb"(%b+):(%b)\r\n" % (_TOKEN, _TEXT))
-_SIZE: Final = rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;%b)?\r\n" % _TEXT
+_LINE: Final = re.compile(rb"(%b{1,32}) ([!-~]++)(?: HTTP/([0-9]\.[0-9]))?\r\n" % _TOKEN)
+_FIELD: Final = re.compile(rb"(%b++):[ \t]*+(%b*+)\r\n|(?s:.+)" % (_TOKEN, _TEXT))
+"""A field, or all from the first line on that is none: a search for the next one would take quadratic time."""
+_SIZE: Final = rb"([0-9A-Fa-f]{1,15})(?:[ \t]{0,9};%b{0,990})?\r\n" % _TEXT
 _CHUNK: Final = re.compile(_SIZE)
 _NEXT_CHUNK: Final = re.compile(rb"\r\n" + _SIZE)
 _BROKEN: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r[^\n]|(?<!\r)\n")
 """Bytes that no head, line or trailer has."""
-_ONCE: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
-_LENGTH: Final = re.compile(rb"[0-9]{1,18}")
+_ONCE: Final = (b"host", b"content-length", b"transfer-encoding", b"expect")
 _HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
+_MAX_LENGTH_DIGITS: Final = 18
 
 
 class MessageError(Exception):
@@ -72,56 +74,48 @@ def read_head(data: bytes) -> RequestHead:
     if line is None:
         raise MessageError
     method, target, version = line.groups()
-    if version not in (b"1.1", b"1.0"):
+    is_new = version == b"1.1"
+    if not (is_new or version == b"1.0"):
         raise MessageError(505)
-    headers: list[tuple[bytes, bytes]] = []
-    once: dict[bytes, bytes] = {}
-    connection = b""
-    num_bytes = line.end() + 2
-    for name, value in _FIELD.findall(data, line.end()):
-        num_bytes += len(name) + len(value) + 3
-        name, value = name.lower(), value.strip(b" \t")
-        headers.append((name, value))
-        if name in _ONCE:
-            if name in once:
-                raise MessageError
-            once[name] = value
-        elif name == b"connection":
-            connection += b"," + value.lower()
-    if num_bytes != len(data):  # a line between two fields is none
+    headers = [(name.lower(), value.rstrip()) for name, value in _FIELD.findall(data, line.end(), len(data) - 2)]
+    fields = dict(headers)
+    connection = fields.get(b"connection")
+    if b"" in fields:
         raise MessageError
     if len(headers) > MAX_FIELDS:
         raise MessageError(431)
-    host, authority = once.get(b"host"), None
-    if absolute := _ABSOLUTE.fullmatch(target):
+    if len(fields) < len(headers):
+        names = [name for name, _ in headers]
+        if any(names.count(name) > 1 for name in _ONCE):
+            raise MessageError
+        connection = b",".join(value for name, value in headers if name == b"connection")
+    host = fields.get(b"host")
+    if (is_new if host is None else _HOST.fullmatch(host) is None) or method == b"CONNECT" or b"#" in target:
+        raise MessageError
+    if absolute := not target.startswith(b"/") and _ABSOLUTE.fullmatch(target):
         authority, rest = absolute.groups()
+        if _HOST.fullmatch(authority) is None:
+            raise MessageError
         target = rest if rest.startswith(b"/") else b"/" + rest
         headers = [*(header for header in headers if header[0] != b"host"), (b"host", authority)]
-    is_new = version == b"1.1"
-    if (
-        method == b"CONNECT"
-        or b"#" in target
-        or (not target.startswith(b"/") and target != b"*")
-        or (is_new if host is None else _HOST.fullmatch(host) is None)
-        or (authority is not None and _HOST.fullmatch(authority) is None)
-    ):
+    elif not target.startswith(b"/") and target != b"*":
         raise MessageError
-    tokens = {token.strip(b" \t") for token in connection.split(b",")} if connection else ()
+    tokens = [token.strip() for token in connection.lower().split(b",")] if connection else ()
     keep_alive = b"close" not in tokens and (is_new or b"keep-alive" in tokens)
-    expects_continue = is_new and once.get(b"expect", b"").lower() == b"100-continue"
-    length = _body_length(once, is_new)
+    expects_continue = is_new and fields.get(b"expect", b"").lower() == b"100-continue"
+    length = _body_length(fields, is_new)
     return RequestHead(method.decode(), target, version.decode(), headers, length, keep_alive, expects_continue)
 
 
-def _body_length(once: dict[bytes, bytes], is_new: bool) -> int | None:
-    length, coding = once.get(b"content-length"), once.get(b"transfer-encoding")
+def _body_length(fields: Mapping[bytes, bytes], is_new: bool) -> int | None:
+    length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
     if coding is not None:
         if length is not None or not is_new or coding.lower() != b"chunked":
             raise MessageError
         return None
     if length is None:
         return 0
-    if _LENGTH.fullmatch(length) is None:
+    if not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS:
         raise MessageError
     return int(length)
 
@@ -149,29 +143,31 @@ class RequestReader:
     def read(self, data: bytes | bytearray, start: int, receiver: Receiver) -> int:
         """Read on from `start`, at most to the end of one request. Return where it stopped. Raises MessageError."""
         if self.phase != "body":
-            return self._read_head(data, start, receiver)
+            start = self._read_head(data, start, receiver)
+        if self.phase != "body":
+            return start
         parts: list[bytes] = []
-        while start < len(data) and self.phase == "body":
+        while (self._left or self._line) and start < len(data):
             if self._left:
-                parts.append(bytes(data[start : start + self._left]))
-                self._left -= len(parts[-1])
-                start += len(parts[-1])
+                part = bytes(data[start : start + self._left])
+                parts.append(part)
+                self._left -= len(part)
+                start += len(part)
             else:
                 start = self._read_line(data, start)
-            if not (self._left or self._line):
-                self.phase = "idle"
         if parts:
-            receiver.on_body(b"".join(parts))
-        if self.phase == "idle":
+            receiver.on_body(parts[0] if len(parts) == 1 else b"".join(parts))
+        if not (self._left or self._line):
+            self.phase = "idle"
             receiver.on_message_complete()
         return start
 
     def _read_head(self, data: bytes | bytearray, start: int, receiver: Receiver) -> int:
         self.phase = "head"
-        if self._held == b"\r" and data[start : start + 1] == b"\n":
+        if self._held == b"\r" and data.startswith(b"\n", start):
             self._held.clear()
             start += 1
-        if not self._held:
+        if not self._held and data.startswith(b"\r\n", start):
             start = _EMPTY_LINES.match(data, start).end()  # type: ignore[union-attr]
         head, end = self._take(data, start, b"\r\n\r\n", 431, self._max_head_bytes)
         if head is not None:
@@ -180,9 +176,6 @@ class RequestReader:
             self._num_bytes = self._num_chunks = 0
             self._left, self._line = parts.length or 0, "size" if parts.length is None else ""
             receiver.on_head(parts)
-            if parts.length == 0:
-                self.phase = "idle"
-                receiver.on_message_complete()
         return end
 
     def _read_line(self, data: bytes | bytearray, start: int) -> int:
@@ -199,7 +192,7 @@ class RequestReader:
             self._open_chunk(int(size[1], 16))
         elif self._line != "size" and line == b"\r\n":
             self._line = "" if is_trailer else "size"
-        elif is_trailer and _FIELD.fullmatch(line):
+        elif is_trailer and _FIELD.findall(line)[0][0]:
             self._num_bytes += len(line)
         else:
             raise MessageError
@@ -216,19 +209,18 @@ class RequestReader:
         self, data: bytes | bytearray, start: int, mark: bytes, status: int, max_bytes: int
     ) -> tuple[bytes | None, int]:
         """Return what is held, with `data` up to the end of `mark`, and that end. Hold it instead without a mark."""
-        held = self._held
-        seam = bytes(held[1 - len(mark) :]) if held else b""
-        found = (seam + data[start:]).find(mark) + start if held else data.find(mark, start)
-        end = len(data) if found < start else found + len(mark) - len(seam)
-        if len(held) + end - start > max_bytes:
+        held, num_held = self._held, len(self._held)
+        if not held and (found := data.find(mark, start)) >= 0:
+            taken = bytes(data[start : found + len(mark)])
+        else:
+            held += data[start:]
+            found = held.find(mark, max(0, num_held - len(mark) + 1))
+            taken = bytes(held[: found + len(mark)]) if found >= 0 else b""
+        if len(taken or held) > max_bytes:
             raise MessageError(status)
-        if found >= start and not held:
-            return bytes(data[start:end]), end
-        held += data[start:end]
-        if found >= start:
-            taken = bytes(held)
+        if taken:
             held.clear()
-            return taken, end
-        if _BROKEN.search(held, len(held) - (end - start) - 1):
+            return taken, start + len(taken) - num_held
+        if _BROKEN.search(held, max(0, num_held - 1)):
             raise MessageError
-        return None, end
+        return None, len(data)
