@@ -30,6 +30,7 @@ from cache.redis_index import WriterSettings, check_key_part
 from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.common.cores import bound_spinning
 from worker.common.extras import missing_extra
+from worker.common.http_protocol import StrictProtocol
 from worker.common.logs import configure_logging
 from worker.common.options import warn_deprecated
 from worker.common.proof import gateway_token
@@ -41,7 +42,6 @@ from worker.config import WorkerConfig, parse, parser
 from worker.contracts.engine import Engine, EngineDeadError
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
-from worker.http.protocol import WorkerProtocol
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
 from worker.kv_transfer.handover import HANDOVER_S, hand_over
@@ -161,7 +161,7 @@ class Worker:
         token = gateway_token(self._config.cluster_secret())
         config = uvicorn.Config(
             make_app(self._service, token, self._config.host, self._config.advertise_url, url),
-            http=WorkerProtocol,
+            http=StrictProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

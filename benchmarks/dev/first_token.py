@@ -1,8 +1,9 @@
 """`headstart bench first-token`: from the client's request to its first token, stage by stage.
 
-Real processes on sockets: a gateway, a worker with SmolLM2, and a Redis of their own. Each cell is a prompt of 30,
-400 or 2,000 words: warm or cold, plain or streamed. Its requests go back to back on a kept connection. Then warm
-prompts of 30 words go on new connections, after pauses, and from 16 clients. All systems are asked in turn, so that each round is a pair:
+Real processes on sockets: a gateway, a worker with SmolLM2, and a Redis of their own. Each cell is a prompt of 30, 400
+or 2,000 words: warm or cold, plain or streamed. Its requests go back to back on a kept connection. Then warm prompts of
+30 words go on new connections, after pauses, and from 16 clients. All systems are asked in turn, so that each round is
+a pair:
 
     here     this checkout            before   the checkout that --before names
     step     the engine's own steps for as many tokens, in this process

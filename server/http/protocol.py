@@ -8,15 +8,13 @@ has left: neither asyncio nor uvloop keeps half a TLS connection.
 
 from __future__ import annotations
 
+import os
 from asyncio import TimerHandle
+from collections.abc import Iterable
 from typing import Any, Final
-
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from server.errors import HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.event_loop import ByteCollector
-from server.http.answer import AnswerTransport, Http10Answer, error_bytes
 from server.http.connections import ConnectionLimit, HttpLimits
 from server.http.stream import CLIENT, ClientConnection
 from worker.common.http_protocol import StrictProtocol
@@ -50,7 +48,7 @@ class GatewayProtocol(StrictProtocol):
     def __init__(
         self, limits: HttpLimits, connections: ConnectionLimit, collector: ByteCollector, *arguments: Any
     ) -> None:
-        super().__init__(limits.max_header_bytes, *arguments)
+        super().__init__(*arguments, max_head_bytes=limits.max_header_bytes)
         self._collector = collector
         self._limits = limits
         self._connections = connections
@@ -70,10 +68,9 @@ class GatewayProtocol(StrictProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._lose_client()
-        self._cancel_timer()
-        self._cancel_write_timer()
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
+        for timer in (self._timer, self._write_timer, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
         self._connections.close(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -120,15 +117,8 @@ class GatewayProtocol(StrictProtocol):
         self._new_body_bytes = 0
         self._connections.begin(self)
         super().on_head(head)
-        self.cycle.keep_alive = head.keep_alive
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        scope: Any = cycle.scope
-        scope[CLIENT] = self._connection
-        cycle.transport = AnswerTransport(self.transport)  # type: ignore[assignment]
-        if scope["http_version"] == "1.0":
-            app = Http10Answer(app, cycle)
-        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+        scope: Any = self.scope
+        scope[CLIENT] = self._connection  # the app starts in the next turn of the loop
 
     def on_body(self, body: bytes) -> None:
         self._new_body_bytes += len(body)
@@ -141,8 +131,6 @@ class GatewayProtocol(StrictProtocol):
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        cycle: Any = self.cycle
-        cycle.transport.flush()
         super().on_response_complete()
         if not self.transport.is_closing():
             self._connections.end(self)
@@ -152,7 +140,8 @@ class GatewayProtocol(StrictProtocol):
         self._watch_writing()
 
     def resume_writing(self) -> None:
-        self._cancel_write_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().resume_writing()
 
     def _watch_writing(self) -> None:
@@ -176,18 +165,14 @@ class GatewayProtocol(StrictProtocol):
         super()._lose_client()
         self._connection.lose()
 
-    def _refusal(self, status: int) -> bytes:
-        return error_bytes(_REFUSALS[status], self.server_state.default_headers)
+    def _refusal(self, status: int) -> tuple[Iterable[tuple[bytes, bytes]], bytes]:
+        request_id = (b"x-request-id", f"req_{os.urandom(16).hex()}".encode())
+        return (*_REFUSALS[status].headers(), request_id), _REFUSALS[status].body()
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _cancel_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
 
     def _on_timeout(self) -> None:
         """Close after a slow head or body. While reading is paused, the client is not at fault."""

@@ -7,14 +7,17 @@ costs only its bytes. It takes turns with the requests of other connections.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, Final
 from urllib.parse import unquote
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from worker.common.http_answer import AnswerTransport, Http10Answer
 from worker.common.http_reader import MessageError, RequestHead, RequestReader
 
+MAX_HEAD_BYTES: Final = 64 * 1024
 LINGER_S: Final = 1.0
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
@@ -32,7 +35,7 @@ class StrictProtocol(HttpToolsProtocol):
     _is_ahead_full = False
     """More input came than is kept: the connection ends after the complete requests in `_ahead`."""
 
-    def __init__(self, max_head_bytes: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_head_bytes: int = MAX_HEAD_BYTES, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = None  # type: ignore[assignment]  # it holds this object
         self._reader = RequestReader(max_head_bytes)
@@ -86,17 +89,16 @@ class StrictProtocol(HttpToolsProtocol):
             "server": self.server,
             "client": self.client,
             "scheme": self.scheme or "http",
-            "root_path": self.root_path,
+            "root_path": "",
             "method": head.method,
-            "path": self.root_path + unquote(path.decode()),
-            "raw_path": self.root_path.encode() + path,
+            "path": unquote(path.decode()),
+            "raw_path": path,
             "query_string": query,
             "headers": head.headers,
-            "state": self.app_state.copy(),
         }
         self.cycle = RequestResponseCycle(
             self.scope,
-            self.transport,
+            AnswerTransport(self.transport),  # type: ignore[arg-type]
             self.flow,
             self.logger,
             self.access_logger,
@@ -104,10 +106,11 @@ class StrictProtocol(HttpToolsProtocol):
             self.server_state.default_headers,
             message_event=asyncio.Event(),
             expect_100_continue=head.expects_continue,
-            keep_alive=head.keep_alive and head.version != "1.0",
+            keep_alive=head.keep_alive,
             on_response=self.on_response_complete,
         )
-        self._start_asgi_task(self.cycle, self.app)
+        app: Any = Http10Answer(self.app, self.cycle) if head.version == "1.0" else self.app
+        self._start_asgi_task(self.cycle, app)
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:
@@ -122,14 +125,16 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Continue the connection. The rest of a body that was answered early (401, 413) is not awaited."""
+        cycle: Any = self.cycle
+        cycle.transport.flush()
         super().on_response_complete()
         # The connection may stay: nothing of the request stays with it.
-        self.cycle.body = bytearray()
-        self.cycle.scope = self.scope = {}  # type: ignore[typeddict-item]
+        cycle.body = bytearray()
+        cycle.scope = self.scope = {}  # type: ignore[typeddict-item]
         if self.transport.is_closing():
             return
         if self._reader.phase == "body":
-            self.loop.call_later(LINGER_S, self._close_unread, self.cycle)
+            self.loop.call_later(LINGER_S, self._close_unread, cycle)
         elif self._ahead or self._is_ahead_full:
             self.loop.call_soon(self._read_ahead)  # after the turns of other connections
 
@@ -155,11 +160,14 @@ class StrictProtocol(HttpToolsProtocol):
             self._drops_input = True
             self.transport.close()
         else:
-            self._close_with(self._refusal(status))
+            own_headers, body = self._refusal(status)
+            ends = (b"content-length", b"%d" % len(body)), (b"connection", b"close")
+            headers = *self.server_state.default_headers, *own_headers, *ends
+            self._close_with(b"".join([STATUS_LINE[status], *(b"%b: %b\r\n" % one for one in headers), b"\r\n", body]))
 
-    def _refusal(self, status: int) -> bytes:
-        """Return a whole answer."""
-        return STATUS_LINE[status] + b"connection: close\r\ncontent-length: 0\r\n\r\n"
+    def _refusal(self, status: int) -> tuple[Iterable[tuple[bytes, bytes]], bytes]:
+        """Return headers and the body of the answer to what is no request."""
+        return (), b""
 
     def _close_with(self, answer: bytes) -> None:
         self._drops_input = True

@@ -209,11 +209,12 @@ class GenerateRoute:
         watch = asyncio.create_task(disconnected(receive))
         watch.add_done_callback(lambda _: stream.close())
         try:
-            await stream.begun(HEAD_WAIT_S)  # the Started of an idle engine leaves with the head
+            data = await stream.take(HEAD_WAIT_S)  # the Started of an idle engine leaves with the head
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            while data := await stream.take():
+            while not stream.is_taken:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                data = await stream.take()
+            await send({"type": "http.response.body", "body": data, "more_body": False})
         finally:
             self._service.release(stream)
             watch.cancel()

@@ -99,21 +99,19 @@ class Stream:
         self._frames.append(frame)
         self._wake.set()
 
-    async def begun(self, timeout_s: float) -> None:
-        """Wait for the first frame or the end, but no longer than `timeout_s`."""
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._wake.set)
-        try:
-            await self._wake.wait()
-        finally:
-            timer.cancel()
+    @property
+    def is_taken(self) -> bool:
+        """True once the stream has ended and all its frames are taken."""
+        return self.ended and not self._frames
 
-    async def take(self) -> bytes:
-        """Wait for frames and return them packed; b"" when the stream has ended and all are taken."""
-        while not self._frames:
-            if self.ended:
-                return b""
+    async def take(self, timeout_s: float | None = None) -> bytes:
+        """Wait for frames and return them packed; b"" if none come in this time, or before the end."""
+        if not self._frames and not self.ended:
             self._wake.clear()
+            timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, self._wake.set)
             await self._wake.wait()
+            if timer is not None:
+                timer.cancel()
         frames, self._frames = self._frames[:MAX_COALESCED_FRAMES], self._frames[MAX_COALESCED_FRAMES:]
         return b"".join(map(pack_frame, frames))
 

@@ -165,11 +165,8 @@ class Pipeline:
     """The server closes the connection without being asked to by a fault."""
 
 
-def pipeline(rng: random.Random, *, keeps_old: bool = True) -> Pipeline:
-    """Return a pipeline. Bytes behind a fault or a close are there, and must not be read.
-
-    `keeps_old`: the server keeps a connection of HTTP/1.0 that asks for it.
-    """
+def pipeline(rng: random.Random) -> Pipeline:
+    """Return a pipeline. Bytes behind a fault or a close are there, and must not be read."""
     data, expected, is_refused, is_closed = b"", [], False, False
     for number in range(rng.randint(1, 4)):
         data += b"\r\n" * rng.choice((0, 0, 0, 1, 3))
@@ -178,7 +175,7 @@ def pipeline(rng: random.Random, *, keeps_old: bool = True) -> Pipeline:
             data += _broken(rng, number)
             is_refused = not is_closed
         else:
-            raw, read, closes = _valid(rng, number, keeps_old)
+            raw, read, closes = _valid(rng, number)
             data += raw
             if not is_closed:
                 expected.append(read)
@@ -198,7 +195,7 @@ def pieces(data: bytes, rng: random.Random) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def _valid(rng: random.Random, number: int, keeps_old: bool) -> tuple[bytes, Read, bool]:
+def _valid(rng: random.Random, number: int) -> tuple[bytes, Read, bool]:
     method = rng.choice((b"POST", b"POST", b"GET", rng.choice(METHODS)))
     is_old = rng.random() < 0.1
     body = b"".join(rng.choice(SMUGGLED) for _ in range(rng.randint(0, 3)))
@@ -210,7 +207,7 @@ def _valid(rng: random.Random, number: int, keeps_old: bool) -> tuple[bytes, Rea
     if closes := rng.random() < 0.1:
         tokens.append(rng.choice((b"close", b"Close , Upgrade", b"upgrade,close")))
     elif is_old:
-        closes = not (keeps_old and any(b"keep-alive" in token for token in tokens))
+        closes = not any(b"keep-alive" in token for token in tokens)
     fields += [b"Connection:" + _space(rng) + token + _space(rng) for token in tokens]
     fields += [
         rng.choice(UPGRADES) + b":" + _space(rng) + rng.choice(PROTOCOLS) for _ in range(rng.choice((0, 1, 1, 2)))

@@ -45,7 +45,7 @@ def check_many(name: str, seed: str, num_cases: int, node: NodeReader | None) ->
     async def scenario() -> None:
         port, rng = OurPort(name), random.Random(seed)
         for _ in range(num_cases):
-            case = pipeline(rng, keeps_old=name in PORTS[:2])
+            case = pipeline(rng)
             await check(port, case, node)
             data = mutated(b"".join(case.pieces), rng)
             read, statuses, _ = await port.read(pieces(data, rng))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import uvicorn
@@ -18,9 +19,9 @@ from tests.waiting import HANG_S
 from tests.worker.http.slow_runner import SlowRunner
 from tests.worker.live_worker import LiveWorker, serve
 from tests.worker.scheduler.engine import generate
+from worker.common.http_protocol import MAX_HEAD_BYTES, StrictProtocol
 from worker.common.sockets import listen
-from worker.http import app, protocol
-from worker.http.protocol import MAX_HEAD_BYTES, WorkerProtocol
+from worker.http import app
 
 
 async def _length(request: Request) -> Response:
@@ -30,7 +31,7 @@ async def _length(request: Request) -> Response:
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     app = Starlette(routes=[Route("/length", endpoint=_length, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, http=WorkerProtocol, ws="none", lifespan="off", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, http=StrictProtocol, ws="none", lifespan="off", log_config=None))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     sock = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -73,17 +74,25 @@ async def test_an_answer_of_one_token_takes_two_writes(
 ) -> None:
     """The head leaves with Started, and the last frame with the end of the body. Each write wakes the gateway."""
     writes: list[bytes] = []
-    flush = protocol._CoalescingTransport._flush
 
-    def note(transport: protocol._CoalescingTransport) -> None:
-        if transport._parts:
-            writes.append(b"".join(transport._parts))
-        flush(transport)
+    class NotedTransport:
+        def __init__(self, transport: Any) -> None:
+            self._transport = transport
 
-    monkeypatch.setattr(protocol._CoalescingTransport, "_flush", note)
+        def write(self, data: bytes) -> None:
+            writes.append(data)
+            self._transport.write(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transport, name)
+
+    class NotedProtocol(StrictProtocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(NotedTransport(transport))  # type: ignore[arg-type]
+
     monkeypatch.setattr(app, "HEAD_WAIT_S", HANG_S)
     runner.free_running.set()
-    async with serve(worker.service, http=WorkerProtocol) as url:
+    async with serve(worker.service, http=NotedProtocol) as url:
         status, answer = await dataclasses.replace(worker, url=url).generate(generate(range(10), 1))
     assert (status, len(answer.tokens[0])) == (200, 1)
     assert len(writes) <= 2

@@ -12,17 +12,13 @@ An interim response (1xx) would not do: HTTP/1.0 has none, and some clients take
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
-from collections.abc import MutableMapping, Sequence
-from http import HTTPStatus
+from collections.abc import MutableMapping
 from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-from server.errors import ApiError
 
 _VERSION: Final = b"HTTP/1.1 "
 _CONTINUE: Final = b"HTTP/1.1 100 "
@@ -118,18 +114,3 @@ class Http10Answer:
             cycle.keep_alive = cycle.chunked_encoding = False
         elif cycle.keep_alive and b"connection" not in names:
             head["headers"] = [*headers, (b"connection", b"keep-alive")]
-
-
-def error_bytes(error: ApiError, default_headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return a whole response, after which the connection closes."""
-    body = error.body()
-    headers = [
-        *default_headers,
-        *error.headers(),
-        (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),
-        (b"x-request-id", f"req_{os.urandom(16).hex()}".encode()),
-    ]
-    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
-    reason = HTTPStatus(error.status).phrase.encode()
-    return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (error.status, reason, lines, body)
