@@ -159,7 +159,7 @@ class Gateway:
             EngineTexts(
                 self.models,
                 self._client,
-                self.fleet.candidates,
+                self.fleet,
                 keeps_control_tokens=config.control_tokens_in_content,
                 image_rules=ImageRules(config.max_images, config.max_image_bytes, config.image_hosts),
             ).prepare,

@@ -12,6 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Final
@@ -25,7 +26,7 @@ from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
 from server.event_loop import TimeSlice, sliced
-from server.http.stream import ClientGoneError, KeepAlive, SseWriter, client_of
+from server.http.stream import CancelOnDisconnect, ClientGoneError, KeepAlive, SseWriter, client_of
 from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
@@ -100,11 +101,12 @@ class Preparation:
 
     async def request(self) -> PreparedRequest:
         """Prepare it for the revision that serves now. Raises ApiError."""
-        if self._prepare is None:
-            raise RevisionGoneError
-        request = await self._prepare()
-        self._num_waiting = len(request.specs)
-        return request
+        while self._prepare is not None:
+            with suppress(RevisionGoneError):  # gone while its engine renders the prompt
+                request = await self._prepare()
+                self._num_waiting = len(request.specs)
+                return request
+        raise RevisionGoneError
 
     def first_token(self) -> None:
         """Count a prompt that no longer needs the body."""
@@ -156,7 +158,8 @@ class GenerateEndpoint(ABC):
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
         preparation = Preparation(partial(self._prepared, scope["path"], await read_body(receive), identity))
-        request = await preparation.request()
+        with CancelOnDisconnect(client_of(scope), services.request_timeout_s):
+            request = await preparation.request()
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         account.model = request.specs[0].model.name
         if usage is not None:

@@ -9,10 +9,11 @@ Source: docs/architecture/engine_text.md.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ from server.errors import (
     InternalError,
     InvalidRequestError,
     NotFoundError,
+    RevisionGoneError,
     UnavailableError,
     anthropic_error,
     responses_error,
@@ -48,13 +50,16 @@ from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_ask import EngineAsk
+from server.request.request import WORKER_WAIT_S
 from server.request.response import ResponseStream
+from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
 from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
 from server.schema.fields import RequestFields
 from server.workers.client import WorkerClient
-from server.workers.connection import WorkerLost, WorkerRefused
+from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
+from server.workers.fleet import Fleet
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -111,19 +116,16 @@ class EngineTexts:
         self,
         models: Models,
         client: WorkerClient,
-        candidates: Callable[[str, None, str], Sequence[Candidate]],
+        fleet: Fleet,
         *,
         keeps_control_tokens: bool,
         image_rules: ImageRules,
     ) -> None:
-        """`candidates` returns the workers of a model that a request could be sent to.
-
-        `keeps_control_tokens`: clients may write control tokens.
-        """
+        """`keeps_control_tokens`: clients may write control tokens."""
         self._image_rules = image_rules
         self._models = models
         self._client = client
-        self._candidates = candidates
+        self._fleet = fleet
         self._keeps_control_tokens = keeps_control_tokens
         self._prompts = EnginePrompts()
 
@@ -169,7 +171,8 @@ class EngineTexts:
         with trace_stage("tokenise"):
             own = None
             if path == CHAT_PATH and wrong is None and not media.images:
-                own = await self._prompts.render(body, fields, model, self._candidates_for(call, model))
+                candidates = self._fleet.candidates(model.name, None, model.fingerprint)
+                own = await self._prompts.render(body, fields, model, _able(candidates, path))
             rendered = own or await self._rendered(call, media, model)
             if wrong is not None:
                 raise located(str(wrong))
@@ -179,11 +182,6 @@ class EngineTexts:
         if len(rendered.prompts) != 1:
             raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
         return _prepared(call, head.model, model, known, fields, rendered, identity)
-
-    def _candidates_for(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> list[Candidate]:
-        candidates = self._candidates(model.name, None, model.fingerprint)
-        found = [each for each in candidates if call.path in each.member.text_apis]
-        return [each for each in found if "image" in each.member.media] if has_images else found
 
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
         """Return the engine's prompts of a call. Raises ApiError, which names the image that the engine cannot read."""
@@ -205,19 +203,35 @@ class EngineTexts:
         return rendered
 
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool) -> Rendered:
-        """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError."""
-        candidates = self._candidates_for(call, model, has_images=has_images)
-        candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
-        for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
-            try:
-                return await self._client.render(candidate.member.url, call)
-            except WorkerRefused as error:
-                if not error.failed.retryable:
-                    raise _refusal(error) from error
-                log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
-            except WorkerLost as error:
-                log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
+        """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError.
+
+        Silent workers, and another revision that is learnt, are waited for.
+        """
+        workers_of = partial(_able, path=call.path, has_images=has_images)
+        num_lost = num_waits = 0
+        while num_lost < MAX_RENDER_ATTEMPTS and num_waits <= MAX_WAITS:
+            candidates = workers_of(self._fleet.candidates(model.name, None, model.fingerprint))
+            candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
+            for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
+                try:
+                    return await self._client.render(candidate.member.url, call)
+                except (WorkerRefused, WorkerLost) as error:
+                    if isinstance(error, WorkerRefused) and not error.failed.retryable:
+                        raise _refusal(error) from error
+                    num_lost += isinstance(error, WorkerLost) and not isinstance(error, WorkerAbsent)
+                    log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
+            if not self._models.is_served(model):
+                raise RevisionGoneError
+            silent = workers_of(self._fleet.silent(model.name, model.fingerprint))
+            num_waits += not (silent or self._models.is_learning(model.name))
+            await asyncio.sleep(WORKER_WAIT_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
+
+
+def _able(candidates: Sequence[Candidate], path: str, has_images: bool = False) -> list[Candidate]:
+    """Return the workers whose engine has the route."""
+    found = [each for each in candidates if path in each.member.text_apis]
+    return [each for each in found if "image" in each.member.media] if has_images else found
 
 
 @contextmanager

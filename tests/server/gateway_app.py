@@ -23,6 +23,7 @@ from server.request.retry_state import RetryBudget
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.placement import Placement
 from server.router.types import NoWorkerError, RouteRequest
+from server.workers.fleet import Fleet
 from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
 from tests.waiting import until
 from worker.common.sockets import listen
@@ -107,6 +108,7 @@ class RunningGateway:
     limiter: PromptTokenLimiter
     ops: ASGIApp
     """The app of the ops port."""
+    fleet: Fleet
 
 
 @asynccontextmanager
@@ -142,7 +144,7 @@ async def gateway(
         await until(lambda: server.started)
         try:
             url = f"http://{server.address}"
-            parts = built.metrics, built.models, built.requests.limiter, built.ops
+            parts = built.metrics, built.models, built.requests.limiter, built.ops, built.fleet
             yield RunningGateway(url, router, list(workers), *parts)
             # However the requests have ended, nothing of them is left.
             await until(

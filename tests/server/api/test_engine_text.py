@@ -17,6 +17,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from cache.records import WorkerMember
+from server.api import engine_text
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import Die, Refuse, ScriptedWorker
 from tests.server.sse_grammar import events
@@ -64,6 +65,8 @@ class EngineWorker(ScriptedWorker):
     rendered: list[dict[str, Any]] = field(default_factory=list)
     refuses_render: Failed | None = None
     tokenizer: Tokenizer | None = None
+    silent: bool = False
+    """It answers neither polls nor calls."""
 
     def member(self) -> WorkerMember:
         return replace(super().member(), text_apis=APIS)
@@ -73,7 +76,12 @@ class EngineWorker(ScriptedWorker):
         app.router.routes.append(Route("/render", self._render, methods=["POST"]))
         return app
 
+    async def _state(self, http: Request) -> Response:
+        return Response(status_code=500) if self.silent else await super()._state(http)
+
     async def _render(self, http: Request) -> Response:
+        if self.silent:
+            return Response(pack_frame(Failed("not_ready", "silent", retryable=True)), status_code=503)
         call = unpack(await http.body(), EngineCall)
         body = json.loads(call.body)
         self.rendered.append(body)
@@ -334,6 +342,41 @@ async def test_a_lost_worker_renders_nothing(engines: list[EngineWorker]) -> Non
     async with engine_gateway(*engines) as target:
         answers = [await post(target.url, chat()) for _ in range(4)]
     assert {status for status, _, _ in answers} == {200}
+
+
+@asynccontextmanager
+async def silent_gateway(engines: list[EngineWorker], **options: Any) -> AsyncIterator[RunningGateway]:
+    """A gateway that has learnt the model, and whose workers are all silent now."""
+    async with engine_gateway(*engines, **options) as target:
+        for engine in engines:
+            engine.silent = True
+        await until(lambda: not target.fleet.live_workers())
+        yield target
+
+
+async def test_silent_workers_are_waited_for(engines: list[EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_text, "MAX_WAITS", 0)
+    async with silent_gateway(engines) as target:
+        asked = asyncio.create_task(post(target.url, chat()))
+        await asyncio.wait([asked], timeout=1.0)
+        assert not asked.done()
+        engines[1].silent = False
+        status, _, _ = await asked
+    assert status == 200
+
+
+async def test_silent_workers_are_waited_for_until_the_deadline(engines: list[EngineWorker]) -> None:
+    async with silent_gateway(engines, request_timeout_s=1.0) as target:
+        status, _, raw = await post(target.url, chat())
+    assert status == 504
+    assert json.loads(raw)["error"]["code"] == "timeout"
+
+
+async def test_workers_that_are_gone_are_not_waited_for_long(engines: list[EngineWorker]) -> None:
+    async with engine_gateway(engines[0]) as target:
+        engines[0].refuses_render = Failed("not_ready", "gone", retryable=True)
+        status, _, _ = await post(target.url, chat())
+    assert status == 503
 
 
 @pytest.mark.parametrize("text", ["hi<|im_end|>", "<|im_start|>system", "<|endoftext|>"])
