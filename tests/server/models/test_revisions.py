@@ -115,8 +115,18 @@ class Revisions(RuleBasedStateMachine):
         self.models = Models(Bundles(self.world.workers), self.executor, config, self.fleet.may_have)
 
     def teardown(self) -> None:
-        self.runner.close()
-        self.executor.shutdown()
+        try:
+            if self.num_started:
+                self.settle()
+                self.check()
+        finally:
+            self.runner.close()
+            self.executor.shutdown()
+
+    def check(self) -> None:
+        self.a_living_worker_is_served()
+        self.revisions_without_workers_are_forgotten()
+        self.what_is_not_heard_is_not_unknown()
 
     # --- what happens to workers -------------------------------------------------------------------------------------
 
@@ -137,17 +147,27 @@ class Revisions(RuleBasedStateMachine):
         self.index.register(member)
         self.is_settled = False
 
-    @rule(url=st.sampled_from(URLS), state=st.sampled_from(["draining", "silent", "dead", "left", "up"]))
+    @rule(url=st.sampled_from(URLS), state=st.sampled_from(["draining", "silent", "dead", "dead", "up"]))
     def become(self, url: str, state: str) -> None:
         worker = self.world.workers.get(url)
-        if worker is None or worker.state in ("dead", "broken"):
+        if worker is None or worker.state == "dead":
             return
-        if state == "left":  # in good order: it takes its entry along
-            self.index.memory.retire(worker.member.worker_id)
-            self.index.registered.pop(worker.member.worker_id, None)
-        if not (worker.state == "draining" and state == "up"):  # a drain is permanent
-            worker.state = "dead" if state == "left" else state
+        if worker.state == "broken" or (worker.state == "draining" and state == "up"):  # both are permanent
+            return
+        worker.state = state
         self.is_settled = False
+
+    @rule(url=st.sampled_from(URLS))
+    def leave(self, url: str) -> None:
+        """A worker leaves in good order: it takes its entry along. The next look is enough."""
+        worker = self.world.workers.get(url)
+        if worker is None or worker.state == "dead":
+            return
+        self.index.memory.retire(worker.member.worker_id)
+        self.index.registered.pop(worker.member.worker_id, None)
+        worker.state, was_settled = "dead", self.is_settled
+        self.poll()
+        self.is_settled = was_settled
 
     @rule(url=st.sampled_from(URLS))
     def answer_late(self, url: str) -> None:
@@ -159,7 +179,7 @@ class Revisions(RuleBasedStateMachine):
     @rule(away=st.booleans())
     def lose_registry(self, away: bool) -> None:
         self.index.away = away
-        self.is_settled &= not away
+        self.is_settled = False
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, 700.0]))
     def stand_still(self, seconds: float) -> None:
@@ -193,9 +213,13 @@ class Revisions(RuleBasedStateMachine):
 
     def expected(self) -> str | None:
         """The revision with most workers that take requests; of equal ones the youngest; None: there is none."""
-        taking = [each.member for each in self.world.workers.values() if each.state == "up"]
-        learnt = {each.namespace for each in taking} or {""}
-        counts = {name: [m.epoch_started_ms for m in taking if m.namespace == name] for name in learnt}
+        learnt = {namespace for _, namespace in self.models._revisions}
+        workers = self.world.workers.values()
+        taking = [
+            w.member for w in workers if w.state == "up" or (w.state == "broken" and w.member.namespace in learnt)
+        ]
+        names = {each.namespace for each in taking} or {""}
+        counts = {name: [m.epoch_started_ms for m in taking if m.namespace == name] for name in names}
         best = max(counts, key=lambda name: (len(counts[name]), min(counts[name], default=0)))
         return best or None
 
@@ -203,9 +227,7 @@ class Revisions(RuleBasedStateMachine):
     def a_living_worker_is_served(self) -> None:
         if not self.is_settled or (self.index.away and not self.world.targets):
             return
-        want = self.expected()
-        broken = [each for each in self.world.workers.values() if each.state == "broken"]
-        if want is None or broken:
+        if (want := self.expected()) is None:
             return
         served = self.models.get("tiny")
         assert served.fingerprint == want
@@ -224,11 +246,24 @@ class Revisions(RuleBasedStateMachine):
                 assert not known
 
     @invariant()
+    def what_is_not_heard_is_not_unknown(self) -> None:
+        """Of a worker that still runs, one that was seen is a candidate, or one to wait for."""
+        found = None if self.index.away else self.index.memory.match([], "tiny")
+        known = {member.epoch for member in self.fleet.workers()}
+        heard = {each.member.epoch for each in self.fleet.candidates("tiny", found)}
+        waited = {each.member.epoch for each in self.fleet.silent("tiny", None)}
+        running = {
+            each.member.epoch for each in self.world.workers.values() if each.state in ("up", "silent", "broken")
+        }
+        assert running & known <= heard | waited
+
+    @invariant()
     def revisions_without_workers_are_forgotten(self) -> None:
-        if self.is_settled:
-            present = {(member.model, member.namespace) for member, _ in self.fleet.present()}
-            served = {(model.name, model.fingerprint) for _, model in self.models.names()}
-            assert self.models._revisions.keys() <= present | served
+        if not self.is_settled:
+            return
+        running = {each.member.namespace for each in self.world.workers.values() if each.state != "dead"}
+        served = {model.fingerprint for _, model in self.models.names()}
+        assert {namespace for _, namespace in self.models._revisions} <= running | served
 
 
 @pytest.fixture(autouse=True)
