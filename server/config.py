@@ -20,6 +20,7 @@ from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes
 NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _IMAGE_HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
+_XARG: Final = re.compile(r"(?!(?:kv|ec)_)[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.IGNORECASE)
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 
 
@@ -31,6 +32,10 @@ _watch = partial(option, "observability")
 
 def _comma_separated(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split(","))
 
 
 def _hosts(text: str) -> frozenset[str]:
@@ -131,6 +136,12 @@ class GatewayConfig(SharedConfig):
         "HOST,...",
         type=_hosts,
     )
+    engine_xargs: frozenset[str] = _api(
+        frozenset(),
+        "further names in vllm_xargs that go to the engine, for custom logits processors (default: none)",
+        "NAME,...",
+        type=_names,
+    )
     cors_origin: tuple[str, ...] = _api(
         (), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...", type=_comma_separated
     )
@@ -189,6 +200,9 @@ class GatewayConfig(SharedConfig):
         for name in self.image_hosts:
             if _IMAGE_HOST.fullmatch(name) is None:
                 raise ValueError(f"--image-hosts takes HOST or HOST:PORT, got {name!r}")
+        for name in sorted(self.engine_xargs):
+            if _XARG.fullmatch(name) is None:
+                raise ValueError(f"--engine-xargs takes names but those of transfers (kv_*, ec_*), got {name!r}")
         for origin in self.cors_origin:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")

@@ -61,6 +61,7 @@ from server.request_context import add_ids
 from server.router.partings import Partings
 from server.router.placement import Placer
 from server.router.router import Router
+from server.schema.field_table import SENT_XARGS
 from server.usage.account import Account
 from server.usage.day import DayHistory
 from server.usage.log import UsageLog
@@ -162,6 +163,7 @@ class Gateway:
                 self.fleet,
                 keeps_control_tokens=config.control_tokens_in_content,
                 image_rules=ImageRules(config.max_images, config.max_image_bytes, config.image_hosts),
+                xargs=SENT_XARGS | config.engine_xargs,
             ).prepare,
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)

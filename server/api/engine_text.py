@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,7 @@ from server.request.response import ResponseStream
 from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
-from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
+from server.schema.field_table import IGNORED, SENT_FIELDS
 from server.schema.fields import RequestFields
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
@@ -120,9 +120,11 @@ class EngineTexts:
         *,
         keeps_control_tokens: bool,
         image_rules: ImageRules,
+        xargs: Collection[str],
     ) -> None:
-        """`keeps_control_tokens`: clients may write control tokens."""
+        """`keeps_control_tokens`: clients may write control tokens. `xargs`: names that may be in `vllm_xargs`."""
         self._image_rules = image_rules
+        self._xargs = xargs
         self._models = models
         self._client = client
         self._fleet = fleet
@@ -158,7 +160,7 @@ class EngineTexts:
             if not writes and not media.images:
                 return None
             await _check_text(body, media, limit())
-            _check(path, known, fields)
+            _check(path, known, fields, self._xargs)
         sent = _body(path, known, media.fields, model, keeps_all=wrong is not None)
         call = EngineCall(path, encode_json(sent), bool(known.stream) and path not in POOLING_PATHS)
         if path in POOLING_PATHS:
@@ -264,21 +266,25 @@ def _is_sent(path: str, name: str) -> bool:
     return name in SENT_FIELDS[path] or name in _HINTS
 
 
-def _check(path: str, known: _Known, fields: Mapping[str, Raw]) -> None:
+def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collection[str]) -> None:
     """Raises InvalidRequestError for fields that are not sent on to engines, unless they are empty or ignored."""
     for name, value in fields.items():
         is_known = _is_sent(path, name) or (name in IGNORED and name not in _NOT_SENT)
         if not is_known and bytes(value) not in _EMPTY:
-            raise unsupported(f"{name:.64}", _NOT_SENT.get(name, "is not sent on to the model's engine: leave it out"))
+            raise _not_sent("", name)
     with suppress(msgspec.ValidationError):  # the engine refuses another type in its own words
-        for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))).keys() - SENT_XARGS:
-            why = _NOT_SENT.get(name, "is not sent on to the model's engine: leave it out")
-            raise unsupported(f"vllm_xargs.{name:.64}", why)
+        for name in _fields_of(fields.get("vllm_xargs", Raw(b"{}"))):
+            if name not in xargs:
+                raise _not_sent("vllm_xargs.", name, "is not in the gateway's --engine-xargs")
     if known.encoding_format in ("bytes", "bytes_only"):
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
     for name, number in (("n", known.n), ("best_of", known.best_of)):
         if number is not None and number > MAX_CHOICES:
             raise invalid(name, f"is at most {MAX_CHOICES}")
+
+
+def _not_sent(place: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:
+    return unsupported(f"{place}{name:.64}", _NOT_SENT.get(name, why))
 
 
 def _body(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from server.api.engine_text import _check, _is_sent, _known_of
+from server.config import GatewayConfig
 from server.errors import InvalidRequestError
 from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
 from tests.server.api.test_engine_text import EngineWorker, engine_gateway, engines  # noqa: F401 (a fixture)
@@ -38,7 +39,8 @@ def refused(path: str, body: dict[str, Any]) -> str | None:
     """Return the field that a body is refused for."""
     raw = json.dumps(body).encode()
     try:
-        _check(path, _known_of(raw), {name: Raw(json.dumps(value).encode()) for name, value in body.items()})
+        fields = {name: Raw(json.dumps(value).encode()) for name, value in body.items()}
+        _check(path, _known_of(raw), fields, SENT_XARGS)
     except InvalidRequestError as error:
         return error.param if error.message.startswith(str(error.param)) else error.message
     return None
@@ -79,3 +81,21 @@ async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:  # noqa
             status, _, raw = await post(target.url, chat(**fields))
             assert (status, json.loads(raw)["error"]["param"]) == (400, param)
         assert len(engines[0].rendered) == 1
+
+
+async def test_an_owner_lists_names_of_xargs(engines: list[EngineWorker]) -> None:  # noqa: F811
+    async with engine_gateway(engines[0], engine_xargs=frozenset({"target_token"})) as target:
+        for xargs, expected in (({"target_token": 67}, 200), ({"ngram_size": 3}, 200), ({"other": 1}, 400)):
+            status, _, raw = await post(target.url, chat(vllm_xargs=xargs))
+            assert status == expected, raw
+        assert json.loads(raw)["error"]["param"] == "vllm_xargs.other"
+        assert "--engine-xargs" in json.loads(raw)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*VLLM_REFUSED - {"background", "previous_response_id"}, "kv_cache_report_mode", "KV_x", "", "a b", "n" * 65],
+)
+def test_names_of_transfers_cannot_be_listed(name: str) -> None:
+    with pytest.raises(ValueError, match="--engine-xargs"):
+        GatewayConfig(workers=("http://127.0.0.1:9",), engine_xargs=frozenset({name}))
