@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -63,7 +64,7 @@ def longer_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis and both workers live, so a late answer is the machine's fault: nothing gives up on it."""
     monkeypatch.setattr(lookup, "_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(lookup, "ClientSettings", partial(ClientSettings, stall_s=HANG_S))
-    monkeypatch.setattr(fleet, "GRACE_S", HANG_S)
+    monkeypatch.setattr(fleet, "MAX_MISSED", sys.maxsize)
     monkeypatch.setattr(workers_client, "PROBE_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", HANG_S)
 

@@ -113,6 +113,7 @@ def fleet_metrics(
         workers=lambda: [SimpleNamespace(model=model, ends=ends) for model in models],
         candidates=lambda model, root: list(candidates),
         broken=lambda: set(broken),
+        refused=list,
     )
     scorer = SimpleNamespace(num_outstanding=lambda: 0)
     router = SimpleNamespace(
@@ -122,7 +123,8 @@ def fleet_metrics(
         held_prefills_s=lambda model: list(held_prefills_s),
         workers_needed=SimpleNamespace(needed=lambda model: needed),
     )
-    services = SimpleNamespace(requests=SimpleNamespace(partings=None, metrics=None))
+    models_seen = SimpleNamespace(state_of=lambda member: ("serving", ""))
+    services = SimpleNamespace(requests=SimpleNamespace(partings=None, metrics=None), models=models_seen)
     return Overview(None, services, router, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
 
 

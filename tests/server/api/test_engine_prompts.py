@@ -77,7 +77,6 @@ async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) 
         (CHAT, chat_of(chat_template_kwargs={"title": "t"})),
         (CHAT, chat_of(reasoning_effort="low")),
         (CHAT, chat_of(response_format={"type": "json_object"})),
-        (CHAT, chat_of(an_unknown_field=1)),
         (CHAT, chat_of(max_tokens=100_000)),
         ("/v1/messages", chat_of()),
         ("/v1/responses", responses(user())),

@@ -131,7 +131,7 @@ def engines(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> list[EngineWor
 @asynccontextmanager
 async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterator[RunningGateway]:
     async with gateway(*workers, **{"text": "engine"} | options) as target:
-        await until(lambda: target.models.has_engine_text("/v1/chat/completions"))
+        await until(lambda: any(model.facts.text_apis for _, model in target.models.names()))
         yield target
 
 

@@ -20,7 +20,7 @@ from tests.worker.engine.threaded_engine import (
 )
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, generate
-from worker.contracts.engine import EngineOutput, RequestKey
+from worker.contracts.engine import RequestKey
 from worker.kernels.device import DeviceStream
 from worker.wire import Failed, Started
 
@@ -60,11 +60,15 @@ def test_started_is_sent_before_the_prefill_runs(threaded: ThreadedEngine) -> No
     threaded.runner.gate.clear()
     key = threaded.submit(0, generate(range(10)))
     output = threaded.next()
-    assert output == EngineOutput(key, Started(0))
+    assert isinstance(output.frame, Started)
+    assert (output.key, output.frame.num_cached_tokens) == (key, 0)
+    assert output.frame.queue_s is not None
     threaded.runner.gate.set()
     threaded.wait(key)
     again = threaded.submit(1, generate(range(10)))
-    assert threaded.next() == EngineOutput(again, Started(8))
+    output = threaded.next()
+    assert isinstance(output.frame, Started)
+    assert (output.key, output.frame.num_cached_tokens) == (again, 8)
     threaded.wait(again)
 
 
