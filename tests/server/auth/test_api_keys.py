@@ -325,14 +325,14 @@ def test_open_requests() -> None:
     usage.admit()
     with pytest.raises(OverloadedError, match="2 requests open"):
         usage.admit()
-    usage.num_open -= 1
+    usage.close()
     usage.admit()
 
 
 def test_refused_request_does_not_count_as_open() -> None:
     usage = limited(max_streams=1, requests_per_minute=1)
     usage.admit()
-    usage.num_open -= 1
+    usage.close()
     for _ in range(3):
         with pytest.raises(OverloadedError, match="a minute"):
             usage.admit()
