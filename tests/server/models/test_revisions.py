@@ -247,7 +247,7 @@ class Revisions(RuleBasedStateMachine):
 
     @invariant()
     def what_is_not_heard_is_not_unknown(self) -> None:
-        """Of a worker that still runs, one that was seen is a candidate, or one to wait for."""
+        """A worker that was seen, and still runs, is a candidate or one to wait for."""
         found = None if self.index.away else self.index.memory.match([], "tiny")
         known = {member.epoch for member in self.fleet.workers()}
         heard = {each.member.epoch for each in self.fleet.candidates("tiny", found)}
