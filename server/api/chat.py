@@ -29,11 +29,11 @@ from server.request_context import CURRENT, trace_stage
 from server.schema.decoding import invalid
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, ChatRequest
-from server.text.chat_template import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 from server.text.control_tokens import RenderedPrompt
 from server.text.formats import CALL_LIST
 from server.text.formats.reasoning import THINK
 from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
+from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 
 
 class ChatEndpoint(GenerateEndpoint):

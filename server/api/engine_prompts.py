@@ -18,7 +18,7 @@ from server.errors import ApiError
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit
 from server.schema.requests import CHAT
-from server.text.chat_template import TemplateError
+from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TooManyTokensError
 from worker.common.chat_probes import CHAT_PROBES, probes_digest
 from worker.wire import Rendered

@@ -14,7 +14,7 @@ import msgspec
 
 from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
-from server.schema.decoding import invalid
+from server.schema.decoding import decode_text, invalid
 from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
 from server.schema.grammar_schema import GrammarSchema, grammar_schema
 from server.schema.intent import ChatIntent
@@ -71,7 +71,7 @@ async def answer_grammar(
         return HeldGrammar(Grammar(kind, "", compact), param)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     _check_size(text, param)
-    if kind == "json_schema" and (parsed := _object(text)) is not None:
+    if kind == "json_schema" and (parsed := _object(text, f"{param}.json")) is not None:
         held = await run_sliced(grammar_schema(parsed, f"{param}.json", strict=False))
         return HeldGrammar(Grammar(kind, _compact(held.schema), compact), param, held.relaxed)
     return HeldGrammar(Grammar(kind, text, compact), param)
@@ -212,10 +212,10 @@ def _compact(schema: dict[str, Any]) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _object(text: str, field: str) -> dict[str, Any] | None:
     """Return the object that a text holds; None if it holds none: the compiler reports the error."""
     try:
-        value = json.loads(text)
+        value = decode_text(text, field)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -9,7 +9,7 @@ import msgspec
 
 from server.request.choice import GenerationSpec
 from server.schema.intent import Conversation
-from server.text.chat_template import message_text
+from server.text.template_input import message_text
 
 MAX_SEARCHED_CHARS: Final = 1 << 18
 _WINDOW_CHARS: Final = 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from server.api.messages import messages_intent
 from server.api.responses import responses_intent
 from server.api.tokenize import encode_any
 from server.models.served_model import ServedModel
-from server.schema.decoding import TextLimit, invalid
+from server.schema.decoding import TextLimit, decode_text, invalid
 from server.schema.fields import ModelFields
 from server.schema.intent import Conversation
 from server.schema.messages import COUNT_TOKENS
@@ -101,11 +100,14 @@ def _is_anthropic(body: Mapping[str, Any]) -> bool:
 async def read_prompt(raw: bytes, find: Callable[[str], ServedModel], api: Api | None = None) -> Prompt:
     """Render and tokenise a body as its route does. `find` returns a model by name. Raises ApiError."""
     try:
-        body = json.loads(raw)
+        body = decode_text(raw.decode(), "body")
         fields = _FIELDS.decode(raw)
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"must be a JSON object: {error}") from None
-    model = find(body.get("model") or "")
+    name = body.get("model") or ""
+    if not isinstance(name, str):
+        raise invalid("model", "must be a string")
+    model = find(name)
     raw = encode_json({**fields, "model": model.name})
     request: ModelFields
     text, ids = "", list[int]()

@@ -12,7 +12,8 @@ from server.errors import InvalidRequestError
 from server.models.served_model import build_model
 from server.schema.fields import Message
 from server.schema.intent import Conversation
-from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.chat_template import ChatTemplate
+from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.common.chat_probes import CHAT_PROBES
 from worker.common.checks import Check, judge

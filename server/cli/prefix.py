@@ -22,8 +22,8 @@ from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, between, op
 from server.config import GatewayConfig
 from server.errors import ApiError
 from server.models.served_model import ServedModel, build_model
-from server.text.chat_template import TemplateError
 from server.text.differences import differences, shared_length
+from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TokenizerError
 from worker.common.command_line import CommandParser
 from worker.common.modules import module_command

@@ -22,7 +22,7 @@ from server.config import GatewayConfig
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
 from server.models.served_model import ServedModel, WorkerFacts, build_model
 from server.schema.decoding import TextLimit
-from server.text.chat_template import TemplateError
+from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TokenizerError
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -160,6 +161,21 @@ async def read_json(
     if not is_large and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         run_now(measure(body))
     return decoded
+
+
+def decode_text(text: str, field: str) -> Any:
+    """Decode JSON that is the text of a field, behind the check of the body.
+
+    Raises ValueError or RecursionError for other text, and InvalidRequestError for halves of surrogate pairs.
+    """
+    value = json.loads(text)
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = json.dumps(error.object[error.start])[1:-1]
+            raise invalid(field, f"holds half of a surrogate pair, {half}: send whole characters") from None
+    return value
 
 
 def require_json(headers: Iterable[tuple[bytes, bytes]]) -> None:

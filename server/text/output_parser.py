@@ -18,6 +18,7 @@ from server.text.call_syntax import InputReader
 from server.text.formats import CALL_LIST
 from server.text.formats.base import DeltaKind, Reading, TextReader, ToolFormat
 from server.text.formats.reasoning import THINK, ThoughtFormat
+from server.text.surrogates import WholeEscapes, joined_pairs
 
 _ID_ALPHABET: Final = string.ascii_letters + string.digits
 _ID_CHARS: Final = 9
@@ -87,6 +88,7 @@ class OutputParser(TextReader):
         self.called_tools: list[str] = []
         self._input: InputReader | None = None
         """The reader of the last call's input, if this is a custom tool's."""
+        self._escapes = WholeEscapes()
         self._deltas: list[OutputDelta] = []
         self._reading = self._answer()
 
@@ -155,14 +157,20 @@ class OutputParser(TextReader):
     def emit(self, kind: DeltaKind, text: str) -> None:
         if kind == "call":
             self._end_input()
+            text = joined_pairs(text)
             self.called_tools.append(text)
             self._space = ""
             if self._rules.client_name(text).kind == "custom":
                 self._input = InputReader(raw=self._rules.is_raw_input)
         elif kind == "arguments" and self._input is not None:
-            kind, text = "input", self._input.feed(text)
+            kind, text = "input", joined_pairs(self._input.feed(text))
+        elif kind == "arguments":
+            text = self._escapes.feed(text)
         elif kind == "content" and text:
             self._end_input()
+        self._append(kind, text)
+
+    def _append(self, kind: DeltaKind, text: str) -> None:
         dropped = kind in ("call", "arguments", "input") and len(self.called_tools) > 1 and not self._rules.parallel
         if dropped or not (text or kind == "call"):
             return
@@ -174,6 +182,8 @@ class OutputParser(TextReader):
         reader, self._input = self._input, None
         if reader is not None:
             self.emit("input", reader.end())
+        escapes, self._escapes = self._escapes, WholeEscapes()
+        self._append("arguments", escapes.feed("", last=True))
 
 
 def call_id() -> str:

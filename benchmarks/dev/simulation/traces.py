@@ -314,7 +314,7 @@ def tool_s(tool: str, rng: random.Random) -> float:
 def _text_prompts(path: Path, half: int | None) -> Iterator[list[TextPrompt]]:
     """Yield the prompts of each recorded conversation."""
     from benchmarks.dev.gateway_load.processes import make_bundle
-    from server.text.chat_template import TemplateEnvironment
+    from server.text.template_sandbox import TemplateEnvironment
 
     bundle, tokenizer = make_bundle()
     template = TemplateEnvironment().from_string(bundle.chat_template or "")

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from server.api.client_lines import CLIENT_LINES, MAX_LINE_CHARS, without_client_lines
 from server.schema.fields import Message, TextPart
 from server.schema.intent import Conversation
-from server.text.chat_template import ChatTemplate, message_text
+from server.text.chat_template import ChatTemplate
+from server.text.template_input import message_text
 from tests.server.api.test_tools import Says
 from tests.server.conftest import CHATML
 from tests.server.gateway_app import gateway

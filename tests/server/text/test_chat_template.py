@@ -8,7 +8,8 @@ import pytest
 from server.errors import InvalidRequestError
 from server.schema.intent import Conversation
 from server.schema.requests import ChatRequest
-from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.chat_template import ChatTemplate
+from server.text.template_sandbox import TemplateError
 from tests.server.conftest import CHATML
 
 

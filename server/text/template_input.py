@@ -1,0 +1,161 @@
+"""A conversation in the form that chat templates read: messages and tools as plain objects."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from server.errors import InvalidRequestError
+from server.event_loop import Steps
+from server.schema.decoding import MAX_DEPTH, decode_text, measure
+from server.schema.fields import Message, TextPart, Tool
+from server.schema.intent import Conversation
+
+MAX_TEXT_BYTES: Final = 8 << 20
+"""The limit of a request's texts in memory. A template makes several copies of them."""
+TEXT_BYTES_PER_TOKEN: Final = 24
+"""The same for each token of the context, if that is more."""
+MAX_ARGUMENT_VALUES: Final = 20_000
+"""JSON values in the tool calls of all messages."""
+_INSTRUCTION: Final = """You can call functions to answer the user. They are, one JSON schema a line:
+<tools>
+{tools}
+</tools>
+To call a function, write a JSON object with its name and arguments between tags, and nothing else:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+def template_messages(conversation: Conversation, *, knows_developer: bool) -> Steps[list[dict[str, Any]]]:
+    """Return the messages. Raises InvalidRequestError for arguments that no template could write."""
+    messages: list[dict[str, Any]] = []
+    num_values = 0
+    for number, message in enumerate(conversation.messages):
+        fields = _message(message, knows_developer=knows_developer)
+        calls = [
+            (f"tool_calls[{at}].function", call.id, call.called) for at, call in enumerate(message.tool_calls or ())
+        ]
+        if not calls and (function := message.function_call) is not None:
+            calls = [("function_call", function.name, function)]
+        if calls:
+            fields["tool_calls"] = written = []
+        for name, id_, function in calls:
+            field = conversation.place(number, f"{name}.arguments")
+            num_values += yield from _num_values(function.arguments or "", field)
+            if num_values > MAX_ARGUMENT_VALUES:
+                refusal = f"The arguments of all tool calls hold more than {MAX_ARGUMENT_VALUES} JSON values."
+                raise InvalidRequestError(refusal, param=field)
+            called = {"name": function.name, "arguments": arguments_of(function.arguments, field)}
+            written.append({"id": id_, "type": "function", "function": called})
+        messages.append(fields)
+        if number % 256 == 255:
+            yield
+    return messages
+
+
+def _message(message: Message, *, knows_developer: bool) -> dict[str, Any]:
+    role = message.role
+    if role == "developer" and not knows_developer:
+        role = "system"
+    elif role == "function":  # the deprecated spelling of a tool's answer
+        role = "tool"
+    fields: dict[str, Any] = {"role": role, "content": message_text(message.content)}
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            fields[name] = value
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        fields["reasoning_content"] = reasoning
+    return fields
+
+
+def arguments_of(text: str | None, field: str) -> Any:
+    """Parse OpenAI's JSON string of arguments: templates print arguments as JSON themselves.
+
+    A text that holds no object is returned as it is. Raises InvalidRequestError for halves of surrogate pairs.
+    """
+    try:
+        arguments = decode_text(text or "{}", field)
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
+
+
+def _num_values(text: str, field: str) -> Steps[int]:
+    """Return the JSON values in arguments, 0 for few: templates parse and write them in one go."""
+    if text.count("[") + text.count("{") + text.count(",") <= MAX_DEPTH:
+        return 0
+    try:
+        return (yield from measure(text.encode("utf-8", "replace"))).num_values
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message.replace("The body", "The JSON"), param=field) from None
+
+
+def text_size(conversation: Conversation) -> tuple[int, int]:
+    """Return the characters of the messages, and their bytes in memory: one wide character makes a whole text wide."""
+    num_chars = num_bytes = 0
+    for text in texts_of(conversation):
+        num_chars += len(text)
+        num_bytes += sys.getsizeof(text)
+    return num_chars, num_bytes
+
+
+def texts_of(conversation: Conversation) -> Iterator[str]:
+    """Yield the texts of the messages that may be long."""
+    for message in conversation.messages:
+        if isinstance(message.content, str):
+            yield message.content
+        else:
+            yield from (text for part in message.content or () if (text := part.text or part.refusal))
+        yield from filter(None, (message.name, message.tool_call_id, message.reasoning_content, message.reasoning))
+        calls = [(call.id, call.called) for call in message.tool_calls or ()]
+        if message.function_call is not None:
+            calls.append(("", message.function_call))
+        for id_, function in calls:
+            yield from (id_, function.name, function.arguments or "")
+
+
+def message_text(content: str | Sequence[TextPart] | None) -> str:
+    """Join text parts by line ends: text-only templates take one string."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
+
+
+def template_tools(given: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    tools = []
+    for tool in given:
+        assert tool.function is not None, "checked with the request"
+        function: dict[str, Any] = {"name": tool.function.name}
+        if tool.function.description is not None:
+            function["description"] = tool.function.description
+        function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": function})
+    return tools or None
+
+
+def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write tools into the system message, and calls and results as text, for a template without tools.
+
+    The answer is read as `hermes`.
+    """
+    plain = [_plain(message) for message in messages]
+    if not tools:
+        return plain
+    instruction = _INSTRUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instruction}"}, *plain[1:]]
+    return [{"role": "system", "content": instruction}, *plain]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    content = "\n".join(part for part in (message["content"], *written) if part)
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
