@@ -13,6 +13,7 @@ from cache.redis_index import ClientSettings, ReaderSettings
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
+from server.text.output_parser import THOUGHT_FIELDS
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.command_line import CommandParser
 from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
@@ -169,6 +170,9 @@ class GatewayConfig(SharedConfig):
         " answer (default: by template and tokens)",
         action=ReasoningAction,
         choices=(NO_REASONING, *THOUGHT_FORMATS),
+    )
+    reasoning_field_name: str | None = _api(
+        None, "the one field of a chat's answer that has its reasoning (default: both)", choices=THOUGHT_FIELDS
     )
     strict_tools: bool = _api(
         False, "refuse tools that only a vendor's server can run (default: leave them out where the model is free)"

@@ -128,7 +128,7 @@ def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputR
     if model.thoughts is not None and not is_held(intent.response_format, intent.fields.structured_outputs):
         reasoning = "inside" if model.thoughts.is_begun_by(prompt) else "maybe"
     tools = model.tool_format
-    rules = OutputRules(reasoning=reasoning, thoughts=model.thoughts or THINK)
+    rules = OutputRules(reasoning=reasoning, thoughts=model.thoughts or THINK, thought_fields=model.thought_fields)
     if intent.tool_mode == "none":
         return replace(rules, tools=tools if tools is not None and tools.has_channels else None)
     return replace(

@@ -3,7 +3,7 @@
 message                                           a message
 function_call, custom_tool_call and their outputs a call under the model's name, a tool's message
 local_shell_call, shell_call, apply_patch_call    a call that the client ran, and its output
-reasoning                                         dropped, as templates do
+reasoning                                         the thoughts of the message or call after it
 web_search_call, file_search_call, mcp_call, ...  dropped and named: a vendor's server ran them
 item_reference, compaction, any other             refused: what they stand for is not here
 """
@@ -19,6 +19,7 @@ from server.api.formatting import encode_json
 from server.schema import fields as schema
 from server.schema.decoding import invalid, located, unsupported
 from server.schema.requests import InputItem, ResponsesRequest
+from server.schema.thoughts import thought_text
 from server.schema.tools import Ignored, Offer, Toolbox, ToolKind, ToolName, input_call, read_tools
 
 _TOOL_ITEMS: Final = ("additional_tools", "tool_search_output")
@@ -58,8 +59,12 @@ def messages_of_items(request: ResponsesRequest, toolbox: Toolbox) -> tuple[list
     items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     if not items:
         raise invalid("input", "must not be empty")
+    thoughts: list[str] = []
     for index, item in enumerate(items):
         field = f"input[{index}]"
+        if item.type == "reasoning":
+            thoughts += filter(None, [thought_text(item.content) or thought_text(item.summary)])
+            continue
         if item.type in _SERVER_RUN:
             dropped.append(Ignored(item.type, f"{field}.type"))
             continue
@@ -67,15 +72,32 @@ def messages_of_items(request: ResponsesRequest, toolbox: Toolbox) -> tuple[list
         if message is None:
             continue
         last = messages[-1] if messages else None
-        if message.tool_calls and last is not None and last.role == "assistant":  # calls in a row are one message
+        if message.role != "assistant":
+            _think(messages, thoughts)
+            messages.append(message)
+        elif message.tool_calls and last is not None and last.role == "assistant":  # calls in a row are one message
             if last.tool_calls is None:
                 last.tool_calls = []
             last.tool_calls += message.tool_calls  # its own list: thousands of calls take linear time
+            _think(messages, thoughts)
         else:
             messages.append(message)
+            _think(messages, thoughts)
+    _think(messages, thoughts)
     if not messages:
         raise invalid("input", "holds no message")
     return messages, tuple(dropped)
+
+
+def _think(messages: list[schema.Message], thoughts: list[str]) -> None:
+    """Give the thoughts to the last message, which is the assistant's, or to an empty one."""
+    if not thoughts:
+        return
+    if not messages or messages[-1].role != "assistant":
+        messages.append(schema.Message(role="assistant"))
+    last = messages[-1]
+    last.reasoning_content = "\n".join(filter(None, [last.reasoning_content, *thoughts]))
+    thoughts.clear()
 
 
 def _read_item(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message | None:
@@ -93,8 +115,8 @@ def _message(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
     if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
         raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
     if isinstance(item.content, list):
-        schema.check_parts(item.content, f"{field}.content")
-    return schema.Message(role=item.role, content=item.content)
+        schema.check_parts(item.content, f"{field}.content", may_think=item.role == "assistant")
+    return schema.Message(role=item.role, content=item.content).with_thoughts()
 
 
 def _tool_call(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
@@ -133,7 +155,7 @@ _READERS: Final[Mapping[str, Callable[[InputItem, str, Toolbox], schema.Message 
     "message": _message,
     **dict.fromkeys(("function_call", "custom_tool_call"), _tool_call),
     **dict.fromkeys(("function_call_output", "custom_tool_call_output"), _tool_output),
-    **dict.fromkeys(("reasoning", "additional_tools"), lambda item, field, toolbox: None),
+    "additional_tools": lambda item, field, toolbox: None,
     **dict.fromkeys(_CLIENT_RUN, _client_call),
     **dict.fromkeys((f"{kind}_output" for kind in _CLIENT_RUN), _client_output),
     "tool_search_output": _search_output,

@@ -4,7 +4,7 @@ A body becomes the intent of a chat, and both routes share one path to the worke
 prompt by either, and finds the same cache. A message of blocks becomes several of a chat's:
 
     user         [tool_result, tool_result, text]     tool, tool, user
-    assistant    [thinking, text, tool_use]           assistant, with its calls; thoughts are dropped, as templates do
+    assistant    [thinking, text, tool_use]           assistant, with its thoughts and its calls
 
 The answer is a list of content blocks, and each step is an event:
 
@@ -37,7 +37,15 @@ from server.request_context import CURRENT, trace_stage
 from server.schema import fields as schema
 from server.schema.decoding import invalid, require_json
 from server.schema.intent import ChatIntent, Conversation, FieldNames
-from server.schema.messages import COUNT_TOKENS, MESSAGES, ContentBlock, CountTokensRequest, InputMessage
+from server.schema.messages import (
+    COUNT_TOKENS,
+    MESSAGES,
+    ContentBlock,
+    CountTokensRequest,
+    InputMessage,
+    ThinkingConfig,
+)
+from server.schema.thoughts import thought_text
 from server.schema.tools import Ignored, ToolMode, ToolName, ToolUse
 from server.text.output_parser import OutputParser, OutputRules, call_id
 
@@ -101,8 +109,8 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         messages=messages,
         tools=tools,
         is_continued=request.messages[-1].role == "assistant",
-        template_kwargs=_template_kwargs(request),
         reasoning_effort=config.effort if config else None,
+        thinks=_thinks(request.thinking),
         names=_NAMES if request.output_format is None else _OLDER_NAMES,
     )
     intent = ChatIntent(
@@ -130,7 +138,9 @@ def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:
         return
     if message.role == "assistant":
         calls = [_call(block, field) for block in message.content if block.type == "tool_use"]
-        yield schema.Message(role="assistant", content=_text(message.content), tool_calls=calls or None)
+        thoughts = thought_text([block.thinking for block in message.content if block.type == "thinking"])
+        content = _text(message.content)
+        yield schema.Message(role="assistant", content=content, tool_calls=calls or None, reasoning_content=thoughts)
         return
     texts: list[ContentBlock] = []
     for block in message.content:
@@ -191,11 +201,11 @@ def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 
-def _template_kwargs(request: CountTokensRequest) -> dict[str, Any]:
-    """Return the template's switch. With `adaptive` and `between_tools` the template decides."""
-    if request.thinking is None or request.thinking.type not in ("enabled", "disabled"):
-        return {}
-    return {"enable_thinking": request.thinking.type == "enabled"}
+def _thinks(thinking: ThinkingConfig | None) -> bool | None:
+    """Return the switch. With `adaptive` and `between_tools` the template decides."""
+    if thinking is None or thinking.type not in ("enabled", "disabled"):
+        return None
+    return thinking.type == "enabled"
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -18,6 +18,7 @@ from server.models.recognition import formats
 from server.text.chat_template import ChatTemplate
 from server.text.formats.base import ToolFormat
 from server.text.formats.reasoning import ThoughtFormat
+from server.text.output_parser import THOUGHT_FIELDS
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.wire import TokenizerBundle
 
@@ -67,6 +68,8 @@ class ServedModel:
     """Return a tenant's root of the hash chain by its salt, cached: making it takes a few microseconds."""
     keeps_client_lines: bool = False
     """True: its prompts keep the lines that agents write for other servers."""
+    thought_fields: tuple[str, ...] = THOUGHT_FIELDS
+    """The fields of a chat's answer that have its thoughts."""
     has_own_calls: bool = False
     """True: it was trained on its tool format."""
     facts: WorkerFacts = WorkerFacts()
@@ -128,6 +131,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         created=int(time.time()),
         root=_cached_root(bundle.namespace),
         keeps_client_lines=config.keep_client_lines,
+        thought_fields=THOUGHT_FIELDS if config.reasoning_field_name is None else (config.reasoning_field_name,),
     )
 
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from server.schema.decoding import invalid, unsupported
+from server.schema.thoughts import PART_TYPES, thought_text
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_TOOLS: Final = 1024
@@ -37,6 +39,10 @@ class TextPart(Struct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    summary: Any = None
 
     @property
     def readable(self) -> bool:
@@ -80,6 +86,8 @@ class Message(Struct, kw_only=True):
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
     refusal: str | None = None
     audio: Any = None
     prefix: Any = None
@@ -95,7 +103,7 @@ class Message(Struct, kw_only=True):
         if self.audio is not None:
             raise unsupported(f"{field}.audio", "is not offered: this model reads text")
         if isinstance(self.content, list):
-            check_parts(self.content, f"{field}.content")
+            check_parts(self.content, f"{field}.content", may_think=self.role == "assistant")
         elif self.content is None and self.role != "assistant":  # an answer may be empty, and comes back as it was
             raise invalid(f"{field}.content", "is required")
         for index, call in enumerate(self.tool_calls or ()):
@@ -104,11 +112,23 @@ class Message(Struct, kw_only=True):
         if self.role == "tool" and not self.tool_call_id:
             raise invalid(f"{field}.tool_call_id", "is required in a tool message")
 
+    def with_thoughts(self) -> Message:
+        """Return the message with its thoughts in `reasoning_content` alone."""
+        content, parts = self.content, []
+        if isinstance(content, list):
+            parts = [part for part in content if part.type in PART_TYPES]
+            content = [part for part in content if part.type not in PART_TYPES] if parts else content
+        given = (self.reasoning_content, self.reasoning, parts, self.thinking_blocks, self.reasoning_details)
+        thoughts = next(filter(None, map(thought_text, given)), None)
+        if content is self.content and thoughts == self.reasoning_content:
+            return self
+        return replace(self, content=content, reasoning_content=thoughts, reasoning=None)
 
-def check_parts(parts: Sequence[TextPart], field: str) -> None:
+
+def check_parts(parts: Sequence[TextPart], field: str, *, may_think: bool = False) -> None:
     """Raises InvalidRequestError; `field` is the path of the parts."""
     for index, part in enumerate(parts):
-        if not part.readable:
+        if not part.readable and not (may_think and part.type in PART_TYPES):
             raise invalid(f"{field}[{index}].type", "must be text: this model reads text")
 
 

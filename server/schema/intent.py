@@ -42,6 +42,8 @@ class Conversation:
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
+    thinks: bool | None = None
+    """Whether the client turns thoughts on or off; None: by the effort, else as the template has it."""
     names: FieldNames = CHAT_NAMES
     num_removed: int = 0
     """Messages of the client that came before the first."""

@@ -42,6 +42,7 @@ class ContentBlock(Struct, kw_only=True):
 
     type: str
     text: str | None = None
+    thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: msgspec.Raw = msgspec.Raw(b"")

@@ -85,7 +85,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         toolbox = make_toolbox(read_tools(self.tools or (), nested=True))
         use, tools, named = toolbox.chosen(read_choice(self.tool_choice, toolbox, nested=True))
         conversation = Conversation(
-            messages=[_with_model_names(message, toolbox) for message in self.messages],
+            messages=[_with_model_names(message.with_thoughts(), toolbox) for message in self.messages],
             tools=tools,
             is_continued=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
@@ -184,6 +184,7 @@ class InputItem(Struct, kw_only=True):
     action: Any = None
     operation: Any = None
     tools: Any = None
+    summary: Any = None
     id: str | None = None
     status: str | None = None
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
+from types import MappingProxyType
 from typing import Any, Final
 
 import jinja2
 import jinja2.nodes
 import msgspec
+from jinja2.meta import find_undeclared_variables
 
 from server.errors import InvalidRequestError
 from server.event_loop import Steps, run_now, run_sliced
@@ -23,10 +25,19 @@ from server.text.template_sandbox import HeldTooLongError, RenderClock, Template
 MAX_HOLD_S: Final = 0.03
 """Time that a template may hold the event loop without writing text."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
-ALLOWED_KWARGS: Final = frozenset(
+COMMON_SWITCHES: Final = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message"}
 )
-"""Switches that public templates read. Any other name could shadow a variable of the template."""
+"""Switches that public templates read. They are accepted for every template."""
+THINKING_SWITCHES: Final = ("enable_thinking", "thinking", "enable_reasoning")
+"""Switches that turn thoughts on or off."""
+_OWN_VARIABLES: Final = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+    }
+)
+"""Variables that the gateway sets, or that are no client's to set."""
 
 _CONTINUATION_MARK: Final = "\u2063headstart-continue\u2063"
 
@@ -34,16 +45,28 @@ _CONTINUATION_MARK: Final = "\u2063headstart-continue\u2063"
 class ChatTemplate:
     """One compiled template. `render` is thread-safe, and pure except for `strftime_now`."""
 
-    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None,
+        eos_token: str | None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`defaults`: the operator's values of switches. Raises TemplateError."""
         try:
             environment = TemplateEnvironment()
             tree = environment.parse(source)
+            switches = find_undeclared_variables(tree)
             constants = [node.value for node in tree.find_all(jinja2.nodes.Const)]
             self._template = environment.bounded(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat_template: {error}") from error
+        self.switches = frozenset(switches - _OWN_VARIABLES)
+        """The variables that the template reads, and that nobody else sets."""
         self._constants = [value for value in constants if isinstance(value, str)]
         self._marker: Marker | None = None
+        self._defaults = defaults
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
         self._writes_ids = writes_ids(source)
@@ -79,7 +102,7 @@ class ChatTemplate:
         if self._writes_ids:
             number_calls(messages)
         tools = template_tools(conversation.tools)
-        kwargs = _template_kwargs(conversation)
+        kwargs = self._kwargs(conversation)
         mark = ""
         if self._marker is not None:
             others = msgspec.json.encode([tools, kwargs]).decode() if tools or kwargs else ""
@@ -99,11 +122,11 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": not continued and conversation.add_generation_prompt,
         }
-        del messages, tools, kwargs
         try:
             text = yield from self._run(variables, clock, mark, names.messages)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
+        del variables, messages, tools, kwargs  # the marked texts
         if continued:
             text, found, _ = text.rpartition(_CONTINUATION_MARK)
             if not found:
@@ -111,11 +134,25 @@ class ChatTemplate:
                 raise InvalidRequestError(refusal, param=names.continue_final_message)
         return RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
 
-    def _run(self, variables: dict[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
-        """Return the text with its marks, which do not count towards its length. Errors name `param`.
+    def _kwargs(self, conversation: Conversation) -> dict[str, Any]:
+        """Return the switches: the client's, then those of its other fields, then the operator's."""
+        given, effort, thinks = conversation.template_kwargs, conversation.reasoning_effort, conversation.thinks
+        for name in given:
+            if name not in self.switches | COMMON_SWITCHES:
+                names = ", ".join(sorted(self.switches | COMMON_SWITCHES))
+                raise InvalidRequestError(
+                    f"chat_template_kwargs takes only {names} for this model.", param="chat_template_kwargs"
+                )
+        kwargs = dict(self._defaults)
+        if effort is not None:
+            kwargs["reasoning_effort"] = effort
+            thinks = effort != "none" if thinks is None else thinks
+        if thinks is not None and given.keys().isdisjoint(THINKING_SWITCHES):
+            kwargs |= dict.fromkeys(self.switches.intersection(THINKING_SWITCHES), thinks)
+        return kwargs | given
 
-        Clears `variables`, which hold the marked texts.
-        """
+    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
+        """Return the text with its marks, which do not count towards its length. Errors name `param`."""
         parts: list[str] = []
         num_chars = 0
         clock.begin()
@@ -135,18 +172,4 @@ class ChatTemplate:
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             message = f"The model's chat template cannot render these messages ({type(error).__name__})."
             raise InvalidRequestError(message, param=param) from error
-        variables.clear()
         return "".join(parts)
-
-
-def _template_kwargs(conversation: Conversation) -> dict[str, Any]:
-    kwargs = dict(conversation.template_kwargs)
-    for name in kwargs:
-        if name not in ALLOWED_KWARGS:
-            message = f"chat_template_kwargs takes only {', '.join(sorted(ALLOWED_KWARGS))}."
-            raise InvalidRequestError(message, param="chat_template_kwargs")
-    if conversation.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", conversation.reasoning_effort)
-        if conversation.reasoning_effort == "none":
-            kwargs.setdefault("enable_thinking", False)
-    return kwargs

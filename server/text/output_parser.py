@@ -23,6 +23,8 @@ from server.text.surrogates import WholeEscapes, joined_pairs
 _ID_ALPHABET: Final = string.ascii_letters + string.digits
 _ID_CHARS: Final = 9
 """Mistral's templates insist on nine letters or digits."""
+THOUGHT_FIELDS: Final = ("reasoning", "reasoning_content")
+"""The names that servers give to the thoughts of a chat's message."""
 ReasoningStart = Literal["none", "maybe", "inside"]
 
 
@@ -56,6 +58,8 @@ class OutputRules:
     """A grammar allows only calls in the family's own form."""
     is_named: bool = False
     """`tool_choice` names the function."""
+    thought_fields: tuple[str, ...] = THOUGHT_FIELDS
+    """The fields of a chat's message that have its thoughts."""
     shows_special: bool = False
     """Special tokens are content: the model's format is unknown, and they may be its calls."""
 
@@ -218,7 +222,7 @@ class ChoiceMessage:
                 case "content":
                     deltas.append({"content": part})
                 case "reasoning":
-                    deltas.append({"reasoning_content": part})
+                    deltas.append(dict.fromkeys(self._rules.thought_fields, part))
                 case "call":
                     name = self._rules.client_name(part)
                     called = {"name": name.name, _TEXT_KEYS[name.kind]: ""}
@@ -238,7 +242,7 @@ class ChoiceMessage:
         calls: list[dict[str, Any]] = []
         for delta in self.deltas(text, last=True):
             content += delta.get("content", "")
-            reasoning += delta.get("reasoning_content", "")
+            reasoning += delta.get(self._rules.thought_fields[0], "")
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
                     del call["index"]
@@ -251,5 +255,5 @@ class ChoiceMessage:
         if calls:
             message["tool_calls"] = calls
         if reasoning:
-            message["reasoning_content"] = reasoning
+            message |= dict.fromkeys(self._rules.thought_fields, reasoning)
         return message

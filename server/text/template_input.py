@@ -66,8 +66,8 @@ def _message(message: Message, *, knows_developer: bool) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             fields[name] = value
-    if (reasoning := message.reasoning_content or message.reasoning) is not None:
-        fields["reasoning_content"] = reasoning
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
     return fields
 
 
@@ -109,7 +109,7 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
             yield message.content
         else:
             yield from (text for part in message.content or () if (text := part.text or part.refusal))
-        yield from filter(None, (message.name, message.tool_call_id, message.reasoning_content, message.reasoning))
+        yield from filter(None, (message.name, message.tool_call_id, message.reasoning_content))
         calls = [(call.id, call.called) for call in message.tool_calls or ()]
         if message.function_call is not None:
             calls.append(("", message.function_call))
