@@ -7,16 +7,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
+
+from jinja2 import TemplateError
 
 from cache.redis_index import ClientSettings, ReaderSettings
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
 from server.text.output_parser import THOUGHT_FIELDS
+from server.text.template_sandbox import TemplateEnvironment
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.command_line import CommandParser
-from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option, read_secret
+from worker.common.options import (
+    ENGINE_TEMPLATE,
+    MAX_PORT,
+    SharedConfig,
+    json_object,
+    make_parser,
+    num_bytes,
+    option,
+    read_secret,
+    template_text,
+)
 
 NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
@@ -49,6 +63,18 @@ def model_alias(text: str) -> tuple[str, str]:
     if not (name and equals and model):
         raise argparse.ArgumentTypeError(f"NAME=MODEL is needed, got {text!r}")
     return name, model
+
+
+def _model_template(text: str) -> tuple[str, str]:
+    """Parse `[MODEL=]FILE`, and read the file. An empty name stands for every model."""
+    name, equals, file = text.partition("=")
+    return (name, template_text(file)) if equals and not Path(text).is_file() else ("", template_text(text))
+
+
+def _model_kwargs(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse `[MODEL=]JSON`. An empty name stands for every model."""
+    name, brace, rest = text.partition("{")
+    return name.removesuffix("="), json_object(brace + rest)
 
 
 class ReasoningAction(argparse.Action):
@@ -174,6 +200,25 @@ class GatewayConfig(SharedConfig):
     reasoning_field_name: str | None = _api(
         None, "the one field of a chat's answer that has its reasoning (default: both)", choices=THOUGHT_FIELDS
     )
+    chat_template: Mapping[str, str] | None = _api(
+        None,
+        "a chat template instead of those of the models, or of one (default: none)",
+        "[MODEL=]FILE",
+        flag="--chat-template",
+        action="append",
+        type=_model_template,
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | None = _api(
+        None,
+        "switches of the chat templates of all models, or of one, which requests may change (default: none)",
+        "[MODEL=]JSON",
+        flag="--default-chat-template-kwargs",
+        action="append",
+        type=_model_kwargs,
+    )
+    strict_template: bool = _api(
+        False, "refuse messages that a model's template does not take (default: change them in place)"
+    )
     strict_tools: bool = _api(
         False, "refuse tools that only a vendor's server can run (default: leave them out where the model is free)"
     )
@@ -212,6 +257,13 @@ class GatewayConfig(SharedConfig):
                 raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")
         if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
             raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
+        if self.chat_template and self.text == "engine":
+            raise ValueError(ENGINE_TEMPLATE)
+        for source in (self.chat_template or {}).values():
+            try:
+                TemplateEnvironment().parse(source)
+            except TemplateError as error:
+                raise ValueError(f"--chat-template: {error}") from error
         if self.redis is None and not self.workers:
             raise ValueError("give --redis URL, --workers URL, or both: else no worker can be found")
 
@@ -225,6 +277,16 @@ class GatewayConfig(SharedConfig):
             password=self.redis_password(),
             cluster_secret=self.cluster_secret(),
         )
+
+    def template_of(self, model: str) -> str | None:
+        """Return the operator's template of a model; None: its own."""
+        given = self.chat_template or {}
+        return given.get(model, given.get(""))
+
+    def template_kwargs_of(self, model: str) -> dict[str, Any]:
+        """Return the operator's switches of a model's template."""
+        given = self.default_chat_template_kwargs or {}
+        return {**given.get("", {}), **given.get(model, {})}
 
     def limits_client(self) -> ClientSettings:
         """Return how this gateway writes the use of keys to Redis. Raises ValueError."""
@@ -247,10 +309,17 @@ def parser() -> CommandParser:
     )
 
 
+CONVERTED: Final[Mapping[str, Any]] = {
+    "workers": tuple,
+    **dict.fromkeys(("aliases", "chat_template", "default_chat_template_kwargs"), dict),
+}
+"""The types of values that are given more than once."""
+
+
 def parse(argv: Sequence[str]) -> GatewayConfig:
     """Parse a command line. Exits as argparse does on an unknown option; raises ValueError on a bad value."""
     args = vars(parser().parse_args(argv))
-    for name, convert in (("workers", tuple), ("aliases", dict)):
+    for name, convert in CONVERTED.items():
         if name in args:
             args[name] = convert(args[name])
     return GatewayConfig(**args)

@@ -62,6 +62,7 @@ from server.router.partings import Partings
 from server.router.placement import Placer
 from server.router.router import Router
 from server.schema.field_table import SENT_XARGS
+from server.text.shapes import REPAIRS
 from server.usage.account import Account
 from server.usage.day import DayHistory
 from server.usage.log import UsageLog
@@ -98,6 +99,7 @@ class Gateway:
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
+        self.metrics.repairs.start(*REPAIRS)
         self.metrics.removed_lines.start(*[line.rule for line in CLIENT_LINES])
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()

@@ -188,6 +188,7 @@ class GatewayMetrics:
         self.removed_lines = metric(
             "client_lines_removed", "Prompts without a line that an agent wrote for other servers.", "rule"
         )
+        self.repairs = metric("repaired_prompts", "Prompts with a shape that their template does not take.", "shape")
         self.refusals = metric("worker_refusals", "Requests refused by a worker.", "status")
         self.lost = metric("workers_lost", "Attempts whose worker was lost.")
         self.resumed = metric("resumed", "Answers continued on another worker.")

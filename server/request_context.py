@@ -108,6 +108,8 @@ class RequestContext:
     """The use of a request to a model's route."""
     removed_line: str = ""
     """The rule by which an agent's line was removed from the prompt."""
+    repairs: tuple[str, ...] = ()
+    """Changes to the messages, for what their template would refuse or lose."""
     trace: Trace | None = None
     """None: not traced, or not sampled."""
     unsampled: Mapping[str, str] = field(default_factory=dict)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from cache.allocators import PREFIX_CACHES, PrefixCache
 from cache.redis_index import WriterSettings
 from worker.common.command_line import CommandParser
-from worker.common.options import MAX_PORT, SharedConfig, make_parser, num_bytes, option
+from worker.common.options import (
+    ENGINE_TEMPLATE,
+    MAX_PORT,
+    SharedConfig,
+    json_object,
+    make_parser,
+    num_bytes,
+    option,
+    template_text,
+)
 from worker.common.sockets import is_loopback
 from worker.scheduler.budget import BatchLimits
 
@@ -54,6 +64,12 @@ class WorkerConfig(SharedConfig):
     )
     generation_config: str = _model(
         "auto", "sampling defaults: auto: the model's own, none, or a folder's generation_config.json (auto)"
+    )
+    chat_template: str | None = _model(
+        None, "a chat template instead of the model's own (default: none)", "FILE", type=template_text
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = _model(  # noqa: RUF009 (a field)
+        None, "switches of the chat template, which requests may change (default: none)", "JSON", type=json_object
     )
     threads: int | None = _model(None, "CPU threads (default: the cores that it may use)", type=int)
     port: int = _net(8100, "port; 0 takes a free one (default 8100)", least=0, most=MAX_PORT)
@@ -169,12 +185,19 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--role prefill needs the built-in engine and --prefix-cache hash: others move no blocks")
         if self.speculate and self.engine != "headstart":
             raise ValueError("--speculate is for the built-in engine: use the option of the other engine")
+        if self.chat_template is not None and self.engine != "headstart":
+            raise ValueError(ENGINE_TEMPLATE)
         if (self.engine == "headstart") != (self.engine_url == ""):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
         if self.task == "embed" and self.engine != "headstart":
             raise ValueError("--task embed is for the built-in engine: other engines generate text here")
         if self.engine_url and not self.engine_url.startswith(("http://", "https://")):
             raise ValueError(f"--engine-url must begin with http:// or https://, got {self.engine_url!r:.200}")
+
+    @property
+    def template_kwargs(self) -> bytes:
+        """The switches of the template, as JSON."""
+        return json.dumps(self.default_chat_template_kwargs or {}).encode()
 
     def may_exchange(self) -> bool:
         """Return whether blocks and prompts may go to other workers: only with a cluster secret or on loopback."""

@@ -137,7 +137,14 @@ def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedP
     pool_tokens = (num_blocks - 1) * config.block_size
     max_model_len = _max_model_len(config, model, pool_tokens)
     limits = config.limits(max_model_len, default_step_tokens(model.device.type, model.options.dtype))
-    bundle = build_bundle(model, config.generation_config, block_size=config.block_size, max_model_len=max_model_len)
+    bundle = build_bundle(
+        model,
+        config.generation_config,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        chat_template=config.chat_template,
+    )
+    bundle = replace(bundle, template_kwargs=config.template_kwargs)
     if config.served_model_name is not None:
         bundle = replace(bundle, model=config.served_model_name)
     runner = ModelRunner(

@@ -47,9 +47,17 @@ _FAMILIES: Final = {
 
 
 def build_bundle(
-    model: LoadedModel, generation_config: str = "auto", *, block_size: int, max_model_len: int
+    model: LoadedModel,
+    generation_config: str = "auto",
+    *,
+    block_size: int,
+    max_model_len: int,
+    chat_template: str | None = None,
 ) -> TokenizerBundle:
-    """Raise ModelError if the checkpoint has no tokenizer for `tokenizers`, or invalid sampling defaults."""
+    """`chat_template`: the operator's.
+
+    Raise ModelError if the checkpoint has no tokenizer for `tokenizers`, or invalid sampling defaults.
+    """
     checkpoint = model.checkpoint
     if isinstance(checkpoint, GGUFCheckpoint):
         bundle = bundle_of_gguf(checkpoint, block_size=block_size, max_model_len=max_model_len)
@@ -60,6 +68,9 @@ def build_bundle(
         )
         defaults = sampling_defaults(generation_config, checkpoint.path)
     vocab_size = model.config.vocab_size
+    if chat_template is not None:
+        digest = fingerprint(bundle.fingerprint.encode(), chat_template)
+        bundle = replace(bundle, chat_template=chat_template, tool_template=None, fingerprint=digest)
     return replace(bundle, revision=checkpoint.revision, vocab_size=vocab_size, sampling_defaults=defaults)
 
 

@@ -341,6 +341,10 @@ class TokenizerBundle:
     """Outside the fingerprint: they change no block."""
     engine_vocabulary: bytes = b""
     """Set if only the engine can read the vocabulary, and `tokenizer_json` is empty: JSON with its `added_tokens`."""
+    tool_template: str | None = None
+    """The chat template of conversations with tools, if it is another one."""
+    template_kwargs: bytes = b"{}"
+    """The operator's switches of the template, as JSON. Outside the fingerprint."""
 
     @property
     def namespace(self) -> Namespace:

@@ -99,7 +99,8 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
         conversation, removed = without_client_lines(conversation)
         if removed is not None and (context := CURRENT.get(None)) is not None:
             context.removed_line = removed.rule
-    if model.template is None:
+    template = model.template_for(conversation)
+    if template is None:
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param=param)
     if conversation.tools and len(encode_json(conversation.tools)) > MAX_SCHEMA_BYTES:
         raise invalid("tools", f"take at most {MAX_SCHEMA_BYTES} bytes of JSON")
@@ -111,7 +112,10 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
     if num_bytes > max_bytes:
         message = f"your messages hold {num_chars} characters, and at most {max_bytes} bytes in memory"
         raise ContextLengthError(message, model.max_model_len, param=param)
-    return await model.template.render_in_slices(conversation, model.tokenizer.executor)
+    rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
+    if rendered.repairs and (context := CURRENT.get(None)) is not None:
+        context.repairs = rendered.repairs
+    return rendered
 
 
 def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputRules:

@@ -101,7 +101,9 @@ async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
         return None
     try:
         request = await CHAT.read(body, TextLimit)
-        rendered = await model.template.render_in_slices(request.intent().conversation, model.tokenizer.executor)
+        conversation = request.intent().conversation
+        template = model.template_for(conversation) or model.template
+        rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
         offsets, room = rendered.client_offsets, model.max_model_len
         ids = [] if offsets else await model.tokenizer.encode(rendered.text, client_offsets=offsets, room=room)
     except (ApiError, TemplateError, TooManyTokensError):

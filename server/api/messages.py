@@ -35,7 +35,7 @@ from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema import fields as schema
-from server.schema.decoding import invalid, require_json
+from server.schema.decoding import decode_text, invalid, require_json
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.messages import (
     COUNT_TOKENS,
@@ -48,14 +48,13 @@ from server.schema.messages import (
 from server.schema.thoughts import thought_text
 from server.schema.tools import Ignored, ToolMode, ToolName, ToolUse
 from server.text.output_parser import OutputParser, OutputRules, call_id
+from server.text.shapes import NOT_JSON
 
 _NAMES: Final = FieldNames(
     response_format="output_config.format", continue_final_message="messages", tool_schema="input_schema"
 )
 _OLDER_NAMES: Final = replace(_NAMES, response_format="output_format")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
-_NOT_JSON: Final = "INVALID_JSON"
-"""The key for a call's input that is not an object, as Anthropic's documents advise."""
 
 
 class MessagesEndpoint(GenerateEndpoint):
@@ -111,6 +110,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         is_continued=request.messages[-1].role == "assistant",
         reasoning_effort=config.effort if config else None,
         thinks=_thinks(request.thinking),
+        template_kwargs=request.chat_template_kwargs or {},
         names=_NAMES if request.output_format is None else _OLDER_NAMES,
     )
     intent = ChatIntent(
@@ -179,8 +179,12 @@ def _call(block: ContentBlock, field: str) -> schema.ToolCall:
     assert block.name is not None, "checked with the message"
     try:
         arguments = bytes(block.input).decode()
-    except UnicodeDecodeError:
-        raise invalid(field, "holds a tool_use whose input is not valid UTF-8") from None
+        if NOT_JSON in arguments:
+            match decode_text(arguments, field):
+                case {**fields} if fields.keys() == {NOT_JSON} and isinstance(fields[NOT_JSON], str):
+                    arguments = fields[NOT_JSON]  # as the model has written them
+    except ValueError:
+        raise invalid(field, "holds a tool_use whose input is not valid JSON") from None
     return schema.ToolCall(id=block.id, function=schema.FunctionCall(name=block.name, arguments=arguments))
 
 
@@ -355,7 +359,7 @@ def _input(arguments: str) -> Any:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
         value = None
-    return value if isinstance(value, dict) else {_NOT_JSON: arguments}
+    return value if isinstance(value, dict) else {NOT_JSON: arguments}
 
 
 def _usage(response: ResponseStream) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
         messages=messages,
         tools=tools,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        template_kwargs=request.chat_template_kwargs or {},
         names=_NAMES,
     )
     intent = ChatIntent(

@@ -39,6 +39,8 @@ access = logging.getLogger("server.access")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 CLIENT_GONE_STATUS: Final = 499
+REPAIRED_HEADER: Final = b"x-headstart-repaired"
+"""Names the changes to the messages for their template."""
 ALWAYS_TAKEN_BYTES: Final = 1 << 20
 """Bodies up to this size are not compared with the needs of the models."""
 
@@ -99,6 +101,8 @@ class RequestMiddleware:
                     (b"openai-processing-ms", b"%d" % elapsed_ms),
                     *context.key_headers(),
                 ]
+                if context.repairs:
+                    message["headers"].append((REPAIRED_HEADER, ", ".join(context.repairs).encode()))
                 if anthropic:
                     message["headers"].append((b"request-id", context.request_id.encode()))
             await send(message)
@@ -130,6 +134,8 @@ class RequestMiddleware:
             elapsed_s = time.perf_counter() - context.started_s
             metrics.answers.inc(context.route, context.status)
             metrics.request_s.observe(elapsed_s, context.route)
+            for repair in context.repairs:
+                metrics.repairs.inc(repair)
             if context.removed_line:
                 metrics.removed_lines.inc(context.removed_line)
             context.end_trace()

@@ -34,7 +34,8 @@ def formats(
     bundle: TokenizerBundle, tokens: Collection[str], template: ChatTemplate | None, config: GatewayConfig
 ) -> tuple[ToolFormat | None, ThoughtFormat | None, bool]:
     """Return how a model writes calls and reasoning, and whether it was trained on the calls."""
-    source, takes_tools = bundle.chat_template or "", template is not None and template.takes_tools
+    source = bundle.tool_template or bundle.chat_template or ""
+    takes_tools = template is not None and template.takes_tools
     known = _tool_format(source, tokens, template) if template is not None else None
     if config.tool_parser is not None:
         known = FORMATS[config.tool_parser]

@@ -138,6 +138,7 @@ class Models:
         if path in POOLING_PATHS:
             return True
         is_unknown = path != COMPLETIONS_PATH and (model.template is None or model.tool_format is None)
+        is_unknown &= self._config.template_of(model.name) is None
         is_unknown |= model.tokenizer.is_of_engine
         return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 from cache.hashing import Namespace
 from cache.records import WorkerMember
@@ -15,6 +16,7 @@ from cache.types import BlockHash
 from server.config import GatewayConfig
 from server.errors import InvalidRequestError
 from server.models.recognition import formats
+from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
 from server.text.formats.base import ToolFormat
 from server.text.formats.reasoning import ThoughtFormat
@@ -57,6 +59,10 @@ class ServedModel:
     bundle: TokenizerBundle
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    tool_template: ChatTemplate | None
+    """The template of conversations with tools, if it is another one."""
+    template_kwargs: Mapping[str, Any]
+    """The operator's switches of the template."""
     tool_format: ToolFormat | None
     """The way it writes tool calls; None: an unknown one."""
     thoughts: ThoughtFormat | None
@@ -75,6 +81,10 @@ class ServedModel:
     facts: WorkerFacts = WorkerFacts()
     adapter: str = ""
     """The LoRA adapter that answers; empty: the model itself."""
+
+    def template_for(self, conversation: Conversation) -> ChatTemplate | None:
+        """Return the template of a conversation, as transformers chooses it."""
+        return self.tool_template if conversation.tools and self.tool_template is not None else self.template
 
     @property
     def forced_format(self) -> ToolFormat | None:
@@ -110,21 +120,32 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     for field_name in ("block_size", "max_model_len", "vocab_size"):
         if getattr(bundle, field_name) < 1:
             raise TokenizerError(f"the bundle's {field_name} is {getattr(bundle, field_name)}")
-    template = None
-    if bundle.chat_template is not None:
-        template = ChatTemplate(bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token)
+    defaults = {**json.loads(bundle.template_kwargs), **config.template_kwargs_of(bundle.model)}
+    if (own := config.template_of(bundle.model)) is not None:
+        bundle = replace(bundle, chat_template=own, tool_template=None)
+
+    def compiled(source: str | None) -> ChatTemplate | None:
+        if source is None:
+            return None
+        tokens = {"bos_token": bundle.bos_token, "eos_token": bundle.eos_token}
+        return ChatTemplate(source, **tokens, defaults=defaults, is_strict=config.strict_template)
+
+    template, tool_template = compiled(bundle.chat_template), compiled(bundle.tool_template)
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
     if tokenizer.is_of_engine and config.text == "gateway":
         raise TokenizerError("only its engine can read its vocabulary; start the gateway with --text auto")
-    if template is not None and not config.control_tokens_in_content:
-        template.keep_as_text(tokenizer.control_tokens)
-    tool_format, thoughts, has_own_calls = formats(bundle, tokenizer.added_tokens, template, config)
+    for each in (template, tool_template):
+        if each is not None and not config.control_tokens_in_content:
+            each.keep_as_text(tokenizer.control_tokens)
+    tool_format, thoughts, has_own_calls = formats(bundle, tokenizer.added_tokens, tool_template or template, config)
     return ServedModel(
         name=bundle.model,
         fingerprint=bundle.namespace.fingerprint,
         bundle=bundle,
         tokenizer=tokenizer,
         template=template,
+        tool_template=tool_template,
+        template_kwargs=defaults,
         tool_format=tool_format,
         thoughts=thoughts,
         has_own_calls=has_own_calls,

@@ -34,6 +34,7 @@ from server.http.middleware import Application, BodyLimitMiddleware, RequestMidd
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
+from server.request_context import CURRENT
 from server.router.decisions import MAX_RECENT, PER_S
 from server.schema.decoding import read_json
 from server.workers.connection import WorkerLost
@@ -176,7 +177,10 @@ class OpsApi:
         spec = prepared.specs[0]
         sampling = msgspec.to_builtins(spec.sampling)
         shown = {name: sampling[name] for name in SamplingDefaults.__struct_fields__}
-        return json_response(await self.overview.router.explain(spec.route_request()) | {"sampling_params": shown})
+        return json_response(
+            await self.overview.router.explain(spec.route_request())
+            | {"sampling_params": shown, "repaired": CURRENT.get().repairs}
+        )
 
     async def drain(self, request: Request) -> Response:
         self.on_drain()

@@ -113,7 +113,7 @@ class Message(Struct, kw_only=True):
             raise invalid(f"{field}.tool_call_id", "is required in a tool message")
 
     def with_thoughts(self) -> Message:
-        """Return the message with its thoughts in `reasoning_content` alone."""
+        """Return the message with its thoughts in one field, `reasoning_content`."""
         content, parts = self.content, []
         if isinstance(content, list):
             parts = [part for part in content if part.type in PART_TYPES]

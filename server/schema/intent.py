@@ -43,7 +43,7 @@ class Conversation:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     thinks: bool | None = None
-    """Whether the client turns thoughts on or off; None: by the effort, else as the template has it."""
+    """The client turns thoughts on or off; None: by the effort, else as the template has it."""
     names: FieldNames = CHAT_NAMES
     num_removed: int = 0
     """Messages of the client that came before the first."""

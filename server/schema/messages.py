@@ -169,6 +169,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
     mcp_servers: list[Any] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutputFormat | None = None
     """The older name of `output_config.format`."""

@@ -221,6 +221,7 @@ class ResponsesRequest(ModelFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: TopLogprobs | None = None
     include: list[str] | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,11 +20,15 @@ from server.schema.fields import Message
 from server.schema.intent import Conversation
 from server.text.call_ids import number_calls, writes_ids
 from server.text.control_tokens import Marker, RenderedPrompt
+from server.text.shape_probes import PROBE_TOOL, find_shapes
+from server.text.shapes import Shapes, Turn, repaired, without_marks
 from server.text.template_input import template_messages, template_tools, texts_of, with_tools
 from server.text.template_sandbox import HeldTooLongError, RenderClock, TemplateEnvironment, TemplateError
 
 MAX_HOLD_S: Final = 0.03
 """Time that a template may hold the event loop without writing text."""
+MAX_PROBE_S: Final = 0.2
+"""Time of a probe."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
 COMMON_SWITCHES: Final = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message"}
@@ -52,8 +57,9 @@ class ChatTemplate:
         bos_token: str | None,
         eos_token: str | None,
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        is_strict: bool = False,
     ) -> None:
-        """`defaults`: the operator's values of switches. Raises TemplateError."""
+        """`defaults`: the operator's values of switches. `is_strict`: change nothing. Raises TemplateError."""
         try:
             environment = TemplateEnvironment()
             tree = environment.parse(source)
@@ -63,7 +69,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat_template: {error}") from error
         self.switches = frozenset(switches - _OWN_VARIABLES)
-        """The variables that the template reads, and that nobody else sets."""
+        """The variables that the template reads, and that only a client or the operator sets."""
         self._constants = [value for value in constants if isinstance(value, str)]
         self._marker: Marker | None = None
         self._defaults = defaults
@@ -72,6 +78,9 @@ class ChatTemplate:
         self._writes_ids = writes_ids(source)
         self.takes_tools = "tools" in source
         """False: tools and calls are written into messages, see `with_tools`."""
+        self._is_strict = is_strict
+        self.shapes = self._found_shapes()
+        """The conversations that it refuses or loses."""
 
     def keep_as_text(self, control_tokens: Collection[str]) -> None:
         """Render control tokens that a request writes as text."""
@@ -108,31 +117,55 @@ class ChatTemplate:
             others = msgspec.json.encode([tools, kwargs]).decode() if tools or kwargs else ""
             mark = yield from self._marker.mark_for([*texts_of(conversation), others])
             messages, tools, kwargs = yield from self._marker.marking([messages, tools, kwargs], mark)
-        if not self.takes_tools:
-            messages = with_tools(messages, tools or [])
         continued = conversation.is_continued
         if continued:
             messages[-1]["content"] += _CONTINUATION_MARK
-        variables: dict[str, Any] = {
-            **self._tokens,
-            **kwargs,
-            **clock.variables(),
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": not continued and conversation.add_generation_prompt,
-        }
+        if self.shapes.marks:
+            messages, tools, kwargs = yield from without_marks([messages, tools, kwargs])
+        turns, repairs = repaired(self.shapes, self._prepared(messages, tools), has_tools=bool(tools))
+        if repairs and self._is_strict:
+            refusal = (
+                f"The model's chat template does not take these messages: {', '.join(repairs)} (--strict-template)."
+            )
+            raise InvalidRequestError(refusal, param=names.messages)
+        variables = self._tokens | kwargs | clock.variables()
+        variables |= {"messages": turns, "tools": tools, "documents": None}
+        variables["add_generation_prompt"] = not continued and conversation.add_generation_prompt
         try:
             text = yield from self._run(variables, clock, mark, names.messages)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
-        del variables, messages, tools, kwargs  # the marked texts
+        del variables, messages, turns, tools, kwargs  # the marked texts
         if continued:
             text, found, _ = text.rpartition(_CONTINUATION_MARK)
             if not found:
                 refusal = "this model's template cannot continue a message."
                 raise InvalidRequestError(refusal, param=names.continue_final_message)
-        return RenderedPrompt(text) if self._marker is None else (yield from self._marker.unmark(text, mark))
+        if self._marker is None:
+            return RenderedPrompt(text, repairs=repairs)
+        return replace((yield from self._marker.unmark(text, mark)), repairs=repairs)
+
+    def _prepared(self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None) -> Sequence[Turn]:
+        return messages if self.takes_tools else with_tools(messages, tools or [])
+
+    def _found_shapes(self) -> Shapes:
+        finding = find_shapes(lambda turns, has_tools: self._prepared(turns, [PROBE_TOOL] if has_tools else None))
+        text: str | None = None
+        started = False
+        while True:
+            try:
+                probe = finding.send(text) if started else next(finding)
+            except StopIteration as found:
+                shapes: Shapes = found.value
+                return shapes
+            started = True
+            clock = RenderClock(MAX_PROBE_S)
+            variables = {**self._tokens, **self._defaults, **clock.variables(), "add_generation_prompt": False}
+            variables |= {"messages": probe.messages, "tools": [PROBE_TOOL] if probe.has_tools else None}
+            try:
+                text = run_now(self._run(variables, clock, "", "messages"))
+            except InvalidRequestError:
+                text = None
 
     def _kwargs(self, conversation: Conversation) -> dict[str, Any]:
         """Return the switches: the client's, then those of its other fields, then the operator's."""

@@ -45,6 +45,8 @@ class RenderedPrompt:
     text: str
     client_offsets: Sequence[int] | None = None
     """Sorted."""
+    repairs: tuple[str, ...] = ()
+    """Names of the changes to the messages, for what the template would refuse or lose."""
 
 
 class Marker:

@@ -1,4 +1,4 @@
-"""Surrogates in the calls that a model writes: pairs are joined, and a half alone becomes U+FFFD."""
+"""Surrogates in the calls that a model writes: pairs are joined, and any half becomes U+FFFD."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Texts inside texts, and foreign types: whatever a field holds is answered or refused, and no server error.
 
-The fields are found by a walk over the types of the bodies, so that a new field is tried too.
+A walk over the types of the bodies finds the fields, so that a new one is tried too.
 """
 
 from __future__ import annotations

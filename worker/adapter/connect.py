@@ -193,7 +193,7 @@ def make_bundle(
         ),
         is_of_engine=True,
     )
-    return bundle, folder
+    return replace(bundle, template_kwargs=config.template_kwargs), folder
 
 
 async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:

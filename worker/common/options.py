@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import os
@@ -21,6 +22,11 @@ from worker.common.tls import ServerCertificate, WorkerCa
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 MAX_PORT: Final = (1 << 16) - 1
+ENGINE_TEMPLATE: Final = (
+    "--chat-template: an engine that writes the text has its own template: give it to the engine (vllm serve "
+    "--chat-template FILE)"
+)
+"""The refusal of a template that would not be used."""
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -149,6 +155,25 @@ def num_bytes(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"a size such as 512M or 4G is needed, got {text!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def template_text(file: str) -> str:
+    """Read the chat template in a file."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"a chat template is needed: {error}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a JSON object is needed, got {text!r:.200}")
+    return value
 
 
 def make_parser(config: type[SharedConfig], groups: Sequence[str], name: str, text: str) -> CommandParser:

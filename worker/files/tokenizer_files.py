@@ -138,28 +138,32 @@ def fields_of_folder(folder: Path, *, is_of_engine: bool = False) -> dict[str, A
     except Exception as error:  # the binding raises plain Exception for whatever is wrong with the file
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    template, tool_template = _chat_templates(folder, config)
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
     return {
         "tokenizer_json": tokenizer_json,
-        "chat_template": _chat_template(folder, config),
+        "chat_template": template,
         "bos_token": bos,
         "eos_token": eos,
         "eos_token_ids": _eos_token_ids(folder, None if eos is None else tokenizer.token_to_id(eos)),
         "add_bos": bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id],
+        **({} if tool_template is None else {"tool_template": tool_template}),
     }
 
 
 def _engine_fields(folder: Path, config: dict[str, Any], vocabulary: bytes) -> dict[str, Any]:
     bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    template, tool_template = _chat_templates(folder, config)
     ids = {token["content"]: token["id"] for token in json.loads(vocabulary)["added_tokens"]}
     return {
         "tokenizer_json": b"",
-        "chat_template": _chat_template(folder, config),
+        "chat_template": template,
         "bos_token": bos,
         "eos_token": eos,
         "eos_token_ids": _eos_token_ids(folder, ids.get(eos)),
         "add_bos": False,
         "engine_vocabulary": vocabulary,
+        **({} if tool_template is None else {"tool_template": tool_template}),
     }
 
 
@@ -176,15 +180,31 @@ def _eos_token_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
     return tuple(sorted(int(token_id) for token_id in ids))
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Read chat_template.jinja, or the field of tokenizer_config.json: a text, or named texts with a `default`."""
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
+def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the template of conversations, and that of conversations with tools if it is another one.
+
+    As transformers: templates in files of their own replace those of tokenizer_config.json, which may be named. The
+    chat_template.json of a processor counts where there are none. A model without a `default` has the one it has.
+    """
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    own, processor = config.get("chat_template"), _optional_json(folder / "chat_template.json").get("chat_template")
+    named = _named(own) or _named(processor)
+    if found := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
+        named = found if "default" in found else named | found
+    tool_template = named.get("tool_use")
+    default = named.get("default", tool_template or next(iter(named.values()), None))
+    return default, None if tool_template == default else tool_template
+
+
+def _named(template: object) -> dict[str, str]:
+    """Return the templates of a field: a text, or a list or an object of named ones."""
+    if isinstance(template, str):
+        return {"default": template}
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    pairs = template.items() if isinstance(template, dict) else ()
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
 
 
 def _token_text(token: object) -> str | None:
