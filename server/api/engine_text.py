@@ -27,6 +27,7 @@ from server.api.endpoint import PreparedRequest
 from server.api.engine_control import check_control_tokens
 from server.api.engine_media import CHAT_PATH, Media, read_media
 from server.api.engine_prompts import EnginePrompts
+from server.api.engine_shapes import TEXTS, EngineShapes
 from server.api.formatting import ResponseFormatter, encode_json, response_id
 from server.api.images import ImageRules
 from server.api.params import choice_seeds
@@ -130,6 +131,7 @@ class EngineTexts:
         self._fleet = fleet
         self._keeps_control_tokens = keeps_control_tokens
         self._prompts = EnginePrompts()
+        self._shapes = EngineShapes(is_strict=models.is_strict)
 
     async def prepare(self, path: str, body: bytes, identity: Identity) -> PreparedRequest | None:
         """Render a body's prompt and apply the gateway's own rules. None: the gateway writes the text itself.
@@ -162,6 +164,14 @@ class EngineTexts:
             await _check_text(body, media, limit())
             _check(path, known, fields, self._xargs)
         sent = _body(path, known, media.fields, model, keeps_all=wrong is not None)
+        repairs, is_usual = tuple[str, ...](), wrong is None
+        if path in TEXTS and is_usual:
+            render = partial(self._render, model=model, has_images=False)
+            digests = frozenset(each.member.chat_probes for each in self._fleet.candidates(model.name, None, model.fingerprint))
+            with _decoding():
+                sent, repairs, is_usual = await self._shapes.repaired(path, sent, model, digests, render)
+            if repairs and (context := CURRENT.get(None)) is not None:
+                context.repairs = repairs
         call = EngineCall(path, encode_json(sent), bool(known.stream) and path not in POOLING_PATHS)
         if path in POOLING_PATHS:
             if wrong is not None:
@@ -172,7 +182,7 @@ class EngineTexts:
             )
         with trace_stage("tokenise"):
             own = None
-            if path == CHAT_PATH and wrong is None and not media.images:
+            if path == CHAT_PATH and is_usual and not media.images:
                 candidates = self._fleet.candidates(model.name, None, model.fingerprint)
                 own = await self._prompts.render(body, fields, model, _able(candidates, path))
             rendered = own or await self._rendered(call, media, model)
@@ -295,6 +305,9 @@ def _body(
     body: dict[str, Any] = {name: value for name, value in fields.items() if name not in own and _is_sent(path, name)}
     if model.adapter:
         body["model"] = model.adapter
+    if path in TEXTS and model.template_kwargs:
+        kwargs = msgspec.json.decode(fields.get("chat_template_kwargs", b"null"))
+        body["chat_template_kwargs"] = {**model.template_kwargs, **kwargs} if isinstance(kwargs, dict) else kwargs
     if path in (CHAT_PATH, COMPLETIONS_PATH):
         options = known.stream_options
         if options is not None and (options.include_usage or not known.stream):

@@ -143,6 +143,11 @@ class Models:
         return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
 
     @property
+    def is_strict(self) -> bool:
+        """Return whether conversations that a template does not take are refused."""
+        return self._config.strict_template
+
+    @property
     def has_images(self) -> bool:
         """Return whether any request may have images."""
         return self._config.text != "gateway" and any(model.facts.has_images for model in self._by_name.values())

@@ -30,15 +30,12 @@ MAX_HOLD_S: Final = 0.03
 MAX_PROBE_S: Final = 0.2
 """Time of a probe."""
 MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
-COMMON_SWITCHES: Final = frozenset(
-    {"enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message"}
-)
-"""Switches that public templates read. They are accepted for every template."""
 THINKING_SWITCHES: Final = ("enable_thinking", "thinking", "enable_reasoning")
 """Switches that turn thoughts on or off."""
 _OWN_VARIABLES: Final = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("conversation", "tokenize", "return_dict", "return_tensors"),
         *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
     }
 )
@@ -68,7 +65,8 @@ class ChatTemplate:
             self._template = environment.bounded(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat_template: {error}") from error
-        self.switches = frozenset(switches - _OWN_VARIABLES)
+        self._reserved = _OWN_VARIABLES | environment.globals.keys()
+        self.switches = frozenset(switches - self._reserved)
         """The variables that the template reads, and that only a client or the operator sets."""
         self._constants = [value for value in constants if isinstance(value, str)]
         self._marker: Marker | None = None
@@ -170,19 +168,16 @@ class ChatTemplate:
     def _kwargs(self, conversation: Conversation) -> dict[str, Any]:
         """Return the switches: the client's, then those of its other fields, then the operator's."""
         given, effort, thinks = conversation.template_kwargs, conversation.reasoning_effort, conversation.thinks
-        for name in given:
-            if name not in self.switches | COMMON_SWITCHES:
-                names = ", ".join(sorted(self.switches | COMMON_SWITCHES))
-                raise InvalidRequestError(
-                    f"chat_template_kwargs takes only {names} for this model.", param="chat_template_kwargs"
-                )
+        if reserved := self._reserved.intersection(given):
+            message = f"chat_template_kwargs takes no {min(reserved)}: it takes the switches of the template."
+            raise InvalidRequestError(message, param="chat_template_kwargs")
         kwargs = dict(self._defaults)
         if effort is not None:
             kwargs["reasoning_effort"] = effort
             thinks = effort != "none" if thinks is None else thinks
         if thinks is not None and given.keys().isdisjoint(THINKING_SWITCHES):
             kwargs |= dict.fromkeys(self.switches.intersection(THINKING_SWITCHES), thinks)
-        return kwargs | given
+        return {name: value for name, value in (kwargs | given).items() if name in self.switches}
 
     def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
         """Return the text with its marks, which do not count towards its length. Errors name `param`."""

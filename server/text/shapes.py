@@ -226,7 +226,8 @@ def _is_empty(turn: Turn) -> bool:
 
 def _is_blank(turn: Turn) -> bool:
     content = turn["content"]
-    return not content.strip() if isinstance(content, str) else not content
+    texts = [content or ""] if content is None or isinstance(content, str) else [part.get("text") for part in content]
+    return all(isinstance(text, str) and not text.strip() for text in texts)
 
 
 def _marked(kind: str, content: Any) -> Any:

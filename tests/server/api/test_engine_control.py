@@ -79,7 +79,10 @@ class TemplateWorker(EngineWorker):
         call = unpack(await http.body(), EngineCall)
         body = json.loads(call.body)
         self.rendered.append(body)
-        ids = self.prompt_ids(call.path, body)
+        try:
+            ids = self.prompt_ids(call.path, body)
+        except ValueError as error:
+            return Response(pack_frame(Failed("invalid_request", str(error), retryable=False)), status_code=400)
         self.lengths.append(len(ids))
         if len(ids) + (body.get("max_tokens") or body.get("max_output_tokens") or 0) > MAX_LEN:
             failed = Failed("context_length_exceeded", "too long", retryable=False)

@@ -104,10 +104,11 @@ BODIES: Final = {CHAT_PATH: chat_body, MESSAGES_PATH: messages_body, RESPONSES_P
 def conversation(path: str, steps: list[Step], *, has_tools: bool) -> Conversation:
     """Return the conversation that a route makes of its body."""
     raw = json.dumps(BODIES[path](steps, has_tools=has_tools)).encode()
-    return run_now(_conversation(path, raw).__await__())
+    return run_now(read(path, raw).__await__())
 
 
-async def _conversation(path: str, raw: bytes) -> Conversation:
+async def read(path: str, raw: bytes) -> Conversation:
+    """Return the conversation of a body."""
     if path == CHAT_PATH:
         return (await CHAT.read(raw, TextLimit)).intent().conversation
     if path == RESPONSES_PATH:

@@ -1,0 +1,194 @@
+"""Bodies for engines that write the text: messages in a shape that the engine's template takes.
+
+The engine renders the probes, once for each model, when a body first has a shape that some template refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from server.api.engine_media import CHAT_PATH
+from server.api.formatting import encode_json
+from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
+from server.event_loop import run_sliced
+from server.models.served_model import ServedModel
+from server.text.shape_probes import PROBE_TOOL, TOOL_NAME, Probe, find_shapes
+from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, repaired, without_marks
+from worker.wire import EngineCall, Rendered
+
+TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH: "input"}
+_LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
+"""Fields that hold the system message."""
+_ALL: Final = Shapes(
+    turns="parted",
+    first_user=True,
+    fills=frozenset({"user", "assistant", "system", "tool"}),
+    second_system=True,
+    late_system=True,
+    developer=True,
+    orphans=True,
+    late_results=True,
+    missing_results=True,
+    lists_arguments=True,
+)
+Render = Callable[[EngineCall], Awaitable[Rendered]]
+
+
+class EngineShapes:
+    """The shapes of engines' templates. Owned by `EngineTexts`."""
+
+    def __init__(self, *, is_strict: bool) -> None:
+        """`is_strict`: refuse what a template does not take."""
+        self._is_strict = is_strict
+        self._known: dict[tuple[str, frozenset[str]], Shapes] = {}
+
+    async def repaired(
+        self, path: str, fields: dict[str, Any], model: ServedModel, digests: frozenset[str], render: Render
+    ) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+        """Return the fields of a body, the names of the repairs, and if the body has a usual shape.
+
+        `digests` tell the templates of its engines apart. Raises ApiError.
+        """
+        turns = _turns(path, fields)
+        if turns is None:
+            return fields, (), True
+        has_tools = bool(fields.get("tools")) and bytes(fields["tools"]) not in (b"null", b"[]")
+        choices = [replace(_ALL, counts_tools=counts) for counts in (False, True)]
+        is_usual = not any(repaired(shapes, turns, has_tools=True)[1] for shapes in choices)
+        has_marks = any(bracket in encode_json(turns).decode() for bracket in (OPEN, CLOSE))
+        has_system = turns[:1] and turns[0]["role"] in ("system", "developer")
+        if is_usual and not has_marks and not has_system:
+            return fields, (), True
+        shapes = await self._shapes(model, digests, render)
+        if has_marks and shapes.marks:
+            turns = [*await run_sliced(without_marks(turns))]
+        changed, repairs = repaired(replace(shapes, thoughts="reasoning_content"), turns, has_tools=has_tools)
+        if repairs and self._is_strict:
+            message = f"The model's chat template does not take {', '.join(repairs)} (--strict-template)."
+            raise InvalidRequestError(message, param=TEXTS[path])
+        if not repairs and not has_marks:
+            return fields, (), is_usual
+        kept = {name: item for name, item in fields.items() if name != _LEADS.get(path)}
+        return kept | _body(path, changed), repairs, False
+
+    async def _shapes(self, model: ServedModel, digests: frozenset[str], render: Render) -> Shapes:
+        key = (model.fingerprint, digests)
+        if key not in self._known:
+            finding, text = find_shapes(lambda turns, _: turns), None
+            try:
+                probe = next(finding)
+                while True:
+                    text = await _text(probe, model, render)
+                    probe = finding.send(text)
+            except StopIteration as found:
+                self._known[key] = found.value
+        return self._known[key]
+
+
+async def _text(probe: Probe, model: ServedModel, render: Render) -> str | None:
+    """Return what the engine's template writes for a probe; None if it refuses it."""
+    body = {"model": model.adapter or model.name, **_body(CHAT_PATH, probe.messages), "max_tokens": 1}
+    body |= {"tools": [PROBE_TOOL]} if probe.has_tools else {}
+    try:
+        rendered = await render(EngineCall(CHAT_PATH, encode_json(body)))
+    except (InvalidRequestError, InternalError):
+        return None
+    if model.tokenizer.is_of_engine:  # its text is unknown: all of it is taken as shown
+        return TOOL_NAME + encode_json(probe.messages).decode()
+    return model.tokenizer.decode(rendered.prompts[0])
+
+
+def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
+    """Return the turns of a body; None for one of another form, which the engine refuses in its own words."""
+    given = {name: _value(fields.get(name)) for name in (TEXTS.get(path, ""), _LEADS.get(path, ""))}
+    lead, messages = given.get(_LEADS.get(path, "")), given.get(TEXTS.get(path, ""))
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return None
+    turns: list[Turn] = [{"role": "system", "content": lead}] if lead else []
+    for message in messages:
+        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
+        if path == RESPONSES_PATH and not _add_item(turns, message):
+            continue
+        if not isinstance(role, str) or not isinstance(content, str | list | None) or not isinstance(calls, list):
+            return None
+        if not all(isinstance(each, dict) for each in [*calls, *(content if isinstance(content, list) else ())]):
+            return None
+        if path == MESSAGES_PATH and isinstance(content, list):
+            turns += _turns_of_blocks(role, content)
+        else:
+            turns.append({**message, "content": content})
+    return turns
+
+
+def _turns_of_blocks(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    turns: list[Turn] = []
+    for block in results:
+        turns.append(
+            {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content"), "own": block}
+        )
+    others = [block for block in blocks if block.get("type") != "tool_result"]
+    calls = [{"id": block.get("id")} for block in blocks if block.get("type") == "tool_use"]
+    if others or not results:
+        turns.append({"role": role, "content": others, "tool_calls": calls})
+    return turns
+
+
+def _add_item(turns: list[Turn], item: dict[str, Any]) -> bool:
+    """Add an item that is no message; return False for one. Calls in a row, with the thoughts before, are one turn."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        return True
+    if str(kind).endswith("_output"):
+        turns.append(
+            {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output"), "own": [item]}
+        )
+        return False
+    last = turns[-1] if turns else None
+    if last is None or last["role"] != "assistant" or "own" not in last:
+        turns.append(last := {"role": "assistant", "content": "", "tool_calls": [], "own": []})
+    last["own"].append(item)
+    if "call_id" in item:
+        last["tool_calls"].append({"id": item["call_id"]})
+    return False
+
+
+def _body(path: str, turns: list[Turn]) -> dict[str, Any]:
+    """Return the fields of a body that hold the turns."""
+    written: list[Any] = []
+    for turn in turns:
+        content = turn["content"]
+        if path == RESPONSES_PATH:
+            if "own" in turn:
+                written += turn["own"]
+            elif turn["role"] == "tool":
+                output = {"call_id": turn["tool_call_id"], "output": content}
+                written.append({"type": "function_call_output", **output})
+            else:
+                written.append({**turn, "type": "message"})
+        elif path == MESSAGES_PATH and turn["role"] == "tool":
+            block = {"type": "tool_result", "tool_use_id": turn["tool_call_id"], "content": content}
+            written.append({"role": "user", "content": [turn.get("own") or block]})
+        elif path == MESSAGES_PATH:
+            written.append({"role": turn["role"], "content": content})
+        else:
+            written.append({**turn, "tool_calls": _calls(turn)} if turn.get("tool_calls") else turn)
+    return {TEXTS[path]: written}
+
+
+def _calls(turn: Turn) -> list[Any]:
+    calls = []
+    for call in turn["tool_calls"]:
+        if isinstance(function := call.get("function"), dict) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": as_text(function["arguments"])}}
+        calls.append(call)
+    return calls
+
+
+def _value(value: Any) -> Any:
+    return msgspec.json.decode(value) if isinstance(value, Raw) else value
