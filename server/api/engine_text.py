@@ -167,7 +167,8 @@ class EngineTexts:
         repairs, is_usual = tuple[str, ...](), wrong is None
         if path in TEXTS and is_usual:
             render = partial(self._render, model=model, has_images=False)
-            digests = frozenset(each.member.chat_probes for each in self._fleet.candidates(model.name, None, model.fingerprint))
+            able = _able(self._fleet.candidates(model.name, None, model.fingerprint), path)
+            digests = frozenset(each.member.chat_probes for each in able)
             with _decoding():
                 sent, repairs, is_usual = await self._shapes.repaired(path, sent, model, digests, render)
             if repairs and (context := CURRENT.get(None)) is not None:

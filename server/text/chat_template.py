@@ -129,11 +129,11 @@ class ChatTemplate:
         variables = self._tokens | kwargs | clock.variables()
         variables |= {"messages": turns, "tools": tools, "documents": None}
         variables["add_generation_prompt"] = not continued and conversation.add_generation_prompt
+        del messages, turns, tools, kwargs
         try:
             text = yield from self._run(variables, clock, mark, names.messages)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace(mark, ""), param=error.param) from error
-        del variables, messages, turns, tools, kwargs  # the marked texts
         if continued:
             text, found, _ = text.rpartition(_CONTINUATION_MARK)
             if not found:
@@ -179,8 +179,11 @@ class ChatTemplate:
             kwargs |= dict.fromkeys(self.switches.intersection(THINKING_SWITCHES), thinks)
         return {name: value for name, value in (kwargs | given).items() if name in self.switches}
 
-    def _run(self, variables: Mapping[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
-        """Return the text with its marks, which do not count towards its length. Errors name `param`."""
+    def _run(self, variables: dict[str, Any], clock: RenderClock, mark: str, param: str) -> Steps[str]:
+        """Return the text with its marks, which do not count towards its length. Errors name `param`.
+
+        Clears `variables`, which hold the marked texts.
+        """
         parts: list[str] = []
         num_chars = 0
         clock.begin()
@@ -200,4 +203,5 @@ class ChatTemplate:
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             message = f"The model's chat template cannot render these messages ({type(error).__name__})."
             raise InvalidRequestError(message, param=param) from error
+        variables.clear()
         return "".join(parts)

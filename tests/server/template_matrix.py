@@ -140,7 +140,7 @@ async def refusals(
         httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
     ):
         if by_engine:
-            await until(lambda: bool(running.models._text_apis))
+            await until(lambda: all(model.facts.text_apis for _, model in running.models.names()))
         for names, path, stream in itertools.product(shapes, BODIES, streams):
             body = BODIES[path](steps_of(names), has_tools=True) | {"stream": stream}
             answer = await client.post(path, json=body)
