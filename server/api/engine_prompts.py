@@ -6,7 +6,7 @@ these are rendered here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, Literal
 
 import msgspec
@@ -76,14 +76,17 @@ class EnginePrompts:
         self, body: bytes, fields: Mapping[str, Raw], model: ServedModel, candidates: Sequence[Candidate]
     ) -> Rendered | None:
         """Return the prompt of a chat; None if the engine must render it."""
-        digests = {candidate.member.chat_probes for candidate in candidates}
-        if len(digests) != 1 or digests != {await self.digest(model)} or "" in digests:
+        if not await self.shares_template({candidate.member.chat_probes for candidate in candidates}, model):
             return None
         try:
             _prompt_of(encode_json({name: value for name, value in fields.items() if name not in _WITHOUT_PROMPT}))
         except msgspec.ValidationError:
             return None
         return await _rendered(body, model)
+
+    async def shares_template(self, digests: Set[str], model: ServedModel) -> bool:
+        """Return whether all engines of a model, by their digests, have the gateway's template."""
+        return "" not in digests and digests == {await self.digest(model)}
 
     async def digest(self, model: ServedModel) -> str:
         """Return the digest of the gateway's own ids of the probes."""

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from server.api.engine_media import CHAT_PATH
+from server.api.engine_prompts import EnginePrompts
 from server.api.formatting import encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced
@@ -42,15 +43,16 @@ Render = Callable[[EngineCall], Awaitable[Rendered]]
 class EngineShapes:
     """The shapes of engines' templates. Owned by `EngineTexts`."""
 
-    def __init__(self, *, is_strict: bool) -> None:
+    def __init__(self, prompts: EnginePrompts, *, is_strict: bool) -> None:
         """`is_strict`: refuse what a template does not take."""
+        self._prompts = prompts
         self._is_strict = is_strict
         self._known: dict[tuple[str, frozenset[str]], Shapes] = {}
 
     async def repaired(
         self, path: str, fields: dict[str, Any], model: ServedModel, digests: frozenset[str], render: Render
     ) -> tuple[dict[str, Any], tuple[str, ...], bool]:
-        """Return the fields of a body, the names of the repairs, and if the body has a usual shape.
+        """Return the fields of a body, the names of the repairs, and if the gateway would render the same text.
 
         `digests` tell the templates of its engines apart. Raises ApiError.
         """
@@ -59,10 +61,10 @@ class EngineShapes:
             return fields, (), True
         has_tools = bool(fields.get("tools")) and bytes(fields["tools"]) not in (b"null", b"[]")
         choices = [replace(_ALL, counts_tools=counts) for counts in (False, True)]
-        is_usual = not any(repaired(shapes, turns, has_tools=True)[1] for shapes in choices)
+        possible = {name for shapes in choices for name in repaired(shapes, turns, has_tools=True)[1]}
         has_marks = any(bracket in encode_json(turns).decode() for bracket in (OPEN, CLOSE))
         has_system = turns[:1] and turns[0]["role"] in ("system", "developer")
-        if is_usual and not has_marks and not has_system:
+        if not (possible or has_marks or has_system):
             return fields, (), True
         shapes = await self._shapes(model, digests, render)
         if has_marks and shapes.marks:
@@ -72,12 +74,14 @@ class EngineShapes:
             message = f"The model's chat template does not take {', '.join(repairs)} (--strict-template)."
             raise InvalidRequestError(message, param=TEXTS[path])
         if not repairs and not has_marks:
-            return fields, (), is_usual
+            return fields, (), "arguments" not in possible
         kept = {name: item for name, item in fields.items() if name != _LEADS.get(path)}
         return kept | _body(path, changed), repairs, False
 
     async def _shapes(self, model: ServedModel, digests: frozenset[str], render: Render) -> Shapes:
         key = (model.fingerprint, digests)
+        if model.template is not None and await self._prompts.shares_template(digests, model):
+            return model.template.shapes
         if key not in self._known:
             finding, text = find_shapes(lambda turns, _: turns), None
             try:

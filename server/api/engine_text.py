@@ -131,7 +131,7 @@ class EngineTexts:
         self._fleet = fleet
         self._keeps_control_tokens = keeps_control_tokens
         self._prompts = EnginePrompts()
-        self._shapes = EngineShapes(is_strict=models.is_strict)
+        self._shapes = EngineShapes(self._prompts, is_strict=models.is_strict)
 
     async def prepare(self, path: str, body: bytes, identity: Identity) -> PreparedRequest | None:
         """Render a body's prompt and apply the gateway's own rules. None: the gateway writes the text itself.
