@@ -54,7 +54,7 @@ class EngineShapes:
     ) -> tuple[dict[str, Any], tuple[str, ...], bool]:
         """Return the fields of a body, the names of the repairs, and if the gateway would render the same text.
 
-        `digests` tell the templates of its engines apart. Raises ApiError.
+        `digests` identify the templates of its engines. Raises ApiError.
         """
         turns = _turns(path, fields)
         if turns is None:
