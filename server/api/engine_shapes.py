@@ -25,6 +25,8 @@ from worker.wire import EngineCall, Rendered
 TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH: "input"}
 _LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
 """Fields that hold the system message."""
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+"""A turn of another role is refused by the template, in its own words."""
 _ALL: Final = Shapes(
     turns="parted",
     first_user=True,
@@ -118,7 +120,7 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
         if path == RESPONSES_PATH and not _add_item(turns, message):
             continue
-        if not isinstance(role, str) or not isinstance(content, str | list | None) or not isinstance(calls, list):
+        if role not in _ROLES or not isinstance(content, str | list | None) or not isinstance(calls, list):
             return None
         if not all(isinstance(each, dict) for each in [*calls, *(content if isinstance(content, list) else ())]):
             return None

@@ -184,7 +184,7 @@ def _call(block: ContentBlock, field: str) -> schema.ToolCall:
                 case {**fields} if fields.keys() == {NOT_JSON} and isinstance(fields[NOT_JSON], str):
                     arguments = fields[NOT_JSON]  # as the model has written them
     except ValueError:
-        raise invalid(field, "holds a tool_use whose input is not valid JSON") from None
+        raise invalid(field, "holds a tool_use whose input is not valid JSON in UTF-8") from None
     return schema.ToolCall(id=block.id, function=schema.FunctionCall(name=block.name, arguments=arguments))
 
 

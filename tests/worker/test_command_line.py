@@ -30,7 +30,7 @@ def sample(action: argparse.Action) -> str:
     """A value that the option takes, other than its default."""
     if action.choices is not None:
         return str(next(choice for choice in action.choices if choice != action.default))
-    for text in ("17", "name=model", "127.0.0.0/8", "text"):
+    for text in ("17", "name=model", "127.0.0.0/8", "text", '{"a":1}', f"name={__file__}", __file__):
         try:
             if action.type is None or (callable(action.type) and action.type(text) is not None):
                 return text

@@ -232,7 +232,7 @@ async def test_refused_fields_are_named_unless_empty(says: Says) -> None:
     async with gateway(worker) as target:
         for field in MESSAGES.refused:
             status, headers, raw = await post(target.url, body(**{field: {"x": 1}}), PATH)
-            assert (status, field in check_error(raw, headers)["message"]) == (400, True), raw
+            assert (status, field in check_error(raw, headers)["message"]) == (400, True)
         assert worker.received == []
         for neutral in (
             None,

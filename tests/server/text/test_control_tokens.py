@@ -24,7 +24,7 @@ from server.event_loop import run_now
 from server.models.served_model import ServedModel, build_model
 from server.schema.intent import Conversation
 from server.schema.requests import ChatRequest
-from server.text import chat_template, control_tokens
+from server.text import control_tokens, template_sandbox
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import PART_CHARS, Marker, any_of
 from server.text.pretoken_cache import WINDOW_CHARS
@@ -387,13 +387,13 @@ def test_many_short_texts_are_marked_in_steps() -> None:
 async def test_a_rendering_is_not_refused_because_others_render_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its own time counts: here each rest takes longer than all of it may."""
     now_s = 0.0
-    monkeypatch.setattr(chat_template.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(template_sandbox.time, "monotonic", lambda: now_s)
     asked = request([{"role": "user", "content": "a"}] * 200)
     served = model()
     assert served.template is not None
-    steps = served.template._rendering(asked, chat_template.RenderClock())
+    steps = served.template._rendering(asked, template_sandbox.RenderClock())
     for _ in steps:
-        now_s += 2 * chat_template.MAX_RENDER_S
+        now_s += 2 * template_sandbox.MAX_RENDER_S
     assert now_s > 0.0, "it has rested"
 
 
