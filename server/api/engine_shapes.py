@@ -36,6 +36,7 @@ _ALL: Final = Shapes(
     developer=True,
     orphans=True,
     late_results=True,
+    answered_results=True,
     missing_results=True,
     lists_arguments=True,
 )

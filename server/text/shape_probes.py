@@ -148,6 +148,8 @@ def _with_calls(finder: _Finder, shapes: Shapes) -> Finding[Shapes]:
     shapes = yield from finder.fit(shapes, [{"missing_results": True}], *missing)
     late = _calls("user", "call", "user", "tool", "assistant", "user")
     shapes = yield from finder.fit(shapes, [{"late_results": True}], late)
+    answered = _calls("user", "call", "tool", "assistant", "tool", "assistant", "user")
+    shapes = yield from finder.fit(shapes, [{"answered_results": True}], answered)
     cut = _calls("user", "call cut", "tool", "assistant")
     shapes = yield from finder.fit(shapes, [{"lists_arguments": True}], cut)
     thinking = _calls("user", "call", "tool").with_thoughts()

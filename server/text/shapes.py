@@ -63,6 +63,8 @@ class Shapes:
     """Results before which there is no call."""
     late_results: bool = False
     """Results that do not follow their calls."""
+    answered_results: bool = False
+    """Results after an answer to others."""
     missing_results: bool = False
     tools_need_system: bool = False
     lists_arguments: bool = False
@@ -75,7 +77,8 @@ class Shapes:
     def marks(self) -> bool:
         """Return whether a repair may write the mark."""
         systems = self.first_system or self.second_system or self.late_system
-        return bool(systems or self.orphans or self.late_results or self.missing_results or self.fills)
+        results = self.orphans or self.late_results or self.answered_results or self.missing_results
+        return bool(systems or results or self.fills)
 
 
 def without_marks(value: Any) -> Steps[Any]:
@@ -157,13 +160,14 @@ def _with_roles(shapes: Shapes, turns: Sequence[Turn], found: dict[str, None]) -
 def _with_results(shapes: Shapes, turns: Sequence[Turn], found: dict[str, None]) -> list[Turn]:
     """Bring results to their calls: those that are missing or stray are repaired."""
     kept: list[Turn] = []
-    has_calls, waiting = False, list[Any]()
+    refused = answered = shapes.orphans
+    waiting = list[Any]()
     for turn in turns:
         if turn["role"] == "tool":
             if waiting:
                 id_ = turn.get("tool_call_id")
                 waiting.remove(id_ if id_ in waiting else waiting[0])
-            elif shapes.late_results if has_calls else shapes.orphans:
+            elif refused:
                 found["result-without-call"] = None
                 turn = {"role": "user", "content": _marked("tool result", turn["content"])}
         else:
@@ -171,7 +175,10 @@ def _with_results(shapes: Shapes, turns: Sequence[Turn], found: dict[str, None])
                 found["call-without-result"] = None
                 kept.append({"role": "tool", "tool_call_id": id_, "content": _NO_RESULT})
             waiting = [call.get("id") for call in turn.get("tool_calls") or ()]
-            has_calls |= bool(waiting)
+            if waiting:
+                refused, answered = shapes.late_results, shapes.answered_results
+            elif turn["role"] == "assistant":
+                refused = answered
         kept.append(turn)
     return kept
 

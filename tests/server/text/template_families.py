@@ -351,8 +351,14 @@ RULES: Final[dict[str, dict[str, Any]]] = {
     "no-system": _SYSTEM | {"first_system": True, "first_user": True, "turns": "parted"},
     "dated": {},
     "observed": {"developer": True, "lists_arguments": True},
-    "invoked": _SYSTEM | {"developer": True, "orphans": True, "lists_arguments": True},
+    "invoked": _SYSTEM | {"developer": True, "orphans": True, "answered_results": True, "lists_arguments": True},
     "gathered": {"late_system": True, "developer": True},
-    "channels": _SYSTEM | {"orphans": True, "thoughts": "thinking", "thoughts_alone": True},
-    "paired": {"orphans": True, "late_results": True, "missing_results": True, "tools_need_system": True},
+    "channels": _SYSTEM | {"orphans": True, "answered_results": True, "thoughts": "thinking", "thoughts_alone": True},
+    "paired": {
+        "orphans": True,
+        "late_results": True,
+        "answered_results": True,
+        "missing_results": True,
+        "tools_need_system": True,
+    },
 }
