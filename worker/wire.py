@@ -396,6 +396,4 @@ def pack_frame(frame: Frame) -> bytes:
         return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
     if type(frame) is End and frame.num_cached_tokens is None:
         return _encode((End.__struct_config__.tag, frame.queue_s, frame.prefill_s, frame.decode_s))
-    if type(frame) is Started and not frame.loaded_tokens and frame.queue_s is None:
-        return _encode((Started.__struct_config__.tag, frame.num_cached_tokens))
     return _encode(frame)

@@ -10,7 +10,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,9 @@ class Target:
 
     def rss_bytes(self) -> int:
         return int(self.process.memory_info().rss)
+
+    def fits(self, num_bytes: int) -> bool:
+        return self.rss_bytes() <= num_bytes
 
 
 @asynccontextmanager
@@ -152,6 +155,8 @@ async def measure(
                         statuses[status] += 1
                     most = max(most, target.rss_bytes())
                 above = start[case.port]
+                with suppress(TimeoutError):  # a process frees a body after its answer
+                    await until(partial(target.fits, above + MAX_GROWN_BYTES), timeout_s=10)
                 rows.append(Row(case, statuses, target.rss_bytes() - above, most - above))
                 print(rows[-1], flush=True)
     return rows

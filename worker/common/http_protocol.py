@@ -7,7 +7,6 @@ costs only its bytes. It takes turns with the requests of other connections.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Iterable
 from typing import Any, Final
 from urllib.parse import unquote
@@ -20,8 +19,6 @@ from worker.common.http_reader import MessageError, RequestHead, RequestReader
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 LINGER_S: Final = 1.0
-LARGE_BODY_BYTES: Final = 4 << 20
-"""After that many bytes of bodies, young garbage is collected: a refused body would stay until the next time."""
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
 
@@ -33,8 +30,6 @@ class StrictProtocol(HttpToolsProtocol):
     never see the answer.
     """
 
-    _num_body_bytes = 0
-    """Since the last collection."""
     _drops_input = False
     """Further input is dropped."""
     _is_ahead_full = False
@@ -118,7 +113,6 @@ class StrictProtocol(HttpToolsProtocol):
         self._start_asgi_task(self.cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        self._num_body_bytes += len(body)
         if not self.cycle.response_complete:
             self.cycle.body += body
             if len(self.cycle.body) > HIGH_WATER_LIMIT:
@@ -133,9 +127,6 @@ class StrictProtocol(HttpToolsProtocol):
         """Continue the connection. The rest of a body that was answered early (401, 413) is not awaited."""
         cycle: Any = self.cycle
         cycle.transport.flush()
-        if self._num_body_bytes > LARGE_BODY_BYTES:  # its error's frames hold it in a cycle
-            self._num_body_bytes = 0
-            self.loop.call_soon(gc.collect, 1)
         super().on_response_complete()
         # The connection may stay: nothing of the request stays with it.
         cycle.body = bytearray()
