@@ -24,6 +24,7 @@ from tests.clients.lead import lead
 from tests.clients.recorder import Exchange, Recorder, recording
 from tests.clients.running import INSTALLED
 from tests.e2e.serving import SMALL_POOL, Serve
+from tests.server.text.template_families import FAMILIES
 from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S, wait_until
 
@@ -36,6 +37,7 @@ TOO_LONG: Final = {
     "/chat/completions": re.compile(rf"This model's maximum context length is {NARROW} tokens\. However, "),
 }
 """The error of each API from which a program learns that it has to shorten the conversation."""
+TEMPLATES: Final = ("own", "system-first", "alternating-tools")
 BINARIES: Final = INSTALLED / "node_modules" / ".bin"
 CODEX: Final = """model = "tiny"
 model_provider = "headstart"
@@ -70,9 +72,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=WIDE)
 
 
-@pytest.fixture(scope="module")
-def wide(tiny: Path) -> Iterator[Serve]:
-    with Serve(*options(tiny, WIDE)) as serve:
+@pytest.fixture(scope="module", params=TEMPLATES)
+def wide(tiny: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Serve]:
+    """Serve with the model's own template, or with the rules of another."""
+    worker_args = ""
+    if request.param != "own":
+        file = tmp_path_factory.mktemp("templates") / "template.jinja"
+        file.write_text(FAMILIES[request.param])
+        worker_args = f"--chat-template {file}"
+    with Serve(*options(tiny, WIDE, worker_args)) as serve:
         yield serve
 
 
@@ -82,8 +90,8 @@ def narrow(tiny: Path) -> Iterator[Serve]:
         yield serve
 
 
-def options(model: Path, max_model_len: int) -> list[str]:
-    worker_args = f"--served-model-name tiny --max-model-len {max_model_len} {SMALL_POOL}"
+def options(model: Path, max_model_len: int, more: str = "") -> list[str]:
+    worker_args = f"--served-model-name tiny --max-model-len {max_model_len} {SMALL_POOL} {more}"
     return ["--model", str(model), "--num-workers", "1", "--worker-args", worker_args]
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,17 @@ async def test_a_rollout_and_back(num_workers: int, kind: str, redis: bool, tmp_
         cluster.assert_quiet(within_s=20.0)
     assert not observed.failures
     assert min(observed.num_serving) >= num_workers / 2
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+async def test_a_rollout_by_kills(num_workers: int, tmp_path: Path, model: Path) -> None:
+    """A killed worker takes its streams along only where no other of its revision is left; the rest is retried."""
+    there = rollouts.args_of("revision", model, tmp_path)
+    back = ["--block-size", "16", "--model", str(model)]
+    with Cluster(tmp_path / "fleet", model, rollouts.topology(num_workers, num_gateways=2, redis=True)) as cluster:
+        observed = await rollouts.observe(cluster, there, back, number=signal.SIGKILL)
+        print(f"{num_workers} workers, killed: {observed}")
+        cluster.assert_quiet(within_s=20.0)
+    assert {each.error for each in observed.outcomes if not each.ok} <= {"worker_lost"}
+    assert sum(observed.failures.values()) <= 2 * rollouts.NUM_CLIENTS
+    assert min(observed.num_serving) >= num_workers / 2 - 1

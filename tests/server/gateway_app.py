@@ -15,6 +15,7 @@ from cache.types import WorkerId
 from server.auth.limits import AuthThrottle
 from server.config import GatewayConfig
 from server.gateway import Gateway
+from server.http.middleware import Application
 from server.http.server import Listener
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
@@ -109,6 +110,7 @@ class RunningGateway:
     ops: ASGIApp
     """The app of the ops port."""
     fleet: Fleet
+    public: Application
 
 
 @asynccontextmanager
@@ -144,7 +146,7 @@ async def gateway(
         await until(lambda: server.started)
         try:
             url = f"http://{server.address}"
-            parts = built.metrics, built.models, built.requests.limiter, built.ops, built.fleet
+            parts = built.metrics, built.models, built.requests.limiter, built.ops, built.fleet, built.public
             yield RunningGateway(url, router, list(workers), *parts)
             # However the requests have ended, nothing of them is left.
             await until(

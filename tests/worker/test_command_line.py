@@ -105,6 +105,12 @@ def test_lists_and_options_with_an_optional_value(parser: CommandParser, tmp_pat
     assert parser.parse_args(table(tmp_path, 'style = "bold"')).style == "bold"
 
 
+def test_a_variable_of_json_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_DEFAULT_CHAT_TEMPLATE_KWARGS", '{"enable_thinking": false, "date": "1 May"}')
+    parsed = server.config.parse(["--workers", "http://127.0.0.1:9"])
+    assert parsed.template_kwargs_of("any") == {"enable_thinking": False, "date": "1 May"}
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

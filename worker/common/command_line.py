@@ -113,7 +113,7 @@ class CommandParser(argparse.ArgumentParser):
         for flag, action in self._settable().items():
             name = self.variable(flag)
             if self.command is not None and (value := environ.get(name)) is not None:
-                yield name, flag, action, value.split() if _is_list(action) else value
+                yield name, flag, action, _split(value, action) if _is_list(action) else value
 
     def file(self, argv: Sequence[str]) -> str | None:
         """Return the file of options that the command line or the environment names."""
@@ -140,6 +140,11 @@ class CommandParser(argparse.ArgumentParser):
 
 def _is_list(action: argparse.Action) -> bool:
     return isinstance(action, argparse._AppendAction)  # also of `extend`
+
+
+def _split(value: str, action: argparse.Action) -> list[str]:
+    """Return the values in a variable. JSON may have spaces, so it is one value."""
+    return [value] if str(action.metavar).endswith("JSON") else value.split()
 
 
 def _words(flag: str, action: argparse.Action, value: object) -> Iterator[str]:

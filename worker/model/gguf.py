@@ -61,7 +61,10 @@ class GGUFCheckpoint(Checkpoint):
         except (OSError, ValueError, IndexError, KeyError, struct.error) as error:
             raise CheckpointError(f"{path} is no readable GGUF file: {error}") from error
         self.metadata = Metadata(self._reader)
-        self.model_type = str(self.metadata["general.architecture"])
+        kind = self.metadata["general.architecture"]
+        if not isinstance(kind, str) or not kind:
+            raise CheckpointError(f"{path}: general.architecture is {kind!r:.80}: it must be a name such as 'llama'")
+        self.model_type = kind
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         if self.metadata.get("split.count", 1) != 1:
             raise UnsupportedModel(f"{path} is one part of a split GGUF: merge it with gguf-split first")

@@ -124,7 +124,7 @@ def find_family(model_type: str) -> ModelFamily:
         raise encoder(model_type)
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UnsupportedModel(f"model type {model_type!r} is none of {known}: it needs transformers and safetensors")
+        raise UnsupportedModel(f"model type {model_type!r:.80} is none of {known}: use transformers and safetensors")
     return FAMILIES[model_type]
 
 

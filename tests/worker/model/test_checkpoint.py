@@ -113,6 +113,7 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModel, "dynamic"),
         ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "factor"),
         ({"model_type": "nonesuch"}, UnsupportedModel, "nonesuch"),
+        *(({"model_type": kind}, CheckpointError, "model_type is .*: give a name") for kind in (None, "", 5, [1], {})),
         ({"is_causal": False}, UnsupportedModel, "is_causal"),
         ({"use_bidirectional_attention": True}, UnsupportedModel, "attend to later"),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import gguf
@@ -95,6 +96,22 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModel, match="gemma2"):
         load_model(str(tmp_path / "m.gguf"), LoadOptions())
+
+
+@pytest.mark.parametrize("kind", [None, "", 5, [1, 2], "x" * 100_000])
+def test_a_broken_architecture_gets_a_sentence(kind: object, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    field = writer.kv_data[0].pop("general.architecture")
+    if kind is not None:
+        type_ = gguf.GGUFValueType.get_type(kind)
+        writer.kv_data[0]["general.architecture"] = dataclasses.replace(field, value=kind, type=type_)
+    writer.add_name("m")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises((CheckpointError, UnsupportedModel)) as error:
+        load_model(str(tmp_path / "m.gguf"), LoadOptions())
+    assert len(str(error.value)) < 600, "a sentence, not the value"
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all, but long enough to be one" * 10])

@@ -1,0 +1,115 @@
+"""A gateway process in front of many scripted workers, which answer on every route, and the process's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cache.records import WorkerLoad, WorkerMember
+from cache.redis_index import schema
+from cache.types import WorkerId
+from server.router.short_list import SCORE_ALL
+from tests.e2e.serving import free_ports
+from tests.faults.part import Gateway
+from tests.redis_server import RedisServer, newest_redis
+from tests.server.api.test_embeddings import SIZE, embeds
+from tests.server.api.test_engine_text import APIS, EngineWorker
+from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.waiting import HANG_S
+from worker.wire import (
+    POOLING_PATHS,
+    End,
+    EngineText,
+    Finished,
+    Frame,
+    GenerateRequest,
+    Rendered,
+    Started,
+    TokenizerBundle,
+    pack,
+)
+
+KEYS: Final = schema.Keys("headstart", 0)
+FAR_MS: Final = 1 << 50
+LARGE: Final = SCORE_ALL + 4
+"""Workers, so many that the router keeps a short list."""
+RANKS: Final = b'{"id": "e", "model": "e", "results": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}}'
+RENDERED: Final = pack(Rendered((tuple(range(10, 50)),), (5,)))
+_PEAK: Final = re.compile(r"VmHWM:\s+(\d+) kB")
+
+
+@dataclass(eq=False)
+class AnyWorker(EngineWorker):
+    """Embeds, ranks and writes texts as an engine does, and gives token ids where the gateway writes the text."""
+
+    embedding_size: int = SIZE
+
+    def member(self) -> WorkerMember:
+        return replace(super().member(), text_apis=(*APIS, *POOLING_PATHS))
+
+    async def _render(self, http: Request) -> Response:
+        await http.body()
+        return Response(RENDERED)
+
+    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
+        self.received.clear()
+        async for frame in self._frames(request):
+            yield frame
+
+    def _frames(self, request: GenerateRequest) -> AsyncIterator[Frame]:
+        if request.call is None:
+            return embeds(request) if request.embed is not None else ScriptedWorker.answer(self, request)
+        return _ranks() if request.call.path in POOLING_PATHS else EngineWorker.answer(self, request)
+
+
+async def _ranks() -> AsyncIterator[Frame]:
+    yield Started(0)
+    yield EngineText(RANKS)
+    yield Finished(0, "stop")
+    yield End(0.0, 0.0, 0.0)
+
+
+@asynccontextmanager
+async def fleet(folder: Path, bundle: TokenizerBundle, num_workers: int, *options: str) -> AsyncIterator[Gateway]:
+    """Run a gateway with these options, once it knows all workers: as many entries of the registry, and one process."""
+    port, ops_port = free_ports(2)
+    worker = AnyWorker(bundle, "w0", reply=[5])
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(RedisServer(folder, newest_redis()))
+        worker.url = await stack.enter_async_context(listening(worker.app()))
+        for number in range(num_workers):
+            _register(redis, replace(worker.member(), worker_id=WorkerId(f"w{number}")))
+        gateway = Gateway("g0", port, ops_port, folder / "g0.log", ["--redis", redis.url, *options])
+        stack.callback(gateway.stop)
+        gateway.start()
+        async with asyncio.timeout(HANG_S):
+            while await asyncio.to_thread(gateway.num_ready) < num_workers:
+                assert gateway.poll() is None, gateway.tail()
+        yield gateway
+
+
+def _register(redis: RedisServer, member: WorkerMember) -> None:
+    numbers = {"set_version": 0, "batch": 1, "deadline_ms": FAR_MS, "written_ms": 1, "num_entries": 0}
+    load = WorkerLoad(prefill_tokens_per_s=10_000.0)
+    redis.command("HSET", KEYS.members, member.worker_id, schema.encode_member(member))
+    redis.command("HSET", KEYS.states, member.worker_id, schema.encode_state(member, load, **numbers))
+    redis.command("SET", KEYS.version, member.worker_id)
+
+
+def forget_peak(gateway: Gateway) -> None:
+    Path(f"/proc/{gateway.pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(gateway: Gateway) -> int:
+    """Return the most memory that the process had at a time since its start, or since `forget_peak`."""
+    peak = _PEAK.search(Path(f"/proc/{gateway.pid}/status").read_text())
+    assert peak is not None
+    return int(peak[1]) << 10
