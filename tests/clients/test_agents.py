@@ -114,6 +114,7 @@ def start(home: Path, recorder: Recorder, folder: str, command: list[str]) -> su
     env |= {"ANTHROPIC_BASE_URL": recorder.url, "ANTHROPIC_AUTH_TOKEN": "unused", "ANTHROPIC_MODEL": "tiny"}
     env |= {"OPENAI_BASE_URL": f"{recorder.url}/v1", "OPENAI_API_KEY": "unused", "OPENAI_MODEL": "tiny"}
     env |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    env |= {"QWEN_CODE_MAX_OUTPUT_TOKENS": "1000"}  # else it asks for 64,000 once an answer was cut
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
         command, env=env, cwd=home / folder, text=True, start_new_session=True, **pipes

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
-from cache.types import WorkerId
 from server.router.short_list import SCORE_ALL
 from tests.e2e.serving import free_ports
 from tests.faults.part import Gateway
@@ -79,14 +78,14 @@ async def _ranks() -> AsyncIterator[Frame]:
 
 @asynccontextmanager
 async def fleet(folder: Path, bundle: TokenizerBundle, num_workers: int, *options: str) -> AsyncIterator[Gateway]:
-    """Run a gateway with these options, once it knows all workers: as many entries of the registry, and one process."""
+    """Run a gateway with these options, once it knows all workers."""
     port, ops_port = free_ports(2)
-    worker = AnyWorker(bundle, "w0", reply=[5])
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(RedisServer(folder, newest_redis()))
-        worker.url = await stack.enter_async_context(listening(worker.app()))
         for number in range(num_workers):
-            _register(redis, replace(worker.member(), worker_id=WorkerId(f"w{number}")))
+            worker = AnyWorker(bundle, f"w{number}", reply=[5])
+            worker.url = await stack.enter_async_context(listening(worker.app()))
+            _register(redis, worker.member())
         gateway = Gateway("g0", port, ops_port, folder / "g0.log", ["--redis", redis.url, *options])
         stack.callback(gateway.stop)
         gateway.start()
@@ -97,7 +96,7 @@ async def fleet(folder: Path, bundle: TokenizerBundle, num_workers: int, *option
 
 
 def _register(redis: RedisServer, member: WorkerMember) -> None:
-    numbers = {"set_version": 0, "batch": 1, "deadline_ms": FAR_MS, "written_ms": 1, "num_entries": 0}
+    numbers: Any = {"set_version": 0, "batch": 1, "deadline_ms": FAR_MS, "written_ms": 1, "num_entries": 0}
     load = WorkerLoad(prefill_tokens_per_s=10_000.0)
     redis.command("HSET", KEYS.members, member.worker_id, schema.encode_member(member))
     redis.command("HSET", KEYS.states, member.worker_id, schema.encode_state(member, load, **numbers))

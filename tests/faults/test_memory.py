@@ -57,8 +57,8 @@ ROUTES: Final[dict[str, dict[str, Any]]] = {
 
 def requests(path: str, size: int) -> Iterator[tuple[bytes, dict[str, str]]]:
     """Yield bodies and headers of one route without end: each has one text of `size` characters, and none is equal."""
-    names = texts_of(KINDS.get(path, RequestFields))
-    fields = [*({name: LONG} for name in names), *NESTED]
+    kind: Any = KINDS.get(path, RequestFields)
+    fields = [*({name: LONG} for name in texts_of(kind)), *NESTED]
     plain = json.dumps(ROUTES[path]).encode()
     bodies = [json.dumps({**ROUTES[path], **each}).encode() for each in fields]
     numbers = itertools.count()
