@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install serving dev serve test test-chart test-k8s test-faults test-browser test-clients test-vllm check bench docs sbom test-deep mutants gpu-check gpu-bundle format clean
+.PHONY: install serving dev serve test test-e2e test-all test-chart test-k8s test-faults test-browser test-clients test-vllm check bench docs sbom test-deep mutants gpu-check gpu-bundle format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,8 +23,17 @@ serve: serving ## one gateway, two workers and Redis on this machine: http://127
 
 # In the order of the folders: xdist would begin with the files of most tests, and end with the few long ones on one core.
 # Three at once, as tests wait often. Sources are compiled once: the tests start hundreds of processes.
-test: dev ## the test suite (at most 10 minutes on 2 cores)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm" $(ARGS)
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+OTHERS := not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm
+
+test: dev ## the test suite (at most 6 minutes on 2 cores)
+	@$(PYTEST) -m "not e2e and $(OTHERS)" $(ARGS)
+
+test-e2e: dev ## more tests with real processes, and those of benchmarks and tools (15 minutes)
+	@$(PYTEST) -m "e2e and $(OTHERS)" $(ARGS)
+
+test-all: dev ## every suite, and one table; goes on where it was stopped
+	@$(BIN)/python -m tools.test_all $(ARGS)
 
 test-chart: dev ## the part of test-k8s that needs no podman: helm, schemas, policies, alerts
 	@$(BIN)/python tools/install_k8s_tools.py --chart
@@ -88,6 +97,7 @@ check: dev ## ruff, mypy, import rules, docs
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_docs.py
 	@$(BIN)/python tools/check_prose.py
+	@$(BIN)/python tools/check_sizes.py
 	@$(BIN)/python tools/configuration.py --check
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir $(VENV)/site
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Undo what a shell does to its background jobs: they ignore Ctrl-C, and so would the servers that tests stop."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the tests of benchmarks and tools to `make test-e2e`."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in ("benchmarks", "tools"):
+            item.add_marker(pytest.mark.e2e)
 
 
 def pytest_report_header() -> str | None:

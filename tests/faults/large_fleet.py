@@ -47,12 +47,12 @@ _PEAK: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 
 @dataclass(eq=False)
 class AnyWorker(EngineWorker):
-    """Embeds, ranks and writes texts as an engine does, and gives token ids where the gateway writes the text."""
+    """Writes texts as an engine does, and gives token ids where the gateway writes the text; or embeds and ranks."""
 
-    embedding_size: int = SIZE
+    pools: bool = False
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), text_apis=(*APIS, *POOLING_PATHS))
+        return replace(super().member(), text_apis=POOLING_PATHS if self.pools else APIS)
 
     async def _render(self, http: Request) -> Response:
         await http.body()
@@ -77,13 +77,15 @@ async def _ranks() -> AsyncIterator[Frame]:
 
 
 @asynccontextmanager
-async def fleet(folder: Path, bundle: TokenizerBundle, num_workers: int, *options: str) -> AsyncIterator[Gateway]:
+async def fleet(
+    folder: Path, bundle: TokenizerBundle, num_workers: int, *options: str, pools: bool = False
+) -> AsyncIterator[Gateway]:
     """Run a gateway with these options, once it knows all workers."""
     port, ops_port = free_ports(2)
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(RedisServer(folder, newest_redis()))
         for number in range(num_workers):
-            worker = AnyWorker(bundle, f"w{number}", reply=[5])
+            worker = AnyWorker(bundle, f"w{number}", reply=[5], pools=pools, embedding_size=SIZE if pools else 0)
             worker.url = await stack.enter_async_context(listening(worker.app()))
             _register(redis, worker.member())
         gateway = Gateway("g0", port, ops_port, folder / "g0.log", ["--redis", redis.url, *options])

@@ -1,0 +1,34 @@
+"""The budget of lines by folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.check_sizes import PACKAGES, problems
+
+
+def tree(root: Path, rows: str, **files: int) -> Path:
+    for package in PACKAGES:
+        (root / package).mkdir(parents=True)
+    for name, num_lines in files.items():
+        file = root / f"{name.replace('__', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x = 1\n" * num_lines)
+    (root / "CONTRIBUTING.md").write_text(f"# Title\n\n| folder | lines |\n| --- | --- |\n{rows}")
+    return root
+
+
+def test_a_folder_above_its_row_is_named(tmp_path: Path) -> None:
+    rows = "| `server/` | 3 |\n| `server/api/` | 1,003 |\n"
+    files = {"server__a": 3, "server__api__b": 1000, "server__api__deep__c": 4}
+    [line] = problems(tree(tmp_path, rows, **files))
+    assert line.startswith("server/api/ has 1,004 lines, and its budget in CONTRIBUTING.md is 1,003")
+
+
+def test_within_the_budget_nothing_is_said(tmp_path: Path) -> None:
+    assert not problems(tree(tmp_path, "| `cache/` | 5 |\n", cache__a=5))
+
+
+def test_rows_and_folders_belong_together(tmp_path: Path) -> None:
+    found = problems(tree(tmp_path, "| `cache/old/` | 5 |\n", cache__new__a=5))
+    assert found == [f"cache/{name}/ is missing in the table or the tree" for name in ("new", "old")]
