@@ -7,6 +7,7 @@ data: {...}        one JSON object an event, no name       data: [DONE]      the
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,17 @@ HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+_LINE_ENDS: Final = re.compile(b"\xe2\x80[\xa8\xa9]|\xc2\x85")
+"""U+2028, U+2029 and U+0085 in UTF-8: legal in JSON and in an event, and the end of a line for many clients."""
+
+
+def escape_line_ends(events: bytes) -> bytes:
+    """Return events of JSON without characters that a client may take for the end of a line."""
+    if b"\xe2\x80" not in events and b"\xc2\x85" not in events:
+        return events
+    return _LINE_ENDS.sub(lambda match: b"\\u%04x" % ord(match[0].decode()), events)
 
 
 def sse(payload: bytes) -> bytes:
@@ -52,7 +64,7 @@ class SseWriter:
             await asyncio.wait({self._ping})
         self._writing = True
         try:
-            await self._put(events, more=more)
+            await self._put(escape_line_ends(events), more=more)
         finally:
             self._writing = False
 

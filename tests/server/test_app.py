@@ -64,6 +64,25 @@ async def test_chat_with_the_openai_client(worker: ScriptedWorker) -> None:
         assert (await sdk.models.retrieve("tiny")).id == "tiny"
 
 
+async def test_line_ends_of_other_programs_are_escaped(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
+    """Clients that split at each of Python's line ends read whole events."""
+    text = "one\u2028two\u2029three\x85four"
+    worker.reply = raw_tokenizer.encode(text).ids
+    paths = {"/v1/chat/completions": {}, "/v1/messages": {"max_tokens": 90}, "/v1/responses": {"input": "x"}}
+    async with gateway(worker) as target:
+        for path, fields in paths.items():
+            body = {
+                name: value
+                for name, value in chat(stream=True, **fields).items()
+                if "input" not in fields or name != "messages"
+            }
+            status, _, raw = await post(target.url, body, path)
+            assert status == 200, raw
+            lines = raw.decode().splitlines()
+            assert all(line.startswith(("data: ", "event: ", ": ")) for line in lines if line), path
+            assert all(escape in raw for escape in (rb"\u2028", rb"\u2029", rb"\u0085")), path
+
+
 async def test_the_prompt_is_the_template(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
     async with gateway(worker) as target:
         await post(target.url, chat())

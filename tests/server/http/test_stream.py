@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
 from server.errors import ShuttingDownError
-from server.http.stream import PING, CancelOnDisconnect, ClientConnection, ClientGoneError, KeepAlive, SseWriter
+from server.http.stream import (
+    PING,
+    CancelOnDisconnect,
+    ClientConnection,
+    ClientGoneError,
+    KeepAlive,
+    SseWriter,
+    escape_line_ends,
+    sse,
+)
 from tests.waiting import until
 
 
@@ -155,3 +168,13 @@ async def test_foreign_cancellation_stays_a_cancellation() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@given(st.text(alphabet=st.one_of(st.sampled_from("\u2028\u2029\x85\u2027\u202a\xc2a"), st.characters(codec="utf-8"))))
+def test_each_event_is_one_line_for_every_client(text: str) -> None:
+    events = escape_line_ends(sse(msgspec.json.encode(text)) + PING)
+    line, *rest = events.decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == text
+    assert rest == ["", ": ping", ""]
+    if not {"\u2028", "\u2029", "\x85"} & set(text):
+        assert events == sse(msgspec.json.encode(text)) + PING
