@@ -124,7 +124,17 @@ class GatewayConfig(SharedConfig):
         "FILE",
     )
     request_timeout_s: float = _net(3600.0, "longest time of a request (default 3600)")
-    keepalive_s: float = _net(15.0, "silence after which a stream gets a keep-alive comment (default 15)")
+    ping_s: float = _net(
+        10.0, "silence after which a stream gets a comment, as balancers close silent ones (default 10)"
+    )
+    drain_notice_s: float = _net(
+        15.0,
+        "time after SIGTERM in which it is not ready and still serves, so that balancers notice (default 15)",
+        least=0,
+    )
+    keep_alive_s: float = _net(
+        620.0, "time that an idle connection is kept: longer than a balancer in front (default 620)"
+    )
     stall_s: float = _net(5.0, "silence after which a stream's worker is probed (default 5)")
     max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (default 4M)")
     lookup_deadline_s: float = _fleet(

@@ -149,7 +149,7 @@ class Gateway:
             is_served=self.models.is_served,
             is_learning=self.models.is_learning,
         )
-        self.keep_alive = KeepAlive(config.keepalive_s)
+        self.keep_alive = KeepAlive(config.ping_s)
         self.endpoint = EndpointServices(
             self.models,
             self.requests,
@@ -192,6 +192,7 @@ class Gateway:
             body_timeout_s=config.body_timeout_s,
             max_connections=config.max_connections,
             drain_grace_s=config.drain_grace_s,
+            keep_alive_s=config.keep_alive_s,
         )
         self._listeners: tuple[Listener, ...] = ()
 
@@ -205,7 +206,7 @@ class Gateway:
         self._listeners = (public, ops)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         _freeze_gc()
         scheme = "http" if tls is None else "https"
@@ -267,22 +268,31 @@ class Gateway:
         if self._usage_log is not None:
             self._usage_log.add(account)
 
-    def drain(self) -> None:
-        """Take no new connections, end open requests within the grace, then stop."""
-        grace_s = self._config.drain_grace_s
+    def drain(self, notice_s: float | None = None) -> None:
+        """Be not ready for the notice, then take no new connections, end open requests within the grace, and stop."""
         if not self.api.draining:
-            log.info("draining: open requests have %.0f s", grace_s)
+            notice_s = self._config.drain_notice_s if notice_s is None else notice_s
+            log.info(
+                "draining: serving for %.0f s, then open requests have %.0f s", notice_s, self._config.drain_grace_s
+            )
             self.api.draining = True
-            shutdown_s = grace_s - min(SHUTDOWN_NOTICE_S, grace_s / 2)
-            asyncio.get_running_loop().call_later(shutdown_s, self.endpoint.shutdown)
-        if self._listeners:
-            self._listeners[0].should_exit = True
+            for listener in self._listeners[:1]:
+                listener.announce_end()
+            asyncio.get_running_loop().call_later(notice_s, self._close_port)
 
-    def _on_signal(self) -> None:
+    def _close_port(self) -> None:
+        grace_s = self._config.drain_grace_s
+        shutdown_s = grace_s - min(SHUTDOWN_NOTICE_S, grace_s / 2)
+        asyncio.get_running_loop().call_later(shutdown_s, self.endpoint.shutdown)
+        for listener in self._listeners[:1]:
+            listener.should_exit = True
+
+    def _on_signal(self, number: int) -> None:
+        """Drain at the first signal, without a notice at Ctrl-C, and stop at once at the second."""
         if self.api.draining:
             for listener in self._listeners:
-                listener.force_exit = True
-        self.drain()
+                listener.should_exit = listener.force_exit = True
+        self.drain(0.0 if number == signal.SIGINT else None)
 
 
 def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:

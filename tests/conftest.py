@@ -15,6 +15,9 @@ from tests.redis_server import REDIS_7, has_tls
 # threads that wait in a loop would take the cores of the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# No balancer is in front of the gateways of tests, but for those that give the option.
+os.environ.setdefault("HEADSTART_DRAIN_NOTICE_S", "0")
+
 # The speed of the machine decides nothing: an example has no deadline, and may be slow to draw.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("mutants", settings.get_profile("tests"), max_examples=50, derandomize=True)

@@ -29,7 +29,7 @@ values() {
 apiKeys: {enabled: true}
 gateway:
   image: {repository: "${GATEWAY_IMAGE%:*}", tag: "${GATEWAY_IMAGE##*:}"}
-  drain: {preStopSeconds: 2, timeoutSeconds: 30}
+  drain: {noticeSeconds: 2, timeoutSeconds: 30}
   resources: {requests: {cpu: 100m, memory: 256Mi}}
 worker:
   image: {repository: "${WORKER_IMAGE%:*}", tag: "${WORKER_IMAGE##*:}"}

@@ -13,6 +13,8 @@ class HttpLimits:
     body_timeout_s: float
     max_connections: int
     drain_grace_s: float
+    keep_alive_s: float
+    """An idle connection stays open as long: a balancer that keeps it longer would send requests into its end."""
 
 
 class Connection(Protocol):
@@ -28,6 +30,8 @@ class ConnectionLimit:
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._num_open = 0
+        self.keeps_alive = True
+        """False once the port will close: each answer ends its connection, and clients open the next one elsewhere."""
         self._waiting: dict[Connection, None] = {}
         """Connections without a complete head, the longest wait first."""
 

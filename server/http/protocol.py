@@ -42,6 +42,8 @@ class GatewayProtocol(StrictProtocol):
     _probe_timer: TimerHandle | None = None
     _is_half_closed = False
     """The client has ended its input."""
+    _is_new = True
+    """Nothing was received yet."""
     _new_body_bytes = 0
     """Body bytes since the timer was set."""
 
@@ -56,7 +58,7 @@ class GatewayProtocol(StrictProtocol):
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self._limits.header_timeout_s, self._on_timeout)
+        self._timer = self.loop.call_later(self._limits.keep_alive_s, self._on_timeout)  # a front may preconnect
         if not self._connections.open(self):
             self.drop()
 
@@ -98,6 +100,9 @@ class GatewayProtocol(StrictProtocol):
             self._connection.probe()
 
     def _read(self, data: bytes | bytearray) -> int:
+        if self._is_new:
+            self._is_new = False
+            self._cancel_timer()
         num_read = super()._read(data)
         if self._reader.phase != "idle" and self._timer is None and not self._drops_input:
             timeout_s = self._limits.header_timeout_s if self._reader.phase == "head" else self._limits.body_timeout_s
@@ -117,6 +122,8 @@ class GatewayProtocol(StrictProtocol):
         self._new_body_bytes = 0
         self._connections.begin(self)
         super().on_head(head)
+        if not self._connections.keeps_alive:
+            self.cycle.keep_alive = False
         scope: Any = self.scope
         scope[CLIENT] = self._connection  # the app starts in the next turn of the loop
 

@@ -46,7 +46,7 @@ class Listener(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=max(1, round(limits.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(limits.drain_grace_s)),
         )
         config.load()
@@ -57,6 +57,10 @@ class Listener(uvicorn.Server):
     def address(self) -> str:
         host, port = self._socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def announce_end(self) -> None:
+        """Go on, but end each connection with its next answer."""
+        self._connections.keeps_alive = False
 
     async def run_until_stopped(self) -> None:
         """Serve until `stop`. Return when the last open request has ended, or the grace is over."""

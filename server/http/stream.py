@@ -98,10 +98,10 @@ class SseWriter:
 
 
 class KeepAlive:
-    """Sends keep-alives on streams that have been silent for `keepalive_s`. One task calls `run`."""
+    """Sends keep-alives on streams that have been silent for `ping_s`. One task calls `run`."""
 
-    def __init__(self, keepalive_s: float) -> None:
-        self._keepalive_s = keepalive_s
+    def __init__(self, ping_s: float) -> None:
+        self._ping_s = ping_s
         self._writers: set[SseWriter] = set()
 
     @contextmanager
@@ -114,13 +114,13 @@ class KeepAlive:
             writer.cancel_ping()
 
     async def run(self) -> None:
-        interval_s = min(1.0, self._keepalive_s / 4)
+        interval_s = min(1.0, self._ping_s / 4)
         while True:
             await asyncio.sleep(interval_s)
             self._ping()  # in a frame of its own, which keeps no writer beyond its end
 
     def _ping(self) -> None:
-        before_s = time.monotonic() - self._keepalive_s
+        before_s = time.monotonic() - self._ping_s
         for writer in self._writers:
             if writer.last_write_s < before_s:
                 writer.ping()

@@ -32,11 +32,11 @@ MAX_HEADER_CHARS: Final = 60_000
 """The head of a request has at most 64 KiB."""
 MAX_GROWN_BYTES: Final = 64 * MIB
 HEADERS: Final = (*SESSION_HEADERS, "x-request-id", "user-agent", "x-client-request-id", "traceparent")
-TOOL: Final = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {}}}
+PROMPTS: Final = ("prompt", "input", "instructions", "system")
+"""Of these the router keeps hashes of blocks, within a bound of its own."""
 NESTED: Final[tuple[dict[str, Any], ...]] = (
     {"metadata": {"user_id": LONG}},
     {"metadata": {LONG: "x"}},
-    {"tools": [TOOL]},
     {"tools": [{"type": "function", "function": {"name": LONG, "parameters": {}}}]},
     {"messages": [{"role": "user", "content": "x", "name": LONG}]},
     {"messages": [{"role": "tool", "content": "x", "tool_call_id": LONG}]},
@@ -61,7 +61,7 @@ GENERATION: Final = [path for path in BODIES if path not in POOLING]
 def requests(path: str, size: int) -> Iterator[tuple[bytes, dict[str, str]]]:
     """Yield bodies and headers of one route without end: each has one text of `size` characters, and none is equal."""
     kind: Any = KINDS.get(path, RequestFields)
-    fields = [*({name: LONG} for name in texts_of(kind)), *NESTED]
+    fields = [*({name: LONG} for name in texts_of(kind) if name not in PROMPTS), *NESTED]
     plain = json.dumps(ROUTES[path]).encode()
     bodies = [json.dumps({**ROUTES[path], **each}).encode() for each in fields]
     numbers = itertools.count()

@@ -32,7 +32,7 @@ VALUES: chart.Values = {
     "worker": {"image": {"repository": "localhost/headstart-worker", "tag": "test"}},
     "gateway": {
         "image": {"repository": "localhost/headstart-gateway", "tag": "test"},
-        "drain": {"preStopSeconds": 2, "timeoutSeconds": 60},
+        "drain": {"noticeSeconds": 2, "timeoutSeconds": 60},
         "resources": {"limits": {"memory": "512Mi"}},
     },
     "redis": {"builtin": {"image": {"repository": BASE_REPOSITORY, "tag": BASE_TAG}, "memoryMiB": 64}},

@@ -269,7 +269,7 @@ async def test_invalid_http_and_endless_heads(worker: ScriptedWorker) -> None:
     [
         ({"port": 70_000}, "--port"),
         ({"max_body_bytes": 0}, "--max-body"),
-        ({"keepalive_s": 0.0}, "--keepalive-s"),
+        ({"ping_s": 0.0}, "--ping-s"),
         ({"policy": "magic"}, "--policy"),
         ({"workers": ()}, "--workers"),
         ({"redis_shards": 0}, "--redis-shards"),

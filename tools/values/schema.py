@@ -118,7 +118,9 @@ WORKER: Final[dict[str, Schema]] = {
         whenDeleted=choice("Whether these claims, and those of `kvDisk`, outlive the release.", "Retain", "Delete"),
     ),
     "startupTimeoutSeconds": whole("How long a model may load before the pod is restarted.", 10, 86400),
-    "drain": drain("a worker", 25, "Not needed: gateways avoid a draining worker."),
+    "drain": drain(
+        "a worker", 25, "preStopSeconds", "Sleep before SIGTERM. Not needed: gateways avoid a draining worker."
+    ),
     "resources": resources(
         "a worker, or of vLLM", claims="DRA claims of it, of `resourceClaims`; a worker with one runs on CUDA."
     ),
@@ -272,7 +274,9 @@ VALUES: Final = group(
                 "ReadWriteMany claim for the logs of all pods; empty: an emptyDir, which ends with the pod."
             ),
         ),
-        drain=drain("a gateway", 15, "Gives load balancers time to drop the pod."),
+        drain=drain(
+            "a gateway", 15, "noticeSeconds", "Time in which it is not ready and still serves: load balancers drop it."
+        ),
         resources=resources("a gateway", claims="DRA claims of it, of `resourceClaims`."),
         **pod(),
         **probes(),

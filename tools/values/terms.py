@@ -183,10 +183,11 @@ def pod() -> dict[str, Schema]:
     }
 
 
-def drain(whose: str, after_s: int, why: str) -> Schema:
+def drain(whose: str, after_s: int, before: str, what: str) -> Schema:
+    """Return the settings of an end: `before` is the name of the time before the drain."""
     return group(
-        f"How {whose} stops. The pods' grace period is preStopSeconds + timeoutSeconds + {after_s}.",
-        preStopSeconds=whole(f"Sleep before SIGTERM. {why}", 0, 600),
+        f"How {whose} stops. The pods' grace period is {before} + timeoutSeconds + {after_s}.",
+        **{before: whole(what, 0, 600)},
         timeoutSeconds=whole("Time for open requests after SIGTERM; the rest end with an error.", 1, 86400),
     )
 

@@ -249,7 +249,7 @@ preStop:
 
 {{/* SIGTERM comes after preStop. (dict "drain" ... "after" "seconds for what a process does after its drain") */}}
 {{- define "headstart.gracePeriod" -}}
-{{- add (int .drain.preStopSeconds) (int .drain.timeoutSeconds) .after -}}
+{{- add (int .drain.preStopSeconds) (int .drain.noticeSeconds) (int .drain.timeoutSeconds) .after -}}
 {{- end -}}
 
 {{- define "headstart.clusterSecretName" -}}

@@ -238,7 +238,7 @@ async def test_a_stream_that_has_begun_says_it_in_its_last_events(worker: Script
 
     worker.behave = refuses_late
     async with (
-        gateway(worker, keepalive_s=0.02) as target,
+        gateway(worker, ping_s=0.02) as target,
         aiohttp.ClientSession() as session,
         session.post(target.url + path, json=body(path, stream=True)) as response,
     ):

@@ -206,7 +206,7 @@ async def test_a_silent_stream_is_kept_alive_by_pings(says: Says) -> None:
 
     worker.behave = waits
     async with (
-        gateway(worker, keepalive_s=0.02) as target,
+        gateway(worker, ping_s=0.02) as target,
         aiohttp.ClientSession() as session,
         session.post(target.url + PATH, json=body(stream=True)) as response,
     ):

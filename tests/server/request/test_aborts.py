@@ -34,7 +34,7 @@ async def test_a_client_that_leaves_is_an_abort_at_once(make: MakeWorker, stream
 
     worker.behave = behave
     # Only the end of the connection shows it: no keep-alive is written, and no stream is probed.
-    async with gateway(worker, keepalive_s=3600.0, silent_s=3600.0) as target:
+    async with gateway(worker, ping_s=3600.0, silent_s=3600.0) as target:
         async with aiohttp.ClientSession() as session:
             request = asyncio.create_task(session.post(target.url + "/v1/chat/completions", json=chat(stream=stream)))
             await until(lambda: worker.num_running)

@@ -84,7 +84,7 @@ async def test_a_held_request_is_prepared_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while its stream has sent keep-alive comments."""
-    async with gateway(worker, keepalive_s=0.02) as target:
+    async with gateway(worker, ping_s=0.02) as target:
         target.router.members = []
         by_revision(target.router, monkeypatch, is_silent=is_silent)
         monkeypatch.setattr("server.request.retry.MAX_WAITS", 10**6)

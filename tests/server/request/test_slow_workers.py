@@ -102,7 +102,7 @@ async def test_keepalives_while_queued_and_a_late_error_as_event(make: MakeWorke
 
     worker.behave = behave
     async with (
-        gateway(worker, keepalive_s=0.05) as target,
+        gateway(worker, ping_s=0.05) as target,
         aiohttp.ClientSession() as session,
         session.post(target.url + "/v1/chat/completions", json=chat(stream=True)) as response,
     ):
