@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 EngineKind = Literal["headstart", "vllm", "sglang"]
 Task = Literal["auto", "generate", "embed"]
-Role = Literal["mixed", "prefill"]
 KV_DISK_BYTES: Final = 10 << 30
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
-ROLES: Final[tuple[Role, ...]] = ("mixed", "prefill")
 
 _model = partial(option, "model")
 _net = partial(option, "network")
@@ -132,9 +130,6 @@ class WorkerConfig(SharedConfig):
     max_step_ms: float | None = _batch(
         None, "objective for the time between tokens: bounds prefills in steps with decodes (default: none)", type=float
     )
-    role: Role = _batch(  # noqa: RUF009 (a field)
-        "mixed", "prefill: compute prompts, and let other workers decode; experimental (mixed)", choices=ROLES
-    )
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
     max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)
@@ -181,8 +176,6 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if self.max_step_ms is not None and self.engine != "headstart":
             raise ValueError("--max-step-ms is for the built-in engine: bound the steps of the other engine itself")
-        if self.role == "prefill" and not (self.engine == "headstart" and self.prefix_cache == "hash"):
-            raise ValueError("--role prefill needs the built-in engine and --prefix-cache hash: others move no blocks")
         if self.speculate and self.engine != "headstart":
             raise ValueError("--speculate is for the built-in engine: use the option of the other engine")
         if self.chat_template is not None and self.engine != "headstart":

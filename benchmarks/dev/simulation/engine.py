@@ -65,8 +65,6 @@ class Job:
     turn: int
     left_share: float = 1.0
     """The part of the answer to come: a request whose worker has died has some of it."""
-    is_rest: bool = False
-    """It goes on with the first token of another worker, after a split."""
     estimate_s: float = 0.0
     allocation: Allocation | None = None
     num_cached_tokens: int = 0

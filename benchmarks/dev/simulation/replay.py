@@ -207,10 +207,7 @@ class Replay:
 
     def _decide(self, arrival: Arrival) -> Decision:
         request = arrival.request
-        may_split = request.num_output_tokens > 1
-        route = RouteRequest(
-            str(request.number), MODEL, request.num_prompt_tokens, request.hashes, may_split=may_split, root=ROOT
-        )
+        route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes, root=ROOT)
         return self._gateways[arrival.gateway][1].decide(route, self._candidates(request))
 
     def _place(self, arrival: Arrival, decision: Decision) -> None:

@@ -54,14 +54,12 @@ class StepReplay(Replay):
     def __init__(self, workload: Workload, make_policy: Callable[[], Policy], settings: ReplaySettings) -> None:
         Replay.__init__(self, workload, make_policy, settings)
         self._token_s: dict[int, float] = {}
-        self._gaps: Counter[int] = Counter()
-        """Times between tokens of different workers, in ticks: one for each split."""
 
     def token_times(self) -> TokenTimes:
         """Run, once."""
         outcome = self.run()
         scored = self._arrivals[int(len(self._arrivals) * self._settings.warmup_share) :]
-        times = self._gaps.copy()
+        times: Counter[int] = Counter()
         for worker in self._workers.values():
             assert isinstance(worker, StepWorker)
             times.update(worker.token_times)
@@ -72,13 +70,10 @@ class StepReplay(Replay):
         assert isinstance(worker, StepWorker)
         if worker.steps is None:
             for job in worker.admit(self._now_s):
-                self._admitted(worker, job)
+                self._begun(worker, job)
             self._end_at(worker, worker.begin_step(self._now_s))
         else:
             self._end_at(worker, worker.interrupted(self._now_s))
-
-    def _admitted(self, worker: StepWorker, job: Job) -> None:
-        self._begun(worker, job)
 
     def _end_at(self, worker: StepWorker, end_s: float | None) -> None:
         if end_s is None:
