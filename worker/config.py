@@ -116,9 +116,6 @@ class WorkerConfig(SharedConfig):
         5.0, "time to get chains that peers used last, before the worker registers; 0: none (default 5)", least=0
     )
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
-    keep_chains: bool = _cache(
-        True, "evict the blocks of a conversation like others while its tools run", flag="--no-keep-chains"
-    )
     max_num_seqs: int = _batch(64, "choices in a step (default 64)")
     max_num_batched_tokens: int | None = _batch(None, "tokens in a step (default: 512 on a CPU, else 4096)", type=int)
     max_solo_prefill_tokens: int | None = _batch(

@@ -60,8 +60,6 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """Set if the engine writes the text."""
     media: tuple[MediaStart, ...] = ()
     """The images in the prompt."""
-    retention_s: float = 0.0
-    """How long the client asks to keep the prompt in the cache after the answer."""
 
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""

@@ -81,8 +81,6 @@ class Generation:
         self._ttft_budget_s = hints.ttft_budget_s
         self.worker: WorkerMember | None = None
         """The worker that first took the request."""
-        self.last_worker: WorkerMember | None = None
-        """The worker that took it last, and has the answer's blocks."""
         self.promised_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the first worker found in its cache or fetched."""
@@ -196,7 +194,7 @@ class Generation:
         return request
 
     def _placed(self, placement: Placement, *, resumed: bool) -> None:
-        metrics, self.last_worker = self._services.metrics, placement.worker
+        metrics = self._services.metrics
         if self.worker is None or not self.client_has_output:
             self.worker = placement.worker
             self.promised_tokens = placement.promised_tokens

@@ -36,7 +36,7 @@ from worker.contracts.engine import EngineDeadError, EngineSinks, RefusedError, 
 from worker.contracts.metrics import WorkerMetrics
 from worker.kv_transfer.peers import ChainClient
 from worker.validation import refusal
-from worker.wire import EngineCall, Failed, GenerateRequest, Keep, Rendered, TokenizerBundle
+from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
@@ -193,11 +193,6 @@ class AdapterEngine:
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
         self._requests.abort(key, choice)
-
-    def keep(self, keep: Keep) -> Future[int]:
-        num_kept: Future[int] = Future()
-        num_kept.set_result(0)
-        return num_kept
 
     def drain(self) -> None:
         self._draining = True

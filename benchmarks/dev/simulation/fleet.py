@@ -57,8 +57,6 @@ class ReplaySettings:
     """A worker joins half-way through."""
     warm_start_s: float = 0.0
     """`--warm-start-s` of the worker that joins."""
-    keeps: bool = False
-    """Workers keep the chains of answers that call a tool, for the time that the gateway has learned."""
     max_step_s: float | None = None
     """`--max-step-ms` of workers in steps of tokens, in seconds."""
     death_and_join: bool = False
