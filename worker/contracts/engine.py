@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, Prot
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, Tier
-from worker.contracts.exchange import BlockExchange, ChainExchange
+from worker.contracts.exchange import BlockExchange
 from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, TokenizerBundle
 
 if TYPE_CHECKING:
@@ -158,10 +158,6 @@ class Engine(Protocol):
     @property
     def exchange(self) -> BlockExchange | None:
         """The exchange of blocks with peers. None: the engine exchanges no blocks."""
-
-    @property
-    def chains(self) -> ChainExchange | None:
-        """The chains that a worker that joins gets from its peers. None: it starts cold."""
 
     def start(self) -> None:
         """Begin to serve."""

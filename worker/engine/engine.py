@@ -115,7 +115,7 @@ class EngineCore:
         """Its calls run on the engine thread. They fail with EngineDeadError once the thread has ended."""
         self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
-        self.exchange = self.chains = transfers if transfers is not None and transfers.layout else None
+        self.exchange = transfers if transfers is not None and transfers.layout else None
         self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._deliver = sinks.deliver
