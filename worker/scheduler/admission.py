@@ -136,7 +136,7 @@ class BatchAdmission:
     def _make_way(
         self, sequence: TokenSequence, num_choices: int, usage: BatchUsage, plan: StepPlan, budget: PrefillBudget
     ) -> BatchUsage:
-        """Let the last choices beyond a request's half yield until the sequence fits. Return the usage after that."""
+        """Preempt the last choices beyond a request's half until the sequence fits. Return the usage after that."""
         while (largest := self._largest(usage.num_choices)) is not None:
             num_lacking = num_choices - usage.num_choices_left
             if num_lacking <= 0 and usage.has_room_for(sequence):

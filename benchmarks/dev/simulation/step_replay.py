@@ -37,13 +37,11 @@ class StepFleet(Fleet):
     """Makes workers whose steps are bounded."""
 
     def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> StepWorker:
-        return StepWorker(member, model, cache, self._settings.report_s, objective=self._objective(model))
-
-    def _objective(self, model: EngineModel) -> StepObjective | None:
-        if self._settings.max_step_s is None:
-            return None
-        token_s = 1.0 / model.prefill_tokens_per_s
-        return StepObjective(self._settings.max_step_s, 16, token_s, model.decode_step_s / token_s)
+        settings, objective = self._settings, None
+        if settings.max_step_s is not None:
+            token_s = 1.0 / model.prefill_tokens_per_s
+            objective = StepObjective(settings.max_step_s, 16, token_s, model.decode_step_s / token_s)
+        return StepWorker(member, model, cache, settings.report_s, objective=objective)
 
 
 class StepReplay(Replay):
