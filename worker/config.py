@@ -113,7 +113,7 @@ class WorkerConfig(SharedConfig):
     )
     kv_disk_size: int = _cache(KV_DISK_BYTES, "size of the blocks on disk (default 10G)", "SIZE", type=num_bytes)
     warm_start_s: float = _cache(
-        5.0, "time to get chains that peers used last, before the worker registers; 0: none (default 5)", least=0
+        5.0, "time to fetch chains that peers used last, before the worker registers; 0: none (default 5)", least=0
     )
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
     max_num_seqs: int = _batch(64, "choices in a step (default 64)")

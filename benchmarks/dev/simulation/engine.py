@@ -133,7 +133,6 @@ class SimulatedWorker:
 
     def take(self, now_s: float) -> Job | None:
         """Take the next request that fits from the queue, with its blocks; None: none fits."""
-        self.cache.expire(now_s)
         for at, job in enumerate(self.queue):
             if self.allocate(job):
                 self.report(now_s)
