@@ -277,7 +277,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         allocator = self.allocator
         order: list[int] = []
         if isinstance(allocator, HashAllocator):
-            order = [*allocator._free, *allocator._kept.parents]
+            order = list(allocator._free)
         tables = [list(sequence.allocation.block_table) for sequence in self.running]
         return allocator.stats(), list(allocator.cached_hashes()), tables, order
 
