@@ -106,10 +106,6 @@ class WorkerMember:
     """Why the index never has a block of it; empty if it may have blocks."""
     step_objective_s: _Seconds = 0.0
     """Objective for the time of a step with decodes, which bounds the prefill tokens in it; 0.0: none."""
-    role: Annotated[str, Literal["mixed", "prefill"]] = "mixed"
-    """"prefill": gateways send it only prompts, while another worker can decode. An unknown role counts as "mixed"."""
-    keeps_chains: bool = False
-    """It takes POST /keep: blocks of conversations that pause are evicted after others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,6 @@ from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview
-from server.request.pauses import Pauses
 from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState, WorkerReports
 from server.request.services import RequestServices
@@ -156,7 +155,6 @@ class Gateway:
             self.keep_alive,
             config.request_timeout_s,
             IgnoredTools(strict=config.strict_tools),
-            Pauses(self._client),
             self._tracing,
             config.clamp_max_tokens,
             EngineTexts(

@@ -192,7 +192,6 @@ class GatewayMetrics:
         self.refusals = metric("worker_refusals", "Requests refused by a worker.", "status")
         self.lost = metric("workers_lost", "Attempts whose worker was lost.")
         self.resumed = metric("resumed", "Answers continued on another worker.")
-        self.splits = metric("splits", "Answers whose prompt a worker of role prefill computed for another worker.")
         self.restarted = metric("restarted", "Answers restarted on another worker.")
         self.quarantined = metric("quarantined", "Poison requests, which are refused for a while.")
         self.disconnects = metric("client_disconnects", "Clients that left before the end of their answer.")

@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 EngineKind = Literal["headstart", "vllm", "sglang"]
 Task = Literal["auto", "generate", "embed"]
-Role = Literal["mixed", "prefill"]
 KV_DISK_BYTES: Final = 10 << 30
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
-ROLES: Final[tuple[Role, ...]] = ("mixed", "prefill")
 
 _model = partial(option, "model")
 _net = partial(option, "network")
@@ -115,12 +113,9 @@ class WorkerConfig(SharedConfig):
     )
     kv_disk_size: int = _cache(KV_DISK_BYTES, "size of the blocks on disk (default 10G)", "SIZE", type=num_bytes)
     warm_start_s: float = _cache(
-        5.0, "time to get chains that peers used last, before the worker registers; 0: none (default 5)", least=0
+        5.0, "time to fetch chains that peers used last, before the worker registers; 0: none (default 5)", least=0
     )
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
-    keep_chains: bool = _cache(
-        True, "evict the blocks of a conversation like others while its tools run", flag="--no-keep-chains"
-    )
     max_num_seqs: int = _batch(64, "choices in a step (default 64)")
     max_num_batched_tokens: int | None = _batch(None, "tokens in a step (default: 512 on a CPU, else 4096)", type=int)
     max_solo_prefill_tokens: int | None = _batch(
@@ -131,9 +126,6 @@ class WorkerConfig(SharedConfig):
     )
     max_step_ms: float | None = _batch(
         None, "objective for the time between tokens: bounds prefills in steps with decodes (default: none)", type=float
-    )
-    role: Role = _batch(  # noqa: RUF009 (a field)
-        "mixed", "prefill: compute prompts, and let other workers decode; experimental (mixed)", choices=ROLES
     )
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
@@ -181,8 +173,6 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
         if self.max_step_ms is not None and self.engine != "headstart":
             raise ValueError("--max-step-ms is for the built-in engine: bound the steps of the other engine itself")
-        if self.role == "prefill" and not (self.engine == "headstart" and self.prefix_cache == "hash"):
-            raise ValueError("--role prefill needs the built-in engine and --prefix-cache hash: others move no blocks")
         if self.speculate and self.engine != "headstart":
             raise ValueError("--speculate is for the built-in engine: use the option of the other engine")
         if self.chat_template is not None and self.engine != "headstart":

@@ -206,8 +206,6 @@ def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTra
         tiers=() if transfers is None else transfers.tiers,
         embedding_size=0 if parts.pooling is None else parts.model.config.hidden_size,
         step_objective_s=0.0 if config.max_step_ms is None else config.max_step_ms / 1000.0,
-        role=config.role,
-        keeps_chains=config.prefix_cache == "hash" and config.keep_chains,
     )
     return signed(config.cluster_secret(), member)
 

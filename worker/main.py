@@ -27,7 +27,6 @@ import uvicorn
 
 from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
-from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.common.cores import bound_spinning
 from worker.common.extras import missing_extra
 from worker.common.http_protocol import StrictProtocol
@@ -202,13 +201,13 @@ class Worker:
 
     async def _join(self, engine: Engine, publisher: Publisher) -> None:
         """Get what peers used last, before the registry names this worker. Without them it starts cold."""
-        time_s, exchange = self._config.warm_start_s, engine.chains
+        time_s, exchange = self._config.warm_start_s, engine.exchange
         if time_s and exchange is not None and await publisher.wait_connected(_CONNECT_S):
             try:
                 fetched = await warm_start(engine.member, exchange, await publisher.upkeep.workers(), time_s)
                 if has_purged(fetched, await publisher.upkeep.workers()):
                     await asyncio.wrap_future(engine.purge())
-            except (EngineDeadError, EngineLostError, EngineRefusedError) as error:
+            except EngineDeadError as error:
                 logger.warning("no warm start: %s", error)
         self._say_ready(engine.member)
 
@@ -238,7 +237,7 @@ class Worker:
         else:
             from worker.adapter.connect import connect  # the built-in engine needs none of its libraries
 
-            engine = await connect(config, url, worker_id, self._metrics, self._report, sinks, peer_tls=tls)
+            engine = await connect(config, url, worker_id, self._metrics, self._report, sinks)
         if config.redis is not None and inbox is not None:
             self._publisher = self._make_publisher(config.redis, engine.member, inbox, settings)
         return engine

@@ -3,7 +3,6 @@
     POST /generate   GenerateRequest -> a stream of frames: Started, Tokens..., Finished per choice, then End or Failed
                      with `embed`: Started, Embedding, Finished, then End or Failed
     POST /abort      {"request_id": str, "choice": int | None}
-    POST /keep       Keep -> {"blocks": int}, the number kept; only to a worker whose member has `keeps_chains`
     GET  /state      cache.records.WorkerState                    GET /bundle   TokenizerBundle
 
 A refusal is any status but 200 with one Failed frame as its body: 409 `wrong_epoch`, 429 `queue_full`, 503 `draining`,
@@ -23,7 +22,7 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
-from cache.hashing import Namespace, check_hashes, decode_tokens, encode_tokens
+from cache.hashing import Namespace, decode_tokens, encode_tokens
 from cache.records import WorkerMember
 from cache.types import HASH_BYTES, MediaStart, Tier
 
@@ -194,21 +193,6 @@ class GenerateRequest(Struct, frozen=True):
     """The media in the prompt, in order, which the engine reads from the call."""
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     """The tenant's weight for its share of the worker."""
-
-
-class Keep(Struct, frozen=True):
-    """A conversation pauses, and is expected back: evict its blocks after others."""
-
-    epoch: str
-    hashes: bytes
-    """Those of its blocks so far, prompt and output, in order and without a gap."""
-    num_prompt_blocks: _U32
-    """A request that finds these ends the pause."""
-    keep_s: Annotated[float, Meta(ge=0.0, le=86_400.0)]
-    tenant: str = ""
-
-    def __post_init__(self) -> None:
-        check_hashes(self.hashes)
 
 
 class _Frame(Struct, frozen=True, array_like=True):

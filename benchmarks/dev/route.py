@@ -16,12 +16,11 @@ and, after those, what changes:
     _tenants    twenty tenants with Zipf weights, which share no block
     _speeds     every second worker has half the speed of the others
     _once       a fifth of all requests are prompts that come only once
-    _pauses     tools run between requests: coding agents as recorded, up to an hour, tool chats by the tool
     _churn      a worker dies, and later one with an empty cache joins
     _hot        a prefix of 30,000 tokens that one worker holds begins 50 requests/s for a minute
     _ramp       the same, after a minute in which the rate grows
     _join       a worker joins, after its warm start
-    @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=3,copies=0,warm=0,keep=1,engine=fifo   options for this cell only
+    @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=3,copies=0,warm=0,engine=fifo   options for this cell only
 
 `worst_ratio` is headstart's mean time to first token over that of the best other policy, in the worst cell. `--deep`
 adds combinations of load, gateways and fetching.
@@ -64,7 +63,6 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument("--load", type=float, default=0.95, help="gross input tokens over what the fleet can prefill")
     parser.add_argument("--half", type=int, choices=(0, 1), help="only the even or the odd sessions of each recording")
     parser.add_argument("--hold", type=float, default=0.0, metavar="S", help="--hold-s of the gateways")
-    parser.add_argument("--keep", action="store_true", help="workers keep the chains of answers that call tools")
     parser.add_argument("--gateways", type=int, default=1, help="each with load estimates of its own")
     parser.add_argument(
         "--engine",
@@ -110,7 +108,7 @@ def main(argv: list[str]) -> int:
     ours = {cell: runs for (policy, cell), runs in outcomes.items() if policy == OURS}
     print(f"{overview(outcomes)}\n\n{room_table(ours)}\n")
     names = ["spreadings", "seed", "load", "gateways", "engine", "index", "index_delay", "report_age"]
-    names += ["half", "hold", "keep", "fetch", "lower_tier", "tier_load"]
+    names += ["half", "hold", "fetch", "lower_tier", "tier_load"]
     env = {name: getattr(options, name) for name in names}
     report = Report("route", [*figures(outcomes), *prediction_figures(ours)], env)
     publish(report, options, lambda axes: draw(axes, outcomes))

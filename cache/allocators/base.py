@@ -105,21 +105,6 @@ class Allocator(ABC):
         """Return the tokens that `allocate` would find cached. Changes nothing, not even the order of eviction."""
         return 0
 
-    def keep(self, hashes: Sequence[BlockHash], num_prompt_blocks: int, until_s: float, tenant: str) -> int:
-        """Evict a chain of `hashes` after all other free blocks, until a request finds its first `num_prompt_blocks`.
-
-        Return the number of blocks kept. They are given up at `until_s`, or when running sequences need them. If kept
-        chains take too much of the pool, the tenant that keeps most loses its oldest chain.
-        """
-        return 0
-
-    def expire(self, now_s: float) -> int:
-        """Give up the chains whose time is over; return how many. `now_s` is on the clock of `until_s`.
-
-        A chain may be kept up to a second longer.
-        """
-        return 0
-
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order. Call it after every step."""
         runs, self._events = self._events, []

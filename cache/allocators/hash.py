@@ -9,24 +9,15 @@ Source: vLLM v1, KVCacheManager and BlockPool.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final, Self, cast
+from typing import Self, cast
 
 from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
-from cache.allocators.kept_chains import KeptChain, KeptChains
 from cache.events import Removed, Stored
 from cache.hashing import extend_chain, hash_chain
 from cache.store import ChainLink
 from cache.types import NULL_BLOCK, BlockHash, BlockId
-
-MAX_KEPT_SHARE: Final = 0.8
-"""Most of the pool that kept chains may take."""
-SURE_KEPT_SHARE: Final = 0.3
-"""Beyond this share, kept chains give way while other free blocks are evicted within `MIN_OTHERS_S`."""
-MIN_OTHERS_S: Final = 60.0
-"""Conversations whose user reads an answer come back, too."""
 
 
 class HashAllocator(Allocator):
@@ -41,27 +32,14 @@ class HashAllocator(Allocator):
 
     The findable hashes are prefix-closed. A block is stored after its parent, and every table that holds a block holds
     a copy of its parent. A table is released tail first, so a parent's last copy leaves the queue after its children.
-
-    A kept chain is like such a table, but it holds nothing. Its unheld blocks are free and outside of the queue. When
-    the chain is given up, they return to the queue's end, tail first.
     """
 
-    __slots__ = (
-        *("_cached", "_clock", "_copies", "_free", "_hashes", "_kept", "_links"),
-        *("_num_parked", "_others_clock", "_times", "num_losses"),
-    )
+    __slots__ = ("_cached", "_clock", "_copies", "_free", "_hashes", "_links", "num_losses")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """`num_blocks` counts the null block. Raises ValueError."""
         super().__init__(num_blocks, block_size)
         self._free = FreeQueue(num_blocks)
-        self._kept = KeptChains()
-        self._times: deque[tuple[float, int]] = deque()
-        """Times of the last `MIN_OTHERS_S`, a second apart, with the clock of allocations then."""
-        self._others_clock = 0
-        """The clock `MIN_OTHERS_S` ago."""
-        self._num_parked = 0
-        """Free blocks outside of the queue: those of kept chains that no table holds."""
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._cached: dict[BlockHash, BlockId] = {}
         self._copies: dict[BlockHash, list[BlockId]] = {}
@@ -88,18 +66,14 @@ class HashAllocator(Allocator):
 
     def next_victims(self, count: int) -> list[BlockHash]:
         """Return the hashes of the findable blocks among the next `count` to be taken."""
-        victims: Iterator[BlockId] = iter(self._free)
-        if self._num_parked and len(self._free) < count:
-            victims = itertools.chain(victims, self._kept.own_blocks(self._kept.victim()))
-        hashes = [self._hashes[block_id] for block_id in itertools.islice(victims, count)]
+        hashes = [self._hashes[block_id] for block_id in itertools.islice(self._free, count)]
         return [block_hash for block_hash in hashes if block_hash is not None]
 
     def recent_chains(self, max_blocks: int) -> list[list[ChainLink]]:
         """Return the chains that would be evicted last, the latest first, of `max_blocks` different blocks at most."""
         assert self._links is not None, "chains are not tracked"
         links = self._links
-        kept = self._kept.parents
-        held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0 or block_id in kept]
+        held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0]
         unheld = [self._hashes[block_id] for block_id in self._free]
         inner = {link.parent for link in links.values()}
         seen: set[BlockHash] = set()
@@ -127,46 +101,9 @@ class HashAllocator(Allocator):
         block_ids = self.hold(found, len(hashes) - len(found))
         return None if block_ids is None else HashAllocation(self, root, list(hashes), block_ids, len(found))
 
-    def keep(self, hashes: Sequence[BlockHash], num_prompt_blocks: int, until_s: float, tenant: str) -> int:
-        found, kept = self.find_blocks(hashes), self._kept
-        if not found or len(found) > int(MAX_KEPT_SHARE * self.num_blocks):
-            return 0
-        for earlier in kept.ended_by(found):
-            self._give_up(earlier)
-        tip = found[: max(1, num_prompt_blocks)][-1]
-        chain = KeptChain(len(found), found[-1], tip, until_s, tenant)
-        parked = [block_id for block_id in kept.add(chain, found) if self._refs[block_id] <= 0]
-        self._free.remove(parked)
-        self._num_parked += len(parked)
-        while len(kept.parents) > MAX_KEPT_SHARE * self.num_blocks:
-            victim = kept.victim()
-            self._give_up(victim)
-            if victim is chain:
-                return 0
-        return len(found)
-
-    def expire(self, now_s: float) -> int:
-        times = self._times
-        if not times or now_s >= times[-1][0] + 1.0:
-            times.append((now_s, self._clock))
-        while times[0][0] <= now_s - MIN_OTHERS_S:
-            self._others_clock = times.popleft()[1]
-        expired = self._kept.expired(now_s)
-        for chain in expired:
-            self._give_up(chain)
-        return len(expired)
-
-    def _give_up(self, chain: KeptChain) -> None:
-        """Evict a chain's blocks like others, as if they were released now."""
-        free = [block_id for block_id in self._kept.remove(chain) if self._refs[block_id] <= 0]
-        for block_id in free:
-            self._refs[block_id] = -self._clock
-        self._free.extend(free)
-        self._num_parked -= len(free)
-
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free) + self._num_parked
+        return len(self._free)
 
     def find(self, token_ids: Sequence[int], root: BlockHash, *, hashes: Sequence[BlockHash] | None = None) -> int:
         if hashes is None:
@@ -181,12 +118,8 @@ class HashAllocator(Allocator):
         assert [max(refs, 0) for refs in self._refs] == self._occurrences(), (
             "ref counts differ from the occurrences in block tables"
         )
-        self._kept.check_integrity()
-        free, kept = set(self._free), self._kept.parents.keys()
         unheld = {b for b, refs in enumerate(self._refs) if refs <= 0 and b != NULL_BLOCK}
-        assert free == unheld - kept, "the queue is not what is neither held nor kept"
-        assert self._num_parked == len(unheld & kept), "parked is not kept and unheld"
-        assert all(self._hashes[block_id] is not None for block_id in kept), "a kept block is not findable"
+        assert set(self._free) == unheld, "the queue is not what is not held"
         others = self._copies
         copies = {block_hash: [first, *others.get(block_hash, ())] for block_hash, first in self._cached.items()}
         assert others.keys() <= self._cached.keys(), "a copy without a first copy"
@@ -225,12 +158,9 @@ class HashAllocator(Allocator):
         # The blocks `found` leave the queue first, so a request never evicts its own prefix.
         refs = self._refs
         unheld = [block_id for block_id in found if refs[block_id] <= 0]
-        if len(unheld) + num_new > len(self._free) + self._num_parked:
+        if len(unheld) + num_new > len(self._free):
             return None
-        kept = self._kept.parents
-        queued = [block_id for block_id in unheld if block_id not in kept] if kept else unheld
-        self._num_parked -= len(unheld) - len(queued)
-        self._free.remove(queued)
+        self._free.remove(unheld)
         if len(unheld) < len(found):
             for block_id in found:
                 refs[block_id] = max(refs[block_id], 0) + 1
@@ -238,34 +168,20 @@ class HashAllocator(Allocator):
             for block_id in unheld:
                 refs[block_id] = 1
         self._clock += 1
-        if kept:
-            for chain in self._kept.ended_by(found):
-                self._give_up(chain)
-            while len(self._free) < num_new:
-                self._give_up(self._kept.victim())
-            if num_new and len(kept) > SURE_KEPT_SHARE * self.num_blocks and self._evicts_early():
-                self._give_up(self._kept.victim())
         return [*found, *self._evict(num_new)]
-
-    def _evicts_early(self) -> bool:
-        """Return whether the next victim was released within `MIN_OTHERS_S`."""
-        return -self._refs[next(iter(self._free))] > self._others_clock
 
     def _take(self, count: int) -> list[BlockId] | None:
         return self.hold((), count)
 
     def _release(self, block_ids: Sequence[BlockId]) -> None:
         """Release blocks tail first, so that the tail is evicted first."""
-        refs, free_since, kept = self._refs, -self._clock, self._kept.parents
+        refs, free_since = self._refs, -self._clock
         freed = []
         for block_id in reversed(block_ids):
             num_refs = refs[block_id]
             if num_refs == 1:
                 refs[block_id] = free_since
-                if block_id in kept:
-                    self._num_parked += 1
-                else:
-                    freed.append(block_id)
+                freed.append(block_id)
             else:
                 assert num_refs > 1, f"block {block_id} is released but not held"
                 refs[block_id] = num_refs - 1
@@ -330,8 +246,6 @@ class HashAllocator(Allocator):
             del self._copies[block_hash]
 
     def _forget_all(self) -> None:
-        for chain in list(self._kept):
-            self._give_up(chain)
         assert len(self._free) == self.num_blocks - 1, "cleared while blocks are held"
         self._hashes = [None] * self.num_blocks
         self._cached = {}

@@ -43,7 +43,7 @@ class ChatEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await CHAT.read(body, self._models.text_limit)
             intent = request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
-            ignored = self._services.ignored_tools.take(intent.ignored)
+            ignored = self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, response_id("chatcmpl-"))
@@ -86,7 +86,6 @@ async def chat_spec(
         tenant=identity.tag,
         weight=identity.key.weight,
         affinity_key=intent.affinity_key,
-        retention_s=fields.retention_s,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
     )
     return spec, rules
@@ -165,9 +164,6 @@ class ChatFormatter(ChunkFormatter):
         annotated = self._num_top is not None or self._usage_in_chunks or self._token_ids
         self._plain = rules.plain and not annotated
         self._suffix = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
-
-    def called_tools(self) -> list[str]:
-        return [name for message in self._messages.values() for name in message.called_tools]
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
         if not self._prefix:

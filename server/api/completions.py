@@ -89,7 +89,6 @@ async def prepare_completion(
         tenant=identity.tag,
         weight=identity.key.weight,
         affinity_key=request.affinity_key,
-        retention_s=request.retention_s,
     )
     echoes: list[str] = []
 
@@ -102,7 +101,7 @@ async def prepare_completion(
 
     specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), complete)
     formatter = CompletionFormatter(id_, request, model, echoes, num_sampled)
-    return PreparedRequest(specs, formatter, bool(request.stream))
+    return PreparedRequest(specs, formatter, bool(request.stream), ignored=", ".join(request.ignored_hints))
 
 
 def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:

@@ -59,7 +59,7 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
         embed=Embed(request.dimensions),
     )
     specs = await batch_specs(shared, inputs, partial(_input_ids, model))
-    return PreparedRequest(specs, EmbeddingFormatter(request), stream=False)
+    return PreparedRequest(specs, EmbeddingFormatter(request), stream=False, ignored=", ".join(request.ignored_hints))
 
 
 async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:

@@ -31,7 +31,6 @@ from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.hints import RoutingHints, read_hints
-from server.request.pauses import Pauses
 from server.request.request import Deliver, Generation
 from server.request.response import ResponseStream
 from server.request.services import RequestServices
@@ -54,7 +53,6 @@ class EndpointServices:
     keep_alive: KeepAlive
     request_timeout_s: float
     ignored_tools: IgnoredTools
-    pauses: Pauses
     tracing: Tracing | None = None
     clamps_max_tokens: bool = False
     """`max_tokens` of chats and completions is cut to what fits, as always for messages and responses."""
@@ -86,10 +84,10 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     conversation: Conversation | None = None
     """The conversation that the prompt was rendered from."""
     ignored: str = ""
-    """The value of the header that names the tools left out."""
+    """The tools left out and the hints without effect, for a header."""
 
     def headers(self) -> Headers:
-        return [(name.encode(), types.encode()) for name, types in ignored_header(self.ignored).items()]
+        return [(name.encode(), names.encode()) for name, names in ignored_header(self.ignored).items()]
 
 
 class Preparation:
@@ -170,8 +168,6 @@ class GenerateEndpoint(ABC):
         generations = await begin(request)
         if len(generations) == 1 and not generations[0].route.embeds:
             self._count_parting(generations[0], request.conversation, hints.client)
-        if request.conversation is not None and request.conversation.brings_results:
-            services.pauses.ended(generations[0].route.hashes)
 
         async def renew() -> tuple[ResponseFormatter, list[Generation]]:
             again = await preparation.request()
@@ -199,8 +195,6 @@ class GenerateEndpoint(ABC):
                 context.num_prompt_tokens = num_pooled_tokens
                 self._metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
             if response.finished:
-                if len(response.generations) == 1:
-                    services.pauses.begin(response.first, answer.formatter.called_tools())
                 elapsed_s = time.perf_counter() - context.started_s
                 self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
             if usage is not None:

@@ -72,10 +72,6 @@ class ResponseFormatter(ABC):
     def last_events(self, response: ResponseStream) -> bytes:
         """Write everything after the last delta."""
 
-    def called_tools(self) -> list[str]:
-        """Return the model's names of the tools that the answer calls."""
-        return []
-
     def error_event(self, error: ApiError) -> bytes:
         """Write the last event of a stream that fails; no [DONE] follows."""
         return sse(encode_json({"error": error.fields()}))

@@ -1,14 +1,13 @@
-"""The tools that are left out of prompts: refused, or named in a header and once in the log."""
+"""Tools that are left out of prompts, and hints without effect: refused, or named in a header."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
 from typing import Final
 
 from server.schema.decoding import unsupported
-from server.schema.tools import Ignored
+from server.schema.intent import ChatIntent
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +27,10 @@ class IgnoredTools:
         self._strict = strict
         self._logged: set[str] = set()
 
-    def take(self, ignored: Sequence[Ignored]) -> str:
+    def take(self, intent: ChatIntent) -> str:
         """Return the header's value; "" for none. Raises InvalidRequestError when tools are refused."""
-        if not ignored:
-            return ""
-        if self._strict:
+        ignored = intent.ignored
+        if ignored and self._strict:
             first = ignored[0]
             raise unsupported(first.field, f"is {first.type[:64]!r}, which this server cannot run (--strict-tools)")
         types = list(dict.fromkeys(_UNSAFE.sub("?", each.type[:64]) for each in ignored))
@@ -40,9 +38,9 @@ class IgnoredTools:
             if kind not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(kind)
                 log.warning("left %s out of a prompt: this server cannot run it", kind)
-        return ", ".join(types[:MAX_NAMED])
+        return ", ".join([*types[:MAX_NAMED], *intent.fields.ignored_hints])
 
 
-def ignored_header(types: str) -> dict[str, str]:
-    """Return the header for the result of `take`; empty for none."""
-    return {HEADER: types} if types else {}
+def ignored_header(names: str) -> dict[str, str]:
+    """Return the header with these names; empty for none."""
+    return {HEADER: names} if names else {}

@@ -65,7 +65,7 @@ class MessagesEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await MESSAGES.read(body, self._models.text_limit)
             intent = await messages_intent(request, request.max_tokens or 1)
-            ignored = self._services.ignored_tools.take(intent.ignored)
+            ignored = self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
@@ -81,7 +81,7 @@ class MessagesEndpoint(GenerateEndpoint):
         require_json(scope["headers"])
         request = await COUNT_TOKENS.read(await http_request.body(), self._models.text_limit)
         intent = await messages_intent(request)
-        ignored = self._services.ignored_tools.take(intent.ignored)
+        ignored = self._services.ignored_tools.take(intent)
         model = self._model(request.model, identity_of(scope))
         rendered = await render_chat(intent.conversation, model)
         ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
@@ -263,9 +263,6 @@ class MessagesFormatter(ResponseFormatter):
                 self._last = delta
                 events += self._close()
         return b"".join(events)
-
-    def called_tools(self) -> list[str]:
-        return self._parser.called_tools
 
     def last_events(self, response: ResponseStream) -> bytes:
         message_delta = _event("message_delta", delta=self._stop(), usage=self._usage(response))

@@ -48,7 +48,7 @@ class ResponsesEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await RESPONSES.read(body, self._models.text_limit)
             intent = responses_intent(request)
-            ignored = self._services.ignored_tools.take(intent.ignored)
+            ignored = self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, id_)
@@ -135,9 +135,6 @@ class ResponsesFormatter(ResponseFormatter):
         for delta in deltas:
             self._add(delta)
         return self._taken()
-
-    def called_tools(self) -> list[str]:
-        return self._parser.called_tools
 
     def last_events(self, response: ResponseStream) -> bytes:
         self._emit(self._status, response=self._response(response))

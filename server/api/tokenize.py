@@ -67,7 +67,7 @@ class TokenizeApi:
             chat = await CHAT.read(body, TextLimit)
             model = self._models.readable(name, identity)
             intent = chat.intent()
-            ignored = self._ignored_tools.take(intent.ignored)
+            ignored = self._ignored_tools.take(intent)
             rendered = await render_chat(intent.conversation, model)
             ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
         elif request.prompt is None:

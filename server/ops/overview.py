@@ -100,7 +100,6 @@ class Overview(Collector):
             "block_size": member.block_size,
             "max_model_len": member.max_model_len,
             "step_objective_s": member.step_objective_s or None,
-            "role": member.role,
             "state": "lost" if candidate is None else self._state(candidate)[0],
             "hit_rate": self.router.scorer.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,

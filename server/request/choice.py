@@ -60,8 +60,6 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """Set if the engine writes the text."""
     media: tuple[MediaStart, ...] = ()
     """The images in the prompt."""
-    retention_s: float = 0.0
-    """How long the client asks to keep the prompt in the cache after the answer."""
 
     def route_request(self, hints: RoutingHints = NO_HINTS) -> RouteRequest:
         """Describe the prompt to the router."""
@@ -86,9 +84,6 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             root=self.root,
             text_api="" if self.ask is None else self.ask.call.path,
             num_context_tokens=num_tokens + num_demanded,
-            may_split=self.sampling.max_tokens > 1
-            and self.sampling.prompt_logprobs is None
-            and (self.embed, self.ask) == (None, None),
             client_id=short_key("" if context is None else context.client_id),
         )
 

@@ -7,7 +7,6 @@
       +-- worker lost after a token: with the tokens received, on a worker of the same numerics class
       +-- no such worker, the client has no output: from the prompt, on any worker of the revision
       +-- no worker of the revision: prepared again for the one that serves now; a silent worker is waited for
-      +-- split, at the End of a worker of role "prefill": with its first token, on another worker
     error: no such worker, the client has output
 
 Source: docs/reliability.md, "How it works".
@@ -24,7 +23,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from cache.records import WorkerMember
-from cache.types import WorkerIncarnation
 from server.errors import InternalError, RevisionGoneError, WorkerLostError
 from server.metrics import known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
@@ -83,8 +81,6 @@ class Generation:
         self._ttft_budget_s = hints.ttft_budget_s
         self.worker: WorkerMember | None = None
         """The worker that first took the request."""
-        self.last_worker: WorkerMember | None = None
-        """The worker that took it last, and has the answer's blocks."""
         self.promised_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the first worker found in its cache or fetched."""
@@ -103,10 +99,6 @@ class Generation:
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
-        self._prefilled_at: WorkerIncarnation | None = None
-        """The worker of role "prefill" that computed the prompt."""
-        self._is_split = False
-        """The last attempt ended there, as planned."""
         self._is_waiting = False
         """The prompt counts as waiting for its first token."""
         self._stopped_early = False
@@ -199,18 +191,15 @@ class Generation:
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
             request = replace(request, numerics=self._numerics, required=required, num_context_tokens=num_tokens)
-        return replace(request, prefilled_at=self._prefilled_at)
+        return request
 
     def _placed(self, placement: Placement, *, resumed: bool) -> None:
-        metrics, self.last_worker = self._services.metrics, placement.worker
+        metrics = self._services.metrics
         if self.worker is None or not self.client_has_output:
             self.worker = placement.worker
             self.promised_tokens = placement.promised_tokens
-        if resumed and not self._is_split:
+        if resumed:
             metrics.resumed.inc()
-        self._is_split = False
-        if placement.is_split:
-            metrics.splits.inc()
         if placement.source is not None:
             metrics.planned_fetches.inc()
         self._numerics = placement.worker.numerics
@@ -243,9 +232,6 @@ class Generation:
                 with self._services.watch.watching(stream):
                     async with stream:
                         await self._read(stream, placement, trace, deliver)
-            if self.finished:
-                return
-            self._prefilled_at, self._is_split = (worker.worker_id, worker.epoch), True
         except (WorkerRefused, WorkerLost, WorkerFailed) as error:
             if not (isinstance(error, WorkerLost) and self.finished):  # else only the End frame is missing
                 self._record_failure(worker, error)
@@ -254,7 +240,7 @@ class Generation:
         finally:
             self.times.wait()
             self._services.router.closed(placement)
-        if deliver is not None and (deltas := self.take_deltas()):
+        if deliver is not None and not self.finished and (deltas := self.take_deltas()):
             await deliver(deltas)
 
     def _record_failure(self, worker: WorkerMember, error: WorkerRefused | WorkerLost | WorkerFailed) -> None:
@@ -270,9 +256,6 @@ class Generation:
 
     def _wire_request(self, placement: Placement, carrier: Mapping[str, str]) -> GenerateRequest:
         spec, worker = self.spec, placement.worker
-        sampling = spec.sampling_at(worker.max_model_len)
-        if placement.is_split:
-            sampling = replace(sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
         return GenerateRequest(
             request_id=spec.request_id,
             gateway_id=self._services.gateway_id,
@@ -280,7 +263,7 @@ class Generation:
             root=spec.root,
             prompt_ids=spec.prompt_ids,
             choices=tuple([choice.state() for choice in self.choices if not choice.done]),
-            sampling=sampling,
+            sampling=spec.sampling_at(worker.max_model_len),
             priority=spec.priority,
             tenant=spec.tenant,
             weight=spec.weight,
@@ -335,9 +318,6 @@ class Generation:
             case Finished():
                 choice = self._choice(frame.choice)
                 if choice.finish_reason is None:
-                    if placement.is_split and frame.reason == "length":
-                        choice.finish_if_complete(self.spec.sampling_at(placement.worker.max_model_len).max_tokens)
-                        return
                     if frame.reason not in ("stop", "length"):
                         message = f"the worker ended the choice with {frame.reason!r:.80}"
                         raise WorkerFailed(Failed("aborted", message, retryable=True))
@@ -361,7 +341,7 @@ class Generation:
                 stream.completed = True
                 if frame.num_cached_tokens is not None:
                     self._correct(placement, frame.num_cached_tokens)
-                if not (self.finished or (placement.is_split and all(each.output_ids for each in self.choices))):
+                if not self.finished:
                     raise WorkerLost(f"{stream.url}: End before every choice was finished")
 
     def _correct(self, placement: Placement, num_cached_tokens: int) -> None:

@@ -52,8 +52,6 @@ class CostModel:
     max_return_odds: float = 8.0
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
-    decode_weight: float = 0.05
-    """Cost of a second by which a prefill delays one decode next to it (`split`)."""
 
     def prefill_s(self, num_tokens: int, tokens_per_s: float) -> float:
         """Return the prefill seconds of `num_tokens` uncached tokens."""
@@ -142,7 +140,7 @@ def find_peers(candidates: Sequence[Candidate], broken: Container[WorkerId], req
     for candidate in candidates:
         member = candidate.member
         incarnation = member.worker_id, member.epoch
-        num_blocks = len(request.hashes) if incarnation == request.prefilled_at else _num_held_blocks(candidate)
+        num_blocks = _num_held_blocks(candidate)
         is_gone = member.worker_id in broken or incarnation in request.excluded
         if is_gone or not num_blocks or not member.layout:
             continue
@@ -275,11 +273,6 @@ class WorkerView(msgspec.Struct, eq=False):
     def num_outstanding(self) -> int:
         """Unfinished requests there: the larger of own count and report, since the report may include our requests."""
         return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
-
-    @property
-    def num_decoding(self) -> int:
-        """Requests there that have their first token."""
-        return self.num_outstanding - self.num_waiting
 
     @property
     def num_waiting(self) -> int:

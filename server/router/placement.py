@@ -31,7 +31,6 @@ from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLo
 from server.router.pending_prefixes import PendingPrefixes
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
-from server.router.split import PREFILL_ONLY, Split, cheapest_split
 from server.router.types import RouteRequest
 from worker.wire import BlockSource
 
@@ -62,18 +61,11 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
     """Empty when every worker is guarded, or predicted to miss the request's budget."""
     num_candidates: int
     """Workers of the model in the fleet; `workers` may be a short list."""
-    split: Split | None = None
-    """The cheapest split with one of the best; None: no pair fits."""
-
-    @property
-    def chosen(self) -> Sequence[WorkerView]:
-        """The workers of which one gets the request."""
-        return (self.split.prefill,) if self.split is not None and self.split.pays else self.best
 
     @property
     def wait_s(self) -> float:
         """How long the request would wait at the chosen worker before its prefill; 0 without one."""
-        return min([worker.wait_s for worker in self.chosen], default=0.0)
+        return min([worker.wait_s for worker in self.best], default=0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +91,6 @@ class Placement:
     """Prompt tokens that the worker found cached; None before its prefill."""
     held_s: float = 0.0
     """How long the request was held before."""
-    is_split: bool = False
-    """The worker computes the prompt and the first token. Another placement follows for the rest."""
 
 
 class Placer(Protocol):
@@ -167,9 +157,9 @@ class Scorer:
             if decision is not None:
                 return decision
         workers = self._views(request, candidates, broken, common_blocks(candidates))
-        shared = [worker.assigned_s for worker in workers if worker.member.role != "prefill"]
+        assigned_s = sum([worker.assigned_s for worker in workers])
         draw = (lambda: 0.5) if dry_run else self._rng.random
-        fleet = FleetView(self._cost, sum(shared), max(1, len(shared)), draw)
+        fleet = FleetView(self._cost, assigned_s, len(workers), draw)
         return self._decision(request, workers, fleet, len(candidates))
 
     def _decide_by_list(
@@ -184,33 +174,29 @@ class Scorer:
         if not unguarded or (listed.own is not None and listed.own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
-        num_workers = max(1, len(candidates) - len(short_list.prefills))
-        fleet = FleetView(self._cost, short_list.assigned_s, num_workers, self._rng.random, common_tokens)
+        fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
         decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
 
     def _decision(
         self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView, num_candidates: int
     ) -> Decision:
-        """Score the unguarded workers, and find those with the lowest score and the cheapest split."""
+        """Score the unguarded workers, and find those with the lowest score."""
         eligible = _eligible(workers)
         if not eligible:
             return Decision(request, workers, (), num_candidates)
         scores = self._policy.scores(request, eligible, fleet)
         for worker, score in zip(eligible, scores, strict=True):
             worker.guard, worker.score = None, score
-        best = _best(request, eligible)
-        split = cheapest_split(request, workers, best, fleet) if self._policy.splits else None
-        return Decision(request, workers, best, num_candidates, split)
+        return Decision(request, workers, _best(request, eligible), num_candidates)
 
     def place(self, decision: Decision, held_s: float = 0.0) -> Placement:
-        """Choose one of the best workers at random, or the split that pays, and count the request there."""
-        request, best, now_s = decision.request, decision.chosen, self._clock()
+        """Choose one of the best workers at random, and count the request there."""
+        request, best, now_s = decision.request, decision.best, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
         self._policy.on_dispatch(request, chosen)
-        if request.prefilled_at is None:  # else the prompt has been counted
-            longest = max([worker.matched_tokens for worker in decision.workers])
-            self._return_share.add(longest, request.num_prompt_tokens, now_s)
+        longest = max([worker.matched_tokens for worker in decision.workers])
+        self._return_share.add(longest, request.num_prompt_tokens, now_s)
         member = chosen.member
         if (short_list := self._short_lists.get(request.model)) is not None:
             short_list.placed(member.worker_id, chosen.prefill_s)
@@ -235,7 +221,6 @@ class Scorer:
             active=chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks),
             pending=pending,
             held_s=held_s,
-            is_split=best is not decision.best,
         )
 
     def started(self, placement: Placement, num_cached_tokens: int) -> bool:
@@ -273,7 +258,7 @@ class Scorer:
         if placement.pending:
             self._pending.cancel(placement.pending)
         now_s = self._clock()
-        if placement.estimate.close(active, now_s) and active.started_s is not None and not placement.is_split:
+        if placement.estimate.close(active, now_s) and active.started_s is not None:
             self._residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
 
     def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
@@ -372,14 +357,12 @@ def guard_of(
         return "draining"
     if member.worker_id in broken:
         return BREAKER
-    if load.is_slow:
-        return SLOW
-    return PREFILL_ONLY if member.role == "prefill" and not request.embeds else None
+    return SLOW if load.is_slow else None
 
 
 def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:
-    """Return the unguarded workers. Without one, fall back to the slow, those for prompts, and the broken, in turn."""
-    for guard in (None, SLOW, PREFILL_ONLY, BREAKER):
+    """Return the unguarded workers. Without one, fall back to the slow, then to the broken."""
+    for guard in (None, SLOW, BREAKER):
         if eligible := [worker for worker in workers if worker.guard is guard]:
             return eligible
     return []

@@ -25,7 +25,7 @@ _RENDEZVOUS_SEED: Final = b"3"
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """The fleet as one decision sees it, without its workers of role "prefill"."""
+    """The fleet as one decision sees it."""
 
     cost: CostModel
     assigned_s: float
@@ -45,8 +45,6 @@ class Policy:
 
     takes_short_list: ClassVar[bool] = False
     """In a large fleet only some workers are scored (`short_list`)."""
-    splits: ClassVar[bool] = False
-    """Scores are seconds, with which the cost of a split is compared (`split`)."""
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         """Return one score per worker, in order; the lowest wins, ties are broken at random.
@@ -69,7 +67,7 @@ class Headstart(Policy):
     would choose the same idle worker. The affinity key's worker gets a small discount, less than any match or queue.
     """
 
-    takes_short_list = splits = True
+    takes_short_list = True
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         cost = fleet.cost

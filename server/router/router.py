@@ -31,7 +31,6 @@ from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import OTHER_TASK, SLOW, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer, guard_of
 from server.router.policies import make_policy
 from server.router.prefix_tree import PrefixTree
-from server.router.split import PREFILL_ONLY, Split
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from server.workers.connection import WorkerLost
@@ -104,7 +103,7 @@ class Router:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
         found, decision = await self._decide(request)
         if request.may_be_held and (wait_s := decision.wait_s) > 0.0:
-            waiting = _Waiting(request, decision.chosen[0].prefill_s, asyncio.get_running_loop().create_future())
+            waiting = _Waiting(request, decision.best[0].prefill_s, asyncio.get_running_loop().create_future())
             if (held := self.held.add(waiting, request, wait_s, self._clock())) is not None:
                 return await self._wait(held)
         return self._place(decision, found)
@@ -182,8 +181,7 @@ class Router:
             "index": "answered" if found is not None else "no answer: own recent placements used",
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
-            "choice": [worker.member.worker_id for worker in decision.chosen],
-            "split": None if decision.split is None else _explained_split(decision.split),
+            "choice": [worker.member.worker_id for worker in decision.best],
             "copy": None if plan is None else plan.describe() | {"in_flight": self.copies.is_in_flight(plan)},
             "workers": [self._explained(worker) for worker in decision.workers],
         }
@@ -298,18 +296,6 @@ class Router:
         ]
 
 
-def _explained_split(split: Split) -> dict[str, Any]:
-    return {
-        "prefill": split.prefill.member.worker_id,
-        "decode": split.decode.member.worker_id,
-        "predicted_ttft_s": split.prefill.predicted_ttft_s,
-        "handover_s": split.handover_s,
-        "split_s": split.split_s,
-        "stay_s": split.stay_s,
-        "pays": split.pays,
-    }
-
-
 def _incarnation(member: WorkerMember) -> WorkerIncarnation:
     return member.worker_id, member.epoch
 
@@ -317,7 +303,7 @@ def _incarnation(member: WorkerMember) -> WorkerIncarnation:
 def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError:
     workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
     guards = [guard_of(decision.request, c.member, c.load) for c in fleet.silent(model, decision.request.revision)]
-    if not {None, SLOW, PREFILL_ONLY}.isdisjoint(guards):
+    if not {None, SLOW}.isdisjoint(guards):
         message = f"a worker of model {model!r} does not answer now"
         return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, is_silent=True)
     if budget_s is not None and (predicted_s := [w.predicted_ttft_s for w in workers if w.score is not None]):

@@ -3,7 +3,6 @@
     holders        of more of the prompt than most, in the index or pending: the longest matches
     least loaded   kept in order by what the last views of them showed
     own            the worker of the request's affinity key
-    of role        "prefill": those that got least work lately
     in turn        a few others, so that no worker's place in the order stays old
 
 A view costs 4 us. So a decision among 1,000 workers costs what one among 30 does, and a pass over their matches.
@@ -28,7 +27,6 @@ SCORE_ALL: Final = 64
 MAX_HOLDERS: Final = 12
 NUM_LEAST_LOADED: Final = 8
 NUM_IN_TURN: Final = 8
-NUM_PREFILLS: Final = 4
 _MAX_KEYS: Final = 4096
 """Affinity keys whose workers are remembered."""
 
@@ -48,15 +46,13 @@ class ShortList:
 
     def __init__(self) -> None:
         self.assigned_s = 0.0
-        """Prefill seconds assigned to all workers but `prefills`, by the last view of each."""
+        """Prefill seconds assigned to all workers, by the last view of each."""
         self._load_s: dict[WorkerId, float] = {}
         self._assigned_s: dict[WorkerId, float] = {}
         self._order: list[tuple[float, WorkerId]] = []
         """A heap; an entry counts while it is equal to `_load_s`."""
         self._turn = 0
         self._own: dict[Key, WorkerId] = {}
-        self.prefills: set[WorkerId] = set()
-        """Workers of role "prefill"."""
 
     def choose(
         self, request: RouteRequest, candidates: Sequence[Candidate], pending: Iterable[WorkerIncarnation]
@@ -79,8 +75,6 @@ class ShortList:
         chosen = {candidate.member.worker_id for _, candidate in holders}
         chosen.update(worker_id for worker_id, _ in pending if worker_id in by_id)
         chosen.update(self._least_loaded())
-        if self.prefills:
-            chosen.update(heapq.nsmallest(NUM_PREFILLS, self.prefills, key=self._assigned_s.__getitem__))
         own = self._own_worker(request.affinity_key, candidates) if request.affinity_key else None
         if own is not None:
             chosen.add(own)
@@ -117,8 +111,7 @@ class ShortList:
             self._assign(worker_id, self._assigned_s[worker_id] + prefill_s)
 
     def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
-        if worker_id not in self.prefills:
-            self.assigned_s += assigned_s - self._assigned_s[worker_id]
+        self.assigned_s += assigned_s - self._assigned_s[worker_id]
         self._assigned_s[worker_id] = assigned_s
 
     def _set(self, worker_id: WorkerId, load_s: float) -> None:
@@ -141,10 +134,9 @@ class ShortList:
 
     def _join(self, workers: Mapping[WorkerId, Candidate]) -> None:
         """Begin with these workers; new ones count as idle."""
-        self.prefills = {name for name, candidate in workers.items() if candidate.member.role == "prefill"}
         self._load_s = {worker_id: self._load_s.get(worker_id, 0.0) for worker_id in workers}
         self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in self._load_s}
-        self.assigned_s = sum(seconds for name, seconds in self._assigned_s.items() if name not in self.prefills)
+        self.assigned_s = sum(self._assigned_s.values())
         self._own.clear()
         self._turn = 0
         self._sort()

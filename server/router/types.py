@@ -95,11 +95,6 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The tenant's, for its turns in the hold queue."""
     root: BlockHash = BlockHash(b"")
     """The parent of the first block; empty: no chain of it is copied."""
-
-    may_split: bool = False
-    """One worker may compute the prompt and the first token, and another one the rest."""
-    prefilled_at: WorkerIncarnation | None = None
-    """The worker that has done so: it holds the prompt's blocks, whether or not the index has them yet."""
     client_id: Key = Key("")
     """The client's own id of the request; empty: none."""
 

@@ -7,7 +7,7 @@ RequestFields            the fields of every route that runs a model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Struct
@@ -190,7 +190,6 @@ class ResponseFormat(Struct, kw_only=True):
             raise invalid(f"response_format.{name}", "is required")
 
 
-_TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
 _CONSTRAINTS: Final = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -242,14 +241,6 @@ def check_stops(field: str, stops: Sequence[str]) -> None:
         raise invalid(field, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
 
 
-def ttl_s(control: Any) -> float:
-    """Return the lifetime that a `cache_control` asks for; 0.0 for one of a form that is not known."""
-    if not isinstance(control, dict) or control.get("type") != "ephemeral":
-        return 0.0
-    ttl = control.get("ttl", "5m")
-    return _TTLS_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0
-
-
 class RequestFields(Struct, kw_only=True):
     """The fields of every route that runs a model, hints included."""
 
@@ -276,9 +267,17 @@ class RequestFields(Struct, kw_only=True):
         return self.prompt_cache_key or self.user
 
     @property
-    def retention_s(self) -> float:
-        """How long the client asks to keep the prompt in the cache; 0.0: like any other."""
-        return max(86_400.0 if self.prompt_cache_retention == "24h" else 0.0, ttl_s(self.cache_control))
+    def ignored_hints(self) -> list[str]:
+        """Lifetimes that the client asks for: every prompt is cached for as long as there is room."""
+        hints = [] if self.prompt_cache_retention is None else ["prompt_cache_retention"]
+        if any(control.get("ttl") is not None for control in self._cache_controls()):
+            hints.append("cache_control.ttl")
+        return hints
+
+    def _cache_controls(self) -> Iterator[dict[str, Any]]:
+        """Yield every `cache_control` of the body that is an object."""
+        if isinstance(self.cache_control, dict):
+            yield self.cache_control
 
     def check(self) -> None:
         """Check the rules that no single field's type holds. Raises InvalidRequestError."""

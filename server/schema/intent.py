@@ -6,7 +6,6 @@ the field that the client sent.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -47,12 +46,6 @@ class Conversation:
     names: FieldNames = CHAT_NAMES
     num_removed: int = 0
     """Messages of the client that came before the first."""
-
-    @property
-    def brings_results(self) -> bool:
-        """Results of tools follow the last message of the assistant."""
-        since = itertools.takewhile(lambda message: message.role != "assistant", reversed(self.messages))
-        return any(message.role == "tool" for message in since)
 
     def place(self, number: int, path: str) -> str:
         """Name a part of a message, where the route has the same messages as the conversation."""

@@ -2,11 +2,12 @@
 
 Source: the reference of Anthropic's Messages API, https://platform.claude.com/docs/en/api/messages. The sampling fields
 of the other routes are honoured, too. A part that is not offered and would change the answer is refused by name, also
-in blocks and tools. Of hints, only the longest `ttl` of every `cache_control` is read.
+in blocks and tools.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -20,7 +21,6 @@ from server.schema.fields import (
     PositiveCount,
     Probability,
     check_stops,
-    ttl_s,
 )
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
 from server.schema.tools import Ignored, Offer, OfferedTool, Toolbox, ToolName, converted, make_toolbox
@@ -189,14 +189,12 @@ class CountTokensRequest(ModelFields, kw_only=True):
     def affinity_key(self) -> str | None:
         return self.prompt_cache_key or (self.metadata and self.metadata.user_id) or self.user
 
-    @property
-    def retention_s(self) -> float:
-        system = self.system if isinstance(self.system, list) else []
-        contents = [message.content for message in self.messages if isinstance(message.content, list)]
-        blocks = [*system, *(block for content in contents for block in content)]
-        controls = [block.cache_control for block in blocks]
-        controls += [tool.get("cache_control") for tool in self.tools or ()]
-        return max(super().retention_s, *[ttl_s(control) for control in controls if control is not None], 0.0)
+    def _cache_controls(self) -> Iterator[dict[str, Any]]:
+        contents = (self.system, *(message.content for message in self.messages))
+        blocks = (block for content in contents if isinstance(content, list) for block in content)
+        controls = (self.cache_control, *(block.cache_control for block in blocks))
+        yield from (control for control in controls if isinstance(control, dict))
+        yield from (tool["cache_control"] for tool in self.tools or () if isinstance(tool.get("cache_control"), dict))
 
     def check(self) -> None:
         if self.structured_outputs is not None:

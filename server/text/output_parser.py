@@ -89,7 +89,7 @@ class OutputParser(TextReader):
         self._rules = rules
         self._space = ""
         """White space of the content, held until more content follows."""
-        self.called_tools: list[str] = []
+        self._num_calls = 0
         self._input: InputReader | None = None
         """The reader of the last call's input, if this is a custom tool's."""
         self._escapes = WholeEscapes()
@@ -116,7 +116,7 @@ class OutputParser(TextReader):
         if self._rules.tools is not None:
             yield from self._rules.tools.read(self)
         yield from self.before((), self.emit_content)
-        if not self.called_tools:
+        if not self._num_calls:
             self.emit("content", self._space)
         self._end_input()
 
@@ -162,7 +162,7 @@ class OutputParser(TextReader):
         if kind == "call":
             self._end_input()
             text = joined_pairs(text)
-            self.called_tools.append(text)
+            self._num_calls += 1
             self._space = ""
             if self._rules.client_name(text).kind == "custom":
                 self._input = InputReader(raw=self._rules.is_raw_input)
@@ -175,7 +175,7 @@ class OutputParser(TextReader):
         self._append(kind, text)
 
     def _append(self, kind: DeltaKind, text: str) -> None:
-        dropped = kind in ("call", "arguments", "input") and len(self.called_tools) > 1 and not self._rules.parallel
+        dropped = kind in ("call", "arguments", "input") and self._num_calls > 1 and not self._rules.parallel
         if dropped or not (text or kind == "call"):
             return
         if self._deltas and kind == self._deltas[-1].kind != "call":
@@ -204,11 +204,6 @@ class ChoiceMessage:
         self._parser = OutputParser(rules)
         self._rules = rules
         self._num_calls = 0
-
-    @property
-    def called_tools(self) -> list[str]:
-        """The model's names of the tools called."""
-        return self._parser.called_tools
 
     @property
     def has_calls(self) -> bool:

@@ -30,7 +30,6 @@ from worker.wire import (
     Failed,
     Frame,
     GenerateRequest,
-    Keep,
     Rendered,
     TokenizerBundle,
     WireError,
@@ -131,10 +130,6 @@ class WorkerClient(ConnectionPool):
         """End one choice, or the request. Raises WorkerLost."""
         body = msgspec.msgpack.encode({"request_id": request_id, "choice": choice})
         await self._exchange(url, b"POST /abort", PROBE_TIMEOUT_S, body)
-
-    async def keep(self, url: str, keep: Keep) -> None:
-        """Keep a chain in the pool for a while. Raises WorkerLost."""
-        await self._exchange(url, b"POST /keep", PROBE_TIMEOUT_S, pack(keep))
 
     async def state(self, url: str) -> WorkerState:
         """Return the worker's member and load. Raises WorkerLost.

@@ -66,7 +66,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.published: set[BlockHash] = set()
         self.parents: dict[BlockHash, BlockHash] = {}
         self.written: set[BlockHash] = set()
-        self.now_s = 0.0
 
     @rule(data=st.data(), tenant=TENANT, reuse=PROBABLY, hashed=st.booleans())
     def start(self, data: st.DataObject, tenant: BlockHash, reuse: bool, hashed: bool) -> None:
@@ -146,22 +145,6 @@ class AllocatorMachine(RuleBasedStateMachine):
     def stop(self, data: st.DataObject) -> None:
         """Finish or preempt a sequence, or lose its client: the allocator sees no difference."""
         self.finish(data.draw(st.sampled_from(self.running)))
-
-    @precondition(lambda self: self.prompts)
-    @rule(data=st.data(), tenant=TENANT, num_prompt_blocks=st.integers(0, 6), pause_s=st.sampled_from((1.0, 3.0, 20.0)))
-    def keep(self, data: st.DataObject, tenant: BlockHash, num_prompt_blocks: int, pause_s: float) -> None:
-        """Keep what is left of a chain over a pause. Nothing of it is held, found or lost by that."""
-        tokens = data.draw(st.sampled_from(self.prompts[-8:]))
-        hashes = hash_chain(tenant, tokens, self.allocator.block_size)
-        before, num_free = set(self.allocator.cached_hashes()), self.allocator.num_free_blocks
-        kept = self.allocator.keep(hashes, num_prompt_blocks, self.now_s + pause_s, tenant.hex())
-        assert kept <= self.allocator.find([*tokens, 0], tenant) // self.allocator.block_size
-        assert (set(self.allocator.cached_hashes()), self.allocator.num_free_blocks) == (before, num_free)
-
-    @rule(elapsed_s=st.sampled_from((0.5, 2.0, 5.0)))
-    def wait(self, elapsed_s: float) -> None:
-        self.now_s += elapsed_s
-        self.allocator.expire(self.now_s)
 
     @rule()
     def reset(self) -> None:
@@ -294,7 +277,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         allocator = self.allocator
         order: list[int] = []
         if isinstance(allocator, HashAllocator):
-            order = [*allocator._free, *allocator._kept.parents]
+            order = list(allocator._free)
         tables = [list(sequence.allocation.block_table) for sequence in self.running]
         return allocator.stats(), list(allocator.cached_hashes()), tables, order
 

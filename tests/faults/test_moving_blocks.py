@@ -135,7 +135,7 @@ async def test_a_hundred_kills(tmp_path: Path, model: Path, rng: random.Random) 
     with Cluster(tmp_path / "fleet", model, topology(tmp_path / "kv", num_workers=3)) as cluster:
         asked = bodies(rng)
         expected = await cold(cluster, asked)
-        clients = Clients(cluster, asked, expected)
+        clients = Clients(cluster, asked, expected, salts=True)
         tasks = [asyncio.create_task(clients.run(rng.random())) for _ in range(NUM_CLIENTS)]
         try:
             await kill_often(cluster, clients, rng)

@@ -35,6 +35,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "n": 2},
     {"temperature": 0.6, "logprobs": 2},
     {"json": True, "temperature": 0.5},
+    {"tool": True, "temperature": 0.5},
     {"temperature": 0.9, "stream": False},
 ]
 
@@ -45,8 +46,13 @@ def random_body(rng: random.Random, kind: dict[str, Any] | None = None) -> dict[
     body = {"model": "tiny", "stream": True, "max_tokens": rng.randint(20, 60), "temperature": 0}
     body |= rng.choice(KINDS) if kind is None else kind
     body |= {"seed": rng.randrange(1 << 30), "return_token_ids": True}
-    if body.pop("json", False):
+    is_json, is_tool = body.pop("json", False), body.pop("tool", False)
+    if is_json or is_tool:
         body["messages"] = [{"role": "user", "content": " ".join(words)}]
+    if is_tool:
+        body["tools"] = [{"type": "function", "function": {"name": "book", "parameters": SCHEMA}}]
+        body["tool_choice"] = "required"
+    elif is_json:
         form = {"name": "thing", "schema": SCHEMA, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": form}
     else:

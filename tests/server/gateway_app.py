@@ -47,17 +47,13 @@ class PlainRouter:
     promised_tokens: int = 0
     source: BlockSource | None = None
     failed: list[WorkerId] = field(default_factory=list)
-    prefill: WorkerId | None = None
-    """The worker at which requests are split, if they are new and may be."""
 
     async def place(self, request: RouteRequest) -> Placement:
-        for member in self.members if request.prefilled_at is None else reversed(self.members):
+        for member in self.members:
             if (member.worker_id, member.epoch) not in request.excluded and request.numerics in (None, member.numerics):
                 estimate = WorkerLoadEstimate(member.epoch, 60.0)
                 about = request, member, self.promised_tokens, self.source
                 placement = RecordedPlacement(*about, 0.0, 0.0, 1.0, estimate, estimate.add(0.0, 0, 0.0))
-                is_new = request.may_split and request.numerics is None
-                placement.is_split = is_new and member.worker_id == self.prefill
                 self.placements.append(placement)
                 return placement
         raise NoWorkerError("no worker is ready", retry_after_s=2.0)

@@ -31,7 +31,6 @@ from worker.wire import (
     Finished,
     Frame,
     GenerateRequest,
-    Keep,
     PromptLogprobs,
     Started,
     TokenizerBundle,
@@ -80,8 +79,6 @@ class ScriptedWorker:
     unsupported: tuple[str, ...] = ()
     layout: str = ""
     adopted: list[Handover] = field(default_factory=list)
-    keeps_chains: bool = False
-    kept: list[Keep] = field(default_factory=list)
 
     def member(self) -> WorkerMember:
         b = self.bundle
@@ -98,7 +95,6 @@ class ScriptedWorker:
             embedding_size=self.embedding_size,
             unsupported=self.unsupported,
             layout=self.layout,
-            keeps_chains=self.keeps_chains,
         )
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
@@ -135,7 +131,6 @@ class ScriptedWorker:
             routes=[
                 Route("/generate", self._generate, methods=["POST"]),
                 Route("/abort", self._abort, methods=["POST"]),
-                Route("/keep", self._keep, methods=["POST"]),
                 Route("/health/live", self._live),
                 Route("/state", self._state),
                 Route("/bundle", self._bundle),
@@ -173,10 +168,6 @@ class ScriptedWorker:
         message = msgspec.msgpack.decode(await http.body())
         self.aborted.append((message["request_id"], message["choice"]))
         return Response(b"")
-
-    async def _keep(self, http: Request) -> Response:
-        self.kept.append(unpack(await http.body(), Keep))
-        return Response(pack({"blocks": 0}))
 
     async def _live(self, http: Request) -> Response:
         self.num_probed += 1

@@ -203,3 +203,36 @@ async def test_fields_that_matter_are_refused_by_name(worker: ScriptedWorker, na
     assert status == 400
     assert words in json.loads(raw)["error"]["message"]
     assert worker.received == []
+
+
+RETAINED: Final = {"prompt_cache_retention": "24h"}
+UNHEARD: Final[dict[str, tuple[str, dict[str, Any], str | None]]] = {
+    "a retention in a chat": (CHAT, RETAINED, "prompt_cache_retention"),
+    "a retention in a completion": (COMPLETIONS, RETAINED, "prompt_cache_retention"),
+    "a retention in a response": (RESPONSES, RETAINED, "prompt_cache_retention"),
+    "both": (CHAT, {**RETAINED, **CACHED}, "prompt_cache_retention, cache_control.ttl"),
+    "next to a tool": (
+        RESPONSES,
+        {**RETAINED, "tools": [{"type": "web_search"}]},
+        "web_search, prompt_cache_retention",
+    ),
+    "a message": (MESSAGES, CACHED, "cache_control.ttl"),
+    "a system block": (MESSAGES, {"system": [{**TEXT, **CACHED}]}, "cache_control.ttl"),
+    "a block": (MESSAGES, {"messages": [{"role": "user", "content": [TEXT, {**TEXT, **CACHED}]}]}, "cache_control.ttl"),
+    "a tool": (MESSAGES, {"tools": [{**CLAUDE_TOOL, **CACHED}]}, "cache_control.ttl"),
+    "no lifetime": (MESSAGES, {"cache_control": {"type": "ephemeral"}}, None),
+    "an odd control": (MESSAGES, {"cache_control": "ephemeral"}, None),
+    "no retention": (CHAT, {"prompt_cache_retention": None}, None),
+}
+"""Lifetimes of a prompt's blocks, and the header that names them."""
+
+
+@pytest.mark.parametrize("name", UNHEARD)
+async def test_lifetimes_are_accepted_and_named(worker: ScriptedWorker, name: str) -> None:
+    path, fields, names = UNHEARD[name]
+    for strict in (False, "web_search" not in (names or "")):
+        async with gateway(worker, strict_tools=strict) as target:
+            for stream in (False, True):
+                body = {"model": "tiny", **BODIES[path], "stream": stream, **fields}
+                status, headers, raw = await post(target.url, body, path)
+                assert (status, headers.get("x-headstart-ignored")) == (200, names), raw

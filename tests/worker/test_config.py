@@ -87,8 +87,6 @@ def test_sizes(text: str, expected: int) -> None:
         ("--max-step-ms 0", "--max-step-ms"),
         ("--max-step-ms 50 --engine vllm --engine-url http://h", "--max-step-ms"),
         ("--task embed --engine vllm --engine-url http://h", "--task"),
-        ("--role prefill --engine vllm --engine-url http://h", "--role"),
-        ("--role prefill --prefix-cache radix", "--role"),
     ],
 )
 def test_invalid_options_are_named(argv: str, option: str) -> None:

@@ -26,14 +26,12 @@ from worker.adapter.facts import PROBE_TEXTS, EngineIdentity, FactsReader
 from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.options import read_secret
-from worker.common.proof import gateway_token
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
 from worker.files.part_kind import part_kind
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
-from worker.kv_transfer.peers import ChainClient
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, TokenizerBundle
 
 RETRY_S: Final = 1.0
@@ -48,13 +46,8 @@ async def connect(
     metrics: WorkerMetrics,
     report: Callable[[str], None],
     sinks: EngineSinks | None = None,
-    *,
-    peer_tls: ssl.SSLContext | None = None,
 ) -> AdapterEngine:
-    """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served.
-
-    `peer_tls` is for calls to other workers.
-    """
+    """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
     async with _opened(config) as api:
         while True:
             model = await wait_for(api, config, report)
@@ -111,9 +104,6 @@ async def connect(
             report(f"no prefix index, requests are routed only by load: {index_problem}")
         member = signed(config.cluster_secret(), member)
         identity = EngineIdentity(reader, facts, load)
-        peers = None
-        if source is not None and config.redis is not None and config.warm_start_s and config.may_exchange():
-            peers = ChainClient(gateway_token(config.cluster_secret()), peer_tls)
         engine = AdapterEngine(
             api,
             blocks,
@@ -124,7 +114,6 @@ async def connect(
             sinks,
             events_exposed=config.events_exposed,
             identity=identity,
-            peers=peers,
         )
         await engine.catch_up()
         return engine

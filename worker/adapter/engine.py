@@ -27,16 +27,14 @@ from worker.adapter.blocks import EngineBlocks
 from worker.adapter.facts import EngineIdentity
 from worker.adapter.kv_events import EventBatch
 from worker.adapter.load import LoadAccount
-from worker.adapter.prompt_chains import PromptChains
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
 from worker.adapter.watch import EngineWatch
 from worker.common.features import required_features
 from worker.contracts.engine import EngineDeadError, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
-from worker.kv_transfer.peers import ChainClient
 from worker.validation import refusal
-from worker.wire import EngineCall, Failed, GenerateRequest, Keep, Rendered, TokenizerBundle
+from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +59,10 @@ class AdapterEngine:
         *,
         events_exposed: bool = False,
         identity: EngineIdentity | None = None,
-        peers: ChainClient | None = None,
     ) -> None:
         """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError.
 
         `identity`: the facts behind `member` and `bundle`; None: they are never read again.
-        `peers`: asks them for prompts; None: this worker neither gets nor gives any.
         """
         sinks = sinks or EngineSinks()
         self.member = replace(member, ends=blocks.ends)
@@ -96,9 +92,6 @@ class AdapterEngine:
             on_change=self._report,
             on_replaced=self._on_replaced,
         )
-        self.chains: PromptChains | None = None
-        if peers is not None:
-            self.chains = PromptChains(api, blocks, self._account, self._watch, peers, member, self.refusal)
         self._requests = EngineRequests(
             api,
             blocks,
@@ -109,7 +102,6 @@ class AdapterEngine:
             self._report,
             self._watch.confirm,
             sinks.deliver,
-            None if self.chains is None else self.chains.prompts.note,
         )
         self._fails_on_restart = identity is not None
         self._publisher = sinks.publisher
@@ -151,7 +143,6 @@ class AdapterEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._give_way()
         await self._requests.close()
         if self._subscriber is not None:
             self._subscriber.close()
@@ -188,16 +179,10 @@ class AdapterEngine:
         return None
 
     def submit(self, key: RequestKey, request: GenerateRequest, prepared: Any, steps: StepLog | None = None) -> None:
-        self._give_way()
         self._requests.submit(key, request, steps)
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
         self._requests.abort(key, choice)
-
-    def keep(self, keep: Keep) -> Future[int]:
-        num_kept: Future[int] = Future()
-        num_kept.set_result(0)
-        return num_kept
 
     def drain(self) -> None:
         self._draining = True
@@ -258,7 +243,7 @@ class AdapterEngine:
             self.member = replace(self.member, ends=self._blocks.ends)
             self._begin_epoch(self._blocks.visible_events())
         elif applied.cleared:
-            self._begin_epoch(self._blocks.visible_events(), is_cleared=True)
+            self._begin_epoch(self._blocks.visible_events())
         else:
             self._report(applied.events)
 
@@ -296,22 +281,16 @@ class AdapterEngine:
         self._publish()
         self._on_death(error)
 
-    def _begin_epoch(self, held: Sequence[BlockEvent] | None = None, *, is_cleared: bool = False) -> None:
-        """Begin a new epoch, in which the engine holds `held`, by default nothing. `is_cleared`: the cache was."""
+    def _begin_epoch(self, held: Sequence[BlockEvent] | None = None) -> None:
+        """Begin a new epoch, in which the engine holds `held`, by default nothing."""
         if held is None:
             self._blocks.clear()
-        if self.chains is not None and (held is None or is_cleared):
-            self.chains.prompts.clear()  # a purge must reach them, and one of them may have ended the engine
         self._unreported = []  # events of the old epoch
         self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
         self._account.begin_epoch()
         if self._publisher is not None:
             self._publisher.begin_epoch(self.member)
         self._report(held or ())
-
-    def _give_way(self) -> None:
-        if self.chains is not None:
-            self.chains.give_way()
 
     def _report(self, events: Sequence[BlockEvent] = ()) -> None:
         """Publish these events within `REPORT_S`, with the load at that time."""

@@ -50,8 +50,6 @@ class ActiveRequest:
     is_started: bool = False
     is_over: bool = False
     """Its last frame was delivered."""
-    hashes: Sequence[BlockHash] = ()
-    """Those of the prompt's full blocks."""
     num_cached: int | None = None
     """Prompt tokens that the engine found cached, as it reports at the end."""
     task: asyncio.Task[None] | None = None
@@ -78,12 +76,10 @@ class EngineRequests:
         report: Callable[[Sequence[BlockEvent]], None],
         confirm: Callable[[], Awaitable[None]],
         deliver: Callable[[list[EngineOutput]], object],
-        note: Callable[[GenerateRequest, Sequence[BlockHash]], object] | None = None,
     ) -> None:
         """`name` begins the ids of requests at the engine. `report` publishes events of blocks with the load.
 
         `confirm` waits until the engine is known to be the same. It is called before the first token of each answer.
-        `note` takes each prompt that the engine has computed, with the hashes of its full blocks.
         """
         self.account = account
         self.active: dict[RequestKey, ActiveRequest] = {}
@@ -99,7 +95,6 @@ class EngineRequests:
         self._report = report
         self._confirm = confirm
         self._deliver = deliver
-        self._note = note
         self._suspects = asyncio.Lock()
 
     def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
@@ -191,8 +186,8 @@ class EngineRequests:
 
     async def _run(self, active: ActiveRequest) -> End:
         request = active.request
-        active.hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
-        num_cached = self._blocks.num_matched_tokens(active.hashes, len(request.prompt_ids))
+        hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
+        num_cached = self._blocks.num_matched_tokens(hashes, len(request.prompt_ids))
         promised_at = self._blocks.num_batches
         suspects = self._suspects if request.is_suspect else contextlib.nullcontext()
         async with contextlib.AsyncExitStack() as until_first_token:
@@ -261,8 +256,6 @@ class EngineRequests:
         self._start(active, num_cached)
         self.account.first_token(prefill)
         active.first_token_s = time.monotonic()
-        if self._note is not None:
-            self._note(active.request, active.hashes)
         if active.steps is not None:
             active.steps.first_token_s = active.first_token_s
         self._start_first()

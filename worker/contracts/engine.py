@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, Prot
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, Tier
-from worker.contracts.exchange import BlockExchange, ChainExchange
-from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Keep, Rendered, TokenizerBundle
+from worker.contracts.exchange import BlockExchange
+from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, TokenizerBundle
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -159,10 +159,6 @@ class Engine(Protocol):
     def exchange(self) -> BlockExchange | None:
         """The exchange of blocks with peers. None: the engine exchanges no blocks."""
 
-    @property
-    def chains(self) -> ChainExchange | None:
-        """The chains that a worker that joins gets from its peers. None: it starts cold."""
-
     def start(self) -> None:
         """Begin to serve."""
 
@@ -189,9 +185,6 @@ class Engine(Protocol):
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
         """End a request, or one choice of it, before the next step. Ignores unknown keys: it may be over."""
-
-    def keep(self, keep: Keep) -> Future[int]:
-        """Evict the blocks of a chain after others for a while; return how many. 0: the engine has no such order."""
 
     def drain(self) -> None:
         """Report as draining."""

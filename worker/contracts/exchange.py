@@ -56,10 +56,6 @@ class OfferedChain(Struct, frozen=True):
 
     root: _Hash
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
-    token_ids: Annotated[bytes, Meta(max_length=MAX_CHAINS_BYTES)] = b""
-    """To compute, by `encode_tokens`. Empty: the blocks can be fetched."""
-    adapter: str = ""
-    """The LoRA adapter of `token_ids`; empty: the base model."""
 
     def __post_init__(self) -> None:
         check_hashes(self.hashes)
@@ -95,26 +91,26 @@ class ChainsWanted(Struct, frozen=True):
 
     epoch: str
     layout: str
-    """`ChainExchange.layout` of the asking worker."""
+    """`RecordFormat.fingerprint` of the asking worker."""
     max_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
     """Different blocks."""
 
 
-class ChainExchange(Protocol):
-    """Gives an engine's latest chains to its peers, and takes theirs. The event loop calls it."""
+class BlockExchange(Protocol):
+    """Moves an engine's blocks to its peers, and theirs here."""
 
     @property
     def layout(self) -> str:
-        """Equal at engines that can take each other's chains: `RecordFormat.fingerprint` where blocks move."""
+        """`RecordFormat.fingerprint`: equal at engines that can take each other's blocks."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
 
     async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
-        """Get a chain of the worker at `url` into the pool, and return how many blocks came.
+        """Fetch a chain of the worker at `url` into the pool, and return how many blocks came.
 
-        Cancelling it ends a prefill; the blocks of a fetch may still come.
+        If it is cancelled, blocks may still come.
         """
 
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
@@ -123,15 +119,11 @@ class ChainExchange(Protocol):
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
         """Return the chains used last, the latest first, with `max_blocks` different blocks at most."""
 
-
-class BlockExchange(ChainExchange, Protocol):
-    """Moves an engine's blocks to its peers, and theirs here. Any thread may call these."""
-
     def new_payload(self) -> memoryview:
         """Return room for one payload."""
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
-        """Fill `payload` with a block and return its record's header; None: it is not here."""
+        """Fill `payload` with a block and return its record's header; None: it is not here. Any thread."""
 
     def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
         """Ask the worker at `url`, in this epoch, to adopt chains. Return the blocks that it took.

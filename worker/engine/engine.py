@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache.hashing import split_hashes
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.common.logs import about
@@ -52,7 +51,6 @@ from worker.wire import (
     EngineCall,
     Failed,
     GenerateRequest,
-    Keep,
     Rendered,
     TokenizerBundle,
     num_listed_ids,
@@ -117,7 +115,7 @@ class EngineCore:
         """Its calls run on the engine thread. They fail with EngineDeadError once the thread has ended."""
         self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers
-        self.exchange = self.chains = transfers if transfers is not None and transfers.layout else None
+        self.exchange = transfers if transfers is not None and transfers.layout else None
         self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
         self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._deliver = sinks.deliver
@@ -233,11 +231,6 @@ class EngineCore:
 
         self.mailbox.put(end)
 
-    def keep(self, keep: Keep) -> Future[int]:
-        hashes, until_s = split_hashes(keep.hashes), time.monotonic() + keep.keep_s
-        allocator = self._scheduler.allocator
-        return self.mailbox.call(lambda: allocator.keep(hashes, keep.num_prompt_blocks, until_s, keep.tenant))
-
     def drain(self) -> None:
         self._reporter.draining = True
         self.mailbox.put(self._reporter.report)
@@ -330,7 +323,6 @@ class EngineCore:
         self.mailbox.run()  # commands that came while the device worked join the next step
         now_s = time.monotonic()
         self._outputs.put(self._scheduler.expire(now_s))
-        self._scheduler.allocator.expire(now_s)
         if self._transfers is not None:
             self._transfers.fetches.poll(now_s)
         if self._scheduler.has_work and not self._in_flight:

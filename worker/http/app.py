@@ -1,6 +1,6 @@
 """The worker's HTTP API (see `worker.wire` for the messages).
 
-POST /generate /render /abort /keep /prove     GET /state /bundle       msgpack, for gateways
+POST /generate /render /abort /prove           GET /state /bundle       msgpack, for gateways
 POST /blocks /chains /adopt                                       msgpack, for other workers
 POST /drain /purge          GET /health/live /health/ready /metrics /debug/state       JSON and text, for operators
 """
@@ -43,7 +43,6 @@ from worker.wire import (
     CONTENT_TYPE,
     EngineCall,
     Failed,
-    Keep,
     ProtocolError,
     WireError,
     pack,
@@ -109,7 +108,6 @@ def make_app(
             Route("/adopt", endpoint=partial(adopt_chains, service), methods=["POST"]),
             Route("/render", endpoint=endpoints.render, methods=["POST"]),
             Route("/abort", endpoint=endpoints.abort, methods=["POST"]),
-            Route("/keep", endpoint=endpoints.keep, methods=["POST"]),
             Route("/state", endpoint=endpoints.state),
             Route("/bundle", endpoint=endpoints.bundle),
             Route("/health/live", endpoint=endpoints.live),
@@ -239,12 +237,6 @@ class _Endpoints:
         except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
             raise WireError(f"not an abort: {error}") from error
         return _msgpack({"found": self._service.abort(request_id, choice)})
-
-    async def keep(self, request: Request) -> Response:
-        keep = unpack(await read_body(request), Keep)
-        engine = self._service.engine
-        is_current = keep.epoch == engine.member.epoch
-        return _msgpack({"blocks": await asyncio.wrap_future(engine.keep(keep)) if is_current else 0})
 
     async def state(self, request: Request) -> Response:
         return _msgpack(WorkerState(self._service.engine.member, self._service.engine.load))

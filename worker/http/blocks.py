@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +24,6 @@ from worker.contracts.exchange import (
     MAX_CHAINS,
     BlockExchange,
     BlocksWanted,
-    ChainExchange,
     ChainsWanted,
     Handover,
     OfferedChain,
@@ -46,15 +45,11 @@ STALL_S: Final = 10.0
 _ADOPT_S: Final = 10.0
 """Time for a hand-over. Chains that begin later are left out."""
 _HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
-_Exchange = TypeVar("_Exchange", bound=ChainExchange)
 
 
 def exchange_for(service: WorkerService, layout: str) -> BlockExchange:
     """Return the engine's exchange with a peer whose blocks have this layout. Raises RefusedError."""
-    return _of_layout(service.engine.exchange, layout)
-
-
-def _of_layout(exchange: _Exchange | None, layout: str) -> _Exchange:
+    exchange = service.engine.exchange
     if exchange is None or exchange.layout != layout:
         raise RefusedError(Failed("wrong_layout", "this worker's blocks have another layout", retryable=False))
     return exchange
@@ -129,7 +124,7 @@ class BlocksEndpoint:
 async def offer_chains(service: WorkerService, request: Request) -> Response:
     """Offer the chains that this worker used last, as many as fit into a message."""
     wanted, engine = unpack(await read_body(request), ChainsWanted), service.engine
-    exchange, member = _of_layout(engine.chains, wanted.layout), engine.member
+    exchange, member = exchange_for(service, wanted.layout), engine.member
     _check_epoch(wanted.epoch, member.epoch)
     chains, num_hashes = list[OfferedChain](), 0
     for chain in await exchange.latest_chains(wanted.max_blocks):

@@ -46,11 +46,12 @@ class FetchError(Exception):
     """The peer does not send blocks."""
 
 
-class ChainClient:
-    """Asks other workers for their chains, on the thread that calls."""
+class PeerClient:
+    """Asks other workers for their chains and blocks, on the thread that calls."""
 
-    def __init__(self, token: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, record: RecordFormat, token: str, tls: ssl.SSLContext | None = None) -> None:
         """`token`: the `gateway_token` of the fleet."""
+        self._record = record
         self._token = token
         self._tls = tls
 
@@ -59,6 +60,22 @@ class ChainClient:
         with self._asking(url, wanted.epoch, "/chains", pack(wanted)) as answer:
             answer.begin_within(url, timeout_s)
             return unpack(answer.read(MAX_CHAINS_BYTES), Handover)
+
+    @contextmanager
+    def fetching(
+        self, url: str, epoch: str, links: Sequence[ChainLink], *, background: bool = False
+    ) -> Iterator[PeerStream]:
+        """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
+        hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
+        wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
+        with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
+            yield PeerStream(url, answer, self._record)
+
+    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
+        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Raises like `fetching`."""
+        with self._asking(url, epoch, "/adopt", pack(handover)) as answer:
+            answer.begin_within(url, timeout_s)
+            return unpack(answer.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
 
     @contextmanager
     def _asking(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:
@@ -82,30 +99,6 @@ class ChainClient:
         if parts.scheme == "http":
             return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S)
         return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_CONNECT_TIMEOUT_S, context=self._tls)
-
-
-class PeerClient(ChainClient):
-    """Also fetches their blocks."""
-
-    def __init__(self, record: RecordFormat, token: str, tls: ssl.SSLContext | None = None) -> None:
-        super().__init__(token, tls)
-        self._record = record
-
-    @contextmanager
-    def fetching(
-        self, url: str, epoch: str, links: Sequence[ChainLink], *, background: bool = False
-    ) -> Iterator[PeerStream]:
-        """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
-        hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
-        wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
-        with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
-            yield PeerStream(url, answer, self._record)
-
-    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Raises like `fetching`."""
-        with self._asking(url, epoch, "/adopt", pack(handover)) as answer:
-            answer.begin_within(url, timeout_s)
-            return unpack(answer.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
 
 
 class _TimedSocket(io.RawIOBase):

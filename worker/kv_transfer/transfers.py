@@ -141,7 +141,7 @@ class KVTransfers:
         return self.record.header(link, payload)
 
     async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
-        """See `worker.contracts.exchange.ChainExchange`."""
+        """See `worker.contracts.exchange.BlockExchange`."""
         assert self._peers is not None, "it exchanges none"
         root, hashes = BlockHash(chain.root), chain.block_hashes()
         open_peer = partial(self._peers.fetching, url, epoch, background=True)
@@ -166,12 +166,12 @@ class KVTransfers:
         return self._peers.offer(url, epoch, handover, timeout_s)
 
     def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
-        """See `worker.contracts.exchange.ChainExchange`. Any thread."""
+        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
         assert self._peers is not None, "it exchanges none"
         return self._peers.ask_chains(url, wanted, timeout_s)
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
-        """See `worker.contracts.exchange.ChainExchange`."""
+        """See `worker.contracts.exchange.BlockExchange`."""
         chains = self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
         return [OfferedChain.of(chain) for chain in await asyncio.wrap_future(chains)]
 

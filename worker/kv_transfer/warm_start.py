@@ -1,7 +1,4 @@
-"""The warm start of a worker that joins: it gets recently used chains of its peers before it registers.
-
-The built-in engine fetches their blocks. Another engine computes them (`worker.adapter.prompt_chains`).
-"""
+"""The warm start of a worker that joins: it fetches recently used chains of its peers before it registers."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Final, NamedTuple
 from cache.records import WorkerMember
 from cache.redis_index import RegistryEntry
 from cache.types import BlockHash
-from worker.contracts.exchange import MAX_BLOCKS, ChainExchange, ChainsWanted, Handover, OfferedChain
+from worker.contracts.exchange import MAX_BLOCKS, BlockExchange, ChainsWanted, Handover, OfferedChain
 from worker.kv_transfer.peers import FetchError
 
 logger = logging.getLogger(__name__)
@@ -40,19 +37,19 @@ class Peer(NamedTuple):
 
 
 def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[RegistryEntry]:
-    """Return the workers of the registry whose chains `member` can use, and which stay."""
+    """Return the workers of the registry whose blocks `member` can use, and which stay."""
     return [
         entry
         for entry in entries
         if entry.member.worker_id != member.worker_id
-        and (entry.member.layout or entry.member.namespace) == (member.layout or member.namespace)
+        and entry.member.layout == member.layout
         and entry.lease_left_s > 0
         and not entry.load.draining
     ]
 
 
 async def warm_start(
-    member: WorkerMember, exchange: ChainExchange, entries: Sequence[RegistryEntry], time_s: float
+    member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], time_s: float
 ) -> Counter[Peer]:
     """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
     begun_s, room = time.monotonic(), min(MAX_BLOCKS, int(POOL_SHARE * exchange.num_blocks))
@@ -101,7 +98,7 @@ def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, O
     return plan
 
 
-def _ask(exchange: ChainExchange, peer: WorkerMember, max_blocks: int, timeout_s: float) -> Handover | None:
+def _ask(exchange: BlockExchange, peer: WorkerMember, max_blocks: int, timeout_s: float) -> Handover | None:
     wanted = ChainsWanted(peer.epoch, exchange.layout, max_blocks)
     try:
         offer = exchange.ask_chains(peer.url, wanted, timeout_s)

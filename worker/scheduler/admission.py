@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from cache.allocators.base import Allocator
 from worker.scheduler.batch_usage import BatchUsage
 from worker.scheduler.budget import BatchLimits, PrefillBudget
-from worker.scheduler.choice_sharing import ChoiceSharing
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.prefix_wait import PrefixWait
-from worker.scheduler.request import OrderedSequences, TokenSequence
+from worker.scheduler.request import OrderedSequences, Request, TokenSequence
 
 
 class BatchAdmission:
@@ -22,14 +22,12 @@ class BatchAdmission:
         limits: BatchLimits,
         waiting: OrderedSequences,
         running: OrderedSequences,
-        sharing: ChoiceSharing,
         prefix_wait: PrefixWait,
     ) -> None:
         self._allocator = allocator
         self._limits = limits
         self._waiting = waiting
         self._running = running
-        self._sharing = sharing
         self._prefix_wait = prefix_wait
         self._num_steps_waited = 1
         """TGI's counter: decodes since the last prefill, from 1."""
@@ -38,7 +36,7 @@ class BatchAdmission:
         """Admit waiting sequences in the order given, and plan the first chunk of each.
 
         Stops at the first sequence that does not fit, to prevent starvation. Skips one that waits for a prefix, or
-        whose tenant holds its share. Admits as many of a sequence's choices as may run.
+        whose tenant has its share. Admits as many of a sequence's choices as may run.
         """
         min_admitted, growth_reason = self._min_admitted(), self._growth_reason()
         if min_admitted is not None and len(self._waiting) < min_admitted:
@@ -61,17 +59,12 @@ class BatchAdmission:
         usage = BatchUsage(self._running, self._allocator, self._limits)
         prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
         for sequence in candidates:
-            num_choices = self._sharing.max_choices(sequence, usage)
+            num_choices = self._max_choices(sequence, usage)
             if num_choices <= 0 or self._prefix_wait.has_to_wait(sequence, prefilling):
                 continue
-            if victims := self._sharing.find_victims(sequence, num_choices, usage):
-                for victim, num_yielded in victims:
-                    self._yield_choices(victim, num_yielded, plan, budget)
-                usage = BatchUsage(self._running, self._allocator, self._limits)
+            usage = self._make_way(sequence, num_choices, usage, plan, budget)
             num_fitting = usage.num_tokens_left // sequence.request.max_total_tokens
             num_choices = min(num_choices, usage.num_choices_left, num_fitting)
-            if num_choices <= 0 and self._sharing.is_held_by_own_tenant(sequence, usage):
-                continue  # sequences of other tenants after it may make that one yield
             if budget.left == 0 or num_choices <= 0 or usage.num_blocks_short(sequence) > 0:
                 break
             if self._prefix_wait.starts_fetch(sequence):
@@ -111,6 +104,49 @@ class BatchAdmission:
         if num_choices < len(sequence.choices):
             self._waiting.add(sequence.split(num_choices))
         self._running.add(sequence)
+
+    # --- tenants: while another one waits, a request keeps at most half of the choices ------------------------------
+
+    def must_yield(self) -> bool:
+        """Return whether a running request has more than its half."""
+        num_choices: Counter[Request] = Counter()
+        for sequence in self._running:
+            num_choices[sequence.request] += len(sequence.choices)
+        return self._largest(num_choices) is not None
+
+    def _largest(self, num_choices: Mapping[Request, int]) -> Request | None:
+        """Return the request with more than half of the choices, if another tenant waits."""
+        half, tenants = self._limits.max_contested_choices, self._waiting.tenants
+        large = (request for request, num_held in num_choices.items() if num_held > half)
+        return next((request for request in large if any(tenant != request.wire.tenant for tenant in tenants)), None)
+
+    def _max_choices(self, sequence: TokenSequence, usage: BatchUsage) -> int:
+        """Return how many choices of a waiting sequence may be added: none by the tenant of a request that must yield.
+
+        Sequences of other tenants after it make that request yield.
+        """
+        num_choices = len(sequence.choices)
+        if len(self._waiting.tenants) <= 1:
+            return num_choices
+        largest = self._largest(usage.num_choices)
+        if largest is not None and largest.wire.tenant == sequence.tenant:
+            return 0
+        return min(num_choices, self._limits.max_contested_choices - usage.num_choices[sequence.request])
+
+    def _make_way(
+        self, sequence: TokenSequence, num_choices: int, usage: BatchUsage, plan: StepPlan, budget: PrefillBudget
+    ) -> BatchUsage:
+        """Preempt the last choices beyond a request's half until the sequence fits. Return the usage after that."""
+        while (largest := self._largest(usage.num_choices)) is not None:
+            num_lacking = num_choices - usage.num_choices_left
+            if num_lacking <= 0 and usage.has_room_for(sequence):
+                break
+            num_spare = usage.num_choices[largest] - self._limits.max_contested_choices
+            victim = [each for each in self._running if each.request is largest][-1]
+            num_yielded = min(len(victim.choices), num_spare, num_lacking if num_lacking > 0 else num_spare)
+            self._yield_choices(victim, num_yielded, plan, budget)
+            usage = BatchUsage(self._running, self._allocator, self._limits)
+        return usage
 
     def _yield_choices(self, sequence: TokenSequence, num_choices: int, plan: StepPlan, budget: PrefillBudget) -> None:
         """Return a running sequence's last choices to the queue. The choices that stay keep the shared blocks."""

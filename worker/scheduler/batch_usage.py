@@ -43,6 +43,10 @@ class BatchUsage:
         limit = self._limits.max_batch_total_tokens
         return sys.maxsize if limit is None or self.num_sequences == 0 else limit - self._total_tokens
 
+    def has_room_for(self, sequence: TokenSequence) -> bool:
+        """Return whether one choice of the sequence fits into the pool, and into TGI's limit."""
+        return self.num_tokens_left >= sequence.request.max_total_tokens and self.num_blocks_short(sequence) <= 0
+
     def num_blocks_short(self, sequence: TokenSequence) -> int:
         """Return the blocks that are missing for the sequence to be admitted."""
         if self.num_sequences == 0:

@@ -20,7 +20,6 @@ from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import SampledToken, SequenceResult
 from worker.scheduler.admission import BatchAdmission
 from worker.scheduler.budget import BatchLimits, PrefillBudget
-from worker.scheduler.choice_sharing import ChoiceSharing
 from worker.scheduler.fairness import FairShare
 from worker.scheduler.plan import PlannedChunk, StepPlan, plan_next_decode
 from worker.scheduler.prefix_wait import PrefixFetcher, PrefixWait
@@ -67,8 +66,7 @@ class Scheduler:
         self.running = OrderedSequences()
         self._fetcher = fetcher
         self._prefix_wait = PrefixWait(allocator, limits.await_prefixes, fetcher)
-        self._shares = ChoiceSharing(limits, self.waiting, self.running)
-        self._admission = BatchAdmission(allocator, limits, self.waiting, self.running, self._shares, self._prefix_wait)
+        self._admission = BatchAdmission(allocator, limits, self.waiting, self.running, self._prefix_wait)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._in_flight: list[StepPlan] = []
         """Steps between `schedule` and `update` or `retries`. The second is async."""
@@ -186,7 +184,7 @@ class Scheduler:
             return None
         if (plan := plan_next_decode(running, self._finished_in_flight)) is None:
             return None
-        if len(self.waiting) > 0 and (len(plan.chunks) < self.limits.max_num_seqs or self._shares.must_yield()):
+        if len(self.waiting) > 0 and (len(plan.chunks) < self.limits.max_num_seqs or self._admission.must_yield()):
             return None
         for sequence, chunk in plan.chunks.items():
             assert sequence.allocation is not None

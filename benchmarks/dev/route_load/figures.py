@@ -55,11 +55,6 @@ def figures(outcomes: Outcomes) -> list[Figure]:
         ]
         growth = {each.name: getattr(outcome.growth, each.name) for each in fields(Growth)}
         listed += [Figure(f"{name}.{key}", value) for key, value in growth.items() if value and not math.isnan(value)]
-        if "pauses" in cell:
-            listed += [
-                Figure(f"{name}.lost_after_pause", outcome.lost_after_pause, "", "tokens not found after a pause"),
-                Figure(f"{name}.others_ttft_mean_s", outcome.others_ttft_mean_s, "s", "without those after a pause"),
-            ]
     for cell in sorted({cell for policy, cell in means if policy == OURS}):
         ours, bound, bound1 = means[OURS, cell], means[POOLED, cell], means[POOLED1, cell]
         goal = f"<= {GOALS[cell]}" if cell in GOALS else ""

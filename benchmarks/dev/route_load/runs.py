@@ -45,9 +45,6 @@ TIERS: Final = "llm-d-tiers"
 SPEEDS: Final = "speeds"
 CHURN: Final = "churn"
 JOIN: Final = "join"
-PAUSES: Final = "pauses"
-MAX_PAUSE_S: Final = 3600.0
-"""The longest recorded time in cells with pauses."""
 _CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
 _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "load": float,
@@ -57,7 +54,6 @@ _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "hold": float,
     "copies": int,
     "warm": float,
-    "keep": {"0": False, "1": True}.__getitem__,
     "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
 }
 
@@ -87,11 +83,11 @@ class Run:
 def parse_cell(text: str) -> Cell:
     match = _CELL.fullmatch(text)
     variants = match[4].split("_")[1:] if match else []
-    known = {*VARIANTS, SPEEDS, CHURN, JOIN, PAUSES}
+    known = {*VARIANTS, SPEEDS, CHURN, JOIN}
     if match is None or not int(match[2]) or not int(match[3]) or {*variants} - known:
         raise ArgumentTypeError(
             f"cell {text!r}: use conv25_n8, agent40_n8, tau50_n8, swe10_n8_x8, conv25_n8@gateways=4 and the like;"
-            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, JOIN, PAUSES))};"
+            f" after the workers may come {', '.join((*VARIANTS, SPEEDS, CHURN, JOIN))};"
             f" after @ {', '.join(_OPTIONS)}"
         )
     options: dict[str, object] = {}
@@ -105,21 +101,18 @@ def parse_cell(text: str) -> Cell:
 
 
 @cache
-def _trace(
-    name: str, half: int | None, *, has_pauses: bool = False
-) -> ConversationTrace | CodingAgentTrace | SweAgentTrace | ToolChatTrace:
+def _trace(name: str, half: int | None) -> ConversationTrace | CodingAgentTrace | SweAgentTrace | ToolChatTrace:
     if name == "tau":
-        return ToolChatTrace(DATA / TOOL_CHAT, half, has_pauses=has_pauses)
+        return ToolChatTrace(DATA / TOOL_CHAT, half)
     if name == "conv":
         return ConversationTrace(DATA / CONVERSATION, half)
     if name == "swe":
         return SweAgentTrace(DATA / SWE_AGENT, half)
-    max_think_s = MAX_PAUSE_S if has_pauses else CodingAgentTrace.MAX_THINK_S
-    return CodingAgentTrace(DATA / CODING_AGENT, half, max_think_s)
+    return CodingAgentTrace(DATA / CODING_AGENT, half)
 
 
 def execute(run: Run) -> Outcome:
-    trace = _trace(run.cell.trace, run.half, has_pauses=PAUSES in run.cell.variants)
+    trace = _trace(run.cell.trace, run.half)
     seed = run.settings.seed
     workload = trace.workload(num_workers=run.cell.num_workers, load=run.load, seed=seed)
     for name, change in VARIANTS.items():
@@ -161,7 +154,6 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         load=options.tier_load,
         hold_s=0.0 if pooled else options.hold,
         redis=options.index == "redis" and not pooled,
-        keeps=options.keep and not pooled,
         two_speeds=SPEEDS in cell.variants,
         death_and_join=CHURN in cell.variants,
         copies=bool(options.copies),

@@ -65,8 +65,6 @@ class Job:
     turn: int
     left_share: float = 1.0
     """The part of the answer to come: a request whose worker has died has some of it."""
-    is_rest: bool = False
-    """It goes on with the first token of another worker, after a split."""
     estimate_s: float = 0.0
     allocation: Allocation | None = None
     num_cached_tokens: int = 0
@@ -135,7 +133,6 @@ class SimulatedWorker:
 
     def take(self, now_s: float) -> Job | None:
         """Take the next request that fits from the queue, with its blocks; None: none fits."""
-        self.cache.expire(now_s)
         for at, job in enumerate(self.queue):
             if self.allocate(job):
                 self.report(now_s)

@@ -57,12 +57,8 @@ class ReplaySettings:
     """A worker joins half-way through."""
     warm_start_s: float = 0.0
     """`--warm-start-s` of the worker that joins."""
-    keeps: bool = False
-    """Workers keep the chains of answers that call a tool, for the time that the gateway has learned."""
     max_step_s: float | None = None
     """`--max-step-ms` of workers in steps of tokens, in seconds."""
-    num_prefill: int = 0
-    """The first workers have the role "prefill"."""
     death_and_join: bool = False
     """A worker dies after two fifths of the arrivals, and one with an empty cache joins after three fifths."""
 
@@ -106,7 +102,6 @@ class Fleet:
             prefill_order="shared" if settings.shared_engine else "fifo",
             layout="simulated" if settings.moves else "",
             tiers=("disk",) if settings.lower_tier and settings.moves else (),
-            role="prefill" if number < settings.num_prefill else "mixed",
         )
         model = self._model.at_speed(SPEEDS[number % 2]) if settings.two_speeds else self._model
         return self._new(member, model, self._pool or HashAllocator(self._num_worker_blocks + 1, 1))

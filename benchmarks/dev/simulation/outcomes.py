@@ -136,10 +136,6 @@ class Outcome:
     """The time from the decision to the first token, as predicted, over what it took: the median."""
     num_requests: float
     """Without the warm-up."""
-    lost_after_pause: float = 0.0
-    """Tokens not found cached after a tool's pause, over those that the request shares with the one before."""
-    others_ttft_mean_s: float = 0.0
-    """Mean over the requests that follow no tool's pause."""
     predictions: Predictions = field(default_factory=Predictions, compare=False)
     growth: Growth = field(default_factory=Growth, compare=False)
 
@@ -154,8 +150,6 @@ class Outcome:
         predicted_over_actual: Iterable[float],
         observed: Iterable[Observed],
         growth: Growth,
-        lost_after_pause: float,
-        others_ttft_mean_s: float,
     ) -> Outcome:
         predictions = Predictions()
         for request in observed:
@@ -171,8 +165,6 @@ class Outcome:
             max_over_mean_busy=max(busy_s) / (sum(busy_s) / len(busy_s)),
             predicted_over_actual_p50=percentile(predicted_over_actual, 0.5),
             num_requests=float(len(ordered)),
-            lost_after_pause=lost_after_pause,
-            others_ttft_mean_s=others_ttft_mean_s,
             predictions=predictions,
             growth=growth,
         )

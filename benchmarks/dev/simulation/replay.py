@@ -10,7 +10,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final
@@ -29,12 +29,11 @@ from benchmarks.dev.simulation.variants import HOT
 from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate
 from cache.types import BlockHash, GatewayId, WorkerId
-from server.request.pauses import PauseTimes
 from server.router.copies import CopyPlanner
 from server.router.held_requests import RETRY_S, HeldRequests
 from server.router.placement import Decision, Scorer
 from server.router.policies import Policy
-from server.router.types import RouteRequest, short_key
+from server.router.types import RouteRequest
 
 DEATH_SHARE: Final = 0.4
 JOIN_SHARE: Final = 0.6
@@ -99,7 +98,6 @@ class Replay:
         self._num_copies = 0
         self._joins_s: float | None = None
         self._copies = [CopyPlanner(lambda: self._now_s, MAX_COPIES) for _ in self._gateways]
-        self._pauses = PauseTimes()
 
     def _make_gateway(self, gateway_id: GatewayId, policy: Policy, rng: random.Random) -> tuple[GatewayId, Scorer]:
         settings = self._settings
@@ -207,10 +205,7 @@ class Replay:
 
     def _decide(self, arrival: Arrival) -> Decision:
         request = arrival.request
-        may_split = request.num_output_tokens > 1
-        route = RouteRequest(
-            str(request.number), MODEL, request.num_prompt_tokens, request.hashes, may_split=may_split, root=ROOT
-        )
+        route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes, root=ROOT)
         return self._gateways[arrival.gateway][1].decide(route, self._candidates(request))
 
     def _place(self, arrival: Arrival, decision: Decision) -> None:
@@ -321,22 +316,12 @@ class Replay:
             return
         worker.finish_decode(job, self._now_s)
         self._close(job)
-        tool = job.session.tool(job.turn)
-        if tool is not None and self._settings.keeps:
-            hashes, until_s = job.request.hashes, self._now_s + self._pauses.expected_s("", (short_key(tool),))
-            worker.cache.keep(hashes, len(hashes), until_s, "")
         if job.request.answer_ids:
             self._publish(worker)
         for stalled in self._live if self._settings.pooled else (worker,):
             self._begin(stalled)
         if job.turn + 1 < len(job.session.requests):
-            self._at(self._now_s + job.session.think_s[job.turn], lambda: self._continue(job.session, job.turn))
-
-    def _continue(self, session: Session, turn: int) -> None:
-        """Send the request after this one."""
-        if (tool := session.tool(turn)) is not None:
-            self._pauses.add("", (short_key(tool),), session.think_s[turn])
-        self._arrive(session, turn + 1)
+            self._at(self._now_s + job.session.think_s[job.turn], partial(self._arrive, job.session, job.turn + 1))
 
     def _close(self, job: Job) -> None:
         del self._jobs[job]
@@ -377,10 +362,7 @@ class Replay:
     def _outcome(self) -> Outcome:
         assert len(self._ttft_s) == self._workload.num_requests, "a request was lost"
         scored = self._arrivals[int(len(self._arrivals) * self._settings.warmup_share) :]
-        num_reusable, num_lost, others = self._pause_counts(frozenset(scored))
         return Outcome.of(
-            lost_after_pause=num_lost / max(1, num_reusable),
-            others_ttft_mean_s=sum(self._ttft_s[number] for number in others) / max(1, len(others)),
             ttft_s=[self._ttft_s[number] for number in scored],
             num_cached_tokens=sum(self._cached[number][0] for number in scored),
             num_prompt_tokens=sum(self._cached[number][1] for number in scored),
@@ -389,25 +371,6 @@ class Replay:
             observed=self._observed,
             growth=Growth.of(self._answered, self._num_copies, self._joins_s, self._live[-1].member.worker_id),
         )
-
-    def _pause_counts(self, scored: Collection[int]) -> tuple[int, int, list[int]]:
-        """Return counts over the requests that follow a tool's pause, and the other requests.
-
-        The counts: tokens shared with the request before, and those of them that were not found cached.
-        """
-        num_reusable, num_lost, others = 0, 0, []
-        for session in self._workload.sessions:
-            for turn, request in enumerate(session.requests):
-                if request.number not in scored:
-                    continue
-                if not turn or session.tool(turn - 1) is None:
-                    others.append(request.number)
-                    continue
-                pairs = zip(session.requests[turn - 1].hashes, request.hashes, strict=False)
-                shared = self._workload.block_size * sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], pairs))
-                num_reusable += shared
-                num_lost += max(0, shared - self._cached[request.number][0])
-        return num_reusable, num_lost, others
 
 
 def _changes(events: Sequence[BlockEvent]) -> tuple[list[BlockHash], list[BlockHash]]:

@@ -66,9 +66,8 @@ class StepWorker(SimulatedWorker):
 
     def start(self, job: Job) -> None:
         """Add the request to the steps."""
-        num_known, num_tokens = int(job.is_rest), job.request.num_prompt_tokens - job.num_cached_tokens
-        num_left = 0 if job.placement.is_split else max(0, job.request.num_output_tokens - 1 - num_known)
-        self.running.append(Running(job, num_tokens + num_known, num_left))
+        num_tokens = job.request.num_prompt_tokens - job.num_cached_tokens
+        self.running.append(Running(job, num_tokens, max(0, job.request.num_output_tokens - 1)))
 
     def begin_step(self, now_s: float) -> float | None:
         """Plan a step, or the steps up to the next end of a decode; return when they end, or None without work."""

@@ -37,13 +37,11 @@ class StepFleet(Fleet):
     """Makes workers whose steps are bounded."""
 
     def _new(self, member: WorkerMember, model: EngineModel, cache: HashAllocator) -> StepWorker:
-        return StepWorker(member, model, cache, self._settings.report_s, objective=self._objective(model))
-
-    def _objective(self, model: EngineModel) -> StepObjective | None:
-        if self._settings.max_step_s is None:
-            return None
-        token_s = 1.0 / model.prefill_tokens_per_s
-        return StepObjective(self._settings.max_step_s, 16, token_s, model.decode_step_s / token_s)
+        settings, objective = self._settings, None
+        if settings.max_step_s is not None:
+            token_s = 1.0 / model.prefill_tokens_per_s
+            objective = StepObjective(settings.max_step_s, 16, token_s, model.decode_step_s / token_s)
+        return StepWorker(member, model, cache, settings.report_s, objective=objective)
 
 
 class StepReplay(Replay):
@@ -54,14 +52,12 @@ class StepReplay(Replay):
     def __init__(self, workload: Workload, make_policy: Callable[[], Policy], settings: ReplaySettings) -> None:
         Replay.__init__(self, workload, make_policy, settings)
         self._token_s: dict[int, float] = {}
-        self._gaps: Counter[int] = Counter()
-        """Times between tokens of different workers, in ticks: one for each split."""
 
     def token_times(self) -> TokenTimes:
         """Run, once."""
         outcome = self.run()
         scored = self._arrivals[int(len(self._arrivals) * self._settings.warmup_share) :]
-        times = self._gaps.copy()
+        times: Counter[int] = Counter()
         for worker in self._workers.values():
             assert isinstance(worker, StepWorker)
             times.update(worker.token_times)
@@ -72,13 +68,10 @@ class StepReplay(Replay):
         assert isinstance(worker, StepWorker)
         if worker.steps is None:
             for job in worker.admit(self._now_s):
-                self._admitted(worker, job)
+                self._begun(worker, job)
             self._end_at(worker, worker.begin_step(self._now_s))
         else:
             self._end_at(worker, worker.interrupted(self._now_s))
-
-    def _admitted(self, worker: StepWorker, job: Job) -> None:
-        self._begun(worker, job)
 
     def _end_at(self, worker: StepWorker, end_s: float | None) -> None:
         if end_s is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import random
 import zlib
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,6 @@ TOOL_CHAT: Final = "taubench_airline_text_dev.jsonl.gz"
 SWE_AGENT: Final = "swe_agent_text_dev.jsonl.gz"
 CODING_AGENT: Final = "cc_agent_sessions_devhalf.jsonl.gz"
 _BUCKET_S: Final = 3.0
-UNNAMED_TOOL: Final = "tool"
 _REST: Final = 1 << 31
 """Ids of at least this name the last, partial block of a request."""
 
@@ -65,12 +63,6 @@ class Session:
     think_s: Sequence[float]
     conversation: int
     """Its number: an open loop has a session for each request of a conversation."""
-    tools: Sequence[str | None] = ()
-    """The tool that each answer calls, which runs for `think_s`; None: it calls none. Empty: no answer does."""
-
-    def tool(self, turn: int) -> str | None:
-        """Return the tool that the answer to a request calls."""
-        return self.tools[turn] if self.tools else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +134,8 @@ class CodingAgentTrace:
     MAX_TURNS: Final = 40
     START_S: Final = 2400.0
 
-    def __init__(self, path: Path, half: int | None = None, max_think_s: float = MAX_THINK_S) -> None:
+    def __init__(self, path: Path, half: int | None = None) -> None:
         numbers = count()
-        self._max_think_s = max_think_s
         self._sessions: list[tuple[list[TraceRequest], list[float]]] = []
         for line in islice(_lines(path), half, None, 1 if half is None else 2):
             requests, think_s = self._session(line, numbers)
@@ -176,14 +167,14 @@ class CodingAgentTrace:
                     key = tuple(local[i * group : (i + 1) * group])
                     block_ids.append(name_block("session", base, names.setdefault(key, len(names))))
             requests.append(make_request(next(numbers), turn["in"], turn["out"], block_ids))
-            think_s.append(min(self._max_think_s, float(turn.get("think_time") or 0.0)))
+            think_s.append(min(self.MAX_THINK_S, float(turn.get("think_time") or 0.0)))
         return requests, think_s
 
     def workload(self, *, num_workers: int, load: float, seed: int) -> Workload:
         """Sessions begin at random within 40 minutes; `load` does not apply to a closed loop."""
         rng = random.Random(seed)
         sessions = [
-            Session(rng.uniform(0.0, self.START_S), requests, think_s, number, calls_but_last(len(requests)))
+            Session(rng.uniform(0.0, self.START_S), requests, think_s, number)
             for number, (requests, think_s) in enumerate(self._sessions)
         ]
         sessions.sort(key=lambda session: session.start_s)
@@ -207,39 +198,28 @@ class ToolChatTrace:
     OUTPUT_TOKENS: Final = 64
     MAX_PROMPT_TOKENS: Final = 8192
     START_S: Final = 30.0
-    PAUSED_START_S: Final = 1500.0
-    USER_S: Final = 30.0
-    """Mean time of the user's turns, where there are pauses."""
 
-    def __init__(self, path: Path, half: int | None = None, *, has_pauses: bool = False) -> None:
-        """`has_pauses`: each tool takes times of a distribution of its own, and users think."""
+    def __init__(self, path: Path, half: int | None = None) -> None:
         numbers = count()
-        self._has_pauses = has_pauses
         self._sessions: list[list[TraceRequest]] = []
-        self._tools: list[list[str | None]] = []
         for prompts in _text_prompts(path, half):
             requests = []
-            for ids, _, _, _ in prompts:
+            for ids, _, _ in prompts:
                 if len(ids) > self.MAX_PROMPT_TOKENS:
                     break
                 size = self.BLOCK_SIZE
                 blocks = [_name_of(ids[i : i + size]) for i in range(0, len(ids) - size, size)]
                 requests.append(make_request(next(numbers), len(ids), self.OUTPUT_TOKENS, blocks))
             self._sessions.append(requests)
-            self._tools.append([prompt.tool for prompt in prompts[: len(requests)]])
         self._num_distinct = len({h for requests in self._sessions for request in requests for h in request.hashes})
 
     def workload(self, *, num_workers: int, load: float, seed: int) -> Workload:
         """All conversations begin within half a minute; `load` does not apply to a closed loop."""
         rng = random.Random(seed)
-        sessions = []
-        for number, (requests, tools) in enumerate(zip(self._sessions, self._tools, strict=True)):
-            if self._has_pauses:
-                start_s = rng.uniform(0.0, self.PAUSED_START_S)
-                pauses = [rng.expovariate(1 / self.USER_S) if tool is None else tool_s(tool, rng) for tool in tools]
-                sessions.append(Session(start_s, requests, pauses, number, tools))
-            else:
-                sessions.append(Session(rng.uniform(0.0, self.START_S), requests, (0.0,) * len(requests), number))
+        sessions = [
+            Session(rng.uniform(0.0, self.START_S), requests, (0.0,) * len(requests), number)
+            for number, requests in enumerate(self._sessions)
+        ]
         sessions.sort(key=lambda session: session.start_s)
         num_requests = sum(map(len, self._sessions))
         return Workload(sessions, self.BLOCK_SIZE, num_requests, self._num_distinct, self.PREFILL_TOKENS_PER_S)
@@ -286,29 +266,11 @@ class SweAgentTrace:
         return make_request(number, len(ids), prompt.num_output_tokens, blocks)
 
 
-def calls_but_last(num_answers: int) -> list[str | None]:
-    """An agent works until an answer calls no tool."""
-    return [*[UNNAMED_TOOL] * (num_answers - 1), None]
-
-
 class TextPrompt(NamedTuple):
     token_ids: Sequence[int]
     num_output_tokens: int
     """Tokens of the recorded answer."""
     num_system_tokens: int
-    tool: str | None
-    """The first tool that the answer calls."""
-
-
-def tool_s(tool: str, rng: random.Random) -> float:
-    """Draw how long a tool runs: some are fast, some slow, and some have two peaks."""
-    match zlib.crc32(tool.encode()) % 3:
-        case 0:
-            return rng.lognormvariate(math.log(0.5), 0.5)
-        case 1:
-            return rng.lognormvariate(math.log(60.0), 0.5)
-        case _:
-            return rng.lognormvariate(math.log(rng.choice((1.0, 240.0))), 0.25)
 
 
 def _text_prompts(path: Path, half: int | None) -> Iterator[list[TextPrompt]]:
@@ -331,7 +293,6 @@ def _text_prompts(path: Path, half: int | None) -> Iterator[list[TextPrompt]]:
                 encoded(messages[:at]),
                 len(tokenizer.encode(message["content"] or "").ids),
                 num_system_tokens,
-                next((call["function"]["name"] for call in message.get("tool_calls") or ()), None),
             )
             for at, message in enumerate(messages)
             if at and message["role"] == "assistant"

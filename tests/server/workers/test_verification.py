@@ -116,7 +116,7 @@ async def test_a_worker_answers_who_shows_its_token() -> None:
     token = gateway_token(b"secret")
     assert token not in ("", gateway_token(b"other"))
     service = WorkerService(WorkerMetrics())
-    routes = ["/generate", "/abort", "/keep", "/state", "/bundle", "/drain", "/purge", "/debug/state", "/nowhere"]
+    routes = ["/generate", "/abort", "/state", "/bundle", "/drain", "/purge", "/debug/state", "/nowhere"]
     async with serve(service, make_app(service, token)) as url, aiohttp.ClientSession() as http:
         for path in routes:
             for shown in (None, "", "Bearer", "Bearer ", f"Bearer {token}x", f"Basic {token}", token):

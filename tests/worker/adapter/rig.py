@@ -6,7 +6,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
-from worker.kv_transfer.peers import ChainClient
 from worker.wire import (
     ChoiceState,
     End,
@@ -80,15 +78,12 @@ def make_request(
 class Rig:
     """Submits, and keeps what comes. `check` asserts the order of each request's frames."""
 
-    def __init__(
-        self, api: EngineApi, source: EventSource | None = None, peers: ChainClient | None = None, name: str = "w"
-    ) -> None:
+    def __init__(self, api: EngineApi, source: EventSource | None = None) -> None:
         self.metrics = WorkerMetrics()
         blocks = EngineBlocks(BLOCK, max_names=4096)
         self.deaths: list[BaseException] = []
         self.sinks = EngineSinks(self.deliver, self.deaths.append, self)
-        member = replace(MEMBER, worker_id=WorkerId(name))
-        self.engine = AdapterEngine(api, blocks, source, BUNDLE, member, self.metrics, self.sinks, peers=peers)
+        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, self.metrics, self.sinks)
         self.frames: dict[RequestKey, list[Frame]] = defaultdict(list)
         self.published: set[BlockHash] = set()
         self.epochs: list[WorkerMember] = []

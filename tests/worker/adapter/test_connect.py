@@ -43,28 +43,6 @@ async def test_what_is_registered(engine_folder: Path) -> None:
         await renamed.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "exchanges"),
-    [
-        ({}, True),
-        ({"redis": None}, False),
-        ({"warm_start_s": 0.0}, False),
-        ({"events": "none"}, False),
-        ({"host": "0.0.0.0"}, False),
-    ],
-)
-async def test_prompts_go_to_peers_where_they_may(
-    engine_folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], exchanges: bool
-) -> None:
-    """With a registry that names the peers, and a cluster secret unless only this machine reaches it."""
-    monkeypatch.delenv("HEADSTART_CLUSTER_SECRET", raising=False)
-    async with fake_engine(engine_folder) as (_, url):
-        engine = await connected(config(url, **{"redis": "redis://127.0.0.1:1", **options}))
-        assert (engine.chains is not None) is exchanges
-        assert engine.exchange is None, "its blocks stay"
-        await engine.close()
-
-
 async def test_the_key_of_the_engine(engine_folder: Path) -> None:
     key = engine_folder / "key"
     async with fake_engine(engine_folder, "--api-key", "sk-secret") as (_, url):

@@ -14,9 +14,7 @@ import pytest
 from msgspec.structs import replace
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cache.hashing import hash_chain
 from cache.records import WorkerState
-from cache.types import BlockHash
 from tests.worker.http.slow_runner import NUM_BLOCKS, SlowRunner, assert_idle
 from tests.worker.live_worker import BUNDLE, LiveWorker, live_worker, serve
 from tests.worker.scheduler.arithmetic_runner import answer
@@ -175,34 +173,6 @@ async def test_abort_of_a_choice_and_of_a_request(worker: LiveWorker, runner: Sl
     assert await abort({"request_id": "mine"}) == 0
     async with worker.http.post(worker.url + "/abort", data=b"\xc1") as response:
         assert response.status == 400
-
-
-async def test_keep_takes_the_chain_of_an_ended_request(worker: LiveWorker) -> None:
-    request = generate(range(10, 50), 5)
-    assert (await worker.generate(request))[0] == 200
-    hashes = b"".join(hash_chain(BlockHash(request.root), request.prompt_ids, 4))
-    epoch = worker.engine.member.epoch
-
-    async def keep(**changes: object) -> tuple[int, object]:
-        fields = {"epoch": epoch, "hashes": hashes, "num_prompt_blocks": 10, "keep_s": 60.0, "newer_field": 1}
-        body = msgspec.msgpack.encode(fields | changes)
-        async with worker.http.post(worker.url + "/keep", data=body) as response:
-            answer = msgpack.unpackb(await response.read(), raw=False)
-            return response.status, answer if response.status != 200 else answer["blocks"]
-
-    assert await keep() == (200, 10)
-    assert await keep(epoch="another") == (200, 0)
-    assert await keep(hashes=b"\0" * 32) == (200, 0)
-    assert await keep(hashes=b"") == (200, 0)
-    for wrong in ({"hashes": b"\0" * 17}, {"keep_s": -1.0}, {"keep_s": float("nan")}, {"num_prompt_blocks": -1}):
-        status, answer = await keep(**wrong)
-        assert status == 400, answer
-        assert next(iter(wrong)) in str(answer)
-    await worker.settled()
-    worker.scheduler.allocator.check_integrity()
-    for number in range(12):
-        await worker.generate(generate(range(100 * number + 1000, 100 * number + 1060), 1))
-    assert worker.scheduler.allocator.find([*request.prompt_ids, 0], BlockHash(request.root)) == 40
 
 
 async def test_state_and_bundle(worker: LiveWorker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from http.client import IncompleteRead
 from typing import Any
 
 import msgpack
@@ -95,7 +96,10 @@ async def test_a_large_fleet_is_asked_in_part() -> None:
     assert len(exchange.asked) == MAX_PEERS
 
 
-@pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), FetchError("404"), ValueError("msgpack")])
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionRefusedError(), TimeoutError(), IncompleteRead(b"half"), FetchError("404"), ValueError("msgpack")],
+)
 async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) -> None:
     exchange = Exchange({"http://a": error, "http://b": offer(chain(1, 2))})
     assert (await warm_start(MEMBER, exchange, [entry("a"), entry("b")], 5.0)).total() == 2
