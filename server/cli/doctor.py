@@ -72,7 +72,6 @@ ENGINE_OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "--engine-rank": {"metavar": "N", "help": "its data-parallel rank, where it has several"},
     "--events": {"metavar": "ENDPOINT", "help": "its cache events, as the worker has them (default auto)"},
     "--events-replay": {"metavar": "ENDPOINT", "help": "where it repeats lost events (default: as advertised)"},
-    "--events-topic": {"help": "the topic of its events, where --events names an endpoint"},
     "--events-exposed": {"action": "store_true", "help": "allow the events to cross the network"},
     "--tokenizer": {"help": "a folder or Hugging Face id (default: what the engine has loaded)"},
     "--block-size": {"metavar": "N", "help": "tokens in a block of the fleet's index (default 16)"},
@@ -214,7 +213,7 @@ async def redis_at(url: str, username: str | None, password: str | None) -> Chec
         "redis",
         found,
         (evicts, "warn", "set maxmemory-policy noeviction: workers must rewrite every evicted set"),
-        (ping_s > SLOW_PING_S, "warn", "put Redis near the gateways: past --lookup-deadline-s they route without it"),
+        (ping_s > SLOW_PING_S, "warn", "put Redis near the gateways: after 25 ms they route without it"),
         *_version_problems(version),
     )
 
@@ -368,7 +367,7 @@ async def _run(args: argparse.Namespace) -> int:
         if not args.json:
             console.print(text(check), soft_wrap=True)
     status, line = verdict(done)
-    rows = [asdict(check) | {"mend": check.fix} for check in done]  # the old key, for one version
+    rows = [asdict(check) for check in done]
     print(json.dumps({"ok": status == 0, "checks": rows}) if args.json else f"\n{line}")
     return status
 

@@ -244,7 +244,7 @@ async def watch(args: argparse.Namespace) -> None:
     with nullcontext() if plain else ended_by_q(), nullcontext() if plain else live:
         while True:
             try:
-                async with aclosing(events(args.url or args.ops)) as feed:
+                async with aclosing(events(args.ops)) as feed:
                     async for name, data in feed:
                         view.update(name, data)
                         if name != "snapshot" or time.monotonic() < due_s:
@@ -272,7 +272,6 @@ def parser() -> CommandParser:
         description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. "
         "q or Ctrl-C ends it. Where the output is no terminal it prints one picture after another.",
     )
-    p.add_argument("url", type=ops_url, nargs="?", help="deprecated: the same as --ops URL")
     p.add_argument("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
     p.add_argument("--once", action="store_true", help="watch for one interval, print one picture, and end")
     p.add_argument("--json", action="store_true", help="print one JSON object a picture instead")

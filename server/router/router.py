@@ -244,8 +244,6 @@ class Router:
             "reason": "the last lookup got no answer" if failed else accuracy.reason,
             "precision": accuracy.precision,
             "recall": accuracy.recall,
-            "kept": accuracy.precision,  # until 0.2: the former names
-            "told": accuracy.recall,
         }
 
     def _explained(self, worker: WorkerView) -> dict[str, Any]:
@@ -263,18 +261,13 @@ class Router:
             "kv_wait_s": worker.kv_wait_s,
             "eviction_s": worker.eviction_s,
             "num_displaced": worker.num_displaced,
-            "overlay_tokens": worker.pending_tokens,  # until 0.2: the former names
-            "room_wait_s": worker.kv_wait_s,
-            "delayed": worker.num_displaced,
             "loaded_tokens": {} if plan is None else dict(zip(worker.member.tiers, plan.tier_tokens, strict=False)),
             "fetched_tokens": 0 if plan is None else plan.peer_tokens,
             "fetch_from": peer,
             "fetch_s": worker.fetch_s,
-            "load_s": worker.fetch_s,  # until 0.2: the former name
             "prefill_s": worker.prefill_s,
             "predicted_ttft_s": worker.predicted_ttft_s,
             "assigned_s": worker.assigned_s,
-            "recent_s": worker.assigned_s,  # until 0.2: the former name
             "outstanding": worker.num_outstanding,
             "waiting": worker.num_waiting,
             "guard": worker.guard,

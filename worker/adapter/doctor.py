@@ -215,7 +215,7 @@ async def check_events(
         return
     source = advertised
     if config.events != "auto":
-        source = EventSource(config.events, config.events_replay, config.events_topic)
+        source = EventSource(config.events, config.events_replay)
     if source is None:
         found = "the engine advertises no cache events: no prefix would be known"
         yield Check("events", "fail", found, f"start it with {EVENTS_OPTION}; or name its endpoint with --events")
@@ -258,8 +258,6 @@ async def check_live(
 def _advice_for_silence(source: EventSource, advertised: EventSource | None) -> str:
     if advertised is not None and source.endpoint != advertised.endpoint:
         return f"the engine publishes to {advertised.endpoint}: leave out --events, or name that"
-    if advertised is not None and source.topic != advertised.topic:
-        return f"the engine's topic is {advertised.topic!r}: leave out --events, or give --events-topic"
     if engine_binds(source):
         return "no engine publishes there: run the adapter where this endpoint is the engine's"
     return (

@@ -16,6 +16,7 @@ from server.workers.connection import WorkerElsewhere, WorkerLost
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from tests.worker.live_worker import serve
+from tests.worker_tokens import headers_at
 from worker.common.proof import Proof, epoch_token, gateway_token, instance_token, new_challenge, new_instance, verifies
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
@@ -117,13 +118,23 @@ async def test_a_worker_answers_who_shows_its_token() -> None:
     assert token not in ("", gateway_token(b"other"))
     service = WorkerService(WorkerMetrics())
     routes = ["/generate", "/abort", "/keep", "/state", "/bundle", "/drain", "/purge", "/debug/state", "/nowhere"]
-    async with serve(service, make_app(service, token)) as url, aiohttp.ClientSession() as http:
+    app = make_app(service, token, url="http://127.0.0.1:9")
+    async with serve(service, app) as url, aiohttp.ClientSession() as http:
+        headers_of_gateway = await headers_at(b"secret", http, url)
         for path in routes:
-            for shown in (None, "", "Bearer", "Bearer ", f"Bearer {token}x", f"Basic {token}", token):
+            for shown in (
+                None,
+                "",
+                "Bearer",
+                "Bearer ",
+                f"Bearer {token}",
+                f"Basic {token}",
+                token,
+            ):
                 headers = {} if shown is None else {"authorization": shown}
                 async with http.post(url + path, headers=headers) as answer:
                     assert answer.status == 401, (path, shown)
-            async with http.post(url + path, headers={"authorization": f"Bearer {token}"}) as answer:
+            async with http.post(url + path, headers=headers_of_gateway) as answer:
                 assert answer.status != 401
         assert service.draining
         for path in ("/health/live", "/health/ready", "/metrics"):
