@@ -58,7 +58,6 @@ from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState, WorkerReports
 from server.request.services import RequestServices
 from server.request_context import add_ids
-from server.router.partings import Partings
 from server.router.placement import Placer
 from server.router.router import Router
 from server.schema.field_table import SENT_XARGS
@@ -139,7 +138,6 @@ class Gateway:
         self.requests = RequestServices(
             gateway_id=gateway_id,
             router=placer or self.router,
-            partings=Partings(time.monotonic),
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,

@@ -124,7 +124,7 @@ def fleet_metrics(
         workers_needed=SimpleNamespace(needed=lambda model: needed),
     )
     models_seen = SimpleNamespace(state_of=lambda member: ("serving", ""))
-    services = SimpleNamespace(requests=SimpleNamespace(partings=None, metrics=None), models=models_seen)
+    services = SimpleNamespace(requests=SimpleNamespace(metrics=None), models=models_seen)
     return Overview(None, services, router, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
 
 

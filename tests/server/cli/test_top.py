@@ -37,10 +37,6 @@ TRAFFIC = {
     "in_flight": 3,
     "decisions_per_s": 200.0,
 }
-PARTING = {"client": "claude-cli", "model": "m", "field": "system", "num_conversations": 12} | {
-    "part_tokens": 16,
-    "prompt_tokens": 20384,
-}
 INDEX = {"blind": False, "reason": "", "precision": 1.0, "recall": 0.9}
 SHARD = {"redis": "redis://here", "connected": True, "breaker_open": False}
 
@@ -74,7 +70,7 @@ def view(*workers: dict[str, Any]) -> View:
     index = {**INDEX, "shards": [SHARD]}
     seen.update("snapshot", {"at": 0.0, "draining": False, "traffic": TRAFFIC, "index": index, "workers": workers})
     tree = [prefix(48, 1, "w0", "w1", num_workers=9), prefix(96, 2, "w1")]
-    seen.update("prefixes", {"prefixes": tree, "partings": [PARTING]})
+    seen.update("prefixes", {"prefixes": tree})
     return seen
 
 
@@ -107,7 +103,6 @@ def test_everything_is_on_the_screen() -> None:
     assert "48 tokens" in text
     assert "w0 w1 and 7 more" in text
     assert "\n  + 96 tokens" in text
-    assert "claude-cli  part at token 16 of 20,384  in system  12x  m" in text
 
 
 @pytest.mark.parametrize(("columns", "height"), [(80, 24), (40, 10), (200, 60)])
