@@ -54,7 +54,7 @@ MAX_LINES: Final = 300
 
 def pages(pattern: str = "*.md") -> list[Path]:
     """Return every Markdown page, or file of another pattern, that git tracks or would track."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern, ":!tests/third_party"]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / line for line in listed.splitlines() if (ROOT / line).is_file()]
 
