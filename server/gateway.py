@@ -98,7 +98,7 @@ class Gateway:
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
         self.metrics.repairs.start(*REPAIRS)
-        self.metrics.removed_lines.start(*[line.rule for line in CLIENT_LINES])
+        self.metrics.removed_lines.start(*CLIENT_LINES)
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
