@@ -134,8 +134,7 @@ class GatewayConfig(SharedConfig):
     )
     scale_objective_s: float = _fleet(
         3.0,
-        "wait and prefill that nine of ten requests of a model should not exceed: `headstart_workers_needed` is for it"
-        " (default 3)",
+        "wait of a queue that is short enough: what waits longer raises `headstart_workers_needed` (default 3)",
     )
     max_copies: int = _fleet(
         4, "copies of hot prefixes to other workers that are made at a time; 0: none (default 4)", least=0

@@ -97,8 +97,6 @@ class Placement:
     """The number of its pending prefix; 0 without one."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the worker found cached; None before its prefill."""
-    held_s: float = 0.0
-    """How long the request was held before."""
     is_split: bool = False
     """The worker computes the prompt and the first token. Another placement follows for the rest."""
 
@@ -203,7 +201,7 @@ class Scorer:
         split = cheapest_split(request, workers, best, fleet) if self._policy.splits else None
         return Decision(request, workers, best, num_candidates, split)
 
-    def place(self, decision: Decision, held_s: float = 0.0) -> Placement:
+    def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, or the split that pays, and count the request there."""
         request, best, now_s = decision.request, decision.chosen, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
@@ -234,7 +232,6 @@ class Scorer:
             estimate=chosen.estimate,
             active=chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks),
             pending=pending,
-            held_s=held_s,
             is_split=best is not decision.best,
         )
 

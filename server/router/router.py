@@ -119,11 +119,11 @@ class Router:
         self._metrics.route_s.observe(self._clock() - found_s, "choose")
         return found, decision
 
-    def _place(self, decision: Decision, found: Sequence[Candidate] | None, held_s: float = 0.0) -> Placement:
+    def _place(self, decision: Decision, found: Sequence[Candidate] | None) -> Placement:
         """Raises NoWorkerError."""
         if not decision.best:
             raise _no_worker(decision, self.fleet)
-        placement = self.scorer.place(decision, held_s)
+        placement = self.scorer.place(decision)
         self.decisions.decided(decision, placement, self._clock(), index_answered=found is not None)
         if (plan := self.copies.placed(decision)) is not None:
             self.copies.begun(plan)
@@ -167,7 +167,7 @@ class Router:
                 if placed.done() or self.held.stays(held, decision.wait_s, self._clock()):
                     continue
                 try:
-                    placed.set_result(self._place(decision, found, self._clock() - held.since_s))
+                    placed.set_result(self._place(decision, found))
                 except NoWorkerError as error:
                     placed.set_exception(error)
             await asyncio.sleep(RETRY_S)
@@ -209,7 +209,6 @@ class Router:
         if self.scorer.started(placement, num_cached_tokens):
             self._accuracy.add(placement.promised_tokens, num_cached_tokens)
             self.prefix_tree.add(placement.request, placement.worker, num_cached_tokens)
-            self.workers_needed.started(placement, num_cached_tokens)
             self.decisions.started(placement.request.request_id, num_cached_tokens, queue_s)
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
@@ -228,7 +227,6 @@ class Router:
         actual_s = self._clock() - placement.placed_s
         if actual_s > 0.0:
             self._metrics.predicted_over_actual_ttft.observe(placement.predicted_ttft_s / actual_s)
-        self.workers_needed.first_token(placement, placement.held_s + actual_s)
 
     def closed(self, placement: Placement) -> None:
         """Record the end of the request."""
