@@ -1,10 +1,11 @@
-"""How many workers a model needs: the prefill work that it is offered, and its queue, over a target use of a worker.
+"""How many workers a model needs: the prefill work that it is offered, and its queue, at a target use of a worker.
 
     offered   prefill seconds that all gateways assign in a second, from the workers' own counters
     queue     what waits beyond the objective, worked off in a minute
-    needed    the sum over TARGET_USE, and enough pools for the blocks of running requests
+    needed    the sum and SPREAD times its square root, and enough pools for the blocks of running requests
 
-Every gateway sees the whole fleet's work, so each has the same number.
+So 7 workers may be busy for 0.6 of their time, and 21 for 0.77: load varies less in a larger fleet. Every gateway sees
+the whole fleet's work, so each has the same number.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SETTLE_S: Final = 60.0
 """A lower number counts after this time, a higher one at once."""
 MAX_GROWTH: Final = 4
 """The number is at most that many times the workers there are: reports in Redis may be forged."""
-TARGET_USE: Final = 0.6
-"""The share of its time that a worker computes prefills. The rest is for minutes that bring more."""
+SPREAD: Final = 1.2
+"""For minutes that bring more than the mean. One use for all sizes takes two workers more at 12 (RESULTS.md, scale)."""
 _WINDOW_S: Final = 120.0
 _DRAIN_S: Final = 60.0
 _MAX_POOL_USE: Final = 0.9
@@ -81,7 +82,7 @@ class _Model:
         busy = offered + max(0.0, queued_s - offered * self._objective_s) / _DRAIN_S
         staying = [load for load in loads if not load.draining]
         used = sum(max(0.0, 1.0 - load.num_free_blocks / load.num_blocks) for load in staying if load.num_blocks)
-        number = max(1, math.ceil(busy / TARGET_USE), math.ceil(used / _MAX_POOL_USE))
+        number = max(1, math.ceil(busy + SPREAD * math.sqrt(busy)), math.ceil(used / _MAX_POOL_USE))
         self.recent.append((now_s, min(number, MAX_GROWTH * max(1, len(staying)))))
         while self.recent[0][0] < now_s - SETTLE_S:
             self.recent.popleft()

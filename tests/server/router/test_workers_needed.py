@@ -9,7 +9,7 @@ import pytest
 
 from cache.records import Candidate, WorkerLoad
 from cache.types import HASH_BYTES, BlockHash
-from server.router.workers_needed import INTERVAL_S, SETTLE_S, TARGET_USE, WARM_UP_S, WorkersNeeded
+from server.router.workers_needed import INTERVAL_S, SETTLE_S, SPREAD, WARM_UP_S, WorkersNeeded
 from tests.members import make_member
 
 ROOT = BlockHash(b"\0" * HASH_BYTES)
@@ -54,8 +54,8 @@ def test_the_number_follows_the_work_and_not_the_fleet(num_workers: int) -> None
     few, many = Traffic(num_workers).run(600, 2.0), Traffic(num_workers).run(600, 8.0)
     assert few is not None
     assert many is not None
-    assert few == math.ceil(2.0 / TARGET_USE)
-    assert many == math.ceil(8.0 / TARGET_USE)
+    assert few == math.ceil(2.0 + SPREAD * math.sqrt(2.0))
+    assert many == math.ceil(8.0 + SPREAD * math.sqrt(8.0))
 
 
 def test_it_rises_at_once_and_falls_slowly() -> None:
