@@ -99,7 +99,7 @@ def picture(view: View, height: int | None = None, problem: str = "") -> Group:
         num_decisions = max(1, rows - num_workers - num_prefixes)
     return Group(
         *_head(view, problem),
-        *_workers(workers, num_workers, snapshot.get("workers_needed", {})),
+        *_workers(workers, num_workers, snapshot["workers_needed"]),
         line(f"\nDECISIONS, latest first{', a sample' if sampled else ''}", "bold"),
         _grid(map(_decision, list(view.decisions)[::-1][:num_decisions])),
         line("\nHOTTEST PREFIXES, and who holds them", "bold"),
