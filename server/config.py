@@ -107,13 +107,6 @@ class GatewayConfig(SharedConfig):
     )
     share_port: bool = _net(False, "let other gateways listen on the public port too (SO_REUSEPORT)")
     max_body_bytes: int = _net(32 << 20, "largest body of a request (default 32M)", "SIZE", type=num_bytes)
-    max_header_bytes: int = _net(
-        64 << 10,
-        "largest head of a request (default 64K)",
-        "SIZE",
-        type=num_bytes,
-        deprecated="the head of a request may have 64 KiB",
-    )
     header_timeout_s: float = _net(10.0, "time for the head of a request (default 10)")
     body_timeout_s: float = _net(30.0, "time for each 30 KiB of a body (default 30)")
     max_connections: int = _net(8192, "open connections of each port (default 8192)")
@@ -137,11 +130,6 @@ class GatewayConfig(SharedConfig):
     )
     stall_s: float = _net(5.0, "silence after which a stream's worker is probed (default 5)")
     max_queued_tokens: int = _net(1 << 22, "prompt tokens that may wait (default 4M)")
-    lookup_deadline_s: float = _fleet(
-        0.025,
-        "longest wait for the index, then route without it (default 0.025)",
-        deprecated="a lookup in the index will take at most 0.025 s",
-    )
     workers: tuple[str, ...] = _fleet(
         (), "workers that need no registry: http://HOST:PORT or dns:NAME:PORT", "URL", action="extend", nargs="+"
     )
@@ -156,8 +144,7 @@ class GatewayConfig(SharedConfig):
     )
     scale_objective_s: float = _fleet(
         3.0,
-        "wait and prefill that nine of ten requests of a model should not exceed: `headstart_workers_needed` is for it"
-        " (default 3)",
+        "wait of a queue that is short enough: what waits longer raises `headstart_workers_needed` (default 3)",
     )
     max_copies: int = _fleet(
         4, "copies of hot prefixes to other workers that are made at a time; 0: none (default 4)", least=0
@@ -282,7 +269,6 @@ class GatewayConfig(SharedConfig):
         return ReaderSettings(
             prefix=self.redis_prefix,
             num_shards=self.redis_shards,
-            deadline_s=self.lookup_deadline_s,
             username=self.redis_username,
             password=self.redis_password(),
             cluster_secret=self.cluster_secret(),

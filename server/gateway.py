@@ -42,7 +42,7 @@ from server.auth.authentication import Authenticator
 from server.auth.fleet_limits import FleetLimits
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.auth.shared_limits import SharedLimits, is_gone, place
-from server.config import GatewayConfig, parse, parser
+from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
 from server.http.connections import HttpLimits
 from server.http.middleware import Application, KnownHostsMiddleware
@@ -57,7 +57,6 @@ from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState, WorkerReports
 from server.request.services import RequestServices
 from server.request_context import add_ids
-from server.router.partings import Partings
 from server.router.placement import Placer
 from server.router.router import Router
 from server.schema.field_table import SENT_XARGS
@@ -70,7 +69,6 @@ from server.workers.client import StallWatch, WorkerClient
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from worker.common.logs import configure_logging
-from worker.common.options import warn_deprecated
 from worker.common.proof import gateway_token
 from worker.common.sockets import HostNames, is_loopback, listen
 from worker.common.tracing import open_tracing
@@ -99,7 +97,7 @@ class Gateway:
         secret = config.cluster_secret()
         self.metrics = GatewayMetrics()
         self.metrics.repairs.start(*REPAIRS)
-        self.metrics.removed_lines.start(*[line.rule for line in CLIENT_LINES])
+        self.metrics.removed_lines.start(*CLIENT_LINES)
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
@@ -139,7 +137,6 @@ class Gateway:
         self.requests = RequestServices(
             gateway_id=gateway_id,
             router=placer or self.router,
-            partings=Partings(time.monotonic),
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
@@ -185,7 +182,6 @@ class Gateway:
         local, has_tenants = is_loopback(config.ops_host), self._keys is not None
         self.ops = ops_app(operations, self.public, config.ops_key(), local=local, has_tenants=has_tenants)
         self.http_limits = HttpLimits(
-            max_header_bytes=config.max_header_bytes,
             header_timeout_s=config.header_timeout_s,
             body_timeout_s=config.body_timeout_s,
             max_connections=config.max_connections,
@@ -340,10 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        argv = sys.argv[1:] if argv is None else argv
-        config = parse(argv)
+        config = parse(sys.argv[1:] if argv is None else argv)
         configure_logging(config.log_level, config.log_format, add_ids)
-        warn_deprecated(GatewayConfig, parser().given(argv), log)
         config = replace(config, max_connections=affordable_connections(config.max_connections))
         with ExitStack() as stack:
             public = stack.enter_context(listen(config.host, config.port, share=config.share_port))

@@ -50,14 +50,13 @@ class Metric(Collector):
         text: str,
         *labels: str,
         bounds: tuple[float, ...] = (),
-        copy: str = "",
         total: str = "",
     ) -> None:
-        """`copy`: a second name of the same series. `total`: the name of the sum over all label values."""
+        """`total`: the name of the sum over all label values."""
         self.bounds = (*bounds, math.inf)
         self._text = text
         self._labels = labels
-        self._names = (name, copy) if copy else (name,)
+        self._name = name
         self._total = total
         self._created_s = time.time()
         # Per combination: when it began, the sum, and for a histogram the count of each bucket.
@@ -96,8 +95,7 @@ class Metric(Collector):
         return [self._created_s, *map(sum, zip(zeros, *(row[1:] for row in self._series.values()), strict=True))]
 
     def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
-        for name in self._names:
-            yield self._family(name, self._labels, self._series)
+        yield self._family(self._name, self._labels, self._series)
         if self._total:
             yield self._family(self._total, (), {(): self._row(())})
 
@@ -124,13 +122,10 @@ class GatewayMetrics:
         def metric(name: str, text: str, *labels: str, bounds: tuple[float, ...] = ()) -> Metric:
             return Metric(self.registry, f"headstart_{name}", text, *labels, bounds=bounds)
 
-        def by_model(
-            name: str, text: str, *labels: str, bounds: tuple[float, ...] = (), copy: str = "", total: str = ""
-        ) -> Metric:
+        def by_model(name: str, text: str, *labels: str, bounds: tuple[float, ...] = (), total: str = "") -> Metric:
             """Make a metric under the name that vLLM 0.32 has for it, for dashboards that read those."""
-            copy, total = copy and f"vllm:{copy}", total and f"headstart_{total}"
-            labels = ("model_name", *labels)
-            return Metric(self.registry, f"vllm:{name}", text, *labels, bounds=bounds, copy=copy, total=total)
+            labels, total = ("model_name", *labels), total and f"headstart_{total}"
+            return Metric(self.registry, f"vllm:{name}", text, *labels, bounds=bounds, total=total)
 
         in_flight = gauge("headstart_requests_in_flight", "Requests being answered.")
         in_flight.set_function(lambda: self.num_in_flight)
@@ -154,7 +149,6 @@ class GatewayMetrics:
         self._gap_s = by_model(
             "inter_token_latency_seconds",
             "Time between tokens of a stream: each token counts, at the mean of its stream.",
-            copy="time_per_output_token_seconds",
             bounds=_TOKEN_S,
         )
         self._answer_s = by_model("e2e_request_latency_seconds", "From arrival to the last token.", bounds=_LATENCY_S)

@@ -1,7 +1,7 @@
 """Check the pages, docstrings and comments against the repository.
 
-In pages: links and anchors, files, tests, make targets, commands, measured claims, width and length, and the table of
-renamed names. In docstrings and comments: sections, files, modules and classes.
+In pages: links and anchors, files, tests, make targets, commands, measured claims, width and length. In docstrings and
+comments: sections, files, modules and classes.
 Run by `make check`. Prints each finding as FILE:LINE and exits with 1 when there is one.
 """
 
@@ -47,11 +47,6 @@ FILE: Final = re.compile(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})[\w./-]+\.(?:py|m
 LISTED: Final = re.compile(r"(?:^|\s{3})([a-z][a-z_]+)  +\S", re.MULTILINE)
 HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 RESULTS: Final = re.compile(r"RESULTS\.md(?!#)")
-RENAMED: Final = Path("docs", "renamed.md")
-RENAMED_HEAD: Final = ("| old | new |", "| --- | --- |")
-REMOVED: Final = "removed"
-DOTTED: Final = re.compile(r"^(?:server|cache|worker|benchmarks|tools|tests)(?:\.\w+)+$")
-SOURCES: Final = ("*.py", "*.js", "*.yaml", "*.tpl", "*.cpp", "Makefile")
 MAX_WIDTH: Final = 120
 """The width of a line that Markdown can wrap."""
 MAX_LINES: Final = 300
@@ -59,7 +54,7 @@ MAX_LINES: Final = 300
 
 def pages(pattern: str = "*.md") -> list[Path]:
     """Return every Markdown page, or file of another pattern, that git tracks or would track."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern, ":!tests/third_party"]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / line for line in listed.splitlines() if (ROOT / line).is_file()]
 
@@ -102,7 +97,7 @@ def problems(page: Path, targets: set[str], names: set[str]) -> Iterator[tuple[i
         found |= {
             f"there is no `headstart {name}`" for s in spans for name in HEADSTART.findall(s) if name not in names
         }
-        if not in_fence and page != ROOT / RENAMED:  # where old names do not exist
+        if not in_fence:
             found |= {f"{span} does not exist" for span in spans if PATH.match(span) and not exists(span)}
             tests = [match for span in spans if (match := TEST.match(span)) is not None]
             found |= {f"there is no test {match[0]}" for match in tests if not is_test(match[1], match[2])}
@@ -154,32 +149,6 @@ def oversized(page: Path) -> Iterator[tuple[int, str]]:
             yield number, f"a line of {len(line)} characters"
     if len(lines) > MAX_LINES:
         yield len(lines), f"a page of {len(lines)} lines"
-
-
-def stale_names(text: str, sources: str) -> Iterator[tuple[int, str]]:
-    """Yield the rows of the table of renamed names whose new name does not exist.
-
-    A name is a path, a dotted name of the packages, or a word of the sources.
-    """
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.startswith("|") or line in RENAMED_HEAD:
-            continue
-        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-        names = CODE.findall(cells[-1])
-        if len(cells) != 2 or not (names or cells[-1] == REMOVED):
-            yield number, "a row needs an old name and a new one, or the word 'removed'"
-            continue
-        for name in names:
-            if not is_name(name, sources):
-                yield number, f"there is no {name}"
-
-
-def is_name(name: str, sources: str) -> bool:
-    if "/" in name or PATH.match(name):
-        return exists(name)
-    if DOTTED.match(name):
-        return is_defined(name)
-    return all(re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", sources) for part in name.split("."))
 
 
 def said(source: str) -> Iterator[tuple[int, str]]:
@@ -242,8 +211,6 @@ def main() -> int:
     found += [(module, *problem) for module in modules for problem in dead_references(module, known)]
     found += [(page, *problem) for page in pages() for problem in unproven(page.read_text(encoding="utf-8"))]
     found += [(page, *problem) for page in bounded_pages() for problem in oversized(page)]
-    sources = "\n".join(file.read_text(encoding="utf-8") for kind in SOURCES for file in pages(kind))
-    found += [(ROOT / RENAMED, *problem) for problem in stale_names((ROOT / RENAMED).read_text(), sources)]
     for page, number, text in found:
         print(f"{page.relative_to(ROOT)}:{number}: {text}")
     return 1 if found else 0

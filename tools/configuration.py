@@ -65,7 +65,8 @@ An option that the command line lacks comes from the environment, else from a fi
 
 - **Variables**: `HEADSTART_PORT=8080` is `--port 8080` of `serve`, `gateway` and `worker`. Variables of a tool have its
   name too: `HEADSTART_TOP_INTERVAL=5`. A flag takes `true` or `false`. Options that can be given several times take
-  words: `HEADSTART_WORKERS="http://10.0.0.1:8100 http://10.0.0.2:8100"`.
+  words: `HEADSTART_WORKERS="http://10.0.0.1:8100 http://10.0.0.2:8100"`. A value of JSON is one word, whatever its
+  spaces.
 - **A file**: `--config FILE` or `HEADSTART_CONFIG=FILE` names a TOML file with a table for each command:
 
 ```toml

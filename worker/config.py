@@ -88,9 +88,6 @@ class WorkerConfig(SharedConfig):
     events_replay: str | None = _engine(
         None, "where it repeats lost events (default: the address it reports)", "ENDPOINT"
     )
-    events_topic: str = _engine(
-        "", "the topic of its events, with an endpoint", deprecated="every topic of the endpoint will be read"
-    )
     events_exposed: bool = _engine(False, "allow the events, which hold every prompt, to cross the network")
     tokenizer: str | None = _engine(None, "a folder or Hugging Face id (default: what the engine has loaded)")
     revision: str | None = _engine(None, "the model's revision, the same at all its workers (default: from the files)")
@@ -118,30 +115,12 @@ class WorkerConfig(SharedConfig):
     prefix_cache: PrefixCache = _cache("hash", "how prefixes are reused (default hash)", choices=PREFIX_CACHES)  # noqa: RUF009 (a field)
     max_num_seqs: int = _batch(64, "choices in a step (default 64)")
     max_num_batched_tokens: int | None = _batch(None, "tokens in a step (default: 512 on a CPU, else 4096)", type=int)
-    max_solo_prefill_tokens: int | None = _batch(
-        None,
-        "tokens in a step of one prefill while no other request waits (default: 2048 on a CPU in bfloat16)",
-        type=int,
-        deprecated="the device's default will apply",
-    )
     max_step_ms: float | None = _batch(
         None, "objective for the time between tokens: bounds prefills in steps with decodes (default: none)", type=float
     )
     max_waiting_requests: int = _batch(1024, "requests that may wait (default 1024)")
     max_queued_tokens: int = _batch(1 << 20, "prompt tokens that may wait (default 1M)")
     max_queue_s: float = _batch(120.0, "longest estimated wait; then requests are refused (default 120)", least=0)
-    aging_s: float = _batch(
-        30.0,
-        "waiting time that counts as one step of priority (default 30)",
-        least=0,
-        deprecated="30 s of waiting will count as one step of priority",
-    )
-    watermark: float = _batch(
-        0.01,
-        "part of the pool that admission leaves free (default 0.01)",
-        least=0,
-        deprecated="admission will leave a hundredth of the pool free",
-    )
     max_batch_prefill_tokens: int | None = _batch(None, "prefill tokens in a step (as TGI)", type=int)
     max_batch_total_tokens: int | None = _batch(None, "prompt + max_tokens of all running (as TGI)", type=int)
     waiting_served_ratio: float | None = _batch(
@@ -200,8 +179,8 @@ class WorkerConfig(SharedConfig):
         """Return the scheduler's limits. `default_tokens` are those of `default_step_tokens`."""
         batched_tokens, solo_tokens = default_tokens
         max_num_batched_tokens = self.max_num_batched_tokens or max(batched_tokens, self.max_num_seqs)
-        solo = self.max_solo_prefill_tokens
-        if solo is None and self.max_num_batched_tokens is None and solo_tokens is not None:
+        solo = None
+        if self.max_num_batched_tokens is None and solo_tokens is not None:
             solo = max(solo_tokens, max_num_batched_tokens)
         options = asdict(self) | {
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -209,7 +188,9 @@ class WorkerConfig(SharedConfig):
             "max_model_len": max_model_len,
             "await_prefixes": self.prefix_cache != "off",
         }
-        return BatchLimits(**{limit.name: options[limit.name] for limit in fields(BatchLimits)})
+        return BatchLimits(
+            **{limit.name: options[limit.name] for limit in fields(BatchLimits) if limit.name in options}
+        )
 
     def writer_settings(self) -> WriterSettings:
         """Return how to write to the shared index. Raises ValueError for a file that cannot be read."""

@@ -31,13 +31,12 @@ from worker.common.cores import bound_spinning
 from worker.common.extras import missing_extra
 from worker.common.http_protocol import StrictProtocol
 from worker.common.logs import configure_logging
-from worker.common.options import warn_deprecated
 from worker.common.proof import gateway_token
 from worker.common.sockets import is_loopback, listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
 from worker.common.watchdog import watched
-from worker.config import WorkerConfig, parse, parser
+from worker.config import WorkerConfig, parse
 from worker.contracts.engine import Engine, EngineDeadError
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
@@ -69,7 +68,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"headstart worker: {error}", file=sys.stderr)
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
-    warn_deprecated(WorkerConfig, parser().given(argv), logger)
     bound_spinning()
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner, watched(runner.get_loop(), "worker"):

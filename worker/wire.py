@@ -218,7 +218,7 @@ class Started(_Frame, frozen=True, tag=0):
     loaded_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
     """Those of the cached tokens that came into the pool for this request, by place."""
     queue_s: float | None = None
-    """From the request's arrival to its start; None: from an older worker."""
+    """From the request's arrival to its start; None: unknown."""
 
 
 class Tokens(_Frame, frozen=True, tag=1):
@@ -340,7 +340,7 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def pack(message: object) -> bytes:
-    """Pack any message of this module or of `cache.records`, except a frame."""
+    """Pack any message of this module or of `cache.records`."""
     return _encode(message)
 
 
@@ -372,12 +372,3 @@ def unpack_request(data: bytes) -> GenerateRequest:
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a GenerateRequest: {error}") from error
     return msgspec.structs.replace(request, prompt_ids=prompt_ids)
-
-
-def pack_frame(frame: Frame) -> bytes:
-    """Pack a frame. Leave out an unset last field that older peers lack."""
-    if type(frame) is Failed and frame.retry_after_s is None and frame.param is None:
-        return _encode((Failed.__struct_config__.tag, frame.code, frame.message, frame.retryable))
-    if type(frame) is End and frame.num_cached_tokens is None:
-        return _encode((End.__struct_config__.tag, frame.queue_s, frame.prefill_s, frame.decode_s))
-    return _encode(frame)

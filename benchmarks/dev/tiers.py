@@ -54,7 +54,7 @@ class TiersBench:
     def __init__(self, options: argparse.Namespace, folder: Path, block_bytes: int) -> None:
         """The keeper's disk is `folder`. A block has `block_bytes`."""
         num_tokens = options.prompt_tokens + ANSWER_TOKENS
-        pool = ["--num-blocks", str(1 + -(-num_tokens // BLOCK_SIZE)), "--watermark", "0"]
+        pool = ["--num-blocks", str(1 + -(-num_tokens // BLOCK_SIZE))]
         self._common = ["--model", options.model, "--device", "cpu", "--dtype", "float32", "--deterministic"]
         self.keeper = BenchWorker([*self._common, *pool, "--kv-disk", str(folder)])
         self.peer = BenchWorker([*self._common, *pool])

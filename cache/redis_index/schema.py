@@ -92,7 +92,7 @@ class Keys:
         return f"{self._tag}:b:{worker_id}:{epoch}:{version}{end}".encode()
 
     def pool(self, member: WorkerMember, version: int) -> bytes:
-        """Return the key of the pool's set, or of its hash if it has ends. Older readers never read the latter."""
+        """Return the key of the pool's set, or of its hash if it has ends."""
         if member.ends not in KNOWN_ENDS:
             return self.blocks(member.worker_id, member.epoch, version)
         return f"{self._tag}:e:{member.worker_id}:{member.epoch}:{version}".encode()

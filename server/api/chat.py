@@ -95,9 +95,9 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
     """Render the prompt's text, in slices, without known lines of agents. Raises InvalidRequestError."""
     param = conversation.names.messages
     if not model.keeps_client_lines:
-        conversation, removed = without_client_lines(conversation)
-        if removed is not None and (context := CURRENT.get(None)) is not None:
-            context.removed_line = removed.rule
+        conversation, rule = without_client_lines(conversation)
+        if rule and (context := CURRENT.get(None)) is not None:
+            context.removed_line = rule
     template = model.template_for(conversation)
     if template is None:
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param=param)

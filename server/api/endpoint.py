@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
 from server.api.ignored_tools import IgnoredTools, ignored_header
-from server.api.prompt_fields import field_at
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
 from server.event_loop import TimeSlice, sliced
@@ -166,8 +165,6 @@ class GenerateEndpoint(ABC):
         context.num_prompt_tokens = num_prompt_tokens
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints, on_first_token=preparation.first_token)
         generations = await begin(request)
-        if len(generations) == 1 and not generations[0].route.embeds:
-            self._count_parting(generations[0], request.conversation, hints.client)
 
         async def renew() -> tuple[ResponseFormatter, list[Generation]]:
             again = await preparation.request()
@@ -213,13 +210,6 @@ class GenerateEndpoint(ABC):
             generations.append(Generation(spec, self._services.requests, deadline_s, hints, on_first_token))
             await time_slice.rest()
         return generations
-
-    def _count_parting(self, generation: Generation, conversation: Conversation | None, client: str) -> None:
-        """Record where the prompt parts from known ones. The text is not kept while the request is answered."""
-        spec = generation.spec
-        self._services.requests.partings.add(
-            generation.route, client, spec.model.bundle.block_size, lambda token: field_at(conversation, spec, token)
-        )
 
     def _model(self, name: str, identity: Identity) -> ServedModel:
         """Return the model, which generates text.

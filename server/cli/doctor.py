@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ from cache.redis_index import ClientSettings, RedisDownError, diagnose
 from server.auth.identity import load_keys
 from server.cli import names
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given, secret_file
-from server.cli.engine_templates import check_prompts, check_template
+from server.cli.engine_templates import check_template
 from server.cli.serve import find_redis_server
 from server.cli.serve import parse as parse_serve
 from server.config import parser as gateway_parser
@@ -65,14 +65,14 @@ _NO_REDIS: Final = (
     "without it gateways route only by their own memory"
 )
 ENGINE_OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "--engine-url": {"metavar": "URL", "help": "check the engine there, instead of own workers"},
+    "--engine-url": {"action": "append", "dest": "engine_urls", "default": [], "metavar": "URL"}
+    | {"help": "check the engine there, instead of own workers; give it again for each further one"},
     "--engine": {"choices": ("vllm", "sglang"), "default": "vllm", "help": "what it is (default vllm)"},
     "--engine-key-file": {"metavar": "FILE", "help": "its API key (default: none)"},
     "--engine-ca": {"metavar": "FILE", "help": "the authority of its certificate (default: the system's)"},
     "--engine-rank": {"metavar": "N", "help": "its data-parallel rank, where it has several"},
     "--events": {"metavar": "ENDPOINT", "help": "its cache events, as the worker has them (default auto)"},
     "--events-replay": {"metavar": "ENDPOINT", "help": "where it repeats lost events (default: as advertised)"},
-    "--events-topic": {"help": "the topic of its events, where --events names an endpoint"},
     "--events-exposed": {"action": "store_true", "help": "allow the events to cross the network"},
     "--tokenizer": {"help": "a folder or Hugging Face id (default: what the engine has loaded)"},
     "--block-size": {"metavar": "N", "help": "tokens in a block of the fleet's index (default 16)"},
@@ -97,11 +97,10 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     yield api_keys(args.hosts, args.api_keys)
     yield await port("port", args.host, args.port, "--port")
     yield await port("ops port", args.host, args.ops_port, "--ops-port")
-    if args.engine_url:
-        async for check in engine_checks(args):
-            yield check
-        return
-    if args.gateway_only:
+    for url in args.engine_urls:
+        async for check in engine_checks(args, url):
+            yield check if len(args.engine_urls) == 1 else replace(check, found=f"{url}: {check.found}")
+    if args.engine_urls or args.gateway_only:
         return
     if importlib.util.find_spec("torch") is None:
         fix = "pip install 'headstart[worker]', or give --gateway-only"
@@ -214,7 +213,7 @@ async def redis_at(url: str, username: str | None, password: str | None) -> Chec
         "redis",
         found,
         (evicts, "warn", "set maxmemory-policy noeviction: workers must rewrite every evicted set"),
-        (ping_s > SLOW_PING_S, "warn", "put Redis near the gateways: past --lookup-deadline-s they route without it"),
+        (ping_s > SLOW_PING_S, "warn", "put Redis near the gateways: after 25 ms they route without it"),
         *_version_problems(version),
     )
 
@@ -297,20 +296,15 @@ def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | N
     return done.stdout.splitlines(), Check("worker", "fail", lines[-1], fix)
 
 
-async def engine_checks(args: argparse.Namespace) -> AsyncIterator[Check]:
+async def engine_checks(args: argparse.Namespace, url: str) -> AsyncIterator[Check]:
     """Yield the checks of `worker.adapter.doctor`, and that of the chat template."""
-    flag = "--events-exposed"
-    names = [option[2:].replace("-", "_") for option in ENGINE_OPTIONS if option != flag]
-    options = given(args, *names) + ([flag] if args.events_exposed else [])
+    own = ("--engine-url", "--events-exposed")
+    names = [option[2:].replace("-", "_") for option in ENGINE_OPTIONS if option not in own]
+    options = ["--engine-url", url, *given(args, *names), *(["--events-exposed"] if args.events_exposed else [])]
     lines, problem = await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
     for line in lines:
         fields = msgspec.json.decode(line)
-        if "event" not in fields:
-            yield msgspec.convert(fields, Check)
-            continue
-        yield await check_template(fields)
-        if fields.get("chat_probes"):
-            yield await check_prompts(fields)
+        yield await check_template(fields) if "event" in fields else msgspec.convert(fields, Check)
     if problem is not None:
         yield problem
 
@@ -368,7 +362,7 @@ async def _run(args: argparse.Namespace) -> int:
         if not args.json:
             console.print(text(check), soft_wrap=True)
     status, line = verdict(done)
-    rows = [asdict(check) | {"mend": check.fix} for check in done]  # the old key, for one version
+    rows = [asdict(check) for check in done]
     print(json.dumps({"ok": status == 0, "checks": rows}) if args.json else f"\n{line}")
     return status
 
@@ -386,7 +380,7 @@ def main(argv: Sequence[str]) -> int:
             raise CommandError("--gpu needs a checkout of the sources: run `make gpu-check` there", BAD_USAGE)
         options = ["--report", args.report, "--device", args.device, "--model", args.model]
         return subprocess.run([*module_command(GPU_MODULE), *options], check=False).returncode
-    default_ports(args, [args.engine_url] if args.engine_url else [])
+    default_ports(args, args.engine_urls)
     file = parser().file(argv)
     what_gateways_read(args, [] if file is None else ["--config", file])
     return asyncio.run(_run(args))

@@ -1,4 +1,4 @@
-"""Checks of `headstart doctor --engine-url` that compare an engine's prompts with the gateway's."""
+"""The check of `headstart doctor --engine-url` that compares an engine's prompts with the gateway's."""
 
 from __future__ import annotations
 
@@ -6,31 +6,14 @@ import base64
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from server.api.engine_prompts import EnginePrompts
-from server.config import GatewayConfig
 from server.errors import InvalidRequestError
-from server.models.served_model import build_model
 from server.schema.fields import Message
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
 from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import Tokenizer, TokenizerError
-from worker.common.chat_probes import CHAT_PROBES
 from worker.common.checks import Check, judge
 from worker.wire import TokenizerBundle, unpack
-
-
-async def check_prompts(line: dict[str, Any]) -> Check:
-    """Show who renders chats whose answers the engine writes (`--text engine`)."""
-    bundle = unpack(base64.b64decode(line["bundle"]), TokenizerBundle)
-    with ThreadPoolExecutor(1) as executor:
-        try:
-            model = build_model(bundle, executor, GatewayConfig(workers=("http://127.0.0.1",)))
-            is_equal = await EnginePrompts().digest(model) == line["chat_probes"]
-        except (TemplateError, TokenizerError):
-            is_equal = False
-    found = f"with --text engine, {'gateways render plain chats' if is_equal else 'the engine renders every chat'}"
-    return Check("prompts", "ok", f"{found}: its ids of {len(CHAT_PROBES)} are {'equal' if is_equal else 'others'}")
 
 
 async def check_template(line: dict[str, Any]) -> Check:

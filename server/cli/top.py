@@ -31,7 +31,7 @@ SILENT_S: Final = 5.0
 MAX_EVENT_BYTES: Final = 8 << 20
 PLAIN_COLUMNS: Final = 160
 MAX_DECISIONS: Final = 50
-NUM_FIXED_LINES: Final = 15
+NUM_FIXED_LINES: Final = 13
 """Lines other than rows: the head, table headings and blank lines."""
 _BAR: Final = 12
 _STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "refused": "red", "lost": "dim"}
@@ -42,7 +42,7 @@ class View:
     """State of the feed: the latest event of each name, and the latest decisions."""
 
     def __init__(self) -> None:
-        self.latest: dict[str, Any] = {"hello": {}, "prefixes": {"prefixes": [], "partings": []}}
+        self.latest: dict[str, Any] = {"hello": {}, "prefixes": {"prefixes": []}}
         self.decisions: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
         """The latest last."""
 
@@ -90,24 +90,20 @@ async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
 def picture(view: View, height: int | None = None, problem: str = "") -> Group:
     """Draw the view. With a `height`, workers come first and decisions and prefixes share the remaining rows."""
     snapshot, prefixes = view.latest["snapshot"], view.latest["prefixes"]["prefixes"]
-    partings = view.latest["prefixes"].get("partings", [])
     workers, sampled = snapshot["workers"], (snapshot["traffic"]["decisions_per_s"] or 0.0) > 16
-    num_workers, num_decisions, num_prefixes, num_partings = len(workers), 10, len(prefixes), len(partings)
+    num_workers, num_decisions, num_prefixes = len(workers), 10, len(prefixes)
     if height is not None:
         rows = max(3, height - NUM_FIXED_LINES)
         num_workers = min(num_workers, max(2, rows - 4))
         num_prefixes = min(num_prefixes, (rows - num_workers) // 2)
-        num_partings = min(num_partings, max(1, (rows - num_workers - num_prefixes) // 3))
-        num_decisions = max(1, rows - num_workers - num_prefixes - num_partings)
+        num_decisions = max(1, rows - num_workers - num_prefixes)
     return Group(
         *_head(view, problem),
-        *_workers(workers, num_workers, snapshot.get("workers_needed", {})),
+        *_workers(workers, num_workers, snapshot["workers_needed"]),
         line(f"\nDECISIONS, latest first{', a sample' if sampled else ''}", "bold"),
         _grid(map(_decision, list(view.decisions)[::-1][:num_decisions])),
         line("\nHOTTEST PREFIXES, and who holds them", "bold"),
         _grid(map(_prefix, prefixes[:num_prefixes])),
-        line("\nWHERE CONVERSATIONS PART, those first that cost most", "bold"),
-        _grid(map(_parting, partings[:num_partings])),
     )
 
 
@@ -190,12 +186,6 @@ def _prefix(prefix: dict[str, Any]) -> list[Text]:
     return [line(f"{indent}{prefix['num_tokens']:,} tokens"), line(f"found {prefix['num_hits']:,}x"), line(holders)]
 
 
-def _parting(parting: dict[str, Any]) -> list[Text]:
-    where = f"part at token {parting['part_tokens']:,} of {parting['prompt_tokens']:,}"
-    names = parting["client"] or "unnamed client", where, parting["field"] and f"in {parting['field']}"
-    return [*map(line, names), line(f"{parting['num_conversations']:,}x"), line(parting["model"], "dim")]
-
-
 def _grid(rows: Iterable[list[Text]]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for row in rows:
@@ -244,7 +234,7 @@ async def watch(args: argparse.Namespace) -> None:
     with nullcontext() if plain else ended_by_q(), nullcontext() if plain else live:
         while True:
             try:
-                async with aclosing(events(args.url or args.ops)) as feed:
+                async with aclosing(events(args.ops)) as feed:
                     async for name, data in feed:
                         view.update(name, data)
                         if name != "snapshot" or time.monotonic() < due_s:
@@ -272,7 +262,6 @@ def parser() -> CommandParser:
         description="The dashboard's facts in a terminal: workers, load, decisions, shared prefixes. "
         "q or Ctrl-C ends it. Where the output is no terminal it prints one picture after another.",
     )
-    p.add_argument("url", type=ops_url, nargs="?", help="deprecated: the same as --ops URL")
     p.add_argument("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
     p.add_argument("--once", action="store_true", help="watch for one interval, print one picture, and end")
     p.add_argument("--json", action="store_true", help="print one JSON object a picture instead")

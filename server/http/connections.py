@@ -8,7 +8,6 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    max_header_bytes: int
     header_timeout_s: float
     body_timeout_s: float
     max_connections: int

@@ -50,7 +50,7 @@ class GatewayProtocol(StrictProtocol):
     def __init__(
         self, limits: HttpLimits, connections: ConnectionLimit, collector: ByteCollector, *arguments: Any
     ) -> None:
-        super().__init__(*arguments, max_head_bytes=limits.max_header_bytes)
+        super().__init__(*arguments)
         self._collector = collector
         self._limits = limits
         self._connections = connections

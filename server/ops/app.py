@@ -26,7 +26,6 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.formatting import json_response
-from server.api.prompts import Api, compare, read_prompt
 from server.auth.authentication import OpsKeyMiddleware
 from server.auth.identity import DEFAULT_TENANT, Identity
 from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
@@ -34,6 +33,8 @@ from server.http.middleware import Application, BodyLimitMiddleware, RequestMidd
 from server.metrics import GatewayMetrics
 from server.ops.feed import Feed
 from server.ops.overview import Overview
+from server.ops.prefix import compare, path_of
+from server.request.choice import GenerationSpec
 from server.request_context import CURRENT
 from server.router.decisions import MAX_RECENT, PER_S
 from server.schema.decoding import read_json
@@ -61,14 +62,14 @@ _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Pair(msgspec.Struct):
-    """Two bodies of one API, which is inferred from their fields unless it is named."""
+    """Two bodies of requests."""
 
     a: msgspec.Raw
     b: msgspec.Raw
-    api: Api | None = None
 
 
 _PAIR: Final = msgspec.json.Decoder(Pair)
+_BODY: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,20 +114,11 @@ class OpsApi:
         return json_response(await self.overview.index_report())
 
     async def prefixes(self, request: Request) -> Response:
-        """Return the prefixes that requests share most, and where conversations part: ?limit=20&model=NAME&tenant=NAME.
-
-        `tenant`: only the partings of that tenant's conversations.
-        """
+        """Return the prefixes that requests share most: ?limit=20&model=NAME."""
         limit = request.query_params.get("limit", "20")
         if not limit.isdecimal() or not 0 < int(limit) <= MAX_PREFIXES:
             raise InvalidRequestError(f"limit must be 1 to {MAX_PREFIXES}.", param="limit")
-        tenant = request.query_params.get("tenant")
-        tag = None if tenant is None else self.of_tenant(tenant).tag
-        answer = {
-            "prefixes": self.overview.prefixes(int(limit), request.query_params.get("model")),
-            "partings": self.overview.partings.top(int(limit), tag),
-        }
-        return json_response(answer)
+        return json_response({"prefixes": self.overview.prefixes(int(limit), request.query_params.get("model"))})
 
     async def decisions(self, request: Request) -> Response:
         """Return the decisions about a request and its times: by its id, its answer's or its client's.
@@ -146,20 +138,18 @@ class OpsApi:
         return json_response(self.overview.day.report())
 
     async def compare(self, request: Request) -> Response:
-        """Compare two prompts: where they part, and what is volatile there. The answer holds no text of them."""
-        body = await request.body()
-        pair = await read_json(body, _PAIR.decode)
-        identity = self.of_tenant(DEFAULT_TENANT)
-        models = self.overview.services.models
-        prompts = []
-        for name, raw in (("a", pair.a), ("b", pair.b)):
+        """Compare the prompts of two bodies: where they part, with sixty tokens of each. Sends nothing."""
+        pair = await read_json(await request.body(), _PAIR.decode)
+        identity, specs, bodies = self.of_tenant(DEFAULT_TENANT), list[GenerationSpec](), list[dict[str, Any]]()
+        for name, raw in (("a", bytes(pair.a)), ("b", bytes(pair.b))):
+            body = await read_json(raw, _BODY.decode)
             try:
-                prompts.append(await read_prompt(bytes(raw), lambda model: models.readable(model, identity), pair.api))
+                prepared = await self.overview.api.endpoints[path_of(raw, body)].prepare(raw, identity)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"{name}: {error.message}", param=error.param) from error
-        parting = await asyncio.to_thread(compare, *prompts)
-        rate = self.overview.prefill_tokens_per_s(prompts[1].model.name)
-        return json_response(msgspec.structs.replace(parting, prefill_tokens_per_s=rate))
+            specs.append(prepared.specs[0])
+            bodies.append(body)
+        return json_response(await asyncio.to_thread(compare, specs[0], specs[1], bodies))
 
     async def explain(self, request: Request) -> Response:
         """Return which worker a chat or completion would get now, and its cost at every worker. Sends nothing.

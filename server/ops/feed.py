@@ -3,7 +3,7 @@
 event: hello      once: version, policy, the last minutes' traffic, the last decisions
 event: snapshot   twice a second: traffic, index, a row for every worker
 event: decisions  four times a second, if there are any
-event: prefixes   every two seconds, if it changed: the tree of shared prefixes, where conversations part, use by tenant
+event: prefixes   every two seconds, if it changed: the tree of shared prefixes, use by tenant
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Feed:
     def _shared(self) -> dict[str, Any]:
         prefixes = tree_rows(self._overview.prefixes(MAX_ROWS))
         usage = self._overview.usage.by_tenant(MAX_TENANTS)
-        return {"prefixes": prefixes, "partings": self._overview.partings.top(), "usage": usage}
+        return {"prefixes": prefixes, "usage": usage}
 
     def _send_snapshot(self) -> None:
         overview, at = self._overview, time.time()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
-from statistics import median
 from typing import Any, Final
 
 import msgspec
@@ -43,7 +42,6 @@ class Overview(Collector):
         self.services = services
         self.index = index
         self.metrics = services.requests.metrics
-        self.partings = services.requests.partings
         self.router = router
         self.fleet = router.fleet
         self.usage = usage
@@ -129,12 +127,6 @@ class Overview(Collector):
     def prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
         """Return the prefixes that saved most tokens at live workers."""
         return self.router.prefix_tree.top(self.fleet.live_workers(model), limit)
-
-    def prefill_tokens_per_s(self, model: str) -> float | None:
-        """Return the median rate of the live workers of a model; None while none has measured it."""
-        rates = [candidate.load.prefill_tokens_per_s for candidate in self.fleet.candidates(model, None)]
-        measured = [rate for rate in rates if rate > 0.0]
-        return median(measured) if measured else None
 
     def _live_workers(self) -> list[Candidate]:
         """Return the live workers of every model."""

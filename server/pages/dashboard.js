@@ -4,7 +4,6 @@ import { byId, setAttribute, setText } from "./dom.js";
 import { Day } from "./day.js";
 import { Decisions } from "./decisions.js";
 import { askForKey, headers } from "./key.js";
-import { showPartings } from "./partings.js";
 import { Prefixes } from "./prefixes.js";
 import { readEvents } from "./sse.js";
 import { Tiles } from "./tiles.js";
@@ -45,7 +44,6 @@ const on = {
   },
   prefixes(tree) {
     prefixes.show(tree);
-    showPartings(tree.partings);
     showUsage(tree.usage);
   },
 };

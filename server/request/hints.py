@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -27,9 +26,7 @@ SESSION_HEADERS: Final = (
 """Headers in which agents name their conversation; the first one present counts."""
 
 _SESSION_NAMES: Final = tuple(name.encode() for name in SESSION_HEADERS)
-_USER_AGENT: Final = b"user-agent"
-_PRODUCT: Final = re.compile(rb"[A-Za-z][A-Za-z0-9._-]{0,39}")
-_WANTED: Final = frozenset((TTFT_BUDGET.encode(), AFFINITY.encode(), _USER_AGENT, *_SESSION_NAMES))
+_WANTED: Final = frozenset((TTFT_BUDGET.encode(), AFFINITY.encode(), *_SESSION_NAMES))
 
 
 class RoutingHints(Struct, frozen=True, eq=False):
@@ -41,8 +38,6 @@ class RoutingHints(Struct, frozen=True, eq=False):
     """Send the session to one worker, even if another would be faster."""
     ttft_budget_s: float | None = None
     """Refuse the request rather than use a worker with a later first token."""
-    client: str = ""
-    """The program's name, the first word of its user agent."""
 
 
 NO_HINTS: Final = RoutingHints()
@@ -53,12 +48,8 @@ def read_hints(headers: Iterable[tuple[bytes, bytes]]) -> RoutingHints:
     found = {name: value for name, value in headers if name in _WANTED}
     if not found:
         return NO_HINTS
-    product = _PRODUCT.match(found.pop(_USER_AGENT, b""))
-    client = product[0].decode() if product else ""
-    if not found:
-        return RoutingHints(client=client)
     session = next((value.decode("latin-1") for name in _SESSION_NAMES if (value := found.get(name))), None)
-    return RoutingHints(session, _hard_affinity(found), _ttft_budget_s(found), client)
+    return RoutingHints(session, _hard_affinity(found), _ttft_budget_s(found))
 
 
 def _hard_affinity(found: dict[bytes, bytes]) -> bool:

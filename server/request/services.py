@@ -10,7 +10,6 @@ from server.metrics import GatewayMetrics
 from server.models.served_model import ServedModel
 from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState
-from server.router.partings import Partings
 from server.router.placement import Placer
 from server.workers.client import StallWatch, WorkerClient
 
@@ -21,7 +20,6 @@ class RequestServices:
 
     gateway_id: GatewayId
     router: Placer
-    partings: Partings
     client: WorkerClient
     watch: StallWatch
     metrics: GatewayMetrics

@@ -76,7 +76,7 @@ class DecisionLog:
         return [entry for key, entry in self.recent.items() if key == id_ or (digits and digits[1] in key)]
 
     def started(self, request_id: str, num_cached_tokens: int, queue_s: float | None) -> None:
-        """Record the start of the prefill, after `queue_s` in the worker's queue (None: an older worker)."""
+        """Record the start of the prefill, after `queue_s` in the worker's queue (None: unknown)."""
         if (entry := self.recent.get(request_id)) is not None:
             entry["found_tokens"] = num_cached_tokens
             if self.has_viewers:
@@ -114,11 +114,9 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
             "worker": worker.member.worker_id,
             "matched_tokens": worker.matched_tokens,
             "pending_tokens": worker.pending_tokens,
-            "overlay_tokens": worker.pending_tokens,  # until 0.2: the former name
             "wait_s": worker.queue_s + worker.kv_wait_s,
             "moved_tokens": worker.cached_tokens - worker.matched_tokens,
             "fetch_s": worker.fetch_s,
-            "load_s": worker.fetch_s,  # until 0.2: the former name
             "prefill_s": worker.prefill_s,
             "cost": worker.score,
             "guard": worker.guard,

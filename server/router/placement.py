@@ -89,8 +89,6 @@ class Placement:
     """The number of its pending prefix; 0 without one."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the worker found cached; None before its prefill."""
-    held_s: float = 0.0
-    """How long the request was held before."""
 
 
 class Placer(Protocol):
@@ -190,7 +188,7 @@ class Scorer:
             worker.guard, worker.score = None, score
         return Decision(request, workers, _best(request, eligible), num_candidates)
 
-    def place(self, decision: Decision, held_s: float = 0.0) -> Placement:
+    def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
         request, best, now_s = decision.request, decision.best, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
@@ -220,7 +218,6 @@ class Scorer:
             estimate=chosen.estimate,
             active=chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks),
             pending=pending,
-            held_s=held_s,
         )
 
     def started(self, placement: Placement, num_cached_tokens: int) -> bool:

@@ -118,11 +118,11 @@ class Router:
         self._metrics.route_s.observe(self._clock() - found_s, "choose")
         return found, decision
 
-    def _place(self, decision: Decision, found: Sequence[Candidate] | None, held_s: float = 0.0) -> Placement:
+    def _place(self, decision: Decision, found: Sequence[Candidate] | None) -> Placement:
         """Raises NoWorkerError."""
         if not decision.best:
             raise _no_worker(decision, self.fleet)
-        placement = self.scorer.place(decision, held_s)
+        placement = self.scorer.place(decision)
         self.decisions.decided(decision, placement, self._clock(), index_answered=found is not None)
         if (plan := self.copies.placed(decision)) is not None:
             self.copies.begun(plan)
@@ -166,7 +166,7 @@ class Router:
                 if placed.done() or self.held.stays(held, decision.wait_s, self._clock()):
                     continue
                 try:
-                    placed.set_result(self._place(decision, found, self._clock() - held.since_s))
+                    placed.set_result(self._place(decision, found))
                 except NoWorkerError as error:
                     placed.set_exception(error)
             await asyncio.sleep(RETRY_S)
@@ -207,7 +207,6 @@ class Router:
         if self.scorer.started(placement, num_cached_tokens):
             self._accuracy.add(placement.promised_tokens, num_cached_tokens)
             self.prefix_tree.add(placement.request, placement.worker, num_cached_tokens)
-            self.workers_needed.started(placement, num_cached_tokens)
             self.decisions.started(placement.request.request_id, num_cached_tokens, queue_s)
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
@@ -226,7 +225,6 @@ class Router:
         actual_s = self._clock() - placement.placed_s
         if actual_s > 0.0:
             self._metrics.predicted_over_actual_ttft.observe(placement.predicted_ttft_s / actual_s)
-        self.workers_needed.first_token(placement, placement.held_s + actual_s)
 
     def closed(self, placement: Placement) -> None:
         """Record the end of the request."""
@@ -242,8 +240,6 @@ class Router:
             "reason": "the last lookup got no answer" if failed else accuracy.reason,
             "precision": accuracy.precision,
             "recall": accuracy.recall,
-            "kept": accuracy.precision,  # until 0.2: the former names
-            "told": accuracy.recall,
         }
 
     def _explained(self, worker: WorkerView) -> dict[str, Any]:
@@ -261,18 +257,13 @@ class Router:
             "kv_wait_s": worker.kv_wait_s,
             "eviction_s": worker.eviction_s,
             "num_displaced": worker.num_displaced,
-            "overlay_tokens": worker.pending_tokens,  # until 0.2: the former names
-            "room_wait_s": worker.kv_wait_s,
-            "delayed": worker.num_displaced,
             "loaded_tokens": {} if plan is None else dict(zip(worker.member.tiers, plan.tier_tokens, strict=False)),
             "fetched_tokens": 0 if plan is None else plan.peer_tokens,
             "fetch_from": peer,
             "fetch_s": worker.fetch_s,
-            "load_s": worker.fetch_s,  # until 0.2: the former name
             "prefill_s": worker.prefill_s,
             "predicted_ttft_s": worker.predicted_ttft_s,
             "assigned_s": worker.assigned_s,
-            "recent_s": worker.assigned_s,  # until 0.2: the former name
             "outstanding": worker.num_outstanding,
             "waiting": worker.num_waiting,
             "guard": worker.guard,

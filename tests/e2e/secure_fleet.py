@@ -19,7 +19,7 @@ from tests.faults.fleet import Fleet
 from tests.faults.part import Gateway, Worker
 from tests.redis_server import RedisServer, has_tls, newest_redis
 from tests.waiting import HANG_S
-from worker.common.proof import gateway_token
+from tests.worker_tokens import gateway_headers
 
 WORKER_NAME: Final = "workers.headstart.test"
 """Name in the workers' certificate: they share it, as pods of a StatefulSet do."""
@@ -80,8 +80,9 @@ class SecureFleet(Fleet):
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=HANG_S, verify=self.trust)
 
     def ask_worker(self, worker: Worker, path: str, body: bytes | None = None) -> bytes:
-        """As gateways and peers do, with the token; its certificate is checked as that of WORKER_NAME."""
-        answer = self.send(worker, path, body, {"authorization": f"Bearer {gateway_token(self.secret)}"})
+        """As gateways do, with the token of its process; its certificate is checked as that of WORKER_NAME."""
+        headers = gateway_headers(self.secret, lambda path, body: self.send(worker, path, body, {}).content)
+        answer = self.send(worker, path, body, headers)
         assert answer.status_code == 200, answer.text
         return answer.content
 

@@ -44,7 +44,7 @@ COVERED: Final = {
     r"headstart doctor": "tests/server/cli/test_doctor.py",
     r"headstart index purge": "tests/server/cli/test_index.py",
     r"headstart index": HERE,
-    r"headstart prefix": "tests/server/cli/test_prefix.py",
+    r"headstart prefix": "tests/server/ops/test_prefix.py",
     r"headstart usage": "tests/server/usage/test_accounts.py",
     r"headstart batch": "tests/e2e/test_batch.py",
     r"headstart keys": "tests/server/auth/test_api_keys.py",

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from cache.hashing import Namespace, hash_chain, index_entry
 from cache.records import WorkerState
@@ -71,59 +72,28 @@ def entries(fleet: SecureFleet, salt: bytes, token_ids: Sequence[int]) -> list[b
     return [bytes(index_entry(link)) for link in chain(fleet, salt, token_ids)]
 
 
-class Redis:
-    """A client on the server's unix socket: all that a thief of Redis' password could do."""
-
-    def __init__(self, server: RedisServer) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(HANG_S)
-        self._socket.connect(str(server.socket))
-        self._file = self._socket.makefile("rb")
-
-    def __enter__(self) -> Redis:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._socket.close()
-
-    def __call__(self, *words: str | bytes) -> Any:
-        parts = [word if isinstance(word, bytes) else word.encode() for word in words]
-        self._socket.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(p), p) for p in parts))
-        return self._reply()
-
-    def _reply(self) -> Any:
-        line = self._file.readline().rstrip()
-        kind, rest = line[:1], line[1:]
-        match kind:
-            case b"*":
-                return [self._reply() for _ in range(int(rest))]
-            case b"$":
-                return None if rest == b"-1" else self._file.read(int(rest) + 2)[:-2]
-            case b":":
-                return int(rest)
-            case b"+":
-                return rest
-        raise AssertionError(line)
-
-    def dump(self) -> dict[bytes, bytes]:
-        """Every key with all of its value in one piece."""
-        read = {
-            b"string": lambda key: [self("GET", key)],
-            b"hash": lambda key: self("HGETALL", key),
-            b"set": lambda key: self("SMEMBERS", key),
-        }
-        kinds = {key: self("TYPE", key) for key in self("KEYS", "*")}
-        # A lease may end between the questions.
-        values = {key: read[kind](key) for key, kind in kinds.items() if kind != b"none"}
-        return {key: b"\0".join(value) for key, value in values.items() if value != [None]}
+def thief(server: RedisServer) -> Any:
+    """Return a client on the server's unix socket: all that a thief of Redis' password could do."""
+    return redis.Redis(unix_socket_path=str(server.socket), socket_timeout=HANG_S)
 
 
-def block_sets(redis: Redis) -> list[bytes]:
+def dump(client: Any) -> dict[bytes, bytes]:
+    """Return every key with all of its value in one piece."""
+    read = {
+        b"string": lambda key: [client.get(key)],
+        b"hash": lambda key: [part for pair in client.hgetall(key).items() for part in pair],
+        b"set": client.smembers,
+    }
+    kinds = {key: client.type(key) for key in client.scan_iter()}
+    # A lease may end between the questions.
+    values = {key: list(read[kind](key)) for key, kind in kinds.items() if kind != b"none"}
+    return {key: b"\0".join(value) for key, value in values.items() if value != [None]}
+
+
+def block_sets(client: Any) -> list[bytes]:
     """The key of every worker's set: Redis has no key for the set of a worker that holds nothing."""
     keys = Keys("headstart", 0)
-    fields = redis("HGETALL", keys.states)
-    states = {worker_id.decode(): decode_state(data) for worker_id, data in zip(fields[::2], fields[1::2], strict=True)}
+    states = {name.decode(): decode_state(data) for name, data in client.hgetall(keys.states).items()}
     return [keys.blocks(worker_id, state.epoch, state.set_version) for worker_id, state in states.items()]
 
 
@@ -158,12 +128,12 @@ def test_forged_entries_cost_speed_only(fleet: SecureFleet) -> None:
     expected = fleet.post("one", completion(prompt)).json()["choices"][0]["text"]
     ids = prompt_ids(fleet, prompt)
     forged = [*entries(fleet, tenant_salt(fleet.secret, "two"), ids), *entries(fleet, b"", ids)]
-    with Redis(fleet.redis) as redis:
-        sets = block_sets(redis)
+    with thief(fleet.redis) as client:
+        sets = block_sets(client)
         assert len(sets) == len(fleet.workers)
-        held = set().union(*(redis("SMEMBERS", key) for key in sets))
+        held = set().union(*map(client.smembers, sets))
         for key in sets:
-            redis("SADD", key, *forged, *held)
+            client.sadd(key, *forged, *held)
         answer = fleet.post("two", completion(prompt))
     assert cached_tokens(answer) == 0
     assert answer.json()["choices"][0]["text"] == expected
@@ -175,8 +145,8 @@ def test_prompts_do_not_leak_into_redis_logs_or_metrics(fleet: SecureFleet) -> N
     for broken in (completion(max_tokens=-1), completion(temperature=PROMPT), completion(model=SECRET_WORDS[0])):
         assert fleet.post("one", broken).status_code in (400, 404)
     ids = prompt_ids(fleet)
-    with Redis(fleet.redis) as redis:
-        places = {f"Redis {key!r}": key + b"\0" + value for key, value in redis.dump().items()}
+    with thief(fleet.redis) as client:
+        places = {f"Redis {key!r}": key + b"\0" + value for key, value in dump(client).items()}
     stored = b"".join(places.values())
     keyed = entries(fleet, tenant_salt(fleet.secret, "one"), ids)
     assert all(entry in stored for entry in keyed[:-1]), "the scan sees what is there"

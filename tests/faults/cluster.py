@@ -25,6 +25,7 @@ class Topology:
     num_gateways: int = 1
     worker_args: Sequence[str] = ()
     gateway_args: Sequence[str] = ()
+    gateway_module: str = "server.gateway"
     additions: Additions | None = None
     redis: bool = True
     """Started with the fleet; without it the tests may start it later."""
@@ -61,7 +62,7 @@ class Cluster(Fleet):
             urls = [f"http://127.0.0.1:{t.advertise.get(n, w.port)}" for n, w in enumerate(workers)]
             gateway_args += ["--workers", *urls]
         gateways = [
-            Gateway(f"g{n}", ports.pop(), ports.pop(), folder / f"g{n}.log", gateway_args)
+            Gateway(f"g{n}", ports.pop(), ports.pop(), folder / f"g{n}.log", gateway_args, t.gateway_module)
             for n in range(t.num_gateways)
         ]
         super().__init__(redis, workers, gateways, starts_redis=t.redis)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from tests.faults.cluster import Cluster, Topology
 from tests.faults.forger import Forger
 from tests.faults.part import wait_until
 from tests.waiting import HANG_S, until
-from worker.common.proof import gateway_token
+from tests.worker_tokens import gateway_headers
 
 SECRET: Final = b"the secret of this fleet"
 
@@ -30,10 +31,12 @@ def secret_cluster(folder: Path, model: Path, secret: bytes = SECRET, **topology
 def purge(cluster: Cluster) -> None:
     """Begin a new epoch on every worker."""
     for worker in cluster.workers:
-        headers = {"authorization": f"Bearer {gateway_token(SECRET)}"}
-        request = urllib.request.Request(f"{worker.url}/purge", b"", headers, method="POST")
-        with urllib.request.urlopen(request, timeout=HANG_S) as response:
-            assert response.status == 200
+
+        def post(path: str, body: bytes, headers: dict[str, str], url: str = worker.url) -> bytes:
+            with urllib.request.urlopen(urllib.request.Request(url + path, body, headers), timeout=HANG_S) as response:
+                return bytes(response.read())
+
+        post("/purge", b"", gateway_headers(SECRET, partial(post, headers={})))
 
 
 async def hits(cluster: Cluster, prompts: list[str]) -> list[int]:

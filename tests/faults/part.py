@@ -140,10 +140,13 @@ class Worker(Part):
 
 
 class Gateway(Part):
-    def __init__(self, name: str, port: int, ops_port: int, log: Path, args: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, port: int, ops_port: int, log: Path, args: Sequence[str], module: str = "server.gateway"
+    ) -> None:
         super().__init__(name, port, log)
         self.ops_port = ops_port
         self.args = list(args)
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -151,7 +154,7 @@ class Gateway(Part):
         return f"http://127.0.0.1:{self.ops_port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "server.gateway", "--port", str(self.port), "--ops-port", str(self.ops_port)]
+        command = [sys.executable, "-m", self._module, "--port", str(self.port), "--ops-port", str(self.ops_port)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self.args], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log

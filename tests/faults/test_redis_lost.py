@@ -21,6 +21,7 @@ from tests.e2e.serving import free_ports
 from tests.faults.client import Outcome, ask, ask_all, completion, session
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.part import Gateway, Worker, metrics
+from tests.faults.patient_gateway import LOOKUP_S
 from tests.faults.proxy import FaultProxy
 from tests.redis_server import RedisServer, newest_redis
 from tests.waiting import HANG_S, wait_until
@@ -28,9 +29,6 @@ from tests.waiting import HANG_S, wait_until
 pytestmark = pytest.mark.faults
 RECONNECT_S = 5.0
 REWRITE_S = 3.0
-LOOKUP_S = 0.15
-LOOKUPS = ("--lookup-deadline-s", str(LOOKUP_S))
-"""Less than the least delay of a fault, and enough for a healthy Redis on a busy machine."""
 
 
 @dataclass
@@ -95,7 +93,11 @@ def site(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Site
     (folder / "replica").mkdir()
     with ExitStack() as stack:
         sides = [stack.enter_context(FaultProxy(0)) for _ in range(2)]
-        topology = Topology(redis_ports=(sides[0].port, sides[1].port), static_workers=False, gateway_args=LOOKUPS)
+        topology = Topology(
+            redis_ports=(sides[0].port, sides[1].port),
+            static_workers=False,
+            gateway_module="tests.faults.patient_gateway",
+        )
         cluster = Cluster(folder, model, topology)
         for side in sides:
             side.target_port = cluster.redis_port

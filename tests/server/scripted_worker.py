@@ -37,7 +37,6 @@ from worker.wire import (
     TokenLogprobs,
     Tokens,
     pack,
-    pack_frame,
     unpack,
     unpack_request,
 )
@@ -146,7 +145,7 @@ class ScriptedWorker:
         try:
             first = await anext(frames)
         except Refuse as refusal:
-            return Response(pack_frame(refusal.failed), status_code=refusal.status)
+            return Response(pack(refusal.failed), status_code=refusal.status)
         return StreamingResponse(self._relay(request, first, frames))
 
     async def _relay(
@@ -155,9 +154,9 @@ class ScriptedWorker:
         self.num_running += 1
         complete = False
         try:
-            yield pack_frame(first)
+            yield pack(first)
             async for frame in frames:
-                yield pack_frame(frame)
+                yield pack(frame)
             complete = True
         finally:
             self.num_running -= 1

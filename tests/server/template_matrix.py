@@ -42,7 +42,6 @@ from worker.wire import (
     Started,
     Tokens,
     pack,
-    pack_frame,
     unpack,
 )
 
@@ -111,7 +110,7 @@ class TemplateEngine(ScriptedWorker):
             text = TemplateEnvironment().from_string(self.template).render(**variables, add_generation_prompt=True)
         except (jinja2.TemplateError, AttributeError, TypeError) as error:
             failed = Failed("invalid_request", str(error), retryable=False)
-            return Response(pack_frame(failed), status_code=400)
+            return Response(pack(failed), status_code=400)
         assert self.tokenizer is not None
         return Response(pack(Rendered((tuple(self.tokenizer.encode(text).ids),), (100,))))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_docs import ROOT, dead_links, dead_references, oversized, stale_names, unproven
+from tools.check_docs import ROOT, dead_links, dead_references, oversized, unproven
 
 NAMES = {"CancelOnDisconnect", "Models"}
 
@@ -73,20 +73,3 @@ def test_wide_lines_and_long_pages(tmp_path: Path) -> None:
     wide = "word " * 30
     page.write_text(f"{wide}\n| {wide} |\n```\n{wide}\n```\n{'x' * 130}\n" + "line\n" * 300)
     assert list(oversized(page)) == [(1, "a line of 150 characters"), (306, "a page of 306 lines")]
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ("| `server/old.py` | `server/nothing.py` |", "there is no server/nothing.py"),
-        ("| `old` | `server.http.stream.Nothing` |", "there is no server.http.stream.Nothing"),
-        ("| `old_key` | `new_key` |", "there is no new_key"),
-        ("| `old` | gone |", "a row needs an old name and a new one, or the word 'removed'"),
-        ("| `old` |", "a row needs an old name and a new one, or the word 'removed'"),
-        ("| `old` | removed |", None),
-        ("| `old.py` | `server/http/stream.py`, `server.http.stream.SseWriter` and `a_key` |", None),
-    ],
-)
-def test_the_table_of_renamed_names(row: str, problem: str | None) -> None:
-    text = f"| old | new |\n| --- | --- |\n{row}\n"
-    assert list(stale_names(text, 'metric("a_key")')) == ([] if problem is None else [(3, problem)])

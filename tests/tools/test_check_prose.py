@@ -35,7 +35,6 @@ def problems(file: Path, text: str) -> list[str]:
         ('text = "it waits for ever"', "'for ever': say forever"),
         ('text = f"worker {name} waits for ever"', "'for ever': say forever"),
         ('row = {"overlay_blocks": 1}', "'overlay': say pending prefixes"),
-        ('row = {"overlay_tokens": 1}', None),
         ('text = "/v1/overlay"', None),
         ('"""Set `for ever` and `overlay`."""', None),
     ],
@@ -92,7 +91,7 @@ def test_names_of_tests_have_60_characters(length: int, problem: bool, tmp_path:
 
 def test_pages_are_checked_outside_of_code(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    text = "It is sent.\nIt is sent anew, as `overlay_tokens` has it.\n\n```\nMend it for ever.\n```\nMend it.\n"
+    text = "It is sent.\nIt is sent anew, as `overlay` has it.\n\n```\nMend it for ever.\n```\nMend it.\n"
     page.write_text(text)
     assert list(findings(page)) == [(2, "'anew': say again"), (7, "'Mend': say fix")]
 

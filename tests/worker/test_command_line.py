@@ -169,13 +169,6 @@ def test_help_reads_neither_variables_nor_file(parser: CommandParser, monkeypatc
     assert raised.value.code == 0
 
 
-def test_given_options_of_all_sources(parser: CommandParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HEADSTART_TOP_NAME", "c d")
-    config = table(tmp_path, "size = 2")
-    assert parser.given([*config, "--fast"]) >= {"--size", "--name", "--fast"}
-    assert "--hosts" not in parser.given(config)
-
-
 def test_children_of_serve_get_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {f"HEADSTART_{name}": "1" for name in ("PORT", "TLS_CERT", "NUM_BLOCKS")}
     server.cli.serve.parser().leave_to_children(["--config", "my.toml"], environ)

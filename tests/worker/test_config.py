@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from worker.common.options import num_bytes, warn_deprecated
-from worker.config import WorkerConfig, parse, parser
+from worker.common.options import num_bytes
+from worker.config import WorkerConfig, parse
 
 
 def test_every_option_reaches_the_config() -> None:
@@ -50,11 +49,8 @@ def test_defaults_are_those_of_the_dataclass() -> None:
 def test_solo_prefill_tokens_default_to_the_device() -> None:
     defaults = (9, (128, 2048))
     assert WorkerConfig().limits(*defaults).max_solo_prefill_tokens == 2048
-    assert WorkerConfig(max_solo_prefill_tokens=512).limits(*defaults).max_solo_prefill_tokens == 512
     assert WorkerConfig(max_num_batched_tokens=64).limits(*defaults).max_solo_prefill_tokens is None
     assert WorkerConfig().limits(9, (128, None)).max_solo_prefill_tokens is None
-    with pytest.raises(ValueError, match="max_solo_prefill_tokens"):
-        WorkerConfig(max_solo_prefill_tokens=100).limits(*defaults)
 
 
 def test_waiting_for_a_prefix_needs_a_prefix_cache() -> None:
@@ -77,7 +73,7 @@ def test_sizes(text: str, expected: int) -> None:
         ("--max-num-seqs 0", "--max-num-seqs"),
         ("--max-batch-prefill-tokens 0", "--max-batch-prefill-tokens"),
         ("--waiting-served-ratio -0.1", "--waiting-served-ratio"),
-        ("--watermark nan", "--watermark"),
+        ("--max-queue-s nan", "--max-queue-s"),
         ("--local-rank 2 --local-world-size 2", "--local-rank"),
         ("--drain-grace-s -1", "--drain-grace-s"),
         ("--redis nowhere", "--redis: .* use redis://"),
@@ -100,17 +96,6 @@ def test_argparse_errors_exit_with_status_two(argv: str, capsys: pytest.CaptureF
         parse(argv.split())
     assert caught.value.code == 2
     assert "headstart worker: error: " in capsys.readouterr().err
-
-
-def test_deprecated_options_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A deprecated option still works, and the log has one line on its removal."""
-    argv = ["--watermark", "0.01", "--aging-s=5", "--aging-s", "6", "--max-queue-s", "3"]
-    assert parse(argv).aging_s == 6.0
-    warn_deprecated(WorkerConfig, parser().given(argv), logging.getLogger("worker"))
-    assert caplog.messages == [
-        "--aging-s will be removed in the next version: 30 s of waiting will count as one step of priority",
-        "--watermark will be removed in the next version: admission will leave a hundredth of the pool free",
-    ]
 
 
 def test_a_missing_password_file_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.tiny_model import write_tiny_model
 from tests.waiting import until
 from tests.worker.live_worker import serve
 from tests.worker.scheduler.engine import generate
+from tests.worker_tokens import headers_at
 from worker import loader
 from worker.common.frames import FrameReader
 from worker.common.proof import gateway_token
@@ -129,8 +130,8 @@ async def worker(model: Path, *options: str) -> AsyncIterator[Worker]:
     try:
         token = gateway_token(SECRET.encode())
         app = make_app(service, token)
-        headers = {"authorization": f"Bearer {token}"}
-        async with serve(service, app) as url, aiohttp.ClientSession(headers=headers) as http:
+        async with serve(service, app) as url, aiohttp.ClientSession() as http:
+            http.headers.update(await headers_at(SECRET.encode(), http, url))
             yield Worker(url, engine.member, metrics, http)
     finally:
         engine.stop()

@@ -43,7 +43,7 @@ def test_request_round_trip(embed: wire.Embed | None) -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 10_000])
 def test_frames_survive_any_cut(cut: int) -> None:
-    stream = b"".join(map(wire.pack_frame, FRAMES))
+    stream = b"".join(map(wire.pack, FRAMES))
     reader = FrameReader()
     got = [frame for i in range(0, len(stream), cut) for frame in reader.feed(stream[i : i + cut])]
     assert got == FRAMES
@@ -114,14 +114,14 @@ def test_fields_of_a_newer_peer_are_ignored() -> None:
     message["sampling"]["flavour"] = 3
     assert wire.unpack_request(msgpack.packb(message)) == REQUEST
     for frame in FRAMES:
-        longer = [*msgpack.unpackb(wire.pack_frame(frame)), *([None] * 4)]
+        longer = [*msgpack.unpackb(wire.pack(frame)), *([None] * 4)]
         assert FrameReader().feed(msgpack.packb(longer)) == [frame], frame
 
 
 @pytest.mark.parametrize("message", [[len(wire.FRAMES)], [99, 1], [2**63, {"a": [None]}]])
 def test_frames_of_a_newer_worker_are_passed_over(message: list[object]) -> None:
     newer = msgpack.packb(message)
-    stream = newer + newer.join(map(wire.pack_frame, FRAMES)) + newer
+    stream = newer + newer.join(map(wire.pack, FRAMES)) + newer
     for size in (1, 3, len(stream)):
         assert read(stream, size) == FRAMES
 
@@ -131,7 +131,7 @@ def test_long_prompt_logprobs_are_read_as_they_arrive(size: int) -> None:
     positions = (None, *(TokenLogprobs(-0.5, ((number, -0.25),) * 3) for number in range(700)))
     frames: list[wire.Frame] = [wire.Started(3), wire.PromptLogprobs(positions), wire.Tokens(0, (1, 2))]
     frames += [wire.PromptLogprobs(()), wire.End(0.1, 0.2, 0.3)]
-    data = b"".join(map(wire.pack_frame, frames))
+    data = b"".join(map(wire.pack, frames))
     assert read(data, size) == frames
 
 

@@ -257,7 +257,7 @@ VALUES: Final = group(
         scaleObjectiveSeconds={
             "type": "number",
             "exclusiveMinimum": 0,
-            "description": "Wait and prefill that 90 % of requests should not exceed: decides the workers needed.",
+            "description": "Wait of a queue that is short enough: what waits longer counts for the workers needed.",
         },
         workerNetworks=array(
             "Networks in which gateways look for workers; empty: those of RFC 1918.",

@@ -86,6 +86,7 @@ class EventSource:
     endpoint: str
     replay_endpoint: str | None
     topic: str = ""
+    """Empty: every topic of the endpoint."""
     binds: bool | None = None
     """The engine binds `endpoint`, or connects to it; None: by the form of the endpoint (`engine_binds`)."""
 

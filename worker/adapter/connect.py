@@ -210,7 +210,7 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
 async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource:
     """Return where the cache events come from. Raises ValueError for an engine without events."""
     if config.events != "auto":
-        return EventSource(config.events, config.events_replay, config.events_topic)
+        return EventSource(config.events, config.events_replay)
     source = await api.event_source()
     if source is None:
         raise ValueError(

@@ -23,10 +23,9 @@ from cache.types import HASH_BYTES, BlockHash
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.connect import check_tokenizer, make_bundle, open_api
-from worker.adapter.facts import PROBE_TEXTS, probe, prompts_digest
+from worker.adapter.facts import PROBE_TEXTS, probe
 from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
-from worker.adapter.text import CHAT
 from worker.common.checks import Check, judge, print_check
 from worker.config import WorkerConfig, parse
 from worker.wire import TokenizerBundle, pack
@@ -215,7 +214,7 @@ async def check_events(
         return
     source = advertised
     if config.events != "auto":
-        source = EventSource(config.events, config.events_replay, config.events_topic)
+        source = EventSource(config.events, config.events_replay)
     if source is None:
         found = "the engine advertises no cache events: no prefix would be known"
         yield Check("events", "fail", found, f"start it with {EVENTS_OPTION}; or name its endpoint with --events")
@@ -258,8 +257,6 @@ async def check_live(
 def _advice_for_silence(source: EventSource, advertised: EventSource | None) -> str:
     if advertised is not None and source.endpoint != advertised.endpoint:
         return f"the engine publishes to {advertised.endpoint}: leave out --events, or name that"
-    if advertised is not None and source.topic != advertised.topic:
-        return f"the engine's topic is {advertised.topic!r}: leave out --events, or give --events-topic"
     if engine_binds(source):
         return "no engine publishes there: run the adapter where this endpoint is the engine's"
     return (
@@ -286,18 +283,13 @@ async def check_replay(config: WorkerConfig, source: EventSource, send: Callable
 
 
 async def print_template(api: EngineApi, bundle: TokenizerBundle) -> None:
-    """Print what `headstart doctor` needs to compare the chat templates. `ids` None: the engine cannot render.
-
-    `chat_probes`: see `WorkerMember`; empty if no API of the engine renders chats.
-    """
+    """Print what `headstart doctor` needs to compare the chat templates. `ids` None: the engine cannot render."""
     try:
         ids = await api.tokenize_chat(CONVERSATION)
     except EngineRefusedError:
         ids = None
     packed = base64.b64encode(pack(bundle)).decode()
-    line = {"event": "template", "bundle": packed, "messages": CONVERSATION, "ids": ids}
-    line["chat_probes"] = await prompts_digest(api) if CHAT in await api.text_apis() else ""
-    print(json.dumps(line), flush=True)
+    print(json.dumps({"event": "template", "bundle": packed, "messages": CONVERSATION, "ids": ids}), flush=True)
 
 
 async def _run(config: WorkerConfig) -> None:

@@ -210,7 +210,7 @@ class EventSubscriber:
             self._count("bad")
             return
         topic, number_bytes, payload = frames
-        if topic != self._topic:
+        if self._topic and topic != self._topic:
             return  # another topic with the same prefix
         number = int.from_bytes(number_bytes, "big")
         if number < self._next:

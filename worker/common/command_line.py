@@ -65,10 +65,6 @@ class CommandParser(argparse.ArgumentParser):
         """Return the environment variable of an option."""
         return variable(self.command, flag.removeprefix("--"))
 
-    def given(self, argv: Sequence[str]) -> set[str]:
-        """Return the options that the command line, the environment or the file gives."""
-        return {word.partition("=")[0] for word in argv} | self._from_outside(argv)[1].keys()
-
     def option_names(self) -> list[str]:
         """Return the options that a variable and the file may set."""
         return [flag.removeprefix("--") for flag in self._settable()]

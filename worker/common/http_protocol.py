@@ -35,10 +35,10 @@ class StrictProtocol(HttpToolsProtocol):
     _is_ahead_full = False
     """More input came than is kept: the connection ends after the complete requests in `_ahead`."""
 
-    def __init__(self, *args: Any, max_head_bytes: int = MAX_HEAD_BYTES, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = None  # type: ignore[assignment]  # it holds this object
-        self._reader = RequestReader(max_head_bytes)
+        self._reader = RequestReader(MAX_HEAD_BYTES)
         self._ahead = bytearray()
         """The input after the request that is being answered."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import os
 import re
@@ -39,13 +38,11 @@ def option(
     flag: str | None = None,
     least: float | None = None,
     most: float = math.inf,
-    deprecated: str = "",
     **arguments: Any,
 ) -> Any:
     """Return a field that is an option too. A number is above 0, or `least` to `most`.
 
-    `deprecated` states what happens once the option is gone. `arguments` are those of `add_argument`, some derived from
-    the default.
+    `arguments` are those of `add_argument`, some derived from the default.
     """
     if metavar is not None:
         arguments["metavar"] = metavar
@@ -55,9 +52,8 @@ def option(
         arguments = {"type": type(default), **arguments}
     if isinstance(default, int | float | str):
         arguments["default"] = default
-    arguments["help"] = f"deprecated: {text}" if deprecated else text
-    metadata: dict[str, Any] = {"group": group, "flag": flag, "least": least, "most": most, "deprecated": deprecated}
-    metadata["arguments"] = arguments
+    arguments["help"] = text
+    metadata = {"group": group, "flag": flag, "least": least, "most": most, "arguments": arguments}
     return field(default=default, metadata=metadata)
 
 
@@ -183,13 +179,6 @@ def make_parser(config: type[SharedConfig], groups: Sequence[str], name: str, te
     for each in fields(config):
         group_of[each.metadata["group"]].add_argument(_flag(each), dest=each.name, **each.metadata["arguments"])
     return p
-
-
-def warn_deprecated(config: type[SharedConfig], given: set[str], logger: logging.Logger) -> None:
-    """Log a warning for each deprecated option among those that are given."""
-    for each in fields(config):
-        if each.metadata["deprecated"] and _flag(each) in given:
-            logger.warning("%s will be removed in the next version: %s", _flag(each), each.metadata["deprecated"])
 
 
 def _flag(option: Field[Any]) -> str:

@@ -5,8 +5,8 @@
     worker  -> peer      POST /blocks or /adopt, with the token of the peer's epoch, which EPOCH_HEADER names
 
 A proof is for one challenge and one URL. Without the secret it cannot be forged, repeated or forwarded. An instance is
-one process. The tokens of an ended instance or epoch grant no access. All of it is derived from
-`gateway_token`, which never leaves a process of this version. Workers still accept it from older gateways.
+one process. The tokens of an ended instance or epoch grant no access. All of it is derived from `gateway_token`, which
+never leaves a process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Proof(Struct, frozen=True):
 
 
 def gateway_token(cluster_secret: bytes) -> str:
-    """Derive the bearer token that a gateway sends to workers; empty without a secret, as they ask for none."""
+    """Derive the token of the fleet, from which the others come; empty without a secret: then there are none."""
     if not cluster_secret:
         return ""
     return hmac.digest(cluster_secret, b"headstart gateway to worker\0", "sha256").hex()

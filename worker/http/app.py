@@ -46,7 +46,6 @@ from worker.wire import (
     ProtocolError,
     WireError,
     pack,
-    pack_frame,
     unpack,
     unpack_request,
 )
@@ -144,7 +143,7 @@ class MembersOnly(_Guard):
         super().__init__(app)
         self._token = token
         self._service = service
-        self._gateways = [instance_token(token, instance).encode(), token.encode()]
+        self._instance_token = instance_token(token, instance).encode()
 
     def _refusal(self, scope: Scope) -> Failed | None:
         if scope["path"] in OPEN_PATHS:
@@ -153,7 +152,7 @@ class MembersOnly(_Guard):
         shown = [value.removeprefix(b"Bearer ") for _, value in headers if value.startswith(b"Bearer ")]
         match headers:
             case [(b"authorization", _)] if shown:
-                if sum([hmac.compare_digest(shown[0], expected) for expected in self._gateways]):
+                if hmac.compare_digest(shown[0], self._instance_token):
                     return None
             case [(b"authorization", _), (_, epoch)] | [(_, epoch), (b"authorization", _)] if shown:
                 return self._peer_refusal(scope["path"], shown[0], epoch.decode("latin-1"))
@@ -278,7 +277,7 @@ def _msgpack(message: object) -> Response:
 
 
 def _refusal_response(failed: Failed) -> Response:
-    return Response(pack_frame(failed), STATUS_OF.get(failed.code, 500), media_type=CONTENT_TYPE)
+    return Response(pack(failed), STATUS_OF.get(failed.code, 500), media_type=CONTENT_TYPE)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from typing import Final
 
 from worker.contracts.engine import RequestKey
 from worker.http.tracing import StreamTrace
-from worker.wire import End, Failed, Frame, GenerateRequest, pack_frame
+from worker.wire import End, Failed, Frame, GenerateRequest, pack
 
 MAX_COALESCED_FRAMES: Final = 4096
 
@@ -113,7 +113,7 @@ class Stream:
             if timer is not None:
                 timer.cancel()
         frames, self._frames = self._frames[:MAX_COALESCED_FRAMES], self._frames[MAX_COALESCED_FRAMES:]
-        return b"".join(map(pack_frame, frames))
+        return b"".join(map(pack, frames))
 
     def close(self) -> None:
         """End the stream; `take` still returns the buffered frames."""

@@ -55,19 +55,11 @@ class BatchLimits:
         return max(self.max_num_batched_tokens, self.max_solo_prefill_tokens or 0)
 
     def __post_init__(self) -> None:
-        solo = self.max_solo_prefill_tokens
-        if solo is not None and solo < self.max_num_batched_tokens:
-            raise ValueError(
-                f"max_solo_prefill_tokens ({solo}) must be at least max_num_batched_tokens"
-                f" ({self.max_num_batched_tokens}): a prefill that runs by itself gets at least as much as others"
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
                 f" ({self.max_num_seqs}): every running choice gets a token in every step"
             )
-        if self.watermark >= 1.0:
-            raise ValueError(f"watermark must be below 1, got {self.watermark}")
 
 
 @dataclass(slots=True, eq=False)

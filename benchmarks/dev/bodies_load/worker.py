@@ -20,13 +20,13 @@ from worker.wire import (
     End,
     Finished,
     Started,
-    pack_frame,
+    pack,
     unpack_request,
 )
 
 SIZE: Final = 4
-_EMBEDDED: Final = pack_frame(Started(0)) + pack_frame(Embedding(bytes(4 * SIZE)))
-_END: Final = pack_frame(Finished(0, "length")) + pack_frame(End(0.0, 0.0, 0.0))
+_EMBEDDED: Final = pack(Started(0)) + pack(Embedding(bytes(4 * SIZE)))
+_END: Final = pack(Finished(0, "length")) + pack(End(0.0, 0.0, 0.0))
 
 
 class Connection(stub.Connection):

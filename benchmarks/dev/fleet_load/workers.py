@@ -29,7 +29,7 @@ from cache.records import WorkerLoad, WorkerState, signed
 from cache.redis_index.schema import Keys, Signer
 from cache.types import BlockHash
 from worker.common.proof import PROVE_PATH, gateway_token, new_instance, prove
-from worker.wire import Failed, Started, TokenizerBundle, pack, pack_frame, unpack, unpack_request
+from worker.wire import Failed, Started, TokenizerBundle, pack, unpack, unpack_request
 
 TICK_S: Final = 0.01
 _KIND: Final = b"application/msgpack"
@@ -89,13 +89,13 @@ class Connection(stub.Connection):
         worker, request = self._fake, unpack_request(body)
         member = worker.published.member
         if request.epoch not in ("", member.epoch):
-            frame = pack_frame(Failed("wrong_epoch", f"epoch: this is {member.epoch}", retryable=True))
+            frame = pack(Failed("wrong_epoch", f"epoch: this is {member.epoch}", retryable=True))
             self.transport.write(_WRONG_EPOCH % (len(frame), frame))
             return
         hashes = hash_chain(BlockHash(request.root), request.prompt_ids, member.block_size)
         num_cached = worker.published.hold([index_entry(h) for h in hashes]) * member.block_size
         num_left = request.sampling.max_tokens - len(request.choices[0].output_ids)
-        self._stream(num_left, _KIND, pack_frame(Started(num_cached)), stub.TOKEN_FRAME, stub.END)
+        self._stream(num_left, _KIND, pack(Started(num_cached)), stub.TOKEN_FRAME, stub.END)
 
 
 class FakeFleet:

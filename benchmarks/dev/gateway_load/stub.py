@@ -32,7 +32,6 @@ from worker.wire import (
     TokenizerBundle,
     Tokens,
     pack,
-    pack_frame,
     unpack,
     unpack_request,
 )
@@ -51,9 +50,9 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-TOKEN_FRAME: Final = pack_frame(Tokens(0, (TOKEN_ID,)))
-_STARTED: Final = pack_frame(Started(0))
-END: Final = pack_frame(Finished(0, "length")) + pack_frame(End(0.0, 0.0, 0.0))
+TOKEN_FRAME: Final = pack(Tokens(0, (TOKEN_ID,)))
+_STARTED: Final = pack(Started(0))
+END: Final = pack(Finished(0, "length")) + pack(End(0.0, 0.0, 0.0))
 _EVENT: Final = (
     b"data: " + _HEAD % b".chunk" + b'"delta":{"content":" the"},"logprobs":null,"finish_reason":null}]}\n\n'
 )
@@ -95,7 +94,7 @@ class Worker:
         block_size = self.bundle.block_size
         entries = map(index_entry, hash_chain(BlockHash(request.root), request.prompt_ids, block_size))
         num_held = sum(1 for _ in takewhile(self.held.__contains__, entries))
-        return pack_frame(Started(num_held * block_size))
+        return pack(Started(num_held * block_size))
 
     async def tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -185,11 +185,6 @@ class ElasticReplay(Replay):
     def _begun(self, worker: SimulatedWorker, job: Job) -> None:
         super()._begun(worker, job)
         self._prefill_s[job.request.number] = job.prefill_s
-        self._needed[job.gateway].started(job.placement, job.num_cached_tokens)
-
-    def _first_token(self, job: Job) -> None:
-        super()._first_token(job)
-        self._needed[job.gateway].first_token(job.placement, self._now_s - job.placement.placed_s)
 
     def _close(self, job: Job) -> None:
         super()._close(job)

@@ -18,7 +18,7 @@ from cache.records import WorkerMember
 from cache.types import MediaStart
 from tests.server.api.test_engine_text import EngineWorker
 from tests.server.scripted_worker import ScriptedWorker
-from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, pack, pack_frame, unpack
+from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, pack, unpack
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 NUM_PLACEHOLDERS: Final = 20
@@ -118,9 +118,9 @@ class SeeingWorker(EngineWorker):
             self.rendered.append(body)
             return Response(pack(self._rendered(body)))
         except Unreadable as error:
-            return Response(pack_frame(error.failed), status_code=400)
+            return Response(pack(error.failed), status_code=400)
         except Exception:  # a body of another form
-            return Response(pack_frame(Failed("invalid_request", "a field is wrong", retryable=False)), status_code=400)
+            return Response(pack(Failed("invalid_request", "a field is wrong", retryable=False)), status_code=400)
 
     def _rendered(self, body: dict[str, Any]) -> Rendered:
         turns = body.get("messages") or body.get("input")

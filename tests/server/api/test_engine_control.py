@@ -18,7 +18,7 @@ from tests.server.api.test_engine_text import EngineWorker, engine_gateway
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.gateway_app import RunningGateway
 from tests.server.test_app import post
-from worker.wire import EngineCall, Failed, Rendered, TokenizerBundle, pack, pack_frame, unpack
+from worker.wire import EngineCall, Failed, Rendered, TokenizerBundle, pack, unpack
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -82,11 +82,11 @@ class TemplateWorker(EngineWorker):
         try:
             ids = self.prompt_ids(call.path, body)
         except ValueError as error:
-            return Response(pack_frame(Failed("invalid_request", str(error), retryable=False)), status_code=400)
+            return Response(pack(Failed("invalid_request", str(error), retryable=False)), status_code=400)
         self.lengths.append(len(ids))
         if len(ids) + (body.get("max_tokens") or body.get("max_output_tokens") or 0) > MAX_LEN:
             failed = Failed("context_length_exceeded", "too long", retryable=False)
-            return Response(pack_frame(failed), status_code=400)
+            return Response(pack(failed), status_code=400)
         return Response(pack(Rendered((tuple(ids),), (100,))))
 
     def prompt_ids(self, path: str, body: dict[str, Any]) -> list[int]:

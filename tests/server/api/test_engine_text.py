@@ -36,7 +36,6 @@ from worker.wire import (
     TokenizerBundle,
     Tokens,
     pack,
-    pack_frame,
     unpack,
 )
 
@@ -81,12 +80,12 @@ class EngineWorker(ScriptedWorker):
 
     async def _render(self, http: Request) -> Response:
         if self.silent:
-            return Response(pack_frame(Failed("not_ready", "silent", retryable=True)), status_code=503)
+            return Response(pack(Failed("not_ready", "silent", retryable=True)), status_code=503)
         call = unpack(await http.body(), EngineCall)
         body = json.loads(call.body)
         self.rendered.append(body)
         if self.refuses_render is not None:
-            return Response(pack_frame(self.refuses_render), status_code=400)
+            return Response(pack(self.refuses_render), status_code=400)
         assert self.tokenizer is not None
         texts = [str(message["content"]) for message in body.get("messages", ())]
         ids = self.tokenizer.encode("<|im_start|>" + "\n".join(texts) + "<|im_end|>").ids

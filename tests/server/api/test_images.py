@@ -41,7 +41,7 @@ from tests.server.api.seeing_engine import (
 from tests.server.api.test_engine_text import engine_gateway
 from tests.server.test_app import post
 from tests.waiting import HANG_S
-from worker.wire import Failed, Rendered, TokenizerBundle, pack_frame
+from worker.wire import Failed, Rendered, TokenizerBundle, pack
 
 ROUTES = (CHAT, MESSAGES, RESPONSES)
 SALT = bytes(32)
@@ -295,7 +295,7 @@ class StrictWorker(SeeingWorker):
         answer = await super()._render(http)
         if self.rendered[-1]["messages"][0]["role"] == "user":
             return answer
-        return Response(pack_frame(Failed("invalid_request", "role: unknown", retryable=False)), 400)
+        return Response(pack(Failed("invalid_request", "role: unknown", retryable=False)), 400)
 
 
 async def test_other_errors_name_no_image(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:

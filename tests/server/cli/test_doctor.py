@@ -108,7 +108,7 @@ def test_a_worker_part_that_breaks_is_a_failed_check() -> None:
 
 async def test_wrong_options_of_an_engine_are_a_failed_check() -> None:
     args = doctor.parser().parse_args(["--engine-url", "ftp://engine"])
-    (check,) = [check async for check in doctor.engine_checks(args)]
+    (check,) = [check async for check in doctor.engine_checks(args, "ftp://engine")]
     assert (check.status, "--engine-url must begin with http" in check.found) == ("fail", True), check
 
 

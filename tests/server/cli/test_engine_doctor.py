@@ -58,7 +58,7 @@ EVENTS = ("--events", "tcp://127.0.0.1:E", "--replay", "tcp://127.0.0.1:R")
 
 async def checks_of(url: str, *options: str) -> dict[str, Check]:
     args = doctor.parser().parse_args(["--engine-url", url, *options])
-    return {check.name: check async for check in doctor.engine_checks(args)}
+    return {check.name: check async for check in doctor.engine_checks(args, url)}
 
 
 async def test_a_healthy_engine_passes_and_the_command_says_so(
@@ -86,6 +86,19 @@ async def test_a_healthy_engine_passes_and_the_command_says_so(
     assert [check["name"] for check in found["checks"]][-len(names) :] == names
     assert {check["status"] for check in found["checks"] if check["name"] in names} == {"ok"}, found
     assert (refused["model"].status, "--engine-key-file" in refused["model"].fix) == ("fail", True)
+
+
+async def test_each_of_several_engines_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine that is down fails the command, whichever place it has."""
+    gone = f"http://127.0.0.1:{free_ports(1)[0]}"
+    async with engine(folder, *EVENTS) as first, engine(folder, *EVENTS) as second:
+        for urls in ([first, gone, second], [gone, first], [first, second]):
+            options = [word for url in urls for word in ("--engine-url", url)]
+            status = await asyncio.to_thread(cli.main, ["doctor", "--json", "--port", "0", "--ops-port", "0", *options])
+            found = [check for check in json.loads(capsys.readouterr().out)["checks"] if check["name"] == "engine"]
+            assert status == (gone in urls)
+            assert [check["found"].partition(": ")[0] for check in found] == urls
+            assert [check["status"] == "fail" for check in found] == [url == gone for url in urls]
 
 
 async def test_an_engine_that_is_not_there() -> None:

@@ -23,7 +23,7 @@ COMMANDS = {
     "prefixes": ("index", "prefixes", "--ops", "URL", "--ops-key-file", "KEY"),
     "purge": ("index", "purge", "w0", "--ops", "URL", "--ops-key-file", "KEY"),
     "batch": ("batch", "IN", "OUT", "--url", "URL", "--api-key-file", "KEY", "--retry-s", "0"),
-    "top": ("top", "URL", "--json"),
+    "top": ("top", "--ops", "URL", "--json"),
 }
 
 

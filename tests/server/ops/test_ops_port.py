@@ -55,7 +55,7 @@ async def test_the_feed_has_workers_prefixes_and_decisions(gateway: Process) -> 
         assert snapshot["index"]["shards"] == []
         while name != "prefixes":
             name, tree = await anext(stream)
-        assert tree == {"prefixes": [], "partings": [], "usage": []}
+        assert tree == {"prefixes": [], "usage": []}
         await post(gateway.url, chat(stream=True))
         while name != "decisions":
             name, news = await anext(stream)

@@ -22,7 +22,7 @@ from tests.server.scripted_worker import ProvenWorker, ScriptedWorker, listening
 from tests.server.test_app import chat, post
 from worker.common.proof import PROVE_PATH, gateway_token, new_challenge, new_instance, prove
 from worker.http.app import STATUS_OF
-from worker.wire import End, Failed, Finished, Started, Tokens, pack, pack_frame
+from worker.wire import End, Failed, Finished, Started, Tokens, pack
 
 SECRET: Final = b"of this fleet"
 TOKEN: Final = gateway_token(SECRET)
@@ -73,11 +73,11 @@ PLAIN: Final = {
     "endless head": repeats(b"HTTP/1.1 200 X\r\n", b"x: " + b"y" * 8000 + b"\r\n"),
     "huge refusal": repeats(CHUNKED % 503, b"10000\r\n" + b"x" * 65536 + b"\r\n"),
     "huge page": repeats(CHUNKED % 200, b"10000\r\n" + b"x" * 65536 + b"\r\n"),
-    "another fleet's worker": sends(http(401, pack_frame(Failed("unauthorized", "no", retryable=True)))),
-    "another host's worker": sends(http(403, pack_frame(Failed("forbidden", "no", retryable=True)))),
-    "another epoch": sends(http(409, pack_frame(Failed("wrong_epoch", "no", retryable=True)))),
-    "another version": sends(http(409, pack_frame(Failed("wrong_protocol", "no", retryable=True)))),
-    "loads another model": sends(http(503, pack_frame(Failed("not_ready", "no", retryable=True)))),
+    "another fleet's worker": sends(http(401, pack(Failed("unauthorized", "no", retryable=True)))),
+    "another host's worker": sends(http(403, pack(Failed("forbidden", "no", retryable=True)))),
+    "another epoch": sends(http(409, pack(Failed("wrong_epoch", "no", retryable=True)))),
+    "another version": sends(http(409, pack(Failed("wrong_protocol", "no", retryable=True)))),
+    "loads another model": sends(http(503, pack(Failed("not_ready", "no", retryable=True)))),
 }
 SLOW: Final = {
     "silent": repeats(b"", b"", 60.0),
@@ -200,7 +200,7 @@ def proven(worker: ScriptedWorker, tmp_path: Path) -> tuple[ProvenWorker, Proven
 def frames() -> bytes:
     """A whole answer, as another worker gives it."""
     made = (Started(0), Tokens(0, (1,)), Finished(0, "length"), End(0.0, 0.0, 0.0))
-    return b"".join(map(pack_frame, made))
+    return b"".join(map(pack, made))
 
 
 def old_proof() -> bytes:
@@ -246,7 +246,7 @@ async def test_a_proof_of_another_worker_is_of_no_use(proven: tuple[ProvenWorker
 
 async def test_the_statuses_of_workers_are_refusals_all_the_same(make: MakeWorker) -> None:
     """A client's mistake stays a client's mistake."""
-    refusal = http(400, pack_frame(Failed("invalid_request", "top_k", retryable=False)))
+    refusal = http(400, pack(Failed("invalid_request", "top_k", retryable=False)))
     async with stranger(sends(refusal)) as there, gateway(make(), make()) as target:
         target.router.members[0] = replace(target.router.members[0], url=there.url)
         assert (await post(target.url, chat()))[0] == STATUS_OF["invalid_request"]

@@ -298,7 +298,7 @@ async def test_frames_of_a_newer_version_are_passed_over(make: MakeWorker) -> No
 
 
 def test_a_refusal_with_an_unknown_code_is_read() -> None:
-    (failed,) = FrameReader().feed(wire.pack_frame(wire.Failed("of a newer version", "why", retryable=True)))
+    (failed,) = FrameReader().feed(wire.pack(wire.Failed("of a newer version", "why", retryable=True)))
     assert failed == wire.Failed("of a newer version", "why", retryable=True)
 
 

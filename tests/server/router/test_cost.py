@@ -229,7 +229,7 @@ def test_explain_shows_the_way_of_every_worker() -> None:
     rows = {row["worker"]: row for row in explained["workers"]}
     assert rows["a"]["fetch_from"] is None
     assert (rows["b"]["fetch_from"], rows["b"]["fetched_tokens"], rows["b"]["loaded_tokens"]) == ("a", 40 * BLOCK, {})
-    assert rows["b"]["fetch_s"] == rows["b"]["load_s"] == pytest.approx(40 * BLOCK / (20 * RATE))
+    assert rows["b"]["fetch_s"] == pytest.approx(40 * BLOCK / (20 * RATE))
     others = asyncio.run(fleets.router.explain(make_request(chain(50))))
     assert {row["fetch_from"] for row in others["workers"]} == {None}, "another tenant's prompt finds nothing of it"
 
@@ -249,7 +249,7 @@ def test_the_decision_log_tells_what_is_moved() -> None:
     assert news is not None
     chosen = news["decisions"][0]["candidates"][0]
     assert (chosen["worker"], chosen["matched_tokens"], chosen["moved_tokens"]) == ("b", 0, 40 * BLOCK)
-    assert chosen["fetch_s"] == chosen["load_s"] > 0.0
+    assert chosen["fetch_s"] > 0.0
 
 
 @pytest.mark.parametrize(

@@ -118,21 +118,7 @@ async def test_a_held_request_goes_where_the_index_says_by_then(fleets: Fleets) 
     placement = await asyncio.wait_for(waiting, HANG_S)
     assert placement.worker.worker_id == "b"
     assert placement.promised_tokens == 480
-    assert placement.held_s == 8.0
     assert len(fleets.router.held) == 0
-
-
-async def test_the_objective_of_scaling_includes_held_time(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = asyncio.create_task(fleets.place(chain(4)))
-    await held(fleets, 1)
-    pass_time(fleets, 8.0)
-    placement = await asyncio.wait_for(waiting, HANG_S)
-    counted: list[float] = []
-    monkeypatch.setattr(fleets.router.workers_needed, "first_token", lambda _, elapsed_s: counted.append(elapsed_s))
-    fleets.router.started(placement, 0)
-    fleets.clock.now_s += 0.5
-    fleets.router.first_token(placement)
-    assert counted == [8.5]
 
 
 async def test_a_short_queue_an_affinity_and_a_budget_hold_nothing(fleets: Fleets) -> None:

@@ -137,7 +137,7 @@ async def test_liveness(api: ScriptedApi, rig: Rig, monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_model_with_windows_begins_an_epoch_with_ends(api: ScriptedApi, rig: Rig) -> None:
-    """Older gateways would take its blocks for a prefix that the engine reuses."""
+    """Its blocks are no prefix that the engine reuses at any length."""
     prompt_ids, salt = tuple(range(100, 100 + 3 * BLOCK)), ((ROOT.hex(),), None, None)
     window = BlockStored((3,), None, prompt_ids, BLOCK, "GPU", None, (None,), 0, "sliding_window", BLOCK)
     full = BlockStored((1, 2, 3), None, prompt_ids, BLOCK, "GPU", None, salt, 1, "full_attention")

@@ -22,7 +22,7 @@ from worker.wire import (
     SamplingParams,
     TokenizerBundle,
     TokenLogprobs,
-    pack_frame,
+    pack,
 )
 
 BUNDLE = TokenizerBundle("f", "m", "r", b"{}", None, None, None, (), False, 100, 512, 16)
@@ -58,6 +58,6 @@ async def test_prompt_logprobs_are_packed() -> None:
         await until(lambda: outputs and isinstance(outputs[-1].frame, End))
     finally:
         await engine.close()
-    frames = FrameReader().feed(b"".join(pack_frame(output.frame) for output in outputs))
+    frames = FrameReader().feed(b"".join(pack(output.frame) for output in outputs))
     [found] = [frame for frame in frames if isinstance(frame, PromptLogprobs)]
     assert tuple(found.positions) == POSITIONS

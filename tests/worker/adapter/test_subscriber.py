@@ -281,6 +281,15 @@ async def test_bad_frames_are_dropped(endpoint: str, replay: str) -> None:
             assert log.counts["bad"] == 3
 
 
+async def test_without_a_topic_every_one_is_read(endpoint: str, replay: str) -> None:
+    log = Log()
+    with FakePublisher(endpoint, replay, topic="kv") as engine:
+        async with following(endpoint, replay, log, topic=""):
+            await until(engine.is_subscribed)
+            engine.publish()
+            await said(log, 1)
+
+
 async def test_a_number_from_nowhere_is_a_gap_and_then_a_restart(endpoint: str, replay: str) -> None:
     log = Log()
     with FakePublisher(endpoint, replay) as engine:

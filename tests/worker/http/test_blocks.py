@@ -192,7 +192,7 @@ ALL_WANTED = msgpack.packb(WANTED | {"hashes": b"x" * 16 * 5_000})
 async def asking(worker: LiveWorker, count: int) -> AsyncIterator[list[socket.socket]]:
     """Connections that ask for all and read nothing."""
     sockets = []
-    head = f"POST /blocks HTTP/1.1\r\nhost: w\r\nauthorization: Bearer {TOKEN}\r\n"
+    head = f"POST /blocks HTTP/1.1\r\nhost: w\r\nauthorization: {worker.http.headers['authorization']}\r\n"
     head += f"content-length: {len(ALL_WANTED)}\r\n\r\n"
     port = int(worker.url.rsplit(":", 1)[1])
     for _ in range(count):

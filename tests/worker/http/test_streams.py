@@ -10,7 +10,7 @@ from worker.common.frames import FrameReader
 from worker.contracts.engine import RequestKey
 from worker.contracts.rates import StartInterval
 from worker.http.streams import MAX_COALESCED_FRAMES, QueueAccounting, QueueLimits, Stream
-from worker.wire import Failed, Tokens, pack_frame
+from worker.wire import Failed, Tokens, pack
 
 
 async def test_a_slow_reader_gets_every_frame_in_order() -> None:
@@ -71,8 +71,8 @@ def test_an_empty_queue_refuses_no_request() -> None:
 def test_failed_without_a_retry_time_is_packed_for_old_peers() -> None:
     reader = FrameReader()
     for failed in (Failed("queue_full", "m", True, 2.5), Failed("draining", "m", True)):
-        assert list(reader.feed(pack_frame(failed))) == [failed]
-    assert len(pack_frame(Failed("draining", "m", True))) < len(pack_frame(Failed("draining", "m", True, 0.0)))
+        assert list(reader.feed(pack(failed))) == [failed]
+    assert len(pack(Failed("draining", "m", True))) < len(pack(Failed("draining", "m", True, 0.0)))
 
 
 def test_the_interval_between_starts_with_a_queue() -> None:

@@ -12,6 +12,7 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD, SECRET, T
 from tests.worker.live_worker import LiveWorker, live_worker
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import ROOT, generate
+from tests.worker_tokens import headers_at
 from worker.common.proof import gateway_token
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
@@ -39,7 +40,7 @@ async def moving_worker(*stores: BlockStore) -> AsyncIterator[LiveWorker]:
         return KVTransfers(allocator, pool, PrefillRate(10, 1.0), stores, RECORD, client, WorkerMetrics(), mailbox)
 
     async with live_worker(runner, NUM_BLOCKS, BLOCK_SIZE, make_transfers=make, token=TOKEN) as worker:
-        worker.http.headers["authorization"] = f"Bearer {TOKEN}"
+        worker.http.headers.update(await headers_at(SECRET, worker.http, worker.url))
         status, _ = await worker.generate(generate(PROMPT, 1))
         assert status == 200
         yield worker

@@ -1,0 +1,105 @@
+"""Where the prompts of two requests part, so that the second one does not find the first one's blocks.
+
+The text of the token ids shows the place. The field there is one in which the bodies differ. Its text reaches over the
+place in both prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from server.request.choice import GenerationSpec
+from server.schema.decoding import invalid
+
+NUM_BEFORE: Final = 20
+NUM_AFTER: Final = 40
+"""Sixty tokens of each prompt are shown: these before the place, and those after it."""
+MAX_NAMED: Final = 8
+MAX_CHANCE_CHARS: Final = 32
+"""Where one field ends, the template's own text may go on for these as the other field does."""
+_MESSAGES_FIELDS: Final = frozenset({"system", "stop_sequences", "thinking", "output_config", "context_management"})
+_MESSAGES_PARTS: Final = re.compile(
+    rb'(?<!\\)"(?:input_schema|cache_control|tool_use_id)"\s*:|"type"\s*:\s*"(?:tool_use|thinking|redacted_thinking)"'
+)
+
+
+def path_of(raw: bytes, body: Mapping[str, Any]) -> str:
+    """Return the route to which a body belongs by its fields. Raises InvalidRequestError."""
+    if "messages" in body:
+        is_chat = _MESSAGES_FIELDS.isdisjoint(body) and not _MESSAGES_PARTS.search(raw)
+        return "/v1/chat/completions" if is_chat else "/v1/messages"
+    for field, path in (("input", "/v1/responses"), ("prompt", "/v1/completions")):
+        if field in body:
+            return path
+    raise invalid("body", "has none of messages, input and prompt: is it a request?")
+
+
+def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return where two prompts part, as JSON. It takes tenths of a second for large bodies: run it in a thread."""
+    size, decode, prompts = b.model.bundle.block_size, b.model.tokenizer.decode, (a.prompt_ids, b.prompt_ids)
+    name, same_root = b.model.adapter or b.model.name, a.root == b.root
+    shared = _shared_length(*prompts) if same_root else 0
+    fields = [dict(_texts(body, "")) for body in bodies]
+    differing = [path for path in fields[0] | fields[1] if fields[0].get(path) != fields[1].get(path)]
+    texts = [decode(ids) for ids in prompts]
+    at = _shared_length(*texts)
+    reach = {path: _reach([each.get(path) for each in fields], texts, at) for path in differing}
+    field = max(reach, key=lambda path: reach[path], default="")
+    if not same_root:
+        field = "cache_salt" if name == (a.model.adapter or a.model.name) else "model"
+        reach[field] = 1
+    return {
+        "model": name,
+        "block_size": size,
+        "num_tokens_a": len(a.prompt_ids),
+        "num_tokens_b": len(b.prompt_ids),
+        "num_shared_tokens": shared,
+        # Whole blocks, and never the last token.
+        "num_cached_tokens": max(0, min(shared, len(b.prompt_ids) - 1)) // size * size,
+        "goes_on": same_root and at == min(map(len, texts)),
+        "field": field if reach.get(field) else None,
+        "differing": differing[:MAX_NAMED],
+        "around": [
+            [decode(ids[max(0, shared - NUM_BEFORE) : shared]), decode(ids[shared : shared + NUM_AFTER])]
+            for ids in prompts
+        ],
+    }
+
+
+def _shared_length(a: Sequence[object], b: Sequence[object]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(a), len(b)))
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield each text and number of a body with its path; also in the JSON of a call's arguments."""
+    if isinstance(value, str) and path.endswith("arguments") and value.startswith("{"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{path}.{name}" if path else name)
+    elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # but no token ids
+        for number, item in enumerate(value):
+            yield from _texts(item, f"{path}[{number}]")
+    else:
+        yield path, value if isinstance(value, str) else json.dumps(value)
+
+
+def _reach(values: Sequence[str | None], texts: Sequence[str], at: int) -> int:
+    """Return how many characters of a field reach over a place of both prompts; 0 if it does not stand there."""
+    reach = []
+    for value, text in zip(values, texts, strict=True):
+        if value is not None:
+            forms = (value.strip(), json.dumps(value, ensure_ascii=False)[1:-1])
+            found = [
+                form
+                for form in forms
+                if form and form in text[max(0, at - MAX_CHANCE_CHARS - len(form)) : at + len(form)]
+            ]
+            reach.append(max(map(len, found), default=0))
+    return min(reach)
