@@ -2,7 +2,7 @@
 
 python -m tools.test_all [SUITE ...]        `make test-all` runs it, with all suites
 
-A suite that fails or breaks off does not stop the others. The results of a commit are kept in .venv/test-all: started
+A suite that fails or ends early does not stop the others. The results of a commit are kept in .venv/test-all: started
 again, it goes on with the suites that have none. Exit code 1: something failed.
 """
 

@@ -80,7 +80,7 @@ async def _ranks() -> AsyncIterator[Frame]:
 async def fleet(
     folder: Path, bundle: TokenizerBundle, num_workers: int, *options: str, pools: bool = False
 ) -> AsyncIterator[Gateway]:
-    """Run a gateway with these options, once it knows all workers."""
+    """Run a gateway with these options, once it has all workers."""
     port, ops_port = free_ports(2)
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(RedisServer(folder, newest_redis()))

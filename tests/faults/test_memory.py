@@ -33,7 +33,7 @@ MAX_HEADER_CHARS: Final = 60_000
 MAX_GROWN_BYTES: Final = 64 * MIB
 HEADERS: Final = (*SESSION_HEADERS, "x-request-id", "user-agent", "x-client-request-id", "traceparent")
 PROMPTS: Final = ("prompt", "input", "instructions", "system")
-"""Of these the router keeps hashes of blocks, within a bound of its own."""
+"""The router keeps hashes of their blocks, within a bound of its own."""
 NESTED: Final[tuple[dict[str, Any], ...]] = (
     {"metadata": {"user_id": LONG}},
     {"metadata": {LONG: "x"}},
@@ -87,7 +87,7 @@ async def ask_all(url: str, size: int, num_requests: int) -> dict[str, Counter[i
 
 @pytest.mark.parametrize("text", ["gateway", "engine", "pooling"])
 async def test_long_fields_are_not_kept(tmp_path: Path, text: str) -> None:
-    """200 requests with texts of 1 MB on every route and header, in a fleet for which the router keeps keys."""
+    """200 requests with texts of 1 MB on every route and header: the router keeps keys in a fleet of that size."""
     bundle = bundle_of(smollm2.tokenizer(), bos_token="<|im_start|>", max_model_len=1 << 20)
     pools = text == "pooling"
     options = () if pools else ("--text", text)
