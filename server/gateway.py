@@ -41,7 +41,7 @@ from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.fleet_limits import FleetLimits
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
-from server.auth.shared_limits import SharedLimits, is_gone, place
+from server.auth.shared_limits import SharedLimits
 from server.config import GatewayConfig, parse, parser
 from server.event_loop import keep_running, sample_delay
 from server.http.connections import HttpLimits
@@ -301,14 +301,7 @@ def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None
 def _share_limits(config: GatewayConfig, keys: KeyFile, gateway_id: GatewayId, metrics: GatewayMetrics) -> SharedLimits:
     """Raises ValueError."""
     count = metrics.limit_events.inc
-    limits = FleetLimits(
-        gateway_id,
-        lambda: keys.usages,
-        time.monotonic,
-        min_gateways=config.limits_gateways,
-        place=place(),
-        is_gone=is_gone,
-    )
+    limits = FleetLimits(gateway_id, lambda: keys.usages, time.monotonic, time.time, config.limits_gateways)
     metrics.limit_part.set_function(lambda: limits.part)
     records = None
     if config.redis is not None:

@@ -20,12 +20,12 @@ from server.errors import OverloadedError
 from server.rates import DecayedSum, TokenBucket
 
 MAX_SOURCES: Final = 10_000
-_MINUTE_S: Final = 60.0
-_DAY_S: Final = 86_400
+MINUTE_S: Final = 60.0
+DAY_S: Final = 86_400
 MAX_LEVEL: Final = 1e15
-GIFT_S: Final = 1.0
-"""For this time another gateway may take what a gateway gives it."""
 DEMAND_S: Final = 5.0
+MOVE_S: Final = 0.1
+"""After this time another gateway has given what it has left."""
 _ROUNDED: Final = 0.9
 """Gateways without requests keep the rest of a stream."""
 _STREAMS_RETRY_S: Final = 1.0
@@ -60,123 +60,134 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PurseUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A purse as other gateways read it. A rate that is not listed is full."""
+    """A purse as other gateways read it. One that is not listed is untouched."""
 
-    level: _Level
+    owned: _Level
+    open: _Level
     demand: _Level
     """The amount that was asked for lately, granted or not."""
-    owed: _Level = 0.0
-    """The amount by which a count is below its gateway's share."""
 
 
 class Purse:
-    """A gateway's part of one limit of a key. A rate refills up to its part of a minute's worth; a count does not."""
+    """A gateway's part of one limit of a key. A rate refills up to its share of a minute's worth; a count does not."""
 
-    __slots__ = ("_at_s", "_level", "demand", "is_rate", "limit", "owed", "share")
+    __slots__ = ("_at_s", "_away", "_owned", "demand", "is_rate", "limit", "open", "share")
 
-    def __init__(self, *, is_rate: bool) -> None:
+    def __init__(self, limit: float, *, is_rate: bool) -> None:
+        self.limit = limit
         self.is_rate = is_rate
-        self.limit = 0.0
-        self.share = 0.0
-        self.owed = 0.0
+        self.share = 1.0
+        self.open = 0
+        """The amount in use that comes back: open requests."""
         self.demand = DecayedSum(DEMAND_S)
-        self._level = 0.0
+        self._away = 0.0
+        self._owned = limit
         self._at_s = 0.0
 
-    def capacity(self, share: float | None = None) -> float:
-        """Return the most that a gateway of this share holds; gifts have room next to it."""
-        share = self.share if share is None else share
-        return share * self.limit * (1.0 if share == 1.0 or not self.is_rate else 1.0 - GIFT_S / _MINUTE_S)
-
     @property
-    def per_s(self) -> float:
-        return self.share * self.limit / _MINUTE_S
+    def part(self) -> float:
+        return self.share * self.limit
 
-    def level(self, now_s: float) -> float:
-        """Return what is left; negative when overdrawn."""
+    def owned(self, now_s: float) -> float:
+        """Return the amount that this gateway may grant, or has open; negative when overdrawn."""
         if not self.is_rate:
-            return self._level
-        return min(self.capacity(), self._level + (now_s - self._at_s) * self.per_s)
+            return self._owned
+        most, refill = self.part - self._away, (now_s - self._at_s) * self.limit / MINUTE_S
+        if self._owned > most:  # runs off as the others' parts refill
+            return max(most, self._owned - refill * (1.0 - self.share))
+        return min(most, self._owned + refill * self.share)
+
+    def left(self, now_s: float) -> float:
+        return self.owned(now_s) - self.open
 
     def add(self, now_s: float, amount: float) -> None:
-        self._level, self._at_s = self.level(now_s) + amount, now_s
+        """Use an amount that is negative; take one from another gateway, a rate up to its part."""
+        owned = self.owned(now_s)
+        most = max(owned, self.part - self._away) if self.is_rate else math.inf
+        self._owned, self._at_s = min(owned + amount, most), now_s
 
-    def resize(self, now_s: float, limit: float, share: float, full: float = 1.0) -> None:
-        """Hold this share of this limit. `full`: how full the part is that it gets from others."""
-        level, more = self.level(now_s), (share - self.share) * limit
-        gained = max(0.0, more) * full
-        if not self.is_rate:
-            level += self.share * (limit - self.limit)
-            self.owed += more - gained
+    def own(self, now_s: float, amount: float) -> None:
+        self._owned, self._at_s = amount, now_s
+
+    def keep_room(self, now_s: float, away: float) -> None:
+        """Refill only next to the amount that was given and may still be taken."""
+        if away != self._away:
+            self.add(now_s, 0.0)
+            self._away = away
+
+    def resize(self, now_s: float, limit: float, share: float) -> None:
+        """Have another share or limit. What was used stays used; a share moves nothing."""
+        owned = self.owned(now_s)
+        if limit != self.limit:
+            owned = min(owned, self.share * limit) if self.is_rate else owned + self.share * (limit - self.limit)
         self.limit, self.share = limit, share
-        self._level, self._at_s = level + gained, now_s
+        self.own(now_s, owned)
 
     def take(self, now_s: float, amount: float) -> float:
-        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
+        """Take `amount` of a rate and return 0.0, or take nothing and return the seconds until it can be taken.
 
         A full purse grants more than it holds, and is then overdrawn.
         """
-        missing = min(amount, self.capacity()) - self.level(now_s)
+        missing = min(amount, self.part) - self.owned(now_s)
         self.demand.add(amount, now_s)
         if missing > 0.0:
-            return min(missing / self.per_s, _DAY_S) if self.per_s else _STREAMS_RETRY_S
+            return min(missing * MINUTE_S / self.part, DAY_S)
         self.add(now_s, -amount)
         return 0.0
 
     def use(self, now_s: float) -> PurseUse | None:
-        """Return what to publish; None for a rate that is full, or a count that no request has asked for."""
-        demand, level = self.demand.at(now_s), self.level(now_s)
-        if level >= self.capacity() if self.is_rate else not self.owed and demand < 1.0:
-            return None
-        return PurseUse(level, demand, self.owed)
+        """Return what to publish; None if untouched."""
+        demand, owned = self.demand.at(now_s), self.owned(now_s)
+        is_untouched = owned == self.part and (self.is_rate or (demand < 1.0 and not self.open))
+        return None if is_untouched else PurseUse(owned, self.open, demand)
 
 
 class KeyUsage:
-    """A purse for each limit of a key. `FleetLimits` moves amounts between gateways."""
+    """A purse for each limit of a key: of the whole limit, until `FleetLimits` shares it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_open = 0
         self.num_asked = 0
         self.purses: dict[str, Purse] = {}
-        self._elsewhere: Callable[[str], float | None] = lambda name: None
+        self.share: float | None = None
+        self.num_open = 0
+        self._elsewhere: Callable[[str], float] = lambda name: 0.0
         """Returns what the other gateways have left of a limit."""
         self._limits = KeyEntry(digest="", tenant="")
         self._clock = clock
-        self.fleet_share: float | None = None
-        """None: the whole limit, until `FleetLimits` has seen the key."""
 
     def apply(self, key: KeyEntry) -> None:
         """Apply the limits of a reloaded key file; usage stays counted."""
         self._limits = key
-        now_s = self._clock()
         for name, limit in key.limits.items():
             if limit is None:
                 self.purses.pop(name, None)
-                continue
-            if name not in self.purses:
-                self.purses[name] = Purse(is_rate=name in ("requests", "tokens"))
-                self.purses[name].resize(now_s, limit, 1.0 if self.fleet_share is None else self.fleet_share)
-            self.purses[name].resize(now_s, limit, self.purses[name].share)
+            elif name in self.purses:
+                self.purses[name].resize(self._clock(), limit, self.purses[name].share)
+            else:
+                self._begin(name, limit)
 
-    def share(
-        self,
-        key: str,
-        share: float,
-        full: Callable[[str, Purse], float],
-        elsewhere: Callable[[str, Purse], float | None],
-    ) -> None:
-        """Hold this share of each limit, by the names `KEY/LIMIT`.
+    def _begin(self, name: str, limit: float) -> None:
+        purse = self.purses[name] = Purse(limit, is_rate=name in ("requests", "tokens"))
+        purse.open = self.num_open if name == "streams" else 0
+        self._hold(purse)
 
-        `full`: how full the part is that comes from others. `elsewhere`: what others have left.
-        """
-        self._elsewhere = lambda name: elsewhere(f"{key}/{name}", self.purses[name])
-        if self.fleet_share is None:
-            self.fleet_share = 0.0
-            self.purses.clear()
-            self.apply(self._limits)
-        self.fleet_share = share
-        for name, purse in self.purses.items():
-            purse.resize(self._clock(), purse.limit, share, full(f"{key}/{name}", purse))
+    def _hold(self, purse: Purse) -> None:
+        """Reduce a purse of the whole limit to this gateway's share; what was used stays used."""
+        if self.share is not None:
+            now_s = self._clock()
+            purse.own(now_s, purse.owned(now_s) - (1.0 - self.share) * purse.limit)
+            purse.resize(now_s, purse.limit, self.share)
+
+    def hold(self, share: float, elsewhere: Callable[[str, Purse], float]) -> None:
+        """Hold this share of each limit. `elsewhere` returns what others have left of one."""
+        self._elsewhere = lambda name: elsewhere(name, self.purses[name])
+        is_new, self.share = self.share is None, share
+        for purse in self.purses.values():
+            self._hold(purse) if is_new else purse.resize(self._clock(), purse.limit, share)
+
+    def begin_day(self) -> None:
+        if "day" in self.purses:
+            self._begin("day", self.purses["day"].limit)
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
@@ -185,13 +196,14 @@ class KeyUsage:
         streams, day = self.purses.get("streams"), self.purses.get("day")
         if streams is not None:
             streams.demand.add(1.0, now_s)
-            if streams.level(now_s) < _ROUNDED and self.num_open:  # at least one a gateway
+            if streams.left(now_s) < _ROUNDED and self.num_open:  # at least one a gateway
                 message = f"This key may have {self._limits.max_streams} requests open at a time."
                 raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
-        if day is not None and day.level(now_s) <= 0.0:
+        if day is not None and day.left(now_s) <= 0.0:
             day.demand.add(1.0, now_s)
             message = f"This key may use {self._limits.tokens_per_day} tokens a day (UTC)."
-            raise OverloadedError(message, retry_after_s=_DAY_S - time.time() % _DAY_S)
+            is_moving = self._elsewhere("day") >= 1.0
+            raise OverloadedError(message, retry_after_s=MOVE_S if is_moving else DAY_S - time.time() % DAY_S)
         self.take("requests", 1)
         self._open(1)
 
@@ -200,37 +212,33 @@ class KeyUsage:
 
     def _open(self, number: int) -> None:
         self.num_open += number
-        if (streams := self.purses.get("streams")) is not None:
-            streams.add(self._clock(), -number)
+        if "streams" in self.purses:
+            self.purses["streams"].open = self.num_open
 
     def take(self, name: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
         purse = self.purses.get(name)
         if purse is not None and (wait_s := purse.take(self._clock(), amount)):
-            if self._elsewhere(name) is not None:  # what the others have is on its way
-                wait_s = max(0.1, wait_s * purse.share)
+            if self._elsewhere(name) > 0.0:  # what the others have is on its way
+                wait_s = max(MOVE_S, wait_s * purse.share)
             message = (
                 f"This key may use {self._limits.limits[name]} {name} a minute; try again in {math.ceil(wait_s)} s."
             )
             headers = tuple(self.headers()) if name == "requests" else ()
             raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
         if name == "tokens":
-            self._spend(amount)
+            self._spend("day", amount)
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
-        now_s = self._clock()
-        if (purse := self.purses.get("tokens")) is not None:
-            purse.demand.add(num_tokens, now_s)
-            purse.add(now_s, -num_tokens)
-        self._spend(num_tokens)
+        self._spend("tokens", num_tokens)
+        self._spend("day", num_tokens)
 
-    def _spend(self, num_tokens: int) -> None:
+    def _spend(self, name: str, num_tokens: int) -> None:
         self.num_asked += 1
-        if (day := self.purses.get("day")) is not None:
-            day.demand.add(num_tokens, self._clock())
-            day.add(self._clock(), -num_tokens)
-            day.owed += num_tokens
+        if (purse := self.purses.get(name)) is not None:
+            purse.demand.add(num_tokens, self._clock())
+            purse.add(self._clock(), -num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
@@ -238,19 +246,14 @@ class KeyUsage:
         for name in ("requests", "tokens"):
             if (purse := self.purses.get(name)) is None:
                 continue
-            limit, left = purse.limit, purse.level(now_s) + (self._elsewhere(name) or 0.0)
-            reset_s = max(0.0, limit - left) / limit * _MINUTE_S
+            limit, left = purse.limit, purse.left(now_s) + self._elsewhere(name)
+            reset_s = max(0.0, limit - left) / limit * MINUTE_S
             headers += [
                 (f"x-ratelimit-limit-{name}".encode(), b"%d" % limit),
                 (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(left))),
                 (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
             ]
         return headers
-
-    def begin_day(self) -> None:
-        if (day := self.purses.pop("day", None)) is not None:
-            self.purses["day"] = Purse(is_rate=False)
-            self.purses["day"].resize(self._clock(), day.limit, day.share)
 
 
 def duration_text(seconds: float) -> str:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -23,30 +20,12 @@ DEADLINE_S: Final = 0.025
 BUSY_S: Final = 0.02
 """Between two exchanges while keys with limits are used."""
 IDLE_S: Final = 0.1
-JOIN_TRIES: Final = 25
+JOIN_S: Final = 1.0
+"""The longest time that a gateway waits for its part of the limits."""
 MAX_LOAD: Final = 0.05
 """The most of this gateway's processor that exchanges take."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(GatewayRecord).decode
-
-
-def place() -> str:
-    """Return a name of this process that others of the same machine can check."""
-    with contextlib.suppress(OSError):
-        return f"{_machine()} {os.getpid()}"
-    return ""
-
-
-def is_gone(other: str) -> bool:
-    """Return whether a process of this machine has ended. Of others that cannot be known."""
-    machine, _, pid = other.rpartition(" ")
-    with contextlib.suppress(OSError):
-        return machine == _machine() and pid.isdecimal() and not Path("/proc", pid).exists()
-    return False
-
-
-def _machine() -> str:
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class SharedLimits:
@@ -63,12 +42,9 @@ class SharedLimits:
         self.records = records
         self._name = name
         self._count = count
-        self._written: tuple[str, bytes] | None = None
-        """The day and the record that Redis should have."""
         self._decoded: dict[str, tuple[bytes, GatewayRecord]] = {}
         """By gateway; a record that has not changed is not decoded again."""
         self._is_down = False
-        self._num_answers = 0
 
     async def run(self) -> None:
         while True:
@@ -79,21 +55,21 @@ class SharedLimits:
                 await asyncio.sleep(pause_s)
 
     async def join(self) -> None:
-        """Get a share of the limits before the first request, or go on without Redis: after a second at most."""
-        for _ in range(JOIN_TRIES):
+        """Get a part of the limits before the first request, or go on without Redis."""
+        until_s = time.monotonic() + JOIN_S
+        while self.records is not None and not self.limits.is_ready and time.monotonic() < until_s:
             await self.exchange()
-            if self.records is None or (self._num_answers >= 3 and self.limits.part):
-                return
             await asyncio.sleep(BUSY_S)
+        self.limits.begin()
 
     async def exchange(self, *, is_last: bool = False) -> float:
         """Publish the own use, and take the others'. Return the seconds of this process that it took."""
-        if self.records is None:
-            self.limits.missed()
-            return IDLE_S * MAX_LOAD
         begun_s = time.perf_counter()
         day = f"{datetime.now(UTC):%Y%m%d}"
-        data = _encode(self.limits.record(day, is_last=is_last))
+        record = self.limits.record(day, is_last=is_last)
+        if self.records is None:
+            return IDLE_S * MAX_LOAD
+        data = _encode(record)
         sent_s = time.perf_counter()
         try:
             found = await self.records.exchange(self._name, day, data, DEADLINE_S)
@@ -101,11 +77,9 @@ class SharedLimits:
             self._failed(error)
             return sent_s - begun_s
         received_s = time.perf_counter()
-        own = found.pop(self._name, None)
-        is_intact = self._written is None or self._written[0] != day or own == self._written[1]
-        self._written = day, data
-        self._num_answers += 1
-        self.limits.merge(self._read(found), is_intact=is_intact)
+        if self.limits.has_begun:
+            found.pop(self._name, None)
+        self.limits.merge(self._read(found))
         if self._is_down:
             log.info("the limits of keys hold over all gateways again")
             self._is_down = False
