@@ -126,12 +126,12 @@ class Purse:
     def take(self, now_s: float, amount: float) -> float:
         """Take `amount` of a rate and return 0.0, or take nothing and return the seconds until it can be taken.
 
-        A full purse grants more than it holds, and is then overdrawn.
+        A full purse grants more than it holds, and a part of a limit less than one more. Both are then overdrawn.
         """
-        missing = min(amount, self.part) - self.owned(now_s)
+        owned, needed = self.owned(now_s), min(amount, self.part)
         self.demand.add(amount, now_s)
-        if missing > 0.0:
-            return min(missing * MINUTE_S / self.part, DAY_S)
+        if owned < needed and (self.share == 1.0 or amount - owned >= 1.0):
+            return min((needed - owned) * MINUTE_S / self.part, DAY_S)
         self.add(now_s, -amount)
         return 0.0
 
@@ -146,7 +146,6 @@ class KeyUsage:
     """A purse for each limit of a key: of the whole limit, until `FleetLimits` shares it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_asked = 0
         self.purses: dict[str, Purse] = {}
         self.share: float | None = None
         self.num_open = 0
@@ -191,7 +190,6 @@ class KeyUsage:
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
-        self.num_asked += 1
         now_s = self._clock()
         streams, day = self.purses.get("streams"), self.purses.get("day")
         if streams is not None:
@@ -235,7 +233,6 @@ class KeyUsage:
         self._spend("day", num_tokens)
 
     def _spend(self, name: str, num_tokens: int) -> None:
-        self.num_asked += 1
         if (purse := self.purses.get(name)) is not None:
             purse.demand.add(num_tokens, self._clock())
             purse.add(self._clock(), -num_tokens)
