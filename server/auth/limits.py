@@ -10,7 +10,7 @@ import ipaddress
 import math
 import time
 from collections.abc import Callable
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import msgspec
 from msgspec import Meta
@@ -24,11 +24,17 @@ MINUTE_S: Final = 60.0
 DAY_S: Final = 86_400
 MAX_LEVEL: Final = 1e15
 DEMAND_S: Final = 5.0
-MOVE_S: Final = 0.1
-"""After this time another gateway has given what it has left."""
 _ROUNDED: Final = 0.9
-"""Gateways without requests keep the rest of a stream."""
+"""Gateways without requests keep the rest of one."""
 _STREAMS_RETRY_S: Final = 1.0
+_MOVE_S: Final = 0.1
+_RATES: Final = ("requests", "tokens")
+_WORDS: Final = {
+    "requests": "use {} requests a minute",
+    "tokens": "use {} tokens a minute",
+    "streams": "have {} requests open at a time",
+    "day": "use {} tokens a day (UTC)",
+}
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
@@ -81,6 +87,7 @@ class Purse:
         """The amount in use that comes back: open requests."""
         self.demand = DecayedSum(DEMAND_S)
         self._away = 0.0
+        """The amount that was given and may still be taken."""
         self._owned = limit
         self._at_s = 0.0
 
@@ -100,28 +107,24 @@ class Purse:
     def left(self, now_s: float) -> float:
         return self.owned(now_s) - self.open
 
+    def own(self, now_s: float, amount: float) -> None:
+        self._owned, self._at_s = amount, now_s
+
     def add(self, now_s: float, amount: float) -> None:
         """Use an amount that is negative; take one from another gateway, a rate up to its part."""
         owned = self.owned(now_s)
         most = max(owned, self.part - self._away) if self.is_rate else math.inf
-        self._owned, self._at_s = min(owned + amount, most), now_s
-
-    def own(self, now_s: float, amount: float) -> None:
-        self._owned, self._at_s = amount, now_s
+        self.own(now_s, min(owned + amount, most))
 
     def keep_room(self, now_s: float, away: float) -> None:
-        """Refill only next to the amount that was given and may still be taken."""
-        if away != self._away:
-            self.add(now_s, 0.0)
-            self._away = away
+        self.own(now_s, self.owned(now_s))
+        self._away = away
 
     def resize(self, now_s: float, limit: float, share: float) -> None:
         """Have another share or limit. What was used stays used; a share moves nothing."""
-        owned = self.owned(now_s)
-        if limit != self.limit:
-            owned = min(owned, self.share * limit) if self.is_rate else owned + self.share * (limit - self.limit)
+        owned = self.owned(now_s) + (0.0 if self.is_rate else self.share * (limit - self.limit))
+        self.own(now_s, min(owned, self.share * limit) if limit < self.limit and self.is_rate else owned)
         self.limit, self.share = limit, share
-        self.own(now_s, owned)
 
     def take(self, now_s: float, amount: float) -> float:
         """Take `amount` of a rate and return 0.0, or take nothing and return the seconds until it can be taken.
@@ -146,17 +149,14 @@ class KeyUsage:
     """A purse for each limit of a key: of the whole limit, until `FleetLimits` shares it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_open = 0
         self.purses: dict[str, Purse] = {}
         self.share: float | None = None
-        self.num_open = 0
-        self._elsewhere: Callable[[str], float] = lambda name: 0.0
-        """Returns what the other gateways have left of a limit."""
-        self._limits = KeyEntry(digest="", tenant="")
+        self._elsewhere: Callable[[str, Purse], float] = lambda name, purse: 0.0
         self._clock = clock
 
     def apply(self, key: KeyEntry) -> None:
         """Apply the limits of a reloaded key file; usage stays counted."""
-        self._limits = key
         for name, limit in key.limits.items():
             if limit is None:
                 self.purses.pop(name, None)
@@ -166,23 +166,21 @@ class KeyUsage:
                 self._begin(name, limit)
 
     def _begin(self, name: str, limit: float) -> None:
-        purse = self.purses[name] = Purse(limit, is_rate=name in ("requests", "tokens"))
+        purse = self.purses[name] = Purse(limit, is_rate=name in _RATES)
         purse.open = self.num_open if name == "streams" else 0
-        self._hold(purse)
-
-    def _hold(self, purse: Purse) -> None:
-        """Reduce a purse of the whole limit to this gateway's share; what was used stays used."""
         if self.share is not None:
-            now_s = self._clock()
-            purse.own(now_s, purse.owned(now_s) - (1.0 - self.share) * purse.limit)
-            purse.resize(now_s, purse.limit, self.share)
+            self._hold(purse, 1.0, self.share)
+
+    def _hold(self, purse: Purse, was: float, share: float) -> None:
+        now_s = self._clock()
+        purse.own(now_s, purse.owned(now_s) - (was - share) * purse.limit)
+        purse.resize(now_s, purse.limit, share)
 
     def hold(self, share: float, elsewhere: Callable[[str, Purse], float]) -> None:
-        """Hold this share of each limit. `elsewhere` returns what others have left of one."""
-        self._elsewhere = lambda name: elsewhere(name, self.purses[name])
-        is_new, self.share = self.share is None, share
+        """Hold this share of each limit; what was used stays used. `elsewhere` returns what others have left of one."""
         for purse in self.purses.values():
-            self._hold(purse) if is_new else purse.resize(self._clock(), purse.limit, share)
+            self._hold(purse, share if self.share is not None else 1.0, share)
+        self.share, self._elsewhere = share, elsewhere
 
     def begin_day(self) -> None:
         if "day" in self.purses:
@@ -190,40 +188,38 @@ class KeyUsage:
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
-        now_s = self._clock()
-        streams, day = self.purses.get("streams"), self.purses.get("day")
-        if streams is not None:
-            streams.demand.add(1.0, now_s)
-            if streams.left(now_s) < _ROUNDED and self.num_open:  # at least one a gateway
-                message = f"This key may have {self._limits.max_streams} requests open at a time."
-                raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
-        if day is not None and day.left(now_s) <= 0.0:
-            day.demand.add(1.0, now_s)
-            message = f"This key may use {self._limits.tokens_per_day} tokens a day (UTC)."
-            is_moving = self._elsewhere("day") >= 1.0
-            raise OverloadedError(message, retry_after_s=MOVE_S if is_moving else DAY_S - time.time() % DAY_S)
+        least = _ROUNDED if self.num_open else -math.inf  # at least one a gateway
+        self._check("streams", least, _STREAMS_RETRY_S)
+        self._check("day", _ROUNDED, DAY_S - time.time() % DAY_S)
         self.take("requests", 1)
         self._open(1)
+
+    def _check(self, name: str, least: float, wait_s: float) -> None:
+        """Raises OverloadedError where less is left of a count."""
+        if (purse := self.purses.get(name)) is not None:
+            purse.demand.add(1.0, self._clock())
+            if purse.left(self._clock()) < least:
+                self._refuse(name, purse, wait_s)
+
+    def _refuse(self, name: str, purse: Purse, wait_s: float) -> NoReturn:
+        if self._elsewhere(name, purse) > 0.0:  # what the others have is on its way
+            wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * purse.share)
+        message = f"This key may {_WORDS[name].format(purse.limit)}; try again in {math.ceil(wait_s)} s."
+        headers = tuple(self.headers()) if name == "requests" else ()
+        raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
 
     def close(self) -> None:
         self._open(-1)
 
     def _open(self, number: int) -> None:
         self.num_open += number
-        if "streams" in self.purses:
-            self.purses["streams"].open = self.num_open
+        if (purse := self.purses.get("streams")) is not None:
+            purse.open = self.num_open
 
     def take(self, name: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
-        purse = self.purses.get(name)
-        if purse is not None and (wait_s := purse.take(self._clock(), amount)):
-            if self._elsewhere(name) > 0.0:  # what the others have is on its way
-                wait_s = max(MOVE_S, wait_s * purse.share)
-            message = (
-                f"This key may use {self._limits.limits[name]} {name} a minute; try again in {math.ceil(wait_s)} s."
-            )
-            headers = tuple(self.headers()) if name == "requests" else ()
-            raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
+        if (purse := self.purses.get(name)) is not None and (wait_s := purse.take(self._clock(), amount)):
+            self._refuse(name, purse, wait_s)
         if name == "tokens":
             self._spend("day", amount)
 
@@ -239,17 +235,16 @@ class KeyUsage:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
-        headers, now_s = [], self._clock()
-        for name in ("requests", "tokens"):
-            if (purse := self.purses.get(name)) is None:
-                continue
-            limit, left = purse.limit, purse.left(now_s) + self._elsewhere(name)
-            reset_s = max(0.0, limit - left) / limit * MINUTE_S
-            headers += [
-                (f"x-ratelimit-limit-{name}".encode(), b"%d" % limit),
-                (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(left))),
-                (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
-            ]
+        headers = []
+        for name in _RATES:
+            if (purse := self.purses.get(name)) is not None:
+                left = purse.left(self._clock()) + self._elsewhere(name, purse)
+                reset_s = max(0.0, purse.limit - left) / purse.limit * MINUTE_S
+                headers += [
+                    (f"x-ratelimit-limit-{name}".encode(), b"%d" % purse.limit),
+                    (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(left))),
+                    (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
+                ]
         return headers
 
 
