@@ -104,14 +104,15 @@ class Gateway:
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
-        self._keys = _open_keys(config, self.metrics)
+        limits = FleetLimits(gateway_id, config.limits_gateways)
+        self._keys = _open_keys(config, limits, self.metrics)
         self._index: RedisIndex | NoIndex = NoIndex()
         self._limits: SharedLimits | None = None
         if config.redis is not None:
             self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_events.inc)
 
         if self._keys is not None:
-            self._limits = _share_limits(config, self._keys, gateway_id, self.metrics)
+            self._limits = _share_limits(config, limits, gateway_id, self.metrics)
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient(gateway_token(secret), networks, tls)
@@ -285,10 +286,10 @@ class Gateway:
         self.drain()
 
 
-def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:
+def _open_keys(config: GatewayConfig, limits: FleetLimits, metrics: GatewayMetrics) -> KeyFile | None:
     """Raises ValueError."""
     if config.api_keys is not None:
-        keys = KeyFile(Path(config.api_keys), config.cluster_secret(), on_reload=metrics.key_reloads.inc)
+        keys = KeyFile(Path(config.api_keys), config.cluster_secret(), limits, on_reload=metrics.key_reloads.inc)
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
     ports = (config.host, config.port), (config.ops_host, config.ops_port)  # the ops port has the chat page's API
@@ -298,10 +299,11 @@ def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None
     return None
 
 
-def _share_limits(config: GatewayConfig, keys: KeyFile, gateway_id: GatewayId, metrics: GatewayMetrics) -> SharedLimits:
+def _share_limits(
+    config: GatewayConfig, limits: FleetLimits, gateway_id: GatewayId, metrics: GatewayMetrics
+) -> SharedLimits:
     """Raises ValueError."""
     count = metrics.limit_events.inc
-    limits = FleetLimits(gateway_id, lambda: keys.usages, time.monotonic, time.time, config.limits_gateways)
     metrics.limit_part.set_function(lambda: limits.part)
     records = None
     if config.redis is not None:

@@ -11,43 +11,55 @@ without the secret can delay, remove or repeat them only. Each rule below holds 
               its record proves that.
     places    a gateway that starts takes a place that no other holds, and begins with what the last holder left. In
               a new place it begins with 1/N, or with nothing and by gifts if N others are there.
-    the end   a gateway that stops gives away what the others can use. What one that was killed has left of rates
-              counts as used.
+    the end   a gateway that stops gives away what the others use. What one that was killed has left of rates counts
+              as used.
 
-So granted amounts are owned amounts: at most the limit, and one request for each gateway whose part is below one. An
-old record can only move less. Without Redis nothing moves, and each gateway has its share. A debt stays with its place.
-Gifts follow demand, so a key that is used through one gateway gets nearly all of its limit there.
+So granted amounts are owned amounts: at most the limit, and less than one request more for each gateway. An old record
+can only move less. Without Redis nothing moves, and each gateway has its share. A debt stays with its place. Gifts
+follow demand, so a key that is used through one gateway gets nearly all of its limit there.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 from cache.records import Count
-from server.auth.limits import MINUTE_S, KeyUsage, Purse, PurseUse
+from server.rates import DecayedSum
 
 FRESH_S: Final = 1.5
 """A gateway whose record has not advanced for this time is away."""
 HELD_S: Final = 0.5
 """For this time a gateway that starts leaves alone the place of a record that does not advance."""
 GONE_S: Final = 900.0
-"""Beyond N, a gateway that does not advance has a share for this time."""
+"""For this time a gateway beyond `--limits-gateways` that does not advance has a share."""
 GIFT_S: Final = 1.0
 """For this time another gateway may take what a gateway gives it."""
+MINUTE_S: Final = 60.0
 MAX_GATEWAYS: Final = 1024
+_DEMAND_S: Final = 5.0
 _IDLE_WEIGHT: Final = 0.0003
 """The demand of a gateway without requests, as a part of the limit."""
 _GIVEN: Final = 0.99
 """The part of a purse up to which others fill it: the rest is for its own refill."""
 _GRAIN: Final = 0.001
 """The least part of a limit that is given."""
+_Level = Annotated[float, Meta(ge=-1e15, le=1e15)]
+
+
+class PurseUse(Struct, frozen=True, array_like=True, gc=False):
+    """A purse as other gateways read it. One that is not listed is untouched."""
+
+    owned: _Level
+    open: _Level
+    demand: _Level
+    """The amount that was asked for lately, granted or not."""
 
 
 class Gift(Struct, frozen=True, array_like=True):
@@ -60,7 +72,7 @@ class Gift(Struct, frozen=True, array_like=True):
 
 
 class GatewayRecord(Struct, frozen=True, array_like=True):
-    """Everything that one gateway publishes. A purse's name is `KEY/LIMIT`."""
+    """Everything that one gateway publishes."""
 
     number: Count
     """Grows with each record of the gateway."""
@@ -74,6 +86,84 @@ class GatewayRecord(Struct, frozen=True, array_like=True):
     taken: dict[str, Count]
     """The number of the last gift of each gateway."""
     purses: dict[str, PurseUse]
+
+    def left(self, purse: Purse) -> float:
+        """Return what the gateway has left of a limit."""
+        use = self.purses.get(purse.name)
+        return self.share * purse.limit if use is None else use.owned - use.open
+
+
+class Purse:
+    """A gateway's part of one limit of a key. A rate refills up to its share of a minute's worth; a count does not."""
+
+    __slots__ = ("_at_s", "_away", "_owned", "demand", "is_rate", "limit", "name", "open", "share")
+
+    def __init__(self, name: str, limit: float, share: float) -> None:
+        """`name`: KEY/LIMIT."""
+        self.name = name
+        self.limit = limit
+        self.share = share
+        self.is_rate = name.endswith(("/requests", "/tokens"))
+        self.open = 0
+        """The amount in use that comes back: open requests."""
+        self.demand = DecayedSum(_DEMAND_S)
+        self._away = 0.0
+        """The amount that was given and may still be taken."""
+        self._owned = self.part
+        self._at_s = 0.0
+
+    @property
+    def part(self) -> float:
+        return self.share * self.limit
+
+    def owned(self, now_s: float) -> float:
+        """Return the amount that this gateway may grant, or has open; negative when overdrawn."""
+        if not self.is_rate:
+            return self._owned
+        most, refill = self.part - self._away, (now_s - self._at_s) * self.limit / MINUTE_S
+        if self._owned > most:  # runs off as the others' parts refill
+            return max(most, self._owned - refill * (1.0 - self.share))
+        return min(most, self._owned + refill * self.share)
+
+    def left(self, now_s: float) -> float:
+        return self.owned(now_s) - self.open
+
+    def own(self, now_s: float, amount: float) -> None:
+        self._owned, self._at_s = amount, now_s
+
+    def add(self, now_s: float, amount: float) -> None:
+        """Use an amount that is negative; take one from another gateway, a rate up to its part."""
+        owned = self.owned(now_s)
+        most = max(owned, self.part - self._away) if self.is_rate else math.inf
+        self.own(now_s, min(owned + amount, most))
+
+    def keep_room(self, now_s: float, away: float) -> None:
+        self.own(now_s, self.owned(now_s))
+        self._away = away
+
+    def resize(self, now_s: float, limit: float, share: float) -> None:
+        """Have another share or limit. What was used stays used; a share moves nothing."""
+        owned = self.owned(now_s) + (0.0 if self.is_rate else self.share * (limit - self.limit))
+        self.own(now_s, min(owned, self.share * limit) if limit < self.limit and self.is_rate else owned)
+        self.limit, self.share = limit, share
+
+    def take(self, now_s: float, amount: float) -> float:
+        """Take `amount` of a rate and return 0.0, or take nothing and return the seconds until it can be taken.
+
+        A full purse grants more than it holds, and a part of a limit less than one more. Both are then overdrawn.
+        """
+        owned, needed = self.owned(now_s), min(amount, self.part)
+        self.demand.add(amount, now_s)
+        if owned < needed and (self.share == 1.0 or amount - owned >= 1.0):
+            return (needed - owned) * MINUTE_S / self.part
+        self.add(now_s, -amount)
+        return 0.0
+
+    def use(self, now_s: float) -> PurseUse | None:
+        """Return what to publish; None if untouched."""
+        demand, owned = self.demand.at(now_s), self.owned(now_s)
+        is_untouched = owned == self.part and (self.is_rate or (demand < 1.0 and not self.open))
+        return None if is_untouched else PurseUse(owned, self.open, demand)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,18 +190,19 @@ class FleetLimits:
 
     def __init__(
         self,
-        name: str,
-        usages: Callable[[], Mapping[str, KeyUsage]],
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        min_gateways: int = 1,
+        name: str = "",
+        num_gateways: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """`usages` returns the keys with limits. `min_gateways`: N."""
+        """`num_gateways`: share as at least that many."""
+        self.purses: dict[str, Purse] = {}
+        """By name. Keys add and remove theirs."""
+        self.clock = clock
+        self.has_begun = False
         self._name = name
-        self._usages = usages
-        self._clock = clock
+        self._num_gateways = num_gateways
         self._wall = wall
-        self._min_gateways = min_gateways
         self._peers: dict[str, _Peer] = {}
         self._num_met = 1
         """The gateways that have not ended, with this one."""
@@ -120,12 +211,11 @@ class FleetLimits:
         self._number = 0
         self._place = -1
         self._day = ""
-        self.has_begun = False
         self._has_ended = False
 
     @property
     def share(self) -> float:
-        return 1.0 / max(self._num_met, self._min_gateways)
+        return 1.0 / max(self._num_met, self._num_gateways)
 
     @property
     def part(self) -> float:
@@ -135,34 +225,33 @@ class FleetLimits:
     @property
     def is_ready(self) -> bool:
         """Whether this gateway has begun, and was given its part if it began with nothing."""
-        has_part = self._place < self._min_gateways or any(peer.taken for peer in self._peers.values())
-        return self.has_begun and has_part
+        return self.has_begun and (not self._is_beyond or any(peer.taken for peer in self._peers.values()))
 
-    def _fresh(self, within_s: float = FRESH_S) -> dict[str, _Peer]:
-        since_s, peers = self._clock() - within_s, self._peers.items()
-        return {
-            name: peer
-            for name, peer in peers
-            if peer.has_advanced and peer.read_s >= since_s and not peer.record.is_last
-        }
+    @property
+    def _is_beyond(self) -> bool:
+        return self._place >= self._num_gateways
 
-    def _purses(self) -> dict[str, Purse]:
-        return {f"{key}/{name}": purse for key, usage in self._usages().items() for name, purse in usage.purses.items()}
+    def _fresh(self, within_s: float = FRESH_S) -> list[_Peer]:
+        since_s, peers = self.clock() - within_s, self._peers.values()
+        return [peer for peer in peers if peer.has_advanced and peer.read_s >= since_s and not peer.record.is_last]
+
+    def elsewhere(self, purse: Purse) -> float:
+        """Return what the others have left of a limit."""
+        return sum([peer.record.left(purse) for peer in self._fresh()])
 
     def record(self, day: str, *, is_last: bool = False) -> GatewayRecord:
         """Return the record to publish. After the last one all are last: `run` may still publish."""
+        now_s = self.clock()
         if day != self._day:
-            self._begin_day(day)
-        self._hold()
-        now_s, purses = self._clock(), self._purses()
+            self._begin_day(now_s, day)
         self._number += 1
         if self.has_begun and not self._has_ended:
             for peer in self._peers.values():
                 if peer.gift is not None and now_s > peer.gift_ends_s:
-                    self._move(purses, peer.gift, 0.0)
-            self._give(purses, is_last=is_last)
+                    self._move(peer.gift, 0.0)
+            self._give(now_s, is_last=is_last)
         self._has_ended |= is_last
-        used = {name: use for name, purse in purses.items() if (use := purse.use(now_s)) is not None}
+        owned = self.purses if self.has_begun else {}
         return GatewayRecord(
             self._number,
             self._has_ended,
@@ -172,33 +261,29 @@ class FleetLimits:
             self.share if self.has_begun else 0.0,
             {name: peer.gift for name, peer in self._peers.items() if peer.gift is not None},
             {name: peer.taken for name, peer in self._peers.items() if peer.taken},
-            used if self.has_begun else {},
+            {
+                name: use
+                for name, each in self.purses.items()
+                if self.has_begun and (use := each.use(now_s)) is not None
+            },
         )
 
-    def _begin_day(self, day: str) -> None:
+    def _begin_day(self, now_s: float, day: str) -> None:
         """Renew the budgets of a day, and forget the gateways that are not here."""
         fresh = self._fresh()
-        self._peers = {name: peer for name, peer in self._peers.items() if name in fresh or peer.gift is not None}
+        self._peers = {name: peer for name, peer in self._peers.items() if peer in fresh or peer.gift is not None}
         for peer in self._peers.values():
             if (gift := peer.gift) is not None:
                 amounts = {name: amount for name, amount in gift.amounts.items() if not name.endswith("/day")}
                 peer.gift = Gift(gift.number, gift.until_s, amounts)
-        for usage in self._usages().values() if self._day else ():
-            usage.begin_day()
+        for name, purse in self.purses.items() if self._day else ():
+            if name.endswith("/day"):
+                purse.own(now_s, purse.part)
         self._day = day
-
-    def _hold(self) -> None:
-        for key, usage in self._usages().items():
-            if self.has_begun and usage.share != self.share:
-                usage.hold(self.share, partial(self._elsewhere, key))
-
-    def _elsewhere(self, key: str, limit: str, purse: Purse) -> float:
-        """Return what the others have left of a limit."""
-        return sum(self._party(peer, f"{key}/{limit}", purse)[0] for peer in self._fresh().values())
 
     def merge(self, records: Mapping[str, GatewayRecord]) -> None:
         """Take the records of the day; until this gateway has begun, with its own."""
-        now_s, purses = self._clock(), self._purses()
+        now_s = self.clock()
         if self._has_ended:
             return
         for name, record in records.items():
@@ -209,10 +294,13 @@ class FleetLimits:
                 self._num_met -= record.is_last and peer.has_advanced
                 peer.record, peer.read_s, peer.has_advanced = record, now_s, True
                 if self.has_begun:
-                    self._settle(peer, purses)
+                    self._settle(peer)
         num_here = 1 + len(self._fresh())
         if num_here >= self._num_met or now_s - self._met_s > GONE_S:
             self._num_met, self._met_s = num_here, now_s
+        for purse in self.purses.values():
+            if purse.share != self.share:
+                purse.resize(now_s, purse.limit, self.share)
         if not self.has_begun:
             self._find_place(now_s, records.get(self._name))
 
@@ -220,10 +308,10 @@ class FleetLimits:
         """Choose a place, and begin once it is published and no other gateway has published the same."""
         holders = [peer for peer in self._peers.values() if peer.may_hold(now_s)]
         held = {peer.record.place for peer in holders}
-        beyond = next(place for place in range(self._min_gateways, 2 * MAX_GATEWAYS) if place not in held)
-        free = [place for place in range(self._min_gateways) if place not in held] or [beyond]
+        beyond = next(place for place in range(self._num_gateways, 2 * MAX_GATEWAYS) if place not in held)
+        free = [place for place in range(self._num_gateways) if place not in held] or [beyond]
         if self._place in free:
-            is_certain = self._place < self._min_gateways or all(peer.has_advanced for peer in holders)
+            is_certain = not self._is_beyond or all(peer.has_advanced for peer in holders)
             if own is not None and own.place == self._place and is_certain:
                 self.begin()
         elif self._place not in held or random.random() < 0.5:  # of two that chose the same, one shall move
@@ -234,69 +322,63 @@ class FleetLimits:
         """Begin to grant, in the chosen place or a new one."""
         if self.has_begun:
             return
-        now_s, wall_s, self.has_begun = self._clock(), self._wall(), True
+        now_s, wall_s, self.has_begun = self.clock(), self._wall(), True
         here = [peer for peer in self._peers.values() if peer.record.place == self._place and peer.record.share]
         ended = [peer.record for peer in here if not peer.may_hold(now_s)]
         last = max(ended, key=lambda record: record.wall_s, default=None)
-        is_beyond = self._place >= self._min_gateways
-        self._hold()
-        for name, purse in self._purses().items():
-            left = 0.0 if is_beyond else purse.part
+        for name, purse in self.purses.items():
+            left = 0.0 if self._is_beyond else purse.part
             if last is not None:
                 part = last.share * purse.limit
                 left = last.purses[name].owned if name in last.purses else part
                 if purse.is_rate:  # what was left at a kill is unknown
                     refill = max(0.0, wall_s - last.wall_s - GIFT_S) * part / MINUTE_S
                     left = min(part, (left if last.is_last else min(left, 0.0)) + refill)
-            purse.own(now_s, min(left, 0.0) if is_beyond and purse.is_rate else left)
+            purse.own(now_s, min(left, 0.0) if self._is_beyond and purse.is_rate else left)
 
-    def _settle(self, peer: _Peer, purses: Mapping[str, Purse]) -> None:
+    def _settle(self, peer: _Peer) -> None:
         """Take the gift in a new record, and what it proves that its owner has not taken."""
         record, gift, found = peer.record, peer.gift, peer.record.gifts.get(self._name)
-        if found is not None and found.number > peer.taken and found.until_s > self._clock():
+        if found is not None and found.number > peer.taken and found.until_s > self.clock():
             peer.taken = found.number
-            self._move(purses, found, 1.0)
+            self._move(found, 1.0)
         if gift is not None:
             is_taken = record.taken.get(self._name, 0) >= gift.number
             if is_taken or record.is_last or record.clock_s > gift.until_s:
                 peer.gift = None
-                self._move(purses, gift, 0.0 if is_taken else 1.0)
+                self._move(gift, 0.0 if is_taken else 1.0)
 
-    def _move(self, purses: Mapping[str, Purse], gift: Gift, times: float) -> None:
+    def _move(self, gift: Gift, times: float) -> None:
         """Add the amounts of a gift to the purses, and keep the room of those that may still be taken."""
-        now_s, peers = self._clock(), self._peers.values()
+        now_s, peers = self.clock(), self._peers.values()
         away = [peer.gift.amounts for peer in peers if peer.gift is not None and now_s <= peer.gift_ends_s]
         for name, amount in gift.amounts.items():
-            if (purse := purses.get(name)) is not None:
+            if (purse := self.purses.get(name)) is not None:
                 purse.keep_room(now_s, sum([amounts.get(name, 0.0) for amounts in away]))
                 purse.add(now_s, times * amount)
 
-    def _party(self, peer: _Peer, name: str, purse: Purse) -> tuple[float, float, float]:
-        """Return what a peer has left, its weight, and the most that it may hold."""
-        use, part = peer.record.purses.get(name), peer.record.share * purse.limit
-        left, demand = (part, 0.0) if use is None else (use.owned - use.open, use.demand)
-        return left, demand + (_IDLE_WEIGHT * purse.limit if part else 0.0), _GIVEN * part if purse.is_rate else math.inf
-
-    def _give(self, purses: Mapping[str, Purse], *, is_last: bool) -> None:
-        """Give to the others what is theirs by demand, one gift each at a time; in the last record all that they use."""
-        now_s, fresh = self._clock(), self._fresh(GIFT_S / 2).values()
-        amounts: list[dict[str, float]] = [{} for _ in fresh]
-        for name in purses if is_last else {name for peer in fresh for name in peer.record.purses}:
-            if (purse := purses.get(name)) is None:
+    def _give(self, now_s: float, *, is_last: bool) -> None:
+        """Give to each of the others what is theirs by demand; in the last record, all that they use."""
+        records = [(peer, peer.record) for peer in self._fresh(GIFT_S / 2) if peer.record.share]
+        amounts: list[dict[str, float]] = [{} for _ in records]
+        for name in self.purses if is_last else {name for _, record in records for name in record.purses}:
+            if (purse := self.purses.get(name)) is None:
                 continue
-            left, weight = purse.left(now_s), 0.0 if is_last else purse.demand.at(now_s) + _IDLE_WEIGHT * purse.limit
-            parties = [self._party(peer, name, purse) for peer in fresh]
-            total, weights = left + sum([each[0] for each in parties]), weight + sum([each[1] for each in parties])
-            if weights <= 0.0 or total <= 0.0:
-                continue
-            lacks = [min(most, total * weight / weights) - held for held, weight, most in parties]
-            mine = left - total * weight / weights
+            idle = _IDLE_WEIGHT * purse.limit
+            weight = 0.0 if is_last else idle + purse.demand.at(now_s)
+            uses = [record.purses.get(name) for _, record in records]
+            weights = [idle if use is None else idle + use.demand for use in uses]
+            left, lefts = purse.left(now_s), [record.left(purse) for _, record in records]
+            level = (left + sum(lefts)) / (weight + sum(weights)) if weights else 0.0
+            most = [_GIVEN * record.share * purse.limit if purse.is_rate else math.inf for _, record in records]
+            lacks = [min(*each) - held for *each, held in zip(most, [level * w for w in weights], lefts, strict=True)]
+            mine = left - level * weight
             spare = mine + sum([-lack for lack in lacks if lack < 0.0])
             for each, lack in zip(amounts, lacks, strict=True):
-                if mine > 0.0 and lack >= _GRAIN * purse.limit:
+                if level > 0.0 and mine > 0.0 and lack >= _GRAIN * purse.limit:
                     each[name] = lack * min(1.0, mine / spare)
-        for peer, given in zip(fresh, amounts, strict=True):
+        for (peer, record), given in zip(records, amounts, strict=True):
             if peer.gift is None and given:
-                peer.gift = Gift(self._number, peer.record.clock_s + GIFT_S, given)
+                peer.gift = Gift(self._number, record.clock_s + GIFT_S, given)
                 peer.gift_ends_s = now_s + 1.01 * GIFT_S
-                self._move(purses, peer.gift, -1.0)
+                self._move(peer.gift, -1.0)

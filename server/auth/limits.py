@@ -16,19 +16,16 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
+from server.auth.fleet_limits import MINUTE_S, FleetLimits, Purse
 from server.errors import OverloadedError
-from server.rates import DecayedSum, TokenBucket
+from server.rates import TokenBucket
 
 MAX_SOURCES: Final = 10_000
-MINUTE_S: Final = 60.0
-DAY_S: Final = 86_400
-MAX_LEVEL: Final = 1e15
-DEMAND_S: Final = 5.0
+_DAY_S: Final = 86_400
 _ROUNDED: Final = 0.9
 """Gateways without requests keep the rest of one."""
 _STREAMS_RETRY_S: Final = 1.0
 _MOVE_S: Final = 0.1
-_RATES: Final = ("requests", "tokens")
 _WORDS: Final = {
     "requests": "use {} requests a minute",
     "tokens": "use {} tokens a minute",
@@ -38,7 +35,6 @@ _WORDS: Final = {
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
-_Level = Annotated[float, Meta(ge=-MAX_LEVEL, le=MAX_LEVEL)]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,162 +61,65 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         }
 
 
-class PurseUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A purse as other gateways read it. One that is not listed is untouched."""
-
-    owned: _Level
-    open: _Level
-    demand: _Level
-    """The amount that was asked for lately, granted or not."""
-
-
-class Purse:
-    """A gateway's part of one limit of a key. A rate refills up to its share of a minute's worth; a count does not."""
-
-    __slots__ = ("_at_s", "_away", "_owned", "demand", "is_rate", "limit", "open", "share")
-
-    def __init__(self, limit: float, *, is_rate: bool) -> None:
-        self.limit = limit
-        self.is_rate = is_rate
-        self.share = 1.0
-        self.open = 0
-        """The amount in use that comes back: open requests."""
-        self.demand = DecayedSum(DEMAND_S)
-        self._away = 0.0
-        """The amount that was given and may still be taken."""
-        self._owned = limit
-        self._at_s = 0.0
-
-    @property
-    def part(self) -> float:
-        return self.share * self.limit
-
-    def owned(self, now_s: float) -> float:
-        """Return the amount that this gateway may grant, or has open; negative when overdrawn."""
-        if not self.is_rate:
-            return self._owned
-        most, refill = self.part - self._away, (now_s - self._at_s) * self.limit / MINUTE_S
-        if self._owned > most:  # runs off as the others' parts refill
-            return max(most, self._owned - refill * (1.0 - self.share))
-        return min(most, self._owned + refill * self.share)
-
-    def left(self, now_s: float) -> float:
-        return self.owned(now_s) - self.open
-
-    def own(self, now_s: float, amount: float) -> None:
-        self._owned, self._at_s = amount, now_s
-
-    def add(self, now_s: float, amount: float) -> None:
-        """Use an amount that is negative; take one from another gateway, a rate up to its part."""
-        owned = self.owned(now_s)
-        most = max(owned, self.part - self._away) if self.is_rate else math.inf
-        self.own(now_s, min(owned + amount, most))
-
-    def keep_room(self, now_s: float, away: float) -> None:
-        self.own(now_s, self.owned(now_s))
-        self._away = away
-
-    def resize(self, now_s: float, limit: float, share: float) -> None:
-        """Have another share or limit. What was used stays used; a share moves nothing."""
-        owned = self.owned(now_s) + (0.0 if self.is_rate else self.share * (limit - self.limit))
-        self.own(now_s, min(owned, self.share * limit) if limit < self.limit and self.is_rate else owned)
-        self.limit, self.share = limit, share
-
-    def take(self, now_s: float, amount: float) -> float:
-        """Take `amount` of a rate and return 0.0, or take nothing and return the seconds until it can be taken.
-
-        A full purse grants more than it holds, and a part of a limit less than one more. Both are then overdrawn.
-        """
-        owned, needed = self.owned(now_s), min(amount, self.part)
-        self.demand.add(amount, now_s)
-        if owned < needed and (self.share == 1.0 or amount - owned >= 1.0):
-            return min((needed - owned) * MINUTE_S / self.part, DAY_S)
-        self.add(now_s, -amount)
-        return 0.0
-
-    def use(self, now_s: float) -> PurseUse | None:
-        """Return what to publish; None if untouched."""
-        demand, owned = self.demand.at(now_s), self.owned(now_s)
-        is_untouched = owned == self.part and (self.is_rate or (demand < 1.0 and not self.open))
-        return None if is_untouched else PurseUse(owned, self.open, demand)
-
-
 class KeyUsage:
-    """A purse for each limit of a key: of the whole limit, until `FleetLimits` shares it."""
+    """A purse for each limit of a key."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: FleetLimits | None = None, name: str = "") -> None:
+        """`fleet`: None if this gateway is the only one."""
         self.num_open = 0
-        self.purses: dict[str, Purse] = {}
-        self.share: float | None = None
-        self._elsewhere: Callable[[str, Purse], float] = lambda name, purse: 0.0
-        self._clock = clock
+        self._fleet = fleet or FleetLimits()
+        self._name = name
+        self._purses: dict[str, Purse] = {}
 
-    def apply(self, key: KeyEntry) -> None:
-        """Apply the limits of a reloaded key file; usage stays counted."""
-        for name, limit in key.limits.items():
-            if limit is None:
-                self.purses.pop(name, None)
-            elif name in self.purses:
-                self.purses[name].resize(self._clock(), limit, self.purses[name].share)
-            else:
-                self._begin(name, limit)
-
-    def _begin(self, name: str, limit: float) -> None:
-        purse = self.purses[name] = Purse(limit, is_rate=name in _RATES)
-        purse.open = self.num_open if name == "streams" else 0
-        if self.share is not None:
-            self._hold(purse, 1.0, self.share)
-
-    def _hold(self, purse: Purse, was: float, share: float) -> None:
-        now_s = self._clock()
-        purse.own(now_s, purse.owned(now_s) - (was - share) * purse.limit)
-        purse.resize(now_s, purse.limit, share)
-
-    def hold(self, share: float, elsewhere: Callable[[str, Purse], float]) -> None:
-        """Hold this share of each limit; what was used stays used. `elsewhere` returns what others have left of one."""
-        for purse in self.purses.values():
-            self._hold(purse, share if self.share is not None else 1.0, share)
-        self.share, self._elsewhere = share, elsewhere
-
-    def begin_day(self) -> None:
-        if "day" in self.purses:
-            self._begin("day", self.purses["day"].limit)
+    def apply(self, key: KeyEntry | None) -> None:
+        """Apply the limits of a reloaded key file, or of none: usage stays counted."""
+        for kind in _WORDS:
+            limit = None if key is None else key.limits[kind]
+            purse = self._purses.get(kind)
+            if limit is not None and purse is not None:
+                purse.resize(self._fleet.clock(), limit, purse.share)
+            elif limit is not None:
+                self._purses[kind] = purse = Purse(f"{self._name}/{kind}", limit, self._fleet.share)
+                purse.open = self.num_open if kind == "streams" else 0
+                self._fleet.purses[purse.name] = purse
+            elif purse is not None:
+                del self._purses[kind], self._fleet.purses[purse.name]
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
         least = _ROUNDED if self.num_open else -math.inf  # at least one a gateway
         self._check("streams", least, _STREAMS_RETRY_S)
-        self._check("day", _ROUNDED, DAY_S - time.time() % DAY_S)
+        self._check("day", _ROUNDED, _DAY_S - time.time() % _DAY_S)
         self.take("requests", 1)
         self._open(1)
-
-    def _check(self, name: str, least: float, wait_s: float) -> None:
-        """Raises OverloadedError where less is left of a count."""
-        if (purse := self.purses.get(name)) is not None:
-            purse.demand.add(1.0, self._clock())
-            if purse.left(self._clock()) < least:
-                self._refuse(name, purse, wait_s)
-
-    def _refuse(self, name: str, purse: Purse, wait_s: float) -> NoReturn:
-        if self._elsewhere(name, purse) > 0.0:  # what the others have is on its way
-            wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * purse.share)
-        message = f"This key may {_WORDS[name].format(purse.limit)}; try again in {math.ceil(wait_s)} s."
-        headers = tuple(self.headers()) if name == "requests" else ()
-        raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
 
     def close(self) -> None:
         self._open(-1)
 
     def _open(self, number: int) -> None:
         self.num_open += number
-        if (purse := self.purses.get("streams")) is not None:
+        if (purse := self._purses.get("streams")) is not None:
             purse.open = self.num_open
 
-    def take(self, name: str, amount: int) -> None:
+    def _check(self, kind: str, least: float, wait_s: float) -> None:
+        """Raises OverloadedError where less is left of a count."""
+        if (purse := self._purses.get(kind)) is not None:
+            purse.demand.add(1.0, self._fleet.clock())
+            if purse.left(self._fleet.clock()) < least:
+                self._refuse(kind, purse, wait_s)
+
+    def _refuse(self, kind: str, purse: Purse, wait_s: float) -> NoReturn:
+        if self._fleet.elsewhere(purse) > 0.0:  # it is on its way
+            wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * purse.share)
+        message = f"This key may {_WORDS[kind].format(purse.limit)}; try again in {math.ceil(wait_s)} s."
+        headers = tuple(self.headers()) if kind == "requests" else ()
+        raise OverloadedError(message, retry_after_s=min(wait_s, _DAY_S), headers=headers)
+
+    def take(self, kind: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
-        if (purse := self.purses.get(name)) is not None and (wait_s := purse.take(self._clock(), amount)):
-            self._refuse(name, purse, wait_s)
-        if name == "tokens":
+        if (purse := self._purses.get(kind)) is not None and (wait_s := purse.take(self._fleet.clock(), amount)):
+            self._refuse(kind, purse, wait_s)
+        if kind == "tokens":
             self._spend("day", amount)
 
     def add_tokens(self, num_tokens: int) -> None:
@@ -228,22 +127,22 @@ class KeyUsage:
         self._spend("tokens", num_tokens)
         self._spend("day", num_tokens)
 
-    def _spend(self, name: str, num_tokens: int) -> None:
-        if (purse := self.purses.get(name)) is not None:
-            purse.demand.add(num_tokens, self._clock())
-            purse.add(self._clock(), -num_tokens)
+    def _spend(self, kind: str, num_tokens: int) -> None:
+        if (purse := self._purses.get(kind)) is not None:
+            purse.demand.add(num_tokens, self._fleet.clock())
+            purse.add(self._fleet.clock(), -num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
         headers = []
-        for name in _RATES:
-            if (purse := self.purses.get(name)) is not None:
-                left = purse.left(self._clock()) + self._elsewhere(name, purse)
+        for kind in ("requests", "tokens"):
+            if (purse := self._purses.get(kind)) is not None:
+                left = purse.left(self._fleet.clock()) + self._fleet.elsewhere(purse)
                 reset_s = max(0.0, purse.limit - left) / purse.limit * MINUTE_S
                 headers += [
-                    (f"x-ratelimit-limit-{name}".encode(), b"%d" % purse.limit),
-                    (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(left))),
-                    (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
+                    (f"x-ratelimit-limit-{kind}".encode(), b"%d" % purse.limit),
+                    (f"x-ratelimit-remaining-{kind}".encode(), b"%d" % max(0, math.floor(left))),
+                    (f"x-ratelimit-reset-{kind}".encode(), duration_text(reset_s).encode()),
                 ]
         return headers
 

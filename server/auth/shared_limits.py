@@ -48,7 +48,8 @@ class SharedLimits:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(max(PERIOD_S, await self.exchange() / MAX_LOAD))
+            spent_s = await self.exchange()
+            await asyncio.sleep(max(PERIOD_S, spent_s / MAX_LOAD))
 
     async def join(self) -> None:
         """Get a part of the limits before the first request, or go on without Redis."""
@@ -86,7 +87,7 @@ class SharedLimits:
         if self.limits.has_begun:
             found.pop(self._name, None)
         decoded = {}
-        for name, data in found.items():
+        for data in found.values():
             try:
                 decoded[data] = self._decoded.get(data) or _decode(data)
             except msgspec.MsgspecError:

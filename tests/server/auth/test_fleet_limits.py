@@ -43,10 +43,10 @@ class Fleet:
         self.settle()
 
     def start(self, name: str) -> None:
-        usages = {key: KeyUsage(clock=lambda: self.now_s) for key in self.entries}
+        limits = FleetLimits(name, self.min_gateways, lambda: self.now_s, lambda: self.now_s)
+        usages = {key: KeyUsage(limits, key) for key in self.entries}
         for key, usage in usages.items():
             usage.apply(self.entries[key])
-        limits = FleetLimits(name, lambda: usages, lambda: self.now_s, lambda: self.now_s, self.min_gateways)
         until_s = self.now_s + JOIN_S
         self.gateways[name] = (limits, usages)
         while not limits.is_ready and self.now_s < until_s:
