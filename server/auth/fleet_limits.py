@@ -261,11 +261,7 @@ class FleetLimits:
             self.share if self.has_begun else 0.0,
             {name: peer.gift for name, peer in self._peers.items() if peer.gift is not None},
             {name: peer.taken for name, peer in self._peers.items() if peer.taken},
-            {
-                name: use
-                for name, each in self.purses.items()
-                if self.has_begun and (use := each.use(now_s)) is not None
-            },
+            {name: use for name, purse in owned.items() if (use := purse.use(now_s)) is not None},
         )
 
     def _begin_day(self, now_s: float, day: str) -> None:

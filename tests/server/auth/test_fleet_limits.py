@@ -38,22 +38,25 @@ class Fleet:
     def __post_init__(self) -> None:
         self.gateways: dict[str, tuple[FleetLimits, dict[str, KeyUsage]]] = {}
         self._next_s: dict[str, float] = {}
-        for number in range(self.num_gateways):
-            self.start(f"g{number}")
+        self.start(*[f"g{number}" for number in range(self.num_gateways)])
         self.settle()
 
-    def start(self, name: str) -> None:
-        limits = FleetLimits(name, self.min_gateways, lambda: self.now_s, lambda: self.now_s)
-        usages = {key: KeyUsage(limits, key) for key in self.entries}
-        for key, usage in usages.items():
-            usage.apply(self.entries[key])
+    def start(self, *names: str) -> None:
+        """Start gateways at the same time."""
+        for name in names:
+            limits = FleetLimits(name, self.min_gateways, lambda: self.now_s, lambda: self.now_s)
+            usages = {key: KeyUsage(limits, key) for key in self.entries}
+            for key, usage in usages.items():
+                usage.apply(self.entries[key])
+            self.gateways[name] = (limits, usages)
         until_s = self.now_s + JOIN_S
-        self.gateways[name] = (limits, usages)
-        while not limits.is_ready and self.now_s < until_s:
-            self.exchange(name)
+        while self.now_s < until_s and any(not self.gateways[name][0].is_ready for name in names):
+            for name in names:
+                self.exchange(name)
             self.advance(self.now_s + PERIOD_S / 2)
-        limits.begin()
-        self._next_s[name] = self.now_s
+        for name in names:
+            self.gateways[name][0].begin()
+            self._next_s[name] = self.now_s
 
     def stop(self, name: str) -> None:
         self.exchange(name, is_last=True)
@@ -233,14 +236,40 @@ class Episode:
             if action < 0.5 and not self.is_sound:
                 self.attacker.choose()
             elif action < 0.6 and self.fleet.gateways:
-                self.show()
-                name = self.rng.choice(list(self.fleet.gateways))
-                self.fleet.kill(name) if self.rng.random() < 0.5 else self.fleet.stop(name)
-                self.hide()
+                self.end(self.rng.choice(list(self.fleet.gateways)))
             elif action < 0.75 and len(self.fleet.gateways) < self.most:
                 self.start()
             self.use()
+        for _ in range(3):
+            for name in self.rng.sample(list(self.fleet.gateways), len(self.fleet.gateways)):
+                self.drain(name)
+            self.fleet.advance(self.fleet.now_s + self.rng.choice((0.05, 0.5, 2.0)))
         self.check()
+
+    def end(self, name: str) -> None:
+        self.show()
+        if self.rng.random() < 0.5:
+            self.fleet.stop(name)
+        else:
+            self.ask(name, self.rng.choice((0, self.limit)))  # nobody will read of these
+            self.fleet.kill(name)
+        self.hide()
+
+    def ask(self, name: str, number: int) -> None:
+        for _ in range(number):
+            if not self.fleet.ask(name, "k"):
+                break
+            self.times.append(self.fleet.now_s)
+
+    def drain(self, name: str) -> None:
+        """Use all that a gateway grants."""
+        self.ask(name, 10 * self.limit)
+        while self.fleet.ask(name, "d", 10):
+            self.num_tokens += 10
+        with contextlib.suppress(OverloadedError):
+            while True:
+                self.fleet.gateways[name][1]["s"].admit()
+        self.check_streams()
 
     def show(self) -> None:
         if self.is_shown:
@@ -254,10 +283,12 @@ class Episode:
 
     def start(self) -> None:
         self.show()
-        self.started.append(f"h{len(self.started)}")
+        room = self.most - len(self.fleet.gateways)
+        names = [f"h{len(self.started) + number}" for number in range(self.rng.randint(1, room))]
+        self.started += names
         if not self.is_shown:
-            self.hidden_starts.append(self.fleet.now_s)
-        self.fleet.start(self.started[-1])
+            self.hidden_starts += [self.fleet.now_s] * len(names)
+        self.fleet.start(*names)
         self.hide()
 
     def use(self) -> None:
@@ -267,9 +298,7 @@ class Episode:
         for index in range(number if names else 0):
             fleet.advance(begun_s + seconds * index / number)
             name = rng.choices(names, weights)[0]
-            for _ in range(rng.choice((1, 1, 3, 20))):
-                if fleet.ask(name, "k"):
-                    self.times.append(fleet.now_s)
+            self.ask(name, rng.choice((1, 1, 3, 20)))
             self.num_tokens += 10 * fleet.ask(name, "d", 10)
             usage = fleet.gateways[name][1]["s"]
             if rng.random() < 0.7:
@@ -277,10 +306,15 @@ class Episode:
                     usage.admit()
             elif usage.num_open:
                 usage.close()
-            num_open = sum(usages["s"].num_open for _, usages in fleet.gateways.values())
-            times = 1 + len(self.hidden_starts)
-            assert num_open <= times * self.streams + len(names), ("streams", self.seed)
+            self.check_streams()
+        if rng.random() < 0.2:
+            self.drain(rng.choice(names)) if names else None
         fleet.advance(begun_s + seconds)
+
+    def check_streams(self) -> None:
+        num_open = sum(usages["s"].num_open for _, usages in self.fleet.gateways.values())
+        times = 1 + len(self.hidden_starts)
+        assert num_open <= times * self.streams + len(self.fleet.gateways), ("streams", self.seed)
 
     def check(self) -> None:
         """No window has more than the limit, what refills in it, and one request a gateway.
