@@ -322,15 +322,16 @@ class FleetLimits:
         here = [peer for peer in self._peers.values() if peer.record.place == self._place and peer.record.share]
         ended = [peer.record for peer in here if not peer.may_hold(now_s)]
         last = max(ended, key=lambda record: record.wall_s, default=None)
+        has_room = sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
         for name, purse in self.purses.items():
-            left = 0.0 if self._is_beyond else purse.part
+            left = purse.part if has_room and not self._is_beyond else 0.0
             if last is not None:
                 part = last.share * purse.limit
                 left = last.purses[name].owned if name in last.purses else part
                 if purse.is_rate:  # what was left at a kill is unknown
                     refill = max(0.0, wall_s - last.wall_s - GIFT_S) * part / MINUTE_S
                     left = min(part, (left if last.is_last else min(left, 0.0)) + refill)
-            purse.own(now_s, min(left, 0.0) if self._is_beyond and purse.is_rate else left)
+            purse.own(now_s, left if has_room or not purse.is_rate else min(left, 0.0))
 
     def _settle(self, peer: _Peer) -> None:
         """Take the gift in a new record, and what it proves that its owner has not taken."""
