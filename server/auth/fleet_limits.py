@@ -36,7 +36,7 @@ from server.rates import DecayedSum
 FRESH_S: Final = 1.5
 """A gateway whose record has not advanced for this time is away."""
 HELD_S: Final = 0.5
-"""For this time a gateway that starts leaves alone the place of a record that does not advance."""
+"""For this time a gateway that starts does not take the place of a record that does not advance."""
 GONE_S: Final = 900.0
 """For this time a gateway beyond `--limits-gateways` that does not advance has a share."""
 GIFT_S: Final = 1.0
@@ -224,7 +224,7 @@ class FleetLimits:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this gateway has begun, and was given its part if it began with nothing."""
+        """True once this gateway has begun, and was given its part if it began with nothing."""
         return self.has_begun and (not self._is_beyond or any(peer.taken for peer in self._peers.values()))
 
     @property
@@ -310,7 +310,7 @@ class FleetLimits:
             is_certain = not self._is_beyond or all(peer.has_advanced for peer in holders)
             if own is not None and own.place == self._place and is_certain:
                 self.begin()
-        elif self._place not in held or random.random() < 0.5:  # of two that chose the same, one shall move
+        elif self._place not in held or random.random() < 0.5:  # of two that chose the same, one must move
             ended_s = {peer.record.place: peer.record.wall_s for peer in self._peers.values()}
             self._place = max(free, key=lambda place: (ended_s.get(place, 0.0), random.random()))
 

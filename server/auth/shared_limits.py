@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 DEADLINE_S: Final = 0.025
 MAX_LATE: Final = 20
-"""Exchanges in a row without an answer, after which the log says so."""
+"""Exchanges in a row without an answer, after which the log has a line."""
 PERIOD_S: Final = 0.04
 JOIN_S: Final = 1.0
 """The longest time that a gateway waits for its part of the limits."""
