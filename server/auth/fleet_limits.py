@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -50,6 +51,7 @@ _GIVEN: Final = 0.99
 """The part of a purse up to which others fill it: the rest is for its own refill."""
 _GRAIN: Final = 0.001
 """The least part of a limit that is given."""
+Clock = Callable[[], float]
 _Level = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
@@ -170,6 +172,7 @@ class Purse:
 class _Peer:
     """Another gateway."""
 
+    name: str
     record: GatewayRecord
     read_s: float
     """When its record was first read, or last advanced."""
@@ -189,11 +192,7 @@ class FleetLimits:
     """This gateway's part of all limits. Owned by the event loop."""
 
     def __init__(
-        self,
-        name: str = "",
-        num_gateways: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        self, name: str = "", num_gateways: int = 1, clock: Clock = time.monotonic, wall: Clock = time.time
     ) -> None:
         """`num_gateways`: share as at least that many."""
         self.purses: dict[str, Purse] = {}
@@ -285,7 +284,7 @@ class FleetLimits:
         for name, record in records.items():
             peer = self._peers.get(name)
             if peer is None and name != self._name and len(self._peers) < MAX_GATEWAYS:
-                self._peers[name] = _Peer(record, now_s)
+                self._peers[name] = _Peer(name, record, now_s)
             elif peer is not None and record.number > peer.record.number:
                 self._num_met -= record.is_last and peer.has_advanced
                 peer.record, peer.read_s, peer.has_advanced = record, now_s, True
@@ -324,7 +323,7 @@ class FleetLimits:
         last = max(ended, key=lambda record: record.wall_s, default=None)
         has_room = sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
         for name, purse in self.purses.items():
-            left = purse.part if has_room and not self._is_beyond else 0.0
+            left = purse.limit / self._num_gateways if has_room and not self._is_beyond else 0.0
             if last is not None:
                 part = last.share * purse.limit
                 left = last.purses[name].owned if name in last.purses else part
@@ -354,10 +353,22 @@ class FleetLimits:
                 purse.keep_room(now_s, sum([amounts.get(name, 0.0) for amounts in away]))
                 purse.add(now_s, times * amount)
 
+    def _arriving(self) -> Counter[tuple[str, str]]:
+        """Return the amounts that are given and not yet taken, by gateway and purse."""
+        arriving: Counter[tuple[str, str]] = Counter()
+        for peer in self._fresh():
+            gifts = [] if peer.gift is None else [(peer.name, peer.gift)]
+            for taker, gift in [*gifts, *peer.record.gifts.items()]:
+                known = self._peers.get(taker)
+                if known is not None and (gift is peer.gift or known.record.taken.get(peer.name, 0) < gift.number):
+                    arriving.update({(taker, name): amount for name, amount in gift.amounts.items()})
+        return arriving
+
     def _give(self, now_s: float, *, is_last: bool) -> None:
         """Give to each of the others what is theirs by demand; in the last record, all that they use."""
         records = [(peer, peer.record) for peer in self._fresh(GIFT_S / 2) if peer.record.share]
         amounts: list[dict[str, float]] = [{} for _ in records]
+        arriving = self._arriving()
         for name in self.purses if is_last else {name for _, record in records for name in record.purses}:
             if (purse := self.purses.get(name)) is None:
                 continue
@@ -365,7 +376,10 @@ class FleetLimits:
             weight = 0.0 if is_last else idle + purse.demand.at(now_s)
             uses = [record.purses.get(name) for _, record in records]
             weights = [idle if use is None else idle + use.demand for use in uses]
-            left, lefts = purse.left(now_s), [record.left(purse) for _, record in records]
+            left, lefts = (
+                purse.left(now_s),
+                [record.left(purse) + arriving[peer.name, name] for peer, record in records],
+            )
             level = (left + sum(lefts)) / (weight + sum(weights)) if weights else 0.0
             most = [_GIVEN * record.share * purse.limit if purse.is_rate else math.inf for _, record in records]
             lacks = [min(*each) - held for *each, held in zip(most, [level * w for w in weights], lefts, strict=True)]

@@ -174,11 +174,9 @@ class KeyFile(WatchedFiles):
             digest = entry.digest.removeprefix(DIGEST_PREFIX)
             usage = usages.pop(digest, None) or KeyUsage(self._limits, digest[:16])
             usage.apply(entry)
-            has_limits = set(entry.limits.values()) != {None}
             self._usages[digest] = usage
-            loaded[self._blinded(bytes.fromhex(digest))] = Identity(
-                self._cluster_secret, entry, usage if has_limits else None
-            )
+            who = Identity(self._cluster_secret, entry, usage if usage.has_limits else None)
+            loaded[self._blinded(bytes.fromhex(digest))] = who
         for usage in usages.values():
             usage.apply(None)
         self._identities = loaded

@@ -24,13 +24,12 @@ MAX_SOURCES: Final = 10_000
 _DAY_S: Final = 86_400
 _ROUNDED: Final = 0.9
 """Gateways without requests keep the rest of one."""
-_STREAMS_RETRY_S: Final = 1.0
 _MOVE_S: Final = 0.1
-_WORDS: Final = {
-    "requests": "use {} requests a minute",
-    "tokens": "use {} tokens a minute",
-    "streams": "have {} requests open at a time",
-    "day": "use {} tokens a day (UTC)",
+_LIMITS: Final = {
+    "requests": ("requests_per_minute", "use {} requests a minute"),
+    "tokens": ("tokens_per_minute", "use {} tokens a minute"),
+    "streams": ("max_streams", "have {} requests open at a time"),
+    "day": ("tokens_per_day", "use {} tokens a day (UTC)"),
 }
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
@@ -51,15 +50,6 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     may_prioritise: bool = False
 
-    @property
-    def limits(self) -> dict[str, int | None]:
-        return {
-            "requests": self.requests_per_minute,
-            "tokens": self.tokens_per_minute,
-            "streams": self.max_streams,
-            "day": self.tokens_per_day,
-        }
-
 
 class KeyUsage:
     """A purse for each limit of a key."""
@@ -71,11 +61,14 @@ class KeyUsage:
         self._name = name
         self._purses: dict[str, Purse] = {}
 
+    @property
+    def has_limits(self) -> bool:
+        return bool(self._purses)
+
     def apply(self, key: KeyEntry | None) -> None:
         """Apply the limits of a reloaded key file, or of none: usage stays counted."""
-        for kind in _WORDS:
-            limit = None if key is None else key.limits[kind]
-            purse = self._purses.get(kind)
+        for kind, (field, _) in _LIMITS.items():
+            limit, purse = getattr(key, field, None), self._purses.get(kind)
             if limit is not None and purse is not None:
                 purse.resize(self._fleet.clock(), limit, purse.share)
             elif limit is not None:
@@ -88,7 +81,7 @@ class KeyUsage:
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
         least = _ROUNDED if self.num_open else -math.inf  # at least one a gateway
-        self._check("streams", least, _STREAMS_RETRY_S)
+        self._check("streams", least, 1.0)
         self._check("day", _ROUNDED, _DAY_S - time.time() % _DAY_S)
         self.take("requests", 1)
         self._open(1)
@@ -111,7 +104,7 @@ class KeyUsage:
     def _refuse(self, kind: str, purse: Purse, wait_s: float) -> NoReturn:
         if self._fleet.elsewhere(purse) > 0.0:  # it is on its way
             wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * purse.share)
-        message = f"This key may {_WORDS[kind].format(purse.limit)}; try again in {math.ceil(wait_s)} s."
+        message = f"This key may {_LIMITS[kind][1].format(purse.limit)}; try again in {math.ceil(wait_s)} s."
         headers = tuple(self.headers()) if kind == "requests" else ()
         raise OverloadedError(message, retry_after_s=min(wait_s, _DAY_S), headers=headers)
 

@@ -61,13 +61,13 @@ class SharedLimits:
 
     async def exchange(self, *, is_last: bool = False) -> float:
         """Publish the own use, and take the others'. Return the seconds of this process that it took."""
-        begun_s = time.perf_counter()
+        begun_s = time.thread_time()
         day = f"{datetime.now(UTC):%Y%m%d}"
         record = self.limits.record(day, is_last=is_last)
         if self.records is None:
             return 0.0
         data = _encode(record)
-        spent_s = time.perf_counter() - begun_s
+        spent_s = time.thread_time() - begun_s
         try:
             found = await self.records.exchange(self._name, day, data, DEADLINE_S)
         except RedisDownError as error:
@@ -76,12 +76,12 @@ class SharedLimits:
             if self._num_late == MAX_LATE:
                 log.warning("limits of keys: no answer from Redis, so this gateway grants its own share: %s", error)
             return spent_s
-        received_s = time.perf_counter()
+        received_s = time.thread_time()
         self.limits.merge(self._read(found))
         if self._num_late >= MAX_LATE:
             log.info("the limits of keys hold over all gateways again")
         self._num_late = 0
-        return spent_s + time.perf_counter() - received_s
+        return spent_s + time.thread_time() - received_s
 
     def _read(self, found: dict[str, bytes]) -> dict[str, GatewayRecord]:
         if self.limits.has_begun:
