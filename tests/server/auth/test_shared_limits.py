@@ -247,7 +247,6 @@ async def test_twenty_keys_at_four_gateways_for_two_minutes(tmp_path: Path, serv
         allowed = limit * (1.0 + took_s[key] / 60.0)
         worst_above = max(worst_above, granted[key] / allowed - 1.0)
         worst_below = max(worst_below, 1.0 - granted[key] / min(asked[key], allowed))
-        print("KEY", demands[key], asked[key], granted[key], round(allowed), round(granted[key] / min(asked[key], allowed), 4))
     print(
         f"{asked.total()} requests, {granted.total()} granted: at most {worst_above:.2%} above, {worst_below:.2%} below"
     )
