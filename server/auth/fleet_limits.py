@@ -321,7 +321,8 @@ class FleetLimits:
         ended = [peer.record for peer in self._peers.values() if peer.record.share and not peer.may_hold(now_s)]
         ended.sort(key=lambda record: record.wall_s)
         last = next((record for record in reversed(ended) if record.place == self._place), None)
-        has_part = len(self._fresh()) < self._num_gateways and not self._is_beyond
+        has_room = sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
+        has_part = has_room and not self._is_beyond
         for name, purse in self.purses.items():
             left = purse.limit / self._num_gateways if has_part else 0.0
             if last is not None:
