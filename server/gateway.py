@@ -41,7 +41,7 @@ from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.fleet_limits import FleetLimits
 from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
-from server.auth.shared_limits import SharedLimits, is_gone, place
+from server.auth.shared_limits import SharedLimits
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
 from server.http.connections import HttpLimits
@@ -101,14 +101,15 @@ class Gateway:
         self._tracing = open_tracing("headstart-gateway", config.otlp_endpoint, gateway_id)
         self._certificate = config.certificate()
         self._worker_ca = config.workers_ca()
-        self._keys = _open_keys(config, self.metrics)
+        limits = FleetLimits(gateway_id, config.limits_gateways)
+        self._keys = _open_keys(config, limits, self.metrics)
         self._index: RedisIndex | NoIndex = NoIndex()
         self._limits: SharedLimits | None = None
         if config.redis is not None:
             self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_events.inc)
 
         if self._keys is not None:
-            self._limits = _share_limits(config, self._keys, gateway_id, self.metrics)
+            self._limits = _share_limits(config, limits, gateway_id, self.metrics)
         networks = WorkerNetworks(config.worker_networks, tls_only=self._worker_ca is not None)
         tls = None if self._worker_ca is None else self._worker_ca.context
         self._client = WorkerClient(gateway_token(secret), networks, tls)
@@ -289,10 +290,10 @@ class Gateway:
         self.drain(0.0 if number == signal.SIGINT else None)
 
 
-def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None:
+def _open_keys(config: GatewayConfig, limits: FleetLimits, metrics: GatewayMetrics) -> KeyFile | None:
     """Raises ValueError."""
     if config.api_keys is not None:
-        keys = KeyFile(Path(config.api_keys), config.cluster_secret(), on_reload=metrics.key_reloads.inc)
+        keys = KeyFile(Path(config.api_keys), config.cluster_secret(), limits, on_reload=metrics.key_reloads.inc)
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
     ports = (config.host, config.port), (config.ops_host, config.ops_port)  # the ops port has the chat page's API
@@ -302,17 +303,11 @@ def _open_keys(config: GatewayConfig, metrics: GatewayMetrics) -> KeyFile | None
     return None
 
 
-def _share_limits(config: GatewayConfig, keys: KeyFile, gateway_id: GatewayId, metrics: GatewayMetrics) -> SharedLimits:
+def _share_limits(
+    config: GatewayConfig, limits: FleetLimits, gateway_id: GatewayId, metrics: GatewayMetrics
+) -> SharedLimits:
     """Raises ValueError."""
     count = metrics.limit_events.inc
-    limits = FleetLimits(
-        gateway_id,
-        lambda: keys.usages,
-        time.monotonic,
-        min_gateways=config.limits_gateways,
-        place=place(),
-        is_gone=is_gone,
-    )
     metrics.limit_part.set_function(lambda: limits.part)
     records = None
     if config.redis is not None:

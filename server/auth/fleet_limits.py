@@ -1,45 +1,67 @@
 """Limits of keys over all gateways, pure: what each gateway owns of a limit, and what it gives to the others.
 
-A counter that all gateways share would hold only while all of them read it. So there is none. Each gateway owns a share
-of every limit, and grants what it owns without asking. Redis carries signed records, and whoever writes there without
-the secret can delay, remove or repeat them only. Each rule below holds under all of that:
+A counter that all gateways share would hold only while all of them read it. So there is none. Each gateway owns an
+amount of every limit, and grants what it owns without asking. Redis carries signed records, and whoever writes there
+without the secret can delay, remove or repeat them only. Each rule below holds under all of that:
 
-    shares    all shares together are at most 1. N is `--limits-gateways`, or the number of gateways that have not
-              ended if that is more. A share falls to 1/N at once. It rises only into room that the records of all
-              others leave. A record names all gateways that its owner has seen, and one that is only named has 1/N.
-    gifts     a gateway may give what it owns. It takes the amount from its purse first. The other takes it once, until
-              a time of its own clock that it published itself. What it did not take returns when it proves that.
-    the end   a gateway has ended when its last record states it, or its process is gone. Absence is no
-              proof: only after 15 minutes of sound reads without a record does it count as one.
+    shares    a rate refills by 1/N of the limit, up to 1/N of it. N is `--limits-gateways`, or the number of gateways
+              that were met and have not ended if that is more.
+    gifts     a gateway may give what it owns. It takes the amount from its purse first, and leaves room for it. The
+              other takes it once, until a time of its own clock that it published. What it has not taken returns when
+              its record proves that.
+    places    a gateway that starts takes a place that no other holds, and begins with what the last holder left. In
+              a new place it begins with 1/N, or with nothing and by gifts if N others are there.
+    the end   a gateway that stops gives away what the others use. What one that was killed has left of rates counts
+              as used.
 
-So granted amounts are owned amounts: at most the limit, and one request for each gateway whose part is below one. An
-old record can only move less. Without Redis nothing moves, and each gateway has its share. A debt stays in its purse.
-Gifts follow demand, so a key that is used through one gateway gets nearly all of its limit there.
+So granted amounts are owned amounts: at most the limit, and less than one request more for each gateway. An old record
+can only move less. Without Redis nothing moves, and each gateway has its share. A debt stays with its place. Gifts
+follow demand, so a key that is used through one gateway gets nearly all of its limit there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 from cache.records import Count
-from server.auth.identity import MAX_KEYS
-from server.auth.limits import GIFT_S, KeyUsage, Purse, PurseUse
+from server.rates import DecayedSum
 
 FRESH_S: Final = 1.5
 """A gateway whose record has not advanced for this time is away."""
+HELD_S: Final = 0.5
+"""For this time a gateway that starts does not take the place of a record that does not advance."""
 GONE_S: Final = 900.0
-"""It has ended if others' records have been read for this time without it."""
+"""For this time a gateway beyond `--limits-gateways` that does not advance has a share."""
+GIFT_S: Final = 1.0
+"""For this time another gateway may take what a gateway gives it."""
+MINUTE_S: Final = 60.0
 MAX_GATEWAYS: Final = 1024
-_IDLE_WEIGHT: Final = 0.001
-"""The demand of a gateway without requests, as a part of its share."""
+_DEMAND_S: Final = 5.0
+_IDLE_WEIGHT: Final = 0.0003
+"""The demand of a gateway without requests, as a part of the limit."""
+_GIVEN: Final = 0.99
+"""The part of a purse up to which others fill it: the rest is for its own refill."""
 _GRAIN: Final = 0.001
 """The least part of a limit that is given."""
-_Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
+Clock = Callable[[], float]
+_Level = Annotated[float, Meta(ge=-1e15, le=1e15)]
+
+
+class PurseUse(Struct, frozen=True, array_like=True, gc=False):
+    """A purse as other gateways read it. One that is not listed is untouched."""
+
+    owned: _Level
+    open: _Level
+    demand: _Level
+    """The amount that was asked for lately, granted or not."""
 
 
 class Gift(Struct, frozen=True, array_like=True):
@@ -48,244 +70,328 @@ class Gift(Struct, frozen=True, array_like=True):
     number: Count
     until_s: float
     """By the clock of the one who takes it."""
-    amounts: Annotated[dict[str, _Amount], Meta(max_length=4 * MAX_KEYS)]
+    amounts: dict[str, Annotated[float, Meta(ge=0.0, le=1e15)]]
 
 
 class GatewayRecord(Struct, frozen=True, array_like=True):
-    """Everything that one gateway publishes. A purse's name is `KEY/LIMIT`."""
+    """Everything that one gateway publishes."""
 
     number: Count
     """Grows with each record of the gateway."""
     is_last: bool
-    day: str
     clock_s: float
-    place: str
-    """The process, for gateways of the same machine."""
+    wall_s: float
+    place: Count
     share: Annotated[float, Meta(ge=0.0, le=1.0)]
-    num_asked: Count
-    gateways: Annotated[frozenset[str], Meta(max_length=MAX_GATEWAYS)]
-    """The others that have not ended, in its view."""
-    gifts: Annotated[dict[str, Gift], Meta(max_length=MAX_GATEWAYS)]
-    taken: Annotated[dict[str, Count], Meta(max_length=MAX_GATEWAYS)]
+    """0.0 until the gateway has begun."""
+    gifts: dict[str, Gift]
+    taken: dict[str, Count]
     """The number of the last gift of each gateway."""
-    purses: Annotated[dict[str, PurseUse], Meta(max_length=4 * MAX_KEYS)]
+    purses: dict[str, PurseUse]
+
+    def left(self, purse: Purse) -> float:
+        """Return what the gateway has left of a limit."""
+        use = self.purses.get(purse.name)
+        return self.share * purse.limit if use is None else use.owned - use.open
+
+
+class Purse:
+    """A gateway's part of one limit of a key. A rate refills up to its share of a minute's worth; a count does not."""
+
+    __slots__ = ("_at_s", "_away", "_owned", "demand", "is_rate", "limit", "name", "open", "share")
+
+    def __init__(self, name: str, limit: float, share: float) -> None:
+        """`name`: KEY/LIMIT."""
+        self.name = name
+        self.limit = limit
+        self.share = share
+        self.is_rate = name.endswith(("/requests", "/tokens"))
+        self.open = 0
+        """The amount in use that comes back: open requests."""
+        self.demand = DecayedSum(_DEMAND_S)
+        self._away = 0.0
+        """The amount that was given and may still be taken."""
+        self._owned = self.part
+        self._at_s = 0.0
+
+    @property
+    def part(self) -> float:
+        return self.share * self.limit
+
+    def owned(self, now_s: float) -> float:
+        """Return the amount that this gateway may grant, or has open; negative when overdrawn."""
+        if not self.is_rate:
+            return self._owned
+        most, refill = self.part - self._away, (now_s - self._at_s) * self.limit / MINUTE_S
+        if self._owned > most:  # runs off as the others' parts refill
+            return max(most, self._owned - refill * (1.0 - self.share))
+        return min(most, self._owned + refill * self.share)
+
+    def left(self, now_s: float) -> float:
+        return self.owned(now_s) - self.open
+
+    def own(self, now_s: float, amount: float) -> None:
+        self._owned, self._at_s = amount, now_s
+
+    def add(self, now_s: float, amount: float) -> None:
+        """Use an amount that is negative; take one from another gateway, a rate up to its part."""
+        owned = self.owned(now_s)
+        most = max(owned, self.part - self._away) if self.is_rate else math.inf
+        self.own(now_s, min(owned + amount, most))
+
+    def keep_room(self, now_s: float, away: float) -> None:
+        self.own(now_s, self.owned(now_s))
+        self._away = away
+
+    def resize(self, now_s: float, limit: float, share: float) -> None:
+        """Have another share or limit. What was used stays used; a share moves nothing."""
+        owned = self.owned(now_s) + (0.0 if self.is_rate else self.share * (limit - self.limit))
+        self.own(now_s, min(owned, self.share * limit) if limit < self.limit and self.is_rate else owned)
+        self.limit, self.share = limit, share
+
+    def take(self, now_s: float, amount: float) -> float:
+        """Take `amount` of a rate and return 0.0, or take nothing and return the seconds until it can be taken.
+
+        A full purse grants more than it holds, and a part of a limit less than one more. Both are then overdrawn.
+        """
+        owned, needed = self.owned(now_s), min(amount, self.part)
+        self.demand.add(amount, now_s)
+        if owned < needed and (self.share == 1.0 or amount - owned >= 1.0):
+            return (needed - owned) * MINUTE_S / self.part
+        self.add(now_s, -amount)
+        return 0.0
+
+    def use(self, now_s: float) -> PurseUse | None:
+        """Return what to publish; None if untouched."""
+        demand, owned = self.demand.at(now_s), self.owned(now_s)
+        is_untouched = owned == self.part and (self.is_rate or (demand < 1.0 and not self.open))
+        return None if is_untouched else PurseUse(owned, self.open, demand)
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     """Another gateway."""
 
+    name: str
     record: GatewayRecord
-    advanced_s: float
+    read_s: float
     """When its record was first read, or last advanced."""
-    has_ended: bool = False
-    is_past: bool = False
-    """Its share was left to others."""
+    has_advanced: bool = False
     taken: int = 0
     gift: Gift | None = None
     """Given, and neither taken nor returned."""
+    gift_ends_s: float = -math.inf
+    """After this time it can no longer be taken."""
+
+    def may_hold(self, now_s: float) -> bool:
+        """Return whether the gateway may still hold its place."""
+        return not self.record.is_last and now_s - self.read_s < HELD_S
 
 
 class FleetLimits:
-    """This gateway's share of all limits. Owned by the event loop."""
+    """This gateway's part of all limits. Owned by the event loop."""
 
     def __init__(
-        self,
-        name: str,
-        usages: Callable[[], Mapping[str, KeyUsage]],
-        clock: Callable[[], float],
-        *,
-        min_gateways: int = 1,
-        place: str = "",
-        is_gone: Callable[[str], bool] = lambda place: False,
+        self, name: str = "", num_gateways: int = 1, clock: Clock = time.monotonic, wall: Clock = time.time
     ) -> None:
-        """`usages` returns the keys with limits. `is_gone`: whether the process at a place has certainly ended."""
+        """`num_gateways`: share as at least that many."""
+        self.purses: dict[str, Purse] = {}
+        """By name. Keys add and remove theirs."""
+        self.clock = clock
+        self.has_begun = False
         self._name = name
-        self._usages = usages
-        self._clock = clock
-        self._min_gateways = min_gateways
-        self._place = place
-        self._is_gone = is_gone
+        self._num_gateways = num_gateways
+        self._wall = wall
         self._peers: dict[str, _Peer] = {}
+        self._num_met = 1
+        """The gateways that have not ended, with this one."""
+        self._met_s = clock()
+        """When as many were last here."""
         self._number = 0
-        self._has_ended = False
+        self._place = -1
         self._day = ""
-        self._num_asked = 0
-        self._share = 0.0
-        self._intact_s = math.inf
-        """Since when reads have been answered with the own last record, without a gap."""
-        self._read_s = -math.inf
-        self.is_busy = False
-        """A key was used, here or elsewhere, between the last two records."""
-        for usage in usages().values():
-            usage.share("", 0.0, lambda name, purse: 1.0, self._elsewhere)
+        self._has_ended = False
+
+    @property
+    def share(self) -> float:
+        return 1.0 / max(self._num_met, self._num_gateways)
 
     @property
     def part(self) -> float:
-        """The part of each limit that the gateways with a recent record hold together."""
-        return min(1.0, self._share + sum(peer.record.share for peer in self._fresh()))
+        """The part of each limit that this gateway and those with a recent record grant."""
+        return min(1.0, self.share * (1 + len(self._fresh())))
+
+    @property
+    def is_ready(self) -> bool:
+        """True once this gateway has begun, and was given its part if it began with nothing."""
+        return self.has_begun and (not self._is_beyond or any(peer.taken for peer in self._peers.values()))
+
+    @property
+    def _is_beyond(self) -> bool:
+        return self._place >= self._num_gateways
 
     def _fresh(self, within_s: float = FRESH_S) -> list[_Peer]:
-        since_s = self._clock() - within_s
-        return [peer for peer in self._peers.values() if not peer.has_ended and peer.advanced_s >= since_s]
+        since_s, peers = self.clock() - within_s, self._peers.values()
+        return [peer for peer in peers if peer.has_advanced and peer.read_s >= since_s and not peer.record.is_last]
 
-    def _living(self) -> dict[str, _Peer]:
-        return {name: peer for name, peer in self._peers.items() if not peer.has_ended}
-
-    def _purses(self) -> dict[str, Purse]:
-        return {f"{key}/{name}": purse for key, usage in self._usages().items() for name, purse in usage.purses.items()}
-
-    def was_used(self) -> bool:
-        """Return whether a key was used at this gateway since the last record."""
-        return sum([usage.num_asked for usage in self._usages().values()]) != self._num_asked
+    def elsewhere(self, purse: Purse) -> float:
+        """Return what the others have left of a limit."""
+        return sum([peer.record.left(purse) for peer in self._fresh()])
 
     def record(self, day: str, *, is_last: bool = False) -> GatewayRecord:
         """Return the record to publish. After the last one all are last: `run` may still publish."""
+        now_s = self.clock()
         if day != self._day:
-            self._peers, self._day = self._living(), day
-            for usage in self._usages().values():
-                usage.begin_day()
-        now_s, purses = self._clock(), self._purses()
+            self._begin_day(now_s, day)
         self._number += 1
+        if self.has_begun and not self._has_ended:
+            for peer in self._peers.values():
+                if peer.gift is not None and now_s > peer.gift_ends_s:
+                    self._move(peer.gift, 0.0)
+            self._give(now_s, is_last=is_last)
         self._has_ended |= is_last
-        self.is_busy = self.was_used()
-        self._num_asked = sum([usage.num_asked for usage in self._usages().values()])
-        if not self._has_ended:
-            self._give(now_s, purses)
-        living = self._living()
-        used = {name: use for name, purse in purses.items() if (use := purse.use(now_s)) is not None}
-        gifts = {name: peer.gift for name, peer in living.items() if peer.gift is not None}
+        owned = self.purses if self.has_begun else {}
         return GatewayRecord(
             self._number,
             self._has_ended,
-            day,
             now_s,
-            self._place,
-            self._share,
-            self._num_asked,
-            frozenset(living),
-            gifts,
-            {name: peer.taken for name, peer in living.items() if peer.taken},
-            used,
+            self._wall(),
+            max(0, self._place),
+            self.share if self.has_begun else 0.0,
+            {name: peer.gift for name, peer in self._peers.items() if peer.gift is not None},
+            {name: peer.taken for name, peer in self._peers.items() if peer.taken},
+            {name: use for name, purse in owned.items() if (use := purse.use(now_s)) is not None},
         )
 
-    def merge(self, records: Mapping[str, GatewayRecord], *, is_intact: bool) -> None:
-        """Take the other gateways' records. `is_intact`: this gateway's last one was found as it was written."""
-        now_s, purses = self._clock(), self._purses()
+    def _begin_day(self, now_s: float, day: str) -> None:
+        """Renew the budgets of a day, and forget the gateways that are not here."""
+        fresh = self._fresh()
+        self._peers = {name: peer for name, peer in self._peers.items() if peer in fresh or peer.gift is not None}
+        for peer in self._peers.values():
+            if (gift := peer.gift) is not None:
+                amounts = {name: amount for name, amount in gift.amounts.items() if not name.endswith("/day")}
+                peer.gift = Gift(gift.number, gift.until_s, amounts)
+        for name, purse in self.purses.items() if self._day else ():
+            if name.endswith("/day"):
+                purse.own(now_s, purse.part)
+        self._day = day
+
+    def merge(self, records: Mapping[str, GatewayRecord]) -> None:
+        """Take the records of the day; until this gateway has begun, with its own."""
+        now_s = self.clock()
         if self._has_ended:
             return
-        if not is_intact or now_s - self._read_s > FRESH_S:
-            self._intact_s = now_s
-        self._read_s = now_s
         for name, record in records.items():
             peer = self._peers.get(name)
-            if peer is None and len(self._peers) < MAX_GATEWAYS:
-                peer = self._peers[name] = _Peer(record, now_s)
-            elif peer is None or record.number <= peer.record.number:
-                continue
-            self.is_busy |= record.num_asked != peer.record.num_asked
-            peer.record, peer.advanced_s, peer.has_ended = record, now_s, False
-            self._settle(peer, purses, now_s)
-        for peer in self._living().values():
-            is_away = now_s - peer.advanced_s > FRESH_S
-            is_gone = is_away and now_s - max(self._intact_s, peer.advanced_s) >= GONE_S
-            if peer.record.is_last or is_gone or (is_away and self._is_gone(peer.record.place)):
-                peer.has_ended, peer.gift = True, None
-        self._hold_share()
+            if peer is None and name != self._name and len(self._peers) < MAX_GATEWAYS:
+                self._peers[name] = _Peer(name, record, now_s)
+            elif peer is not None and record.number > peer.record.number:
+                self._num_met -= record.is_last and peer.has_advanced
+                peer.record, peer.read_s, peer.has_advanced = record, now_s, True
+                if self.has_begun:
+                    self._settle(peer)
+        num_here = 1 + len(self._fresh())
+        if num_here >= self._num_met or now_s - self._met_s > GONE_S:
+            self._num_met, self._met_s = num_here, now_s
+        for purse in self.purses.values():
+            if purse.share != self.share:
+                purse.resize(now_s, purse.limit, self.share)
+        if not self.has_begun:
+            self._find_place(now_s, records.get(self._name))
 
-    def missed(self) -> bool:
-        """Record that nothing could be read. Return whether that has lasted."""
-        self._hold_share()
-        return self._clock() - self._read_s > FRESH_S
+    def _find_place(self, now_s: float, own: GatewayRecord | None) -> None:
+        """Choose a place, and begin once it is published and no other gateway has published the same."""
+        holders = [peer for peer in self._peers.values() if peer.may_hold(now_s)]
+        held = {peer.record.place for peer in holders}
+        beyond = next(place for place in range(self._num_gateways, 2 * MAX_GATEWAYS) if place not in held)
+        free = [place for place in range(self._num_gateways) if place not in held] or [beyond]
+        if self._place in free:
+            is_certain = not self._is_beyond or all(peer.has_advanced for peer in holders)
+            if own is not None and own.place == self._place and is_certain:
+                self.begin()
+        elif self._place not in held or random.random() < 0.5:  # of two that chose the same, one must move
+            ended_s = {peer.record.place: peer.record.wall_s for peer in self._peers.values()}
+            self._place = max(free, key=lambda place: (ended_s.get(place, 0.0), random.random()))
 
-    def _settle(self, peer: _Peer, purses: Mapping[str, Purse], now_s: float) -> None:
+    def begin(self) -> None:
+        """Begin to grant, in the chosen place or a new one."""
+        if self.has_begun:
+            return
+        now_s, wall_s, self.has_begun = self.clock(), self._wall(), True
+        ended = [peer.record for peer in self._peers.values() if peer.record.share and not peer.may_hold(now_s)]
+        ended.sort(key=lambda record: record.wall_s)
+        last = next((record for record in reversed(ended) if record.place == self._place), None)
+        has_room = sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
+        has_part = has_room and not self._is_beyond
+        for name, purse in self.purses.items():
+            left = purse.limit / self._num_gateways if has_part else 0.0
+            if last is not None:
+                part = last.share * purse.limit
+                left = last.purses[name].owned if name in last.purses else part
+                if purse.is_rate:  # what was left at a kill is unknown; beyond N, others refilled this part too
+                    since_s = (last if last.share * self._num_gateways > 0.999 else ended[-1]).wall_s + GIFT_S
+                    refill = max(0.0, wall_s - since_s) * part / MINUTE_S
+                    left = min(part, (left if last.is_last else min(left, 0.0)) + refill)
+            purse.own(now_s, left if has_part or not purse.is_rate else min(left, 0.0))
+
+    def _settle(self, peer: _Peer) -> None:
         """Take the gift in a new record, and what it proves that its owner has not taken."""
-        record, gift = peer.record, peer.gift
-        found = record.gifts.get(self._name)
-        if found is not None and found.number > peer.taken and found.until_s > now_s:
+        record, gift, found = peer.record, peer.gift, peer.record.gifts.get(self._name)
+        if found is not None and found.number > peer.taken and found.until_s > self.clock():
             peer.taken = found.number
-            self._move(purses, found.amounts, 1.0, record.day)
+            self._move(found, 1.0)
         if gift is not None:
             is_taken = record.taken.get(self._name, 0) >= gift.number
             if is_taken or record.is_last or record.clock_s > gift.until_s:
                 peer.gift = None
-                self._move(purses, gift.amounts, 0.0 if is_taken else 1.0, record.day)
+                self._move(gift, 0.0 if is_taken else 1.0)
 
-    def _move(self, purses: Mapping[str, Purse], amounts: Mapping[str, float], times: float, day: str) -> None:
-        self.is_busy = True
-        for name, amount in amounts.items():
-            purse = purses.get(name)
-            if purse is not None and (day == self._day or not name.endswith("/day")):
-                purse.add(self._clock(), times * amount)
-                purse.owed -= 0.0 if purse.is_rate else times * amount
+    def _move(self, gift: Gift, times: float) -> None:
+        """Add the amounts of a gift to the purses, and keep the room of those that may still be taken."""
+        now_s, peers = self.clock(), self._peers.values()
+        away = [peer.gift.amounts for peer in peers if peer.gift is not None and now_s <= peer.gift_ends_s]
+        for name, amount in gift.amounts.items():
+            if (purse := self.purses.get(name)) is not None:
+                purse.keep_room(now_s, sum([amounts.get(name, 0.0) for amounts in away]))
+                purse.add(now_s, times * amount)
 
-    def _hold_share(self) -> None:
-        """Hold the share that the others leave; before anything was read, that of the options."""
-        living = self._living()
-        named = {name for peer in living.values() for name in peer.record.gateways} - {self._name, *self._peers}
-        num_gateways = max(1 + len(living) + len(named), self._min_gateways)
-        room = 1.0 - sum(peer.record.share for peer in living.values()) - len(named) / num_gateways
-        share = 1.0 / num_gateways
-        if self._read_s > -math.inf:
-            share = min(share, max(self._share, room))
-        left = [peer for peer in self._peers.values() if peer.has_ended and not peer.is_past]
-        if num_gateways > self._min_gateways and not (left and self._share):
-            left += living.values()
-        self._share = share
-        for key, usage in self._usages().items():
-            if usage.fleet_share != share:
-                usage.share(key, share, lambda name, purse: self._full(name, purse, left), self._elsewhere)
-        for peer in self._peers.values():
-            peer.is_past = peer.has_ended
+    def _arriving(self) -> Counter[tuple[str, str]]:
+        """Return the amounts that are given and not yet taken, by gateway and purse."""
+        arriving: Counter[tuple[str, str]] = Counter()
+        for peer in self._fresh():
+            gifts = [] if peer.gift is None else [(peer.name, peer.gift)]
+            for taker, gift in [*gifts, *peer.record.gifts.items()]:
+                known = self._peers.get(taker)
+                if known is not None and (gift is peer.gift or known.record.taken.get(peer.name, 0) < gift.number):
+                    arriving.update({(taker, name): amount for name, amount in gift.amounts.items()})
+        return arriving
 
-    def _full(self, name: str, purse: Purse, left: Sequence[_Peer]) -> float:
-        """Return how full the part of a purse is that others have left, as their records prove."""
-        least = math.inf
-        for peer in [*left, *self._living().values()] if purse.is_rate else left:
-            use, is_killed = peer.record.purses.get(name), peer.has_ended and not peer.record.is_last
-            if is_killed and (purse.is_rate or name.endswith("/day")):  # it may have used all since its last record
-                return 0.0
-            if use is None or purse.is_rate or not peer.has_ended or not peer.record.share:
-                least = min(least, 0.0 if use is not None else 1.0)
-            else:
-                least = min(least, 1.0 - use.owed / (peer.record.share * purse.limit))
-        return 1.0 if least == math.inf else least
-
-    def _elsewhere(self, name: str, purse: Purse) -> float | None:
-        """Return what the others have left of a limit; None if no record is recent."""
-        fresh = self._fresh()
-        return sum(self._party(peer, name, purse)[0] for peer in fresh) if fresh else None
-
-    def _party(self, peer: _Peer, name: str, purse: Purse) -> tuple[float, float, float]:
-        """Return a peer's level, its weight, and the most that it may hold."""
-        share = peer.record.share
-        use = peer.record.purses.get(name)
-        capacity = purse.capacity(share) if purse.is_rate else math.inf
-        idle = _IDLE_WEIGHT * share * purse.limit
-        return (purse.capacity(share), idle, capacity) if use is None else (use.level, use.demand + idle, capacity)
-
-    def _give(self, now_s: float, purses: Mapping[str, Purse]) -> None:
-        """Give to the others what is theirs by demand, one gift each at a time."""
-        fresh = self._fresh(GIFT_S / 2)
-        amounts: list[dict[str, float]] = [{} for _ in fresh]
-        for name in {name for peer in fresh for name in peer.record.purses}:
-            purse = purses.get(name)
-            if purse is None:
+    def _give(self, now_s: float, *, is_last: bool) -> None:
+        """Give to each of the others what is theirs by demand; in the last record, all that they use."""
+        records = [(peer, peer.record) for peer in self._fresh(GIFT_S / 2) if peer.record.share]
+        amounts: list[dict[str, float]] = [{} for _ in records]
+        arriving = self._arriving()
+        for name in self.purses if is_last else {name for _, record in records for name in record.purses}:
+            if (purse := self.purses.get(name)) is None:
                 continue
-            level = purse.level(now_s)
-            parties = [self._party(peer, name, purse) for peer in fresh]
-            weight = purse.demand.at(now_s) + _IDLE_WEIGHT * self._share * purse.limit
-            total, weights = level + sum(each[0] for each in parties), weight + sum(each[1] for each in parties)
-            if weights <= 0.0 or total <= 0.0:
-                continue
-            mine = max(0.0, level - total * weight / weights)
-            lacks = [min(most, total * weight / weights) - held for held, weight, most in parties]
-            spare = mine + sum(-lack for lack in lacks if lack < 0.0)
+            idle = _IDLE_WEIGHT * purse.limit
+            weight = 0.0 if is_last else idle + purse.demand.at(now_s)
+            uses = [record.purses.get(name) for _, record in records]
+            weights = [idle if use is None else idle + use.demand for use in uses]
+            left, lefts = (
+                purse.left(now_s),
+                [record.left(purse) + arriving[peer.name, name] for peer, record in records],
+            )
+            level = (left + sum(lefts)) / (weight + sum(weights)) if weights else 0.0
+            most = [_GIVEN * record.share * purse.limit if purse.is_rate else math.inf for _, record in records]
+            lacks = [min(*each) - held for *each, held in zip(most, [level * w for w in weights], lefts, strict=True)]
+            mine = left - level * weight
+            spare = mine + sum([-lack for lack in lacks if lack < 0.0])
             for each, lack in zip(amounts, lacks, strict=True):
-                given = lack * min(1.0, mine / spare) if spare > 0.0 else 0.0
-                if given > 0.0 and lack >= _GRAIN * purse.limit:
-                    each[name] = given
-        for peer, given_amounts in zip(fresh, amounts, strict=True):
-            if peer.gift is None and given_amounts:
-                peer.gift = Gift(self._number, peer.record.clock_s + GIFT_S, given_amounts)
-                self._move(purses, given_amounts, -1.0, self._day)
+                if level > 0.0 and mine > 0.0 and lack >= _GRAIN * purse.limit:
+                    each[name] = lack * min(1.0, mine / spare)
+        for (peer, record), given in zip(records, amounts, strict=True):
+            if peer.gift is None and given:
+                peer.gift = Gift(self._number, record.clock_s + GIFT_S, given)
+                peer.gift_ends_s = now_s + 1.01 * GIFT_S
+                self._move(peer.gift, -1.0)

@@ -36,6 +36,7 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
+from server.auth.fleet_limits import FleetLimits
 from server.auth.limits import KeyEntry, KeyUsage
 from server.errors import ForbiddenError
 from worker.common.tls import WatchedFiles
@@ -55,13 +56,9 @@ class Identity:
     __slots__ = ("key", "salt", "tag", "tenant", "usage")
 
     def __init__(self, cluster_secret: bytes, key: KeyEntry, usage: KeyUsage | None = None) -> None:
-        """`usage`: that of an earlier version of the key's entry."""
+        """`usage`: None if the key has no limits."""
         self.key = key
-        self.usage: KeyUsage | None = None
-        """None: the key has no limits."""
-        if set(key.limits.values()) != {None}:
-            self.usage = usage or KeyUsage()
-            self.usage.apply(key)
+        self.usage = usage
         self.tenant = key.tenant
         self.salt = tenant_salt(cluster_secret, key.tenant)
         self.tag = blake2b(self.salt, digest_size=8, person=b"tenant tag").hexdigest()
@@ -151,32 +148,38 @@ class KeyFile(WatchedFiles):
     interval_s = 1.0
 
     def __init__(
-        self, path: Path, cluster_secret: bytes, *, on_reload: Callable[[str], None] = lambda outcome: None
+        self,
+        path: Path,
+        cluster_secret: bytes,
+        limits: FleetLimits | None = None,
+        *,
+        on_reload: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """Raises ValueError. `on_reload` receives "loaded" or "rejected"."""
+        """Raises ValueError. `limits`: None if this gateway is the only one. `on_reload`: "loaded" or "rejected"."""
         super().__init__([path])
         self._cluster_secret = cluster_secret
         self._on_reload = on_reload
         self._blinding = secrets.token_bytes(16)
         self._identities: dict[bytes, Identity] = {}
         """By the blinded digest of the key."""
-        self.usages: dict[str, KeyUsage] = {}
-        """The use of each key with limits, by the beginning of its digest."""
+        self._limits = limits
+        self._usages: dict[str, KeyUsage] = {}
         self._load()
 
     def _load(self) -> None:
         """Raises ValueError."""
-        usage = {identity.key.digest: identity.usage for identity in self._identities.values()}
-        loaded = {}
-        for entry in load_keys(self.paths[0]):
-            digest = bytes.fromhex(entry.digest.removeprefix(DIGEST_PREFIX))
-            loaded[self._blinded(digest)] = Identity(self._cluster_secret, entry, usage.get(entry.digest))
+        entries, usages, loaded = load_keys(self.paths[0]), self._usages, {}
+        self._usages = {}
+        for entry in entries:
+            digest = entry.digest.removeprefix(DIGEST_PREFIX)
+            usage = usages.pop(digest, None) or KeyUsage(self._limits, digest[:16])
+            usage.apply(entry)
+            self._usages[digest] = usage
+            who = Identity(self._cluster_secret, entry, usage if usage.has_limits else None)
+            loaded[self._blinded(bytes.fromhex(digest))] = who
+        for usage in usages.values():
+            usage.apply(None)
         self._identities = loaded
-        self.usages = {
-            identity.key.digest.removeprefix(DIGEST_PREFIX)[:16]: identity.usage
-            for identity in loaded.values()
-            if identity.usage is not None
-        }
 
     def __len__(self) -> int:
         return len(self._identities)

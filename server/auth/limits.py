@@ -10,29 +10,30 @@ import ipaddress
 import math
 import time
 from collections.abc import Callable
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
+from server.auth.fleet_limits import MINUTE_S, FleetLimits, Purse
 from server.errors import OverloadedError
-from server.rates import DecayedSum, TokenBucket
+from server.rates import TokenBucket
 
 MAX_SOURCES: Final = 10_000
-_MINUTE_S: Final = 60.0
 _DAY_S: Final = 86_400
-MAX_LEVEL: Final = 1e15
-GIFT_S: Final = 1.0
-"""For this time another gateway may take what a gateway gives it."""
-DEMAND_S: Final = 5.0
 _ROUNDED: Final = 0.9
-"""Gateways without requests keep the rest of a stream."""
-_STREAMS_RETRY_S: Final = 1.0
+"""Gateways without requests keep the rest of one."""
+_MOVE_S: Final = 0.1
+_LIMITS: Final = {
+    "requests": ("requests_per_minute", "use {} requests a minute"),
+    "tokens": ("tokens_per_minute", "use {} tokens a minute"),
+    "streams": ("max_streams", "have {} requests open at a time"),
+    "day": ("tokens_per_day", "use {} tokens a day (UTC)"),
+}
 
 _Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
-_Level = Annotated[float, Meta(ge=-MAX_LEVEL, le=MAX_LEVEL)]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -49,149 +50,39 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     may_prioritise: bool = False
 
-    @property
-    def limits(self) -> dict[str, int | None]:
-        return {
-            "requests": self.requests_per_minute,
-            "tokens": self.tokens_per_minute,
-            "streams": self.max_streams,
-            "day": self.tokens_per_day,
-        }
-
-
-class PurseUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A purse as other gateways read it. A rate that is not listed is full."""
-
-    level: _Level
-    demand: _Level
-    """The amount that was asked for lately, granted or not."""
-    owed: _Level = 0.0
-    """The amount by which a count is below its gateway's share."""
-
-
-class Purse:
-    """A gateway's part of one limit of a key. A rate refills up to its part of a minute's worth; a count does not."""
-
-    __slots__ = ("_at_s", "_level", "demand", "is_rate", "limit", "owed", "share")
-
-    def __init__(self, *, is_rate: bool) -> None:
-        self.is_rate = is_rate
-        self.limit = 0.0
-        self.share = 0.0
-        self.owed = 0.0
-        self.demand = DecayedSum(DEMAND_S)
-        self._level = 0.0
-        self._at_s = 0.0
-
-    def capacity(self, share: float | None = None) -> float:
-        """Return the most that a gateway of this share holds; gifts have room next to it."""
-        share = self.share if share is None else share
-        return share * self.limit * (1.0 if share == 1.0 or not self.is_rate else 1.0 - GIFT_S / _MINUTE_S)
-
-    @property
-    def per_s(self) -> float:
-        return self.share * self.limit / _MINUTE_S
-
-    def level(self, now_s: float) -> float:
-        """Return what is left; negative when overdrawn."""
-        if not self.is_rate:
-            return self._level
-        return min(self.capacity(), self._level + (now_s - self._at_s) * self.per_s)
-
-    def add(self, now_s: float, amount: float) -> None:
-        self._level, self._at_s = self.level(now_s) + amount, now_s
-
-    def resize(self, now_s: float, limit: float, share: float, full: float = 1.0) -> None:
-        """Hold this share of this limit. `full`: how full the part is that it gets from others."""
-        level, more = self.level(now_s), (share - self.share) * limit
-        gained = max(0.0, more) * full
-        if not self.is_rate:
-            level += self.share * (limit - self.limit)
-            self.owed += more - gained
-        self.limit, self.share = limit, share
-        self._level, self._at_s = level + gained, now_s
-
-    def take(self, now_s: float, amount: float) -> float:
-        """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
-
-        A full purse grants more than it holds, and is then overdrawn.
-        """
-        missing = min(amount, self.capacity()) - self.level(now_s)
-        self.demand.add(amount, now_s)
-        if missing > 0.0:
-            return min(missing / self.per_s, _DAY_S) if self.per_s else _STREAMS_RETRY_S
-        self.add(now_s, -amount)
-        return 0.0
-
-    def use(self, now_s: float) -> PurseUse | None:
-        """Return what to publish; None for a rate that is full, or a count that no request has asked for."""
-        demand, level = self.demand.at(now_s), self.level(now_s)
-        if level >= self.capacity() if self.is_rate else not self.owed and demand < 1.0:
-            return None
-        return PurseUse(level, demand, self.owed)
-
 
 class KeyUsage:
-    """A purse for each limit of a key. `FleetLimits` moves amounts between gateways."""
+    """A purse for each limit of a key."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: FleetLimits | None = None, name: str = "") -> None:
+        """`fleet`: None if this gateway is the only one."""
         self.num_open = 0
-        self.num_asked = 0
-        self.purses: dict[str, Purse] = {}
-        self._elsewhere: Callable[[str], float | None] = lambda name: None
-        """Returns what the other gateways have left of a limit."""
-        self._limits = KeyEntry(digest="", tenant="")
-        self._clock = clock
-        self.fleet_share: float | None = None
-        """None: the whole limit, until `FleetLimits` has seen the key."""
+        self._fleet = fleet or FleetLimits()
+        self._name = name
+        self._purses: dict[str, Purse] = {}
 
-    def apply(self, key: KeyEntry) -> None:
-        """Apply the limits of a reloaded key file; usage stays counted."""
-        self._limits = key
-        now_s = self._clock()
-        for name, limit in key.limits.items():
-            if limit is None:
-                self.purses.pop(name, None)
-                continue
-            if name not in self.purses:
-                self.purses[name] = Purse(is_rate=name in ("requests", "tokens"))
-                self.purses[name].resize(now_s, limit, 1.0 if self.fleet_share is None else self.fleet_share)
-            self.purses[name].resize(now_s, limit, self.purses[name].share)
+    @property
+    def has_limits(self) -> bool:
+        return bool(self._purses)
 
-    def share(
-        self,
-        key: str,
-        share: float,
-        full: Callable[[str, Purse], float],
-        elsewhere: Callable[[str, Purse], float | None],
-    ) -> None:
-        """Hold this share of each limit, by the names `KEY/LIMIT`.
-
-        `full`: how full the part is that comes from others. `elsewhere`: what others have left.
-        """
-        self._elsewhere = lambda name: elsewhere(f"{key}/{name}", self.purses[name])
-        if self.fleet_share is None:
-            self.fleet_share = 0.0
-            self.purses.clear()
-            self.apply(self._limits)
-        self.fleet_share = share
-        for name, purse in self.purses.items():
-            purse.resize(self._clock(), purse.limit, share, full(f"{key}/{name}", purse))
+    def apply(self, key: KeyEntry | None) -> None:
+        """Apply the limits of a reloaded key file, or of none: usage stays counted."""
+        for kind, (field, _) in _LIMITS.items():
+            limit, purse = getattr(key, field, None), self._purses.get(kind)
+            if limit is not None and purse is not None:
+                purse.resize(self._fleet.clock(), limit, purse.share)
+            elif limit is not None:
+                self._purses[kind] = purse = Purse(f"{self._name}/{kind}", limit, self._fleet.share)
+                purse.open = self.num_open if kind == "streams" else 0
+                self._fleet.purses[purse.name] = purse
+            elif purse is not None:
+                del self._purses[kind], self._fleet.purses[purse.name]
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
-        self.num_asked += 1
-        now_s = self._clock()
-        streams, day = self.purses.get("streams"), self.purses.get("day")
-        if streams is not None:
-            streams.demand.add(1.0, now_s)
-            if streams.level(now_s) < _ROUNDED and self.num_open:  # at least one a gateway
-                message = f"This key may have {self._limits.max_streams} requests open at a time."
-                raise OverloadedError(message, retry_after_s=_STREAMS_RETRY_S)
-        if day is not None and day.level(now_s) <= 0.0:
-            day.demand.add(1.0, now_s)
-            message = f"This key may use {self._limits.tokens_per_day} tokens a day (UTC)."
-            raise OverloadedError(message, retry_after_s=_DAY_S - time.time() % _DAY_S)
+        least = _ROUNDED if self.num_open else -math.inf  # at least one a gateway
+        self._check("streams", least, 1.0)
+        self._check("day", _ROUNDED, _DAY_S - time.time() % _DAY_S)
         self.take("requests", 1)
         self._open(1)
 
@@ -200,57 +91,53 @@ class KeyUsage:
 
     def _open(self, number: int) -> None:
         self.num_open += number
-        if (streams := self.purses.get("streams")) is not None:
-            streams.add(self._clock(), -number)
+        if (purse := self._purses.get("streams")) is not None:
+            purse.open = self.num_open
 
-    def take(self, name: str, amount: int) -> None:
+    def _check(self, kind: str, least: float, wait_s: float) -> None:
+        """Raises OverloadedError where less is left of a count."""
+        if (purse := self._purses.get(kind)) is not None:
+            purse.demand.add(1.0, self._fleet.clock())
+            if purse.left(self._fleet.clock()) < least:
+                self._refuse(kind, purse, wait_s)
+
+    def _refuse(self, kind: str, purse: Purse, wait_s: float) -> NoReturn:
+        if self._fleet.elsewhere(purse) > 0.0:  # it is on its way
+            wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * purse.share)
+        message = f"This key may {_LIMITS[kind][1].format(purse.limit)}; try again in {math.ceil(wait_s)} s."
+        headers = tuple(self.headers()) if kind == "requests" else ()
+        raise OverloadedError(message, retry_after_s=min(wait_s, _DAY_S), headers=headers)
+
+    def take(self, kind: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
-        purse = self.purses.get(name)
-        if purse is not None and (wait_s := purse.take(self._clock(), amount)):
-            if self._elsewhere(name) is not None:  # what the others have is on its way
-                wait_s = max(0.1, wait_s * purse.share)
-            message = (
-                f"This key may use {self._limits.limits[name]} {name} a minute; try again in {math.ceil(wait_s)} s."
-            )
-            headers = tuple(self.headers()) if name == "requests" else ()
-            raise OverloadedError(message, retry_after_s=wait_s, headers=headers)
-        if name == "tokens":
-            self._spend(amount)
+        if (purse := self._purses.get(kind)) is not None and (wait_s := purse.take(self._fleet.clock(), amount)):
+            self._refuse(kind, purse, wait_s)
+        if kind == "tokens":
+            self._spend("day", amount)
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count the answer's tokens, after the fact."""
-        now_s = self._clock()
-        if (purse := self.purses.get("tokens")) is not None:
-            purse.demand.add(num_tokens, now_s)
-            purse.add(now_s, -num_tokens)
-        self._spend(num_tokens)
+        self._spend("tokens", num_tokens)
+        self._spend("day", num_tokens)
 
-    def _spend(self, num_tokens: int) -> None:
-        self.num_asked += 1
-        if (day := self.purses.get("day")) is not None:
-            day.demand.add(num_tokens, self._clock())
-            day.add(self._clock(), -num_tokens)
-            day.owed += num_tokens
+    def _spend(self, kind: str, num_tokens: int) -> None:
+        if (purse := self._purses.get(kind)) is not None:
+            purse.demand.add(num_tokens, self._fleet.clock())
+            purse.add(self._fleet.clock(), -num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
-        headers, now_s = [], self._clock()
-        for name in ("requests", "tokens"):
-            if (purse := self.purses.get(name)) is None:
-                continue
-            limit, left = purse.limit, purse.level(now_s) + (self._elsewhere(name) or 0.0)
-            reset_s = max(0.0, limit - left) / limit * _MINUTE_S
-            headers += [
-                (f"x-ratelimit-limit-{name}".encode(), b"%d" % limit),
-                (f"x-ratelimit-remaining-{name}".encode(), b"%d" % max(0, math.floor(left))),
-                (f"x-ratelimit-reset-{name}".encode(), duration_text(reset_s).encode()),
-            ]
+        headers = []
+        for kind in ("requests", "tokens"):
+            if (purse := self._purses.get(kind)) is not None:
+                left = purse.left(self._fleet.clock()) + self._fleet.elsewhere(purse)
+                reset_s = max(0.0, purse.limit - left) / purse.limit * MINUTE_S
+                headers += [
+                    (f"x-ratelimit-limit-{kind}".encode(), b"%d" % purse.limit),
+                    (f"x-ratelimit-remaining-{kind}".encode(), b"%d" % max(0, math.floor(left))),
+                    (f"x-ratelimit-reset-{kind}".encode(), duration_text(reset_s).encode()),
+                ]
         return headers
-
-    def begin_day(self) -> None:
-        if (day := self.purses.pop("day", None)) is not None:
-            self.purses["day"] = Purse(is_rate=False)
-            self.purses["day"].resize(self._clock(), day.limit, day.share)
 
 
 def duration_text(seconds: float) -> str:

@@ -17,6 +17,7 @@ from starlette.types import Scope
 from server import cli
 from server.auth import identity
 from server.auth.authentication import MAX_KEY_BYTES, Authenticator
+from server.auth.fleet_limits import FleetLimits
 from server.auth.identity import (
     MAX_FILE_BYTES,
     Identity,
@@ -280,7 +281,7 @@ def test_sources_are_bounded() -> None:
 
 
 def limited(clock: Callable[[], float] = lambda: 50.0, **limits: int) -> KeyUsage:
-    usage = KeyUsage(clock=clock)
+    usage = KeyUsage(FleetLimits(clock=clock))
     usage.apply(KeyEntry(tenant="t", digest="", **limits))
     return usage
 
