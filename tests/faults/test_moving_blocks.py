@@ -90,11 +90,8 @@ async def check(cluster: Cluster, asked: list[dict[str, Any]], expected: list[Ou
 class Clients:
     """Ask random prompts without end, and compare every answer."""
 
-    def __init__(
-        self, cluster: Cluster, asked: list[dict[str, Any]], expected: list[Outcome], *, salts: bool = False
-    ) -> None:
-        """`salts`: half of the requests find nothing cached, whatever was computed for others."""
-        self._cluster, self._asked, self._expected, self._salts = cluster, asked, expected, salts
+    def __init__(self, cluster: Cluster, asked: list[dict[str, Any]], expected: list[Outcome]) -> None:
+        self._cluster, self._asked, self._expected = cluster, asked, expected
         self.num_answers = 0
         self.wrong: list[str] = []
         self.places: Counter[str] = Counter()
@@ -105,12 +102,9 @@ class Clients:
         async with session() as http:
             while not self.stopping:
                 number = rng.randrange(len(self._asked))
-                salt = {"cache_salt": str(rng.random())} if self._salts and rng.random() < 0.5 else {}
-                answer = await ask(http, self._cluster.gateway.url, self._asked[number] | salt)
+                answer = await ask(http, self._cluster.gateway.url, self._asked[number])
                 self.num_answers += 1
-                if answer.ok and salt and answer.usage and answer.usage["prompt_tokens_details"]["cached_tokens"]:
-                    self.wrong.append(f"prompt {number} found blocks of another salt: {answer.usage}")
-                elif not answer.ok:
+                if not answer.ok:
                     self.wrong.append(f"prompt {number} lost: {answer.status} {answer.error}")
                 elif not answer.same_as(self._expected[number]):
                     self.wrong.append(f"prompt {number} differs: {answer.choices} {self._expected[number].choices}")
@@ -135,7 +129,7 @@ async def test_a_hundred_kills(tmp_path: Path, model: Path, rng: random.Random) 
     with Cluster(tmp_path / "fleet", model, topology(tmp_path / "kv", num_workers=3)) as cluster:
         asked = bodies(rng)
         expected = await cold(cluster, asked)
-        clients = Clients(cluster, asked, expected, salts=True)
+        clients = Clients(cluster, asked, expected)
         tasks = [asyncio.create_task(clients.run(rng.random())) for _ in range(NUM_CLIENTS)]
         try:
             await kill_often(cluster, clients, rng)
