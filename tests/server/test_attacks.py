@@ -187,7 +187,7 @@ def test_a_body_that_keeps_coming_is_waited_for(phase: str, num_bytes: int, read
     connection.loop = SimpleNamespace(call_later=lambda *when: "a timer")  # type: ignore[assignment]
     connection._reader = SimpleNamespace(phase=phase)  # type: ignore[assignment]
     connection._new_body_bytes = num_bytes
-    connection._limits = HttpLimits(0.0, 0.0, 0, 0.0)
+    connection._limits = HttpLimits(0.0, 0.0, 0, 0.0, 0.0)
     connection._on_timeout()
     assert closed == [True] * is_closed
     assert (connection._timer is None) == is_closed

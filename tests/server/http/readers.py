@@ -23,7 +23,7 @@ from tests.waiting import until
 from worker.config import parse
 from worker.main import Worker
 
-LIMITS: Final = HttpLimits(60.0, 60.0, 100, 1.0)
+LIMITS: Final = HttpLimits(60.0, 60.0, 100, 1.0, 60.0)
 NUM_QUIET_TURNS: Final = 6
 """Turns of the loop without a write, after which all that was sent is answered."""
 

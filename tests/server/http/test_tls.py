@@ -26,7 +26,7 @@ from worker.common.tls import ServerCertificate, WorkerCa
 from worker.config import WorkerConfig
 from worker.wire import pack
 
-LIMITS = HttpLimits(0.5, 0.5, 100, 1.0)
+LIMITS = HttpLimits(0.5, 0.5, 100, 1.0, 0.5)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_missing_files_are_named(tmp_path: Path, authority: Authority) -> None:
 
 
 async def test_idle_connections_make_room() -> None:
-    limits = HttpLimits(10.0, 10.0, 20, 1.0)
+    limits = HttpLimits(10.0, 10.0, 20, 1.0, 60.0)
     async with Port(None, limits) as port, aiohttp.ClientSession() as http:
         idle = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(60)]
         async with http.get(f"http://127.0.0.1:{port.port}/") as answer:
