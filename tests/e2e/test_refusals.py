@@ -8,6 +8,7 @@ from tests.e2e.refusals import BODY_BYTES, MAX_GROWN_BYTES, adapters, measure
 from tests.refusals import cases
 from tests.worker.adapter.refused_bodies import adapter_cases
 
+pytestmark = pytest.mark.e2e
 NUM_IN_SHORT = MAX_GROWN_BYTES // BODY_BYTES + 2
 """A case that leaves each of its bodies behind is beyond the bound."""
 LONG_ROUTES = ("/v1/chat/completions", "/v1/messages", "/tokenize")
