@@ -19,21 +19,27 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HEADSTART_DRAIN_NOTICE_S", "0")
 
 # The speed of the machine decides nothing: an example has no deadline, and may be slow to draw.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+settings.register_profile("deep", settings.get_profile("tests"), max_examples=300)
 settings.register_profile("mutants", settings.get_profile("tests"), max_examples=50, derandomize=True)
 settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Undo what a shell does to its background jobs: they ignore Ctrl-C, and so would the servers that tests stop."""
+    """Choose more examples for the long form, and undo what a shell does to its background jobs.
+
+    They ignore Ctrl-C, and so would the servers that tests stop.
+    """
+    if "not deep" not in config.option.markexpr and "deep" in config.option.markexpr:
+        settings.load_profile("deep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the tests of benchmarks and tools to `make test-e2e`."""
+    """Leave the tests of benchmarks and tools, and the fuzzers, to `make test-e2e`."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in ("benchmarks", "tools"):
+        if item.path.relative_to(Path(__file__).parent).parts[0] in ("benchmarks", "fuzz", "tools"):
             item.add_marker(pytest.mark.e2e)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.faults.client import ask_all, completion
 from tests.faults.forged_redis import hits, secret_cluster, with_a_forger
 from tests.faults.part import metrics, wait_until
+
+pytestmark = pytest.mark.e2e
 
 
 def displaced(url: str) -> float:

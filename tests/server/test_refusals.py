@@ -27,6 +27,8 @@ from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker
 from tests.waiting import until
 from worker.wire import Failed, Frame, GenerateRequest, Started, Tokens
 
+pytestmark = pytest.mark.e2e
+
 BODY_BYTES = 400_000
 LARGE_BYTES = 50_000
 KINDS = (str, bytes, bytearray, list, tuple, dict)

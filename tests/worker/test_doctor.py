@@ -16,6 +16,8 @@ from worker.common.modules import module_command
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
 
+pytestmark = pytest.mark.e2e
+
 CPU = torch.device("cpu")
 
 

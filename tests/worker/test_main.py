@@ -32,6 +32,8 @@ from worker.wire import (
     unpack,
 )
 
+pytestmark = pytest.mark.e2e
+
 LOSES_ITS_DEVICE = """
 import itertools, sys
 from worker.main import main

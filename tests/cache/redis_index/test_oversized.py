@@ -23,6 +23,8 @@ from tests.cache.redis_index.index_parts import LASTING, SECRET, becomes, chain,
 from tests.redis_server import RedisServer, redis_binaries
 from tests.waiting import HANG_S, until
 
+pytestmark = pytest.mark.e2e
+
 MIB: Final = 1 << 20
 KEYS: Final = schema.Keys("headstart", 0)
 SETTINGS: Final = ReaderSettings(poll_s=0.05, deadline_s=HANG_S, cluster_secret=SECRET, max_refresh_age_s=0.5)

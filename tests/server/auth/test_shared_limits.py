@@ -22,6 +22,8 @@ from tests.redis_server import RedisServer, needs_redis_7, newest_redis
 from tests.server.test_gateway import Process, gateway_process
 from tests.waiting import until
 
+pytestmark = pytest.mark.e2e
+
 INVALID = {"model": "tiny", "messages": [], "max_tokens": -1}
 """Counts as a request of its key, and is then refused with a 400."""
 

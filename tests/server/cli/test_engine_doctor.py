@@ -27,6 +27,8 @@ from tests.server.scripted_worker import listening
 from worker.common.checks import Check
 from worker.wire import TokenizerBundle, pack
 
+pytestmark = pytest.mark.e2e
+
 OTHER_TEMPLATE = CHATML.replace("<|im_end|>", "<|im_end|> ")
 
 

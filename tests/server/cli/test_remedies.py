@@ -28,6 +28,8 @@ from tests.redis_server import RedisServer, needs_redis_7, newest_redis, redis_b
 from tests.waiting import HANG_S
 from worker import doctor as worker_doctor
 
+pytestmark = pytest.mark.e2e
+
 BIN = Path(sys.prefix) / "bin"
 GOOD = {"status": "ok", "fix": ""}
 

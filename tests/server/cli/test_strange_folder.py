@@ -11,6 +11,8 @@ import pytest
 
 from worker.common.modules import module_command
 
+pytestmark = pytest.mark.e2e
+
 NAMES = ("server", "worker", "cache", "benchmarks", "json", "torch", "redis", "rich", "uvicorn", "numpy", "types")
 ROOT = Path(__file__).parents[3]
 MINE = "raise SystemExit('a file of the folder ran')\n"

@@ -10,12 +10,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
+
 from cache.records import Candidate, WorkerLoad
 from cache.types import BlockHash, GatewayId, WorkerId
 from server.router.placement import Placement, Scorer
 from server.router.policies import make_policy
 from server.router.types import RouteRequest
 from tests.server.router.fleets import BLOCK, RATE, Clock, member
+
+pytestmark = pytest.mark.e2e
 
 NUM_CASES = 20_000
 MIN_MEETING = 5_000

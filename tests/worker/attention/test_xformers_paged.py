@@ -13,6 +13,8 @@ import pytest
 
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.e2e
+
 pytest.importorskip("triton", reason="the interpreter needs triton")
 
 HERE = Path(__file__).parent

@@ -32,6 +32,8 @@ from worker.http.service import WorkerService
 from worker.kernels.device import DeviceStream
 from worker.wire import pack_request
 
+pytestmark = pytest.mark.e2e
+
 PRODUCT = str(Path(__file__).parents[3] / "worker")
 LARGE = b"\xc1" * 300_000
 REFUSED = {

@@ -16,6 +16,8 @@ from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.wire import SamplingParams
 
+pytestmark = pytest.mark.e2e
+
 _TAUBENCH = Path(__file__).parents[2] / "data" / "taubench_airline_text_dev.jsonl.gz"
 _NUM_PROMPTS = 50
 _NUM_TOKENS = 12

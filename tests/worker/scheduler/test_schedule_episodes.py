@@ -11,6 +11,8 @@ import torch
 from tests.worker.scheduler.episode_models import EXACT, EpisodeModel, load_tiny
 from tests.worker.scheduler.schedule_episodes import run_episode
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Sequence[EpisodeModel]:
