@@ -40,7 +40,7 @@ class _Conversation:
     """A probe before it is repaired: turns with words of their own."""
 
     def __init__(self, *kinds: str, has_tools: bool = False) -> None:
-        """`kinds`: roles, `call`, `calls` (two), and `empty ROLE`."""
+        """`kinds`: roles, `call`, `call cut`, `call long` (its id), `calls` (two), and `empty ROLE`."""
         self.turns: list[Turn] = []
         self.words: list[str] = []
         self.has_tools = has_tools
@@ -49,7 +49,8 @@ class _Conversation:
 
     def _add(self, kind: str) -> None:
         if kind.startswith("call"):
-            ids = [f"call0000{len(self.words) + at}" for at in range(2 if kind == "calls" else 1)]
+            form = "call_quokka_0000" if kind == "call long" else "call0000"
+            ids = [f"{form}{len(self.words) + at}" for at in range(2 if kind == "calls" else 1)]
             calls = []
             for id_ in ids:
                 arguments: Any = {"city": self._word()}
@@ -150,6 +151,8 @@ def _with_calls(finder: _Finder, shapes: Shapes) -> Finding[Shapes]:
     shapes = yield from finder.fit(shapes, [{"late_results": True}], late)
     answered = _calls("user", "call", "tool", "assistant", "tool", "assistant", "user")
     shapes = yield from finder.fit(shapes, [{"answered_results": True}], answered)
+    long = _calls("user", "call long", "tool", "assistant", "user")
+    shapes = yield from finder.fit(shapes, [{"short_ids": True}], long)
     cut = _calls("user", "call cut", "tool", "assistant")
     shapes = yield from finder.fit(shapes, [{"lists_arguments": True}], cut)
     thinking = _calls("user", "call", "tool").with_thoughts()

@@ -7,6 +7,7 @@ a call without its result           a result, which is a mark
 two turns of one role               an empty turn between them, or one turn
 the assistant's turn first          an empty turn of the user before it
 arguments that are no object        an object with one field
+an id of a call in another form     nine letters and digits made of it
 
 No text moves, so the turns before a repaired one keep their tokens. The mark has brackets that client text never has:
 they are replaced there.
@@ -14,7 +15,9 @@ they are replaced there.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -27,12 +30,22 @@ CLOSE: Final = "\N{RIGHT SQUARE BRACKET WITH QUILL}"
 NOT_JSON: Final = "INVALID_JSON"
 """The field of arguments that are no object, as Anthropic's documents advise."""
 _PLAIN_BRACKETS: Final = str.maketrans({OPEN: "[", CLOSE: "]"})
+_SHORT_ID: Final = re.compile("[a-zA-Z0-9]{9}")
 _EMPTY: Final = f"{OPEN}empty{CLOSE}"
 _NO_RESULT: Final = f"{OPEN}no result{CLOSE}"
 _SYSTEM_ROLES: Final = ("system", "developer")
 _OTHER: Final = {"user": "assistant", "assistant": "user"}
 REPAIRS: Final = (
-    *("arguments", "call-without-result", "developer", "empty", "first-turn", "result-without-call", "same-role"),
+    *(
+        "arguments",
+        "call-ids",
+        "call-without-result",
+        "developer",
+        "empty",
+        "first-turn",
+        "result-without-call",
+        "same-role",
+    ),
     *("system", "tools-without-system"),
 )
 """Names of repairs."""
@@ -68,6 +81,8 @@ class Shapes:
     missing_results: bool = False
     tools_need_system: bool = False
     lists_arguments: bool = False
+    short_ids: bool = False
+    """Ids of calls have nine letters and digits."""
     thoughts: str = "reasoning_content"
     """The field of thoughts that the template shows."""
     thoughts_alone: bool = False
@@ -130,6 +145,8 @@ def _with_call_forms(shapes: Shapes, turn: Turn, found: dict[str, None]) -> Turn
             if isinstance(text, str) and isinstance(arguments_of(text, "arguments"), str):
                 found["arguments"] = None
                 calls[at] = {**call, "function": {**function, "arguments": {NOT_JSON: text}}}
+    if shapes.short_ids:
+        _shorten_ids(turn, found)
     if (thoughts := turn.get("reasoning_content")) is not None and shapes.thoughts != "reasoning_content":
         del turn["reasoning_content"]
         turn[shapes.thoughts] = thoughts
@@ -137,6 +154,21 @@ def _with_call_forms(shapes: Shapes, turn: Turn, found: dict[str, None]) -> Turn
     if shapes.thoughts_alone and turn.get(shapes.thoughts) and turn.get("tool_calls") and content:
         turn["content"] = f"{turn.pop(shapes.thoughts)}\n\n{content}"
     return turn
+
+
+def _shorten_ids(turn: Turn, found: dict[str, None]) -> None:
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = [call | {"id": _short_id(call.get("id"), found)} for call in turn["tool_calls"]]
+    if turn["role"] == "tool":
+        turn["tool_call_id"] = _short_id(turn.get("tool_call_id"), found)
+
+
+def _short_id(id_: Any, found: dict[str, None]) -> str:
+    """Return the same id for a call and its result, and from turn to turn."""
+    if isinstance(id_, str) and _SHORT_ID.fullmatch(id_):
+        return id_
+    found["call-ids"] = None
+    return hashlib.blake2b(str(id_).encode(), digest_size=5).hexdigest()[:9]
 
 
 def _with_roles(shapes: Shapes, turns: Sequence[Turn], found: dict[str, None]) -> list[Turn]:

@@ -346,7 +346,8 @@ RULES: Final[dict[str, dict[str, Any]]] = {
     "thinking": {"developer": True},
     "system-first": _SYSTEM | {"developer": True, "first_user": True, "lists_arguments": True},
     "alternating-tools": _SYSTEM
-    | {"developer": True, "first_user": True, "turns": "parted", "fills": frozenset({"assistant"})},
+    | {"developer": True, "first_user": True, "turns": "parted", "short_ids": True}
+    | {"fills": frozenset({"assistant"})},
     "alternating": _SYSTEM | {"developer": True, "first_user": True, "turns": "parted"},
     "no-system": _SYSTEM | {"first_system": True, "first_user": True, "turns": "parted"},
     "dated": {},

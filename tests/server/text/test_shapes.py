@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from server.errors import InvalidRequestError
 from server.event_loop import run_now
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
-from server.text.shapes import CLOSE, OPEN, Shapes
+from server.text.shapes import CLOSE, OPEN, Shapes, repaired
 from server.text.template_input import template_messages, template_tools, with_tools
 from server.text.template_sandbox import TemplateEnvironment
 from tests.server.text.conversations import BODIES, CHAT_PATH, Call, Step, conversation, strange, usual
@@ -131,3 +132,18 @@ def test_arguments_that_are_no_object_are_listed_whole() -> None:
     steps = [Step("user", "x"), Step("assistant", calls=(call,)), Step("tool", "y", result_of="call00001")]
     assert '<parameter=INVALID_JSON>\n{"city": "Os\n</parameter>' in rendered("system-first", steps)
     assert '"arguments": "{\\"city\\": \\"Os"' in rendered("chatml", steps)
+
+
+@given(ids=st.lists(st.text(max_size=40) | st.just("call00001"), unique=True, max_size=5))
+def test_ids_of_calls_get_the_form_of_the_template(ids: list[str]) -> None:
+    turns: list[dict[str, Any]] = []
+    for id_ in ids:
+        turns.append({"role": "assistant", "content": "", "tool_calls": [{"id": id_, "function": {}}]})
+        turns.append({"role": "tool", "tool_call_id": id_, "content": "y"})
+    found, repairs = repaired(Shapes(short_ids=True), turns, has_tools=True)
+    written = [each["tool_calls"][0]["id"] if "tool_calls" in each else each["tool_call_id"] for each in found]
+    assert written[::2] == written[1::2], "a result keeps its call"
+    assert len(set(written)) == len(ids)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", id_) for id_ in written)
+    assert bool(repairs) == any(not re.fullmatch("[a-zA-Z0-9]{9}", id_) for id_ in ids)
+    assert [id_ for id_ in ids if id_ == "call00001"] == [id_ for id_ in written[::2] if id_ == "call00001"]
