@@ -189,6 +189,9 @@ class Gateway:
             keep_alive_s=config.keep_alive_s,
         )
         self._listeners: tuple[Listener, ...] = ()
+        self._notice: asyncio.TimerHandle | None = None
+        """Ends the notice of a drain."""
+        self._has_signal = False
 
     async def run(self, public_socket: socket.socket, ops_socket: socket.socket) -> None:
         """Serve until drained. A listener that fails ends the process."""
@@ -262,17 +265,18 @@ class Gateway:
         if self._usage_log is not None:
             self._usage_log.add(account)
 
-    def drain(self, notice_s: float | None = None) -> None:
+    def drain(self) -> None:
         """Be not ready for the notice, then take no new connections, end open requests within the grace, and stop."""
-        if not self.api.draining:
-            notice_s = self._config.drain_notice_s if notice_s is None else notice_s
-            log.info(
-                "draining: serving for %.0f s, then open requests have %.0f s", notice_s, self._config.drain_grace_s
-            )
-            self.api.draining = True
-            for listener in self._listeners[:1]:
-                listener.announce_end()
-            asyncio.get_running_loop().call_later(notice_s, self._close_port)
+        if self._notice is not None:
+            return
+        config = self._config
+        log.info(
+            "draining: serves for %.0f s, then open requests have %.0f s", config.drain_notice_s, config.drain_grace_s
+        )
+        self.api.draining = True
+        for listener in self._listeners[:1]:
+            listener.announce_end()
+        self._notice = asyncio.get_running_loop().call_later(config.drain_notice_s, self._close_port)
 
     def _close_port(self) -> None:
         grace_s = self._config.drain_grace_s
@@ -283,10 +287,14 @@ class Gateway:
 
     def _on_signal(self, number: int) -> None:
         """Drain at the first signal, without a notice at Ctrl-C, and stop at once at the second."""
-        if self.api.draining:
+        if self._has_signal:
             for listener in self._listeners:
                 listener.should_exit = listener.force_exit = True
-        self.drain(0.0 if number == signal.SIGINT else None)
+        self._has_signal = True
+        self.drain()
+        if number == signal.SIGINT and self._notice is not None:
+            self._notice.cancel()
+            self._close_port()
 
 
 def _open_keys(config: GatewayConfig, limits: FleetLimits, metrics: GatewayMetrics) -> KeyFile | None:

@@ -62,6 +62,7 @@ def run(suite: str, file: Path) -> None:
     print(f"== make {suite}", flush=True)
     begun_s = time.monotonic()
     partial = file.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
     code = subprocess.run(["make", suite, f"ARGS=--junitxml={partial}"], cwd=ROOT, check=False).returncode
     print(f"== make {suite}: exit code {code} after {time.monotonic() - begun_s:,.0f} s", flush=True)
     if partial.exists():

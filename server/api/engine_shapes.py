@@ -39,6 +39,7 @@ _ALL: Final = Shapes(
     answered_results=True,
     missing_results=True,
     lists_arguments=True,
+    short_ids=True,
 )
 Render = Callable[[EngineCall], Awaitable[Rendered]]
 
@@ -111,25 +112,35 @@ async def _text(probe: Probe, model: ServedModel, render: Render) -> str | None:
 
 
 def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
-    """Return the turns of a body; None for one of another form, which the engine refuses in its own words."""
+    """Return the turns of a body; None for one of another form, which the engine refuses in its own words.
+
+    `own` are the blocks and items that a turn of Messages or Responses is made of.
+    """
     given = {name: _value(fields.get(name)) for name in (TEXTS.get(path, ""), _LEADS.get(path, ""))}
     lead, messages = given.get(_LEADS.get(path, "")), given.get(TEXTS.get(path, ""))
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         return None
     turns: list[Turn] = [{"role": "system", "content": lead}] if lead else []
     for message in messages:
-        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
-        if path == RESPONSES_PATH and not _add_item(turns, message):
+        if path == RESPONSES_PATH and message.get("type", "message") != "message":
+            _add_item(turns, message)
             continue
-        if role not in _ROLES or not isinstance(content, str | list | None) or not isinstance(calls, list):
+        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
+        if role not in _ROLES or not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             return None
-        if not all(isinstance(each, dict) for each in [*calls, *(content if isinstance(content, list) else ())]):
-            return None
-        if path == MESSAGES_PATH and isinstance(content, list):
+        if path == MESSAGES_PATH and isinstance(content, list) and _is_content(content):
             turns += _turns_of_blocks(role, content)
+        elif path == RESPONSES_PATH:
+            _add_message(turns, message)
         else:
             turns.append({**message, "content": content})
-    return turns
+    return turns if all(_is_content(turn["content"]) for turn in turns) else None
+
+
+def _is_content(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(part, dict) for part in value)
+    return value is None or isinstance(value, str)
 
 
 def _turns_of_blocks(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
@@ -137,7 +148,7 @@ def _turns_of_blocks(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
     turns: list[Turn] = []
     for block in results:
         turns.append(
-            {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content"), "own": block}
+            {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content"), "own": [block]}
         )
     others = [block for block in blocks if block.get("type") != "tool_result"]
     calls = [{"id": block.get("id")} for block in blocks if block.get("type") == "tool_use"]
@@ -146,46 +157,75 @@ def _turns_of_blocks(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
     return turns
 
 
-def _add_item(turns: list[Turn], item: dict[str, Any]) -> bool:
-    """Add an item that is no message; return False for one. Calls in a row, with the thoughts before, are one turn."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        return True
-    if str(kind).endswith("_output"):
+def _add_message(turns: list[Turn], message: dict[str, Any]) -> None:
+    """Add a message. Thoughts before it are of its turn."""
+    turn = {"role": message["role"], "content": message.get("content"), "tool_calls": [], "own": [message]}
+    last = turns[-1] if turns else turn
+    if message["role"] == last["role"] == "assistant" and not (last["content"] or last["tool_calls"]):
+        turn["own"] = [*turns.pop().get("own", ()), message] if turns else turn["own"]
+    turns.append(turn)
+
+
+def _add_item(turns: list[Turn], item: dict[str, Any]) -> None:
+    """Add an item that is no message. Calls in a row, with the thoughts and the text before, are one turn."""
+    if str(item["type"]).endswith("_output"):
         turns.append(
             {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output"), "own": [item]}
         )
-        return False
-    last = turns[-1] if turns else None
-    if last is None or last["role"] != "assistant" or "own" not in last:
-        turns.append(last := {"role": "assistant", "content": "", "tool_calls": [], "own": []})
-    last["own"].append(item)
+        return
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": "", "tool_calls": [], "own": []})
+    turns[-1]["own"].append(item)
     if "call_id" in item:
-        last["tool_calls"].append({"id": item["call_id"]})
-    return False
+        turns[-1]["tool_calls"].append({"id": item["call_id"]})
 
 
 def _body(path: str, turns: list[Turn]) -> dict[str, Any]:
     """Return the fields of a body that hold the turns."""
     written: list[Any] = []
     for turn in turns:
-        content = turn["content"]
         if path == RESPONSES_PATH:
-            if "own" in turn:
-                written += turn["own"]
-            elif turn["role"] == "tool":
-                output = {"call_id": turn["tool_call_id"], "output": content}
-                written.append({"type": "function_call_output", **output})
-            else:
-                written.append({**turn, "type": "message"})
-        elif path == MESSAGES_PATH and turn["role"] == "tool":
-            block = {"type": "tool_result", "tool_use_id": turn["tool_call_id"], "content": content}
-            written.append({"role": "user", "content": [turn.get("own") or block]})
+            written += _items(turn)
         elif path == MESSAGES_PATH:
-            written.append({"role": turn["role"], "content": content})
+            written.append(_message_of_blocks(turn))
         else:
             written.append({**turn, "tool_calls": _calls(turn)} if turn.get("tool_calls") else turn)
     return {TEXTS[path]: written}
+
+
+def _items(turn: Turn) -> list[dict[str, Any]]:
+    """Return the items of a turn. Its content is that of its first message."""
+    content, own = turn["content"], turn.get("own", [])
+    if turn["role"] == "tool":
+        [item] = own or [{"type": "function_call_output"}]
+        return [{**item, "call_id": turn["tool_call_id"], "output": content}]
+    message: dict[str, Any] | None = {"type": "message", "role": turn["role"], "content": content}
+    calls, items = iter(turn.get("tool_calls") or ()), []
+    for item in own:
+        if "call_id" in item:
+            items.append({**item, "call_id": next(calls)["id"]})
+        elif item.get("type", "message") != "message":
+            items.append(item)
+        elif message is not None:
+            items.append(item | message)
+            message = None
+    if message is not None and (content or not own):
+        items.insert(0, message)
+    return items
+
+
+def _message_of_blocks(turn: Turn) -> dict[str, Any]:
+    content = turn["content"]
+    if turn["role"] == "tool":
+        [block] = turn.get("own") or [{"type": "tool_result"}]
+        block = {**block, "tool_use_id": turn["tool_call_id"]}
+        return {"role": "user", "content": [block if content is None else {**block, "content": content}]}
+    if isinstance(content, list):
+        calls = iter(turn.get("tool_calls") or ())
+        content = [
+            {**block, "id": next(calls)["id"]} if block.get("type") == "tool_use" else block for block in content
+        ]
+    return {"role": turn["role"], "content": content}
 
 
 def _calls(turn: Turn) -> list[Any]:

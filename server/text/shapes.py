@@ -249,9 +249,10 @@ def _joined(first: Turn, second: Turn, thoughts: str) -> Turn:
         both["content"] = "\n\n".join(contents)
     else:
         both["content"] = [part for content in contents for part in _parts(content)]
-    for name, mark in (("tool_calls", []), (thoughts, "")):
+    for name in ("tool_calls", "own", thoughts):  # `own`: see server/api/engine_shapes.py
         if first.get(name) and second.get(name):
-            both[name] = [*first[name], *second[name]] if mark == [] else f"{first[name]}\n{second[name]}"
+            is_text = name == thoughts
+            both[name] = f"{first[name]}\n{second[name]}" if is_text else [*first[name], *second[name]]
     return both
 
 

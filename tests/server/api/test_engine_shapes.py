@@ -1,0 +1,94 @@
+"""Bodies that an engine renders: repaired, they hold all that the client sent, in a shape that needs no repair."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from server.api.engine_shapes import _body, _turns
+from server.text.shapes import Shapes, repaired
+from tests.server.text.conversations import BODIES, Call, Step, strange
+from tests.server.text.template_families import RULES
+
+SHAPES: Final = st.builds(
+    Shapes,
+    turns=st.sampled_from(["free", "parted", "joined"]),
+    fills=st.frozensets(st.sampled_from(["user", "assistant", "system", "tool"])),
+    **dict.fromkeys(
+        (
+            *("counts_tools", "first_user", "first_system", "second_system", "late_system", "developer"),
+            *("late_developer", "orphans", "late_results", "answered_results", "missing_results", "short_ids"),
+        ),
+        st.booleans(),
+    ),
+)
+
+
+def fields_of(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: Raw(json.dumps(value).encode()) for name, value in body.items()}
+
+
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts(item)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@given(requests=strange(), shapes=SHAPES)
+def test_nothing_is_lost(path: str, requests: list[list[Step]], shapes: Shapes) -> None:
+    for steps in requests[-1:]:
+        turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+        assert turns is not None
+        changed, _ = repaired(shapes, turns, has_tools=True)
+        body = _body(path, changed)
+        found = "\n".join(texts(body))
+        for step in steps:
+            for text in (step.text, step.thoughts, *(call.arguments for call in step.calls if path != "/v1/messages")):
+                assert text in found or json.dumps(text)[1:-1] in found, (text, body)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@given(requests=strange(), family=st.sampled_from(list(RULES)))
+def test_a_repaired_body_needs_no_repair(path: str, requests: list[list[Step]], family: str) -> None:
+    shapes = Shapes(**RULES[family])
+    for steps in requests[-1:]:
+        turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+        assert turns is not None
+        changed, repairs = repaired(shapes, turns, has_tools=True)
+        again = _turns(path, fields_of(_body(path, changed)))
+        assert again is not None
+        assert "arguments" in repairs or repaired(shapes, again, has_tools=True)[1] == ()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_ids_are_written_into_calls_and_results(path: str) -> None:
+    steps = [Step("user", "x")]
+    for id_ in ("call_0123456789abcdef", "call00001", "toolu_01"):
+        steps += [Step("assistant", "y", "z", (Call(id_),)), Step("tool", "w", result_of=id_)]
+    turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+    assert turns is not None
+    changed, repairs = repaired(Shapes(short_ids=True), turns, has_tools=True)
+    assert repairs == ("call-ids",)
+    body = json.dumps(_body(path, changed))
+    assert not {"call_0123456789abcdef", "toolu_01"} & {*re.findall(r'"([^"]*)"', body)}
+    written = re.findall(r'"(?:id|call_id|tool_call_id|tool_use_id)": "([a-zA-Z0-9]{9})"', body)
+    assert len(written) == 6
+    assert written[::2] == written[1::2], "a result keeps its call"
+    assert "call00001" in written
+
+
+@pytest.mark.parametrize("output", [5, {"a": 1}, ["x"], [5]])
+@pytest.mark.parametrize("path", BODIES)
+def test_results_of_another_form_are_left_to_the_engine(path: str, output: object) -> None:
+    body = BODIES[path]([Step("user", "x"), Step("tool", "MARK", result_of="c")], has_tools=True)
+    body = json.loads(json.dumps(body).replace('"MARK"', json.dumps(output)))
+    assert _turns(path, fields_of(body)) is None
