@@ -378,10 +378,8 @@ class FleetLimits:
             weight = 0.0 if is_last else idle + purse.demand.at(now_s)
             uses = [record.purses.get(name) for _, record in records]
             weights = [idle if use is None else idle + use.demand for use in uses]
-            left, lefts = (
-                purse.left(now_s),
-                [record.left(purse) + arriving[peer.name, name] for peer, record in records],
-            )
+            left = purse.left(now_s)
+            lefts = [record.left(purse) + arriving[peer.name, name] for peer, record in records]
             level = (left + sum(lefts)) / (weight + sum(weights)) if weights else 0.0
             most = [_GIVEN * record.share * purse.limit if purse.is_rate else math.inf for _, record in records]
             lacks = [min(*each) - held for *each, held in zip(most, [level * w for w in weights], lefts, strict=True)]
