@@ -145,7 +145,7 @@ def install() -> None:
             return None
         sizes: dict[str, Any] = {"block_size": self.cache.block_size, "max_rows": max_rows}
         sizes |= {"max_model_len": max_model_len, "record": lambda run: run}
-        return graphs.DecodeGraphs(model.decoder, self._attention, self._device, **sizes)
+        return graphs.StepGraphs(model.decoder, self._attention, self._device, **sizes)
 
     patches: list[tuple[Any, str, Any]] = [
         (cpu, "_load", lambda: None),
@@ -155,6 +155,7 @@ def install() -> None:
         (model_runner.ModelRunner, "_record", record),
         (kv_cache.KVCache, "write", write),
         (llama, "make_rope", make_rope),
+        (llama, "gated_silu", lambda device, *, deterministic: triton_ops.gated_silu),
         (graphs, "CONTEXTS", CONTEXTS),
         (graphs, "ROWS", ROWS),
         (device_rates, "_ROUNDS", 1),

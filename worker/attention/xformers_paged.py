@@ -150,13 +150,17 @@ class XformersPagedAttention:
 
         Table entries beyond a row's last block are never read.
         """
-        held = [-(-span.stop // self._cache.block_size) for span in spans]
-        tables = np.zeros((len(bias.block_tables), max(held)), dtype=np.int32)
+        width = -(-max(span.stop for span in spans) // self._cache.block_size)
+        tables = np.zeros((len(bias.block_tables), width), dtype=np.int32)
         lengths = np.ones(len(tables), dtype=np.int32)
-        for row, (span, num_blocks) in enumerate(zip(spans, held, strict=True)):
-            tables[row, :num_blocks] = span.block_table[:num_blocks]
+        for row, span in enumerate(spans):
+            if row and span.block_table is spans[row - 1].block_table:  # of a chunk: converting a table takes 10 us
+                tables[row] = tables[row - 1]
+            else:
+                table = span.block_table[:width]
+                tables[row, : len(table)] = table
             lengths[row] = span.stop
-        bias.block_tables[:, : max(held)].copy_(to_device(torch.from_numpy(tables), torch.int32, self._cache.device))
+        bias.block_tables[:, :width].copy_(to_device(torch.from_numpy(tables), torch.int32, self._cache.device))
         bias.k_seqinfo.seqlen.copy_(to_device(torch.from_numpy(lengths), torch.int32, self._cache.device))
 
     def _plan_chunks(self, spans: Sequence[Span], first: int) -> Iterator[_Chunks]:

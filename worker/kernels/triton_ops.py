@@ -1,6 +1,7 @@
-"""Triton kernels between the products of a layer on a GPU: the rotation, and the write to the KV pool.
+"""Triton kernels between the products of a layer on a GPU: the rotation, the write to the KV pool, the gate of the MLP.
 
-torch needs three kernels for the rotation and two for the write, in every layer; a small step waits for its kernels.
+torch needs three kernels for the rotation and two for each other, in every layer. A small step waits for its kernels;
+a large one for the memory that the gate's two kernels read and write.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 
 _HEADS: Final = 8
 """Heads of one token that a program works on."""
+_COLUMNS: Final = 1024
+"""Outputs of one token that a program of the gate computes: 8 for each of its 128 threads."""
 
 
 def rotate(states: Tensor, positions: Tensor, table: Tensor, num_heads: int) -> Tensor:
@@ -53,6 +56,14 @@ def store(key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tenso
         _HEADS,
         queries.shape[1] // num_heads,
     )
+
+
+def gated_silu(fused: Tensor) -> Tensor:
+    """Return silu(gate) * up, rounded once: gate and up side by side (num_tokens, 2 * size) -> (num_tokens, size)."""
+    num_tokens, width = fused.shape
+    out = torch.empty((num_tokens, width // 2), dtype=fused.dtype, device=fused.device)
+    _gated_silu[num_tokens, triton.cdiv(width // 2, _COLUMNS)](fused, fused.stride(0), out, width // 2, _COLUMNS)
+    return out
 
 
 def _grid(num_tokens: int, num_heads: int) -> tuple[int, int]:
@@ -121,3 +132,15 @@ def _store(
         tl.load(value + token * value_row_stride + heads * value_head_stride + element, mask=mask),
         mask=mask,
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_silu(
+    fused: tl.tensor, row_stride: tl.tensor, out: tl.tensor, size: tl.tensor, COLUMNS: tl.constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < size
+    gate = tl.load(fused + token * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(fused + token * row_stride + size + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * size + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)

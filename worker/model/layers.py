@@ -57,16 +57,30 @@ class PlainMlp:
 
     gate_up: Linear
     down: Linear
-    deterministic: bool = False
+    activation: Callable[[Tensor], Tensor]
+    """See `gated_silu`."""
 
     @property
     def weight_bytes(self) -> int:
         return self.gate_up.weight_bytes + self.down.weight_bytes
 
     def __call__(self, states: Tensor, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        gate, up = self.gate_up(states, batch).chunk(2, dim=-1)
-        activated = invariant_silu(gate) if self.deterministic else functional.silu(gate)
-        return self.down.add_to(residual, activated.mul_(up), batch)
+        return self.down.add_to(residual, self.activation(self.gate_up(states, batch)), batch)
+
+
+def gated_silu(device: torch.device, *, deterministic: bool) -> Callable[[Tensor], Tensor]:
+    """Return silu(gate) * up for gate and up side by side, (num_tokens, 2 * size) -> (num_tokens, size)."""
+    if device.type == "cuda":
+        from worker.kernels.triton_ops import gated_silu as fused_silu
+
+        return fused_silu
+    silu = invariant_silu if deterministic else functional.silu
+
+    def gated(states: Tensor) -> Tensor:
+        gate, up = states.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+    return gated
 
 
 def invariant_silu(states: Tensor) -> Tensor:

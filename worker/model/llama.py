@@ -21,7 +21,7 @@ from worker.kernels.cpu import Kernels, products_for
 from worker.kernels.products import Panels, to_panels, to_quantised_panels
 from worker.model.base import Checkpoint, Progress, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
-from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, rms_norm
+from worker.model.layers import Mlp, OneDnnMlp, PlainMlp, RmsNorm, gated_silu, rms_norm
 from worker.model.linear import (
     PACKABLE_IN_BFLOAT16,
     Linear,
@@ -167,7 +167,7 @@ class _WeightLoader:
                 return OneDnnMlp(gate, up, down)
         gate_up = self._linear(names, (inner, inner), hidden)
         down = self._linear([f"{prefix}.down_proj"], (hidden,), inner)
-        return PlainMlp(gate_up, down, options.deterministic)
+        return PlainMlp(gate_up, down, gated_silu(self._device, deterministic=options.deterministic))
 
     def norm(self, name: str) -> RmsNorm:
         weight = self.tensor(name, (self._config.hidden_size,))

@@ -1,10 +1,11 @@
-"""Recorded decode steps of fixed shapes: on a GPU, launching the kernels of a small step takes as long as running them.
+"""Recorded steps of fixed shapes: on a GPU, launching the kernels of a small step takes longer than running them.
 
 A recording reads the same memory at every replay. Each step is first copied into buffers of the recorded shape:
 
-    rows         | d0 d1 d2 | -  -  -  -  - |     unused rows write to the null block and see its first token
+    rows         | d0 d1 c0 c0 c0 | -  -  - |     unused rows write to the null block and see its first token
     block table  | 4 9 2  0  0  0  0  0 ... |     all blocks of a context of the recorded length
 
+Each token is a row of its own. A layer writes all rows before it reads, so a row of a short chunk sees those before it.
 There is one recording for each number of rows and context length in `worker.attention.base.ROWS` and `CONTEXTS`. A step
 takes the smallest that holds it. Recordings end with the hidden states: logits would cost memory in each.
 """
@@ -28,6 +29,8 @@ Recorder = Callable[[Replay], Replay]
 """Returns a function that repeats `Replay` on the same memory, and returns the same tensor."""
 
 _WARM_UP_RUNS: Final = 2
+MAX_CHUNK_READS: Final = 1 << 17
+"""Tokens that the rows of a step's chunks see together. Each row reads them again; a launched chunk reads them once."""
 
 
 @runtime_checkable
@@ -49,7 +52,7 @@ class _Recording:
     replay: Replay
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The recordings of one decoder over one pool. To make them takes seconds on a GPU."""
 
     def __init__(
@@ -82,26 +85,32 @@ class DecodeGraphs:
 
                 self._recordings[num_rows, length] = _Recording(inputs, plan, record(run))
 
-    def logits(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return (sequences, vocab_size) logits and the slots written (sequences,). None: no recording fits the step.
+    def hidden(self, sequences: Sequence[SequenceStep], token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return (num_tokens, hidden_size) and the slots written (num_tokens,). None: no recording fits the step.
 
-        `token_ids` (sequences,), if given, replace those of the sequences.
+        The next replay overwrites both. `token_ids` (num_tokens,), if given, replace those of the sequences.
         """
-        if not sequences or len(sequences) > self._rows[-1] or any(len(s.token_ids) != 1 for s in sequences):
+        stops = [sequence.start + len(sequence.token_ids) for sequence in sequences]
+        chunks = [(len(s.token_ids), stop) for s, stop in zip(sequences, stops, strict=True) if len(s.token_ids) > 1]
+        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        if not sequences or num_tokens > self._rows[-1] or max(stops) > self._max_model_len:
             return None
-        longest = max(sequence.start for sequence in sequences) + 1
-        if longest > self._max_model_len:
+        if sum(size * stop for size, stop in chunks) > MAX_CHUNK_READS:
             return None
-        num_rows = padded(len(sequences), self._rows)
-        recording = self._recordings[num_rows, next(length for length in self._lengths if length >= longest)]
-        columns = [(sequence.token_ids[0], sequence.start, sequence.slots[0]) for sequence in sequences]
-        columns += [(0, 0, 0)] * (num_rows - len(columns))
+        num_rows = padded(num_tokens, self._rows)
+        recording = self._recordings[num_rows, next(length for length in self._lengths if length >= max(stops))]
+        columns: list[tuple[int, int, int]] = []
+        spans: list[Span] = []
+        for sequence, stop in zip(sequences, stops, strict=True):
+            positions = range(sequence.start, stop)
+            columns += zip(sequence.token_ids, positions, sequence.slots, strict=True)
+            spans += [Span(position, 1, sequence.block_table) for position in positions]
+        columns += [(0, 0, 0)] * (num_rows - num_tokens)
         recording.inputs.copy_(to_device(columns, torch.int64, self._device).T)
         if token_ids is not None:
-            recording.inputs[0, : len(token_ids)].copy_(token_ids)
-        spans = [Span(sequence.start, 1, sequence.block_table) for sequence in sequences]
+            recording.inputs[0, :num_tokens].copy_(token_ids)
         self._attention.refill(recording.plan, spans)
-        return self._decoder.logits(recording.replay()[: len(sequences)]), recording.inputs[2, : len(sequences)]
+        return recording.replay()[:num_tokens], recording.inputs[2, :num_tokens]
 
 
 def rerun(run: Replay) -> Replay:

@@ -33,7 +33,7 @@ from worker.contracts.step import (
 )
 from worker.kernels.device import DeviceStream, Stopwatch, current_device, to_device, to_host
 from worker.model.load import LoadedModel
-from worker.runner.graphs import DecodeGraphs, RecordableAttention, cuda_recorder, rerun
+from worker.runner.graphs import RecordableAttention, StepGraphs, cuda_recorder, rerun
 from worker.sampling.rules import TokenRules
 from worker.sampling.sampler import LogprobRows, SamplerOutput, sample, token_logprobs
 from worker.wire import SamplingParams
@@ -59,7 +59,7 @@ class ModelRunner:
         max_num_seqs: int = 64,
         stream: DeviceStream | None = None,
     ) -> None:
-        """Allocate the pool of `num_blocks` blocks, and record graphs for steps of up to `max_num_seqs` decodes.
+        """Allocate the pool of `num_blocks` blocks, and record graphs for steps of up to `max_num_seqs` tokens.
 
         `eos_token_ids` are not sampled before min_tokens. Steps are queued on `stream`, if given.
         """
@@ -108,7 +108,7 @@ class ModelRunner:
             if last is None:
                 raise RuntimeError("there is no step to follow")
             token_ids = last.followed_token_ids(step)
-        output = self._replay(step, token_ids, stopwatch) or self._forward(step, token_ids, stopwatch)
+        output = self._forward(step, token_ids, stopwatch)
         stopwatch.mark()
         if self._stream.overlaps:
             self._last = output
@@ -116,15 +116,20 @@ class ModelRunner:
 
     def _forward(self, step: Step, token_ids: Tensor | None, stopwatch: Stopwatch) -> _StepOutput:
         """Run the model over any step. `token_ids` (sequences,), if given, replace those of its decodes."""
-        order = attention_order(step.sequences)
-        sequences = [step.sequences[index] for index in order]
-        if not sequences:
+        if not step.sequences:
             stopwatch.mark()
             return _StepOutput(step, (), None, (), None, None)
-        batch = build_batch(sequences, self._attention, self._device, self.cache.block_size)
-        if token_ids is not None:
-            batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
-        hidden = self._decoder.forward(batch, self._attention)
+        replayed = None if self._graphs is None else self._graphs.hidden(step.sequences, token_ids)
+        if replayed is not None:
+            order = list(map(Row, range(len(step.sequences))))
+            sequences, (hidden, slots) = step.sequences, replayed
+        else:
+            order = attention_order(step.sequences)
+            sequences = [step.sequences[index] for index in order]
+            batch = build_batch(sequences, self._attention, self._device, self.cache.block_size)
+            if token_ids is not None:
+                batch.token_ids.copy_(token_ids[to_device(order, torch.int64, self._device)])
+            hidden, slots = self._decoder.forward(batch, self._attention), batch.slots
         ends = list(accumulate(len(sequence.token_ids) for sequence in sequences))
         logits = self._logits(sequences, ends, hidden)
         stopwatch.mark()
@@ -135,25 +140,9 @@ class ModelRunner:
             order,
             sampled,
             [self._prompt_logprobs(sequence, end, hidden) for sequence, end in zip(sequences, ends, strict=True)],
-            to_host(self.cache.find_extremes(batch.slots)),
+            to_host(self.cache.find_extremes(slots)),
             _pooled(sequences, ends, hidden),
         )
-
-    def _replay(self, step: Step, token_ids: Tensor | None, stopwatch: Stopwatch) -> _StepOutput | None:
-        """Run a step of decodes through its recording. None: there is none."""
-        sequences = step.sequences
-        if self._graphs is None or any(
-            len(s.sampling_rows) != 1 or s.num_prompt_logprobs is not None or s.hidden for s in sequences
-        ):
-            return None
-        if (replayed := self._graphs.logits(sequences, token_ids)) is None:
-            return None
-        logits, slots = replayed
-        stopwatch.mark()
-        sampled = sample(logits, [sequence.sampling_rows[0] for sequence in sequences], self._eos_token_ids)
-        extremes = to_host(self.cache.find_extremes(slots))
-        order = [Row(row) for row in range(len(sequences))]
-        return _StepOutput(step, order, sampled, [()] * len(sequences), extremes, None)
 
     def _logits(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> Tensor | None:
         """Return the logits of every sampling row: those of its sequence's last token, before `ends`."""
@@ -181,13 +170,13 @@ class ModelRunner:
             found.append(token_logprobs(logits, to_device(ids, torch.int64, self._device), [num_top] * len(ids)))
         return found
 
-    def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> DecodeGraphs | None:
-        """Record decodes on a GPU. A replay would not repeat what models of transformers do on the host."""
+    def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> StepGraphs | None:
+        """Record small steps on a GPU. A replay would not repeat what models of transformers do on the host."""
         if self._device.type != "cuda" or not isinstance(self._attention, RecordableAttention):
             return None
         try:
             with current_device(self._device), torch.inference_mode():
-                return DecodeGraphs(
+                return StepGraphs(
                     model.decoder,
                     self._attention,
                     self._device,
@@ -197,7 +186,7 @@ class ModelRunner:
                     record=cuda_recorder() if model.decoder.is_recordable else rerun,
                 )
         except RuntimeError as error:
-            logger.warning("decodes are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
+            logger.warning("steps are launched kernel by kernel: CUDA graphs cannot be recorded: %s", error)
             return None
 
 

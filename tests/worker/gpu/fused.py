@@ -39,7 +39,12 @@ def fused_differences(
     gpu_kernels.store(key, value, slots, shown[0], shown[1], query)
     assert sorted(map(tuple, shown[0].isnan().nonzero().tolist())) == sorted(broken)
     assert bool(shown[1].isfinite().all())
+    gate, up = fused.chunk(2, dim=-1) if fused.shape[1] % 2 == 0 else fused[:, 1:].chunk(2, dim=-1)
+    side_by_side = torch.cat((gate, up), dim=-1)
+    gated = torch.nn.functional.silu(gate.float()) * up.float()
+    gate_error = (gated - gpu_kernels.gated_silu(side_by_side).float()) / gated.abs().clamp(min=1)
     return {
+        f"gate of {gate.shape[1]}": float(gate_error.abs().max()),
         f"rotation of {num_rotated} heads of {head_dim}": float((want.float() - got.float()).abs().max()),
         f"store of {num_kv_heads} heads of {head_dim}": float((pools[0] - pools[1]).abs().max()),
     }

@@ -1,4 +1,4 @@
-"""Recorded decodes: a replay gives the logits of the same step, launched kernel by kernel."""
+"""Recorded steps: a replay gives the logits of the same step, launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ pytestmark = pytest.mark.gpu
 BLOCK_SIZE, BLOCKS_EACH = 16, 20
 
 
-@pytest.mark.parametrize("family", ["llama2", "smollm2", "qwen3"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("max_rows", [64, 6])
+@pytest.mark.parametrize(
+    ("family", "dtype", "max_rows"), [("llama2", "bfloat16", 64), ("smollm2", "float16", 64), ("qwen3", "bfloat16", 6)]
+)
 def test_a_replay_gives_the_same_logits(tmp_path: Path, device: str, family: str, dtype: str, max_rows: int) -> None:
-    """Steps of every recorded number of rows, full and not, the tokens from the host and from the device."""
+    """Steps of every recorded number of rows, full and not: decodes, with a chunk of one sequence, and a chunk alone.
+
+    The tokens come from the host and from the device.
+    """
     write_family(family, tmp_path, **SHAPE)
     model = load_model(str(tmp_path), LoadOptions(dtype=dtype, device=device))
     num_blocks = 1 + 64 * BLOCKS_EACH
@@ -37,26 +40,28 @@ def test_a_replay_gives_the_same_logits(tmp_path: Path, device: str, family: str
     for pool in (*runner.cache.keys, *runner.cache.values):
         pool.normal_()
     longest = min(256, graphs.CONTEXTS[0])
-    for num_rows in (1, 2, 3, 8, 9, 17, 40, 64):
+    for num_rows, num_chunk in ((1, 0), (2, 0), (3, 2), (8, 0), (9, 9), (17, 5), (40, 0), (64, 16), (64, 64)):
         if num_rows > graphs.ROWS[-1]:
             break
         steps = []
-        for row in range(num_rows):
+        for row in range(num_rows - num_chunk + (num_chunk > 0)):
+            size = num_chunk if row == num_rows - num_chunk else 1
             table = [BlockId(1 + row * BLOCKS_EACH + place) for place in range(BLOCKS_EACH)]
-            start = draw.randrange(longest)
-            slot = table[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
-            steps.append(SequenceStep([draw.randrange(99)], start, table, [slot]))
-        steps.sort(key=lambda step: step.start)
+            start = draw.randrange(longest - size)
+            slots = [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, start + size)]
+            steps.append(SequenceStep(draw.choices(range(99), k=size), start, table, slots))
+        steps.sort(key=lambda step: (len(step.token_ids), step.start))
         with torch.inference_mode():
             batch = build_batch(steps, runner._attention, runner._device, BLOCK_SIZE)
-            want = model.decoder.logits(model.decoder.forward(batch, runner._attention))
-            unknown = [SequenceStep([0], step.start, step.block_table, step.slots) for step in steps]
+            want = model.decoder.forward(batch, runner._attention)
+            unknown = [SequenceStep([0] * len(s.token_ids), s.start, s.block_table, s.slots) for s in steps]
             for given, token_ids in ((steps, None), (unknown, batch.token_ids)):
-                if (found := recordings.logits(given, token_ids)) is None:
+                if (found := recordings.hidden(given, token_ids)) is None:
                     continue
                 tried += 1
-                error = (found[0].log_softmax(-1).float() - want.log_softmax(-1).float()).abs().max()
-                assert float(error) < TOLERANCE[dtype], (num_rows, token_ids is None)
+                logits, wanted = (model.decoder.logits(hidden).log_softmax(-1).float() for hidden in (found[0], want))
+                assert found[1].tolist() == batch.slots.tolist()
+                assert float((logits - wanted).abs().max()) < TOLERANCE[dtype], (num_rows, token_ids is None)
     assert tried >= 4
 
 

@@ -1,4 +1,4 @@
-"""The rotation and the write to the pool, compiled for this GPU or interpreted, give what torch gives."""
+"""The rotation, the write to the pool and the gate, compiled for this GPU or interpreted, give what torch gives."""
 
 from __future__ import annotations
 

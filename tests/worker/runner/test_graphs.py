@@ -16,7 +16,7 @@ from worker.attention.base import Span
 from worker.attention.torch_paged import PagedPlan, TorchPagedAttention
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner import graphs
-from worker.runner.graphs import DecodeGraphs, Replay
+from worker.runner.graphs import Replay, StepGraphs
 from worker.runner.model_runner import ModelRunner
 
 BLOCK_SIZE = 4
@@ -66,7 +66,7 @@ def run(
 
             return replay
 
-        runner._graphs = DecodeGraphs(
+        runner._graphs = StepGraphs(
             model.decoder,
             Refillable(model.config.attention, runner.cache),
             model.device,
@@ -98,6 +98,17 @@ def test_recorded_decodes_give_the_same_tokens(model: LoadedModel, monkeypatch: 
     recorded: list[int] = []
     assert run(model, recorded) == run(model, None)
     assert set(recorded) == {1, 2, 4, 8}  # seven sequences in eight rows, until one is left
+
+
+def test_recorded_chunks_give_the_same_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, their later chunks and decodes beside them are rows of one recording, unless they read too much."""
+    counts = []
+    for most in (1 << 17, 400):
+        monkeypatch.setattr(graphs, "MAX_CHUNK_READS", most)
+        recorded: list[int] = []
+        assert run(model, recorded, max_rows=96) == run(model, None)
+        counts.append(sum(rows >= 16 for rows in recorded))
+    assert counts[0] > counts[1]
 
 
 def test_recorded_decodes_after_a_step_give_the_same_tokens(model: LoadedModel) -> None:
