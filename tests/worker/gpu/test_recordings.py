@@ -26,7 +26,7 @@ BLOCK_SIZE, BLOCKS_EACH = 16, 20
     ("family", "dtype", "max_rows"), [("llama2", "bfloat16", 64), ("smollm2", "float16", 64), ("qwen3", "bfloat16", 6)]
 )
 def test_a_replay_gives_the_same_logits(tmp_path: Path, device: str, family: str, dtype: str, max_rows: int) -> None:
-    """Steps of every recorded number of rows, full and not: decodes, with a chunk of one sequence, and a chunk alone.
+    """Steps of every recorded number of rows, full and not: decodes, with a chunk of one sequence, and only a chunk.
 
     The tokens come from the host and from the device.
     """

@@ -101,7 +101,7 @@ def test_recorded_decodes_give_the_same_tokens(model: LoadedModel, monkeypatch: 
 
 
 def test_recorded_chunks_give_the_same_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, their later chunks and decodes beside them are rows of one recording, unless they read too much."""
+    """Prompts, their later chunks and decodes next to them are rows of one recording, unless they read too much."""
     counts = []
     for most in (1 << 17, 400):
         monkeypatch.setattr(graphs, "MAX_CHUNK_READS", most)
