@@ -190,7 +190,7 @@ def _ask_at_once(system: System, prompts: Sequence[str], times: Times) -> None:
         times.add(timed)
 
 
-def figures(bench: Bench, asked: Sequence[Cell]) -> list[Figure]:
+def figures(bench: Bench) -> list[Figure]:
     """Return the first tokens and the gaps of every cell and system."""
     found = []
     for (cell, system), times in bench.times.items():
@@ -209,18 +209,23 @@ def figures(bench: Bench, asked: Sequence[Cell]) -> list[Figure]:
     return found
 
 
-def stage_table(bench: Bench, asked: Sequence[Cell]) -> str:
-    """Return the stages of each cell, p50 and p99 in milliseconds."""
-    seen = [cell for cell in asked if bench.times[cell, "here"].walks]
-    lines = ["", f"{'ms, p50 / p99':12}" + "".join(f"{cell.name:>22}" for cell in seen)]
-    for stage in [*(stage for stage, _ in STAGES), "left"]:
-        row = f"{stage:12}"
-        for cell in seen:
-            walks = bench.times[cell, "here"].walks
-            spent = [each.left_s if stage == "left" else each.stages.get(stage, 0.0) for each in walks]
-            row += f"{1000 * percentile(spent, 0.5):>13.2f} / {1000 * percentile(spent, 0.99):6.2f}"
-        lines.append(row)
-    return "\n".join(lines)
+def cell_lines(bench: Bench, cell: Cell) -> Iterator[str]:
+    """Yield a line for each system in this cell, and one for the stages of this checkout: ms, p50 / p99."""
+    for (asked, system), times in bench.times.items():
+        if asked == cell:
+            yield f"{cell.name:22} {system:7} {_milliseconds(times.ttfts_s)}  gap {_milliseconds(times.gaps_s)}  " + (
+                histogram(times)
+            )
+    if walks := bench.times[cell, "here"].walks:
+        stages = {stage: [each.stages.get(stage, 0.0) for each in walks] for stage, _ in STAGES}
+        stages["left"] = [each.left_s for each in walks]
+        yield "  " + ", ".join(f"{stage} {_milliseconds(spent)}" for stage, spent in stages.items())
+
+
+def _milliseconds(times_s: Sequence[float]) -> str:
+    if not times_s:
+        return "-"
+    return f"{1000 * percentile(times_s, 0.5):.2f} / {1000 * percentile(times_s, 0.99):.2f}"
 
 
 def histogram(times: Times) -> str:
@@ -234,7 +239,6 @@ def histogram(times: Times) -> str:
 
 def main(argv: list[str]) -> int:
     options = _parse(argv)
-    asked = list(cells(options.sizes, is_short=options.short))
     worker = ["--model", options.model, "--threads", str(options.threads), "--num-blocks", str(options.num_blocks)]
     worker += ["--dtype", options.dtype]
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
@@ -251,13 +255,11 @@ def main(argv: list[str]) -> int:
             systems.append(stack.enter_context(llama_server(options.llama_server, options.threads, folder)))
         bench = Bench(systems, engine, options.seed)
         stack.callback(bench.close)
-        for cell in asked:
+        for cell in cells(options.sizes, is_short=options.short):
             bench.run(cell, options.rounds)
-    print(stage_table(bench, asked))
-    for (cell, system), times in bench.times.items():
-        print(f"{cell.name} {system}: ms {histogram(times)}")
+            print(*cell_lines(bench, cell), sep="\n", flush=True)
     env = {"threads": options.threads, "dtype": options.dtype, "rounds": options.rounds}
-    publish(Report("first-token", figures(bench, asked), env), options)
+    publish(Report("first-token", figures(bench), env), options)
     return 0
 
 
