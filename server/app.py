@@ -49,10 +49,11 @@ class PublicApi:
         self.chat = ChatEndpoint(endpoint)
         self.completions = CompletionEndpoint(endpoint)
         self._messages = MessagesEndpoint(endpoint)
+        self._responses = ResponsesEndpoint(endpoint)
         self.endpoints: dict[str, GenerateEndpoint] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
-            RESPONSES_PATH: ResponsesEndpoint(endpoint),
+            RESPONSES_PATH: self._responses,
             MESSAGES_PATH: self._messages,
             **{path: PoolingEndpoint(endpoint) for path in ENGINE_PATHS},
             "/v1/embeddings": EmbeddingEndpoint(endpoint),
@@ -63,6 +64,8 @@ class PublicApi:
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
             Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count_tokens, methods=["POST"]),
+            Route(f"{RESPONSES_PATH}/input_tokens", self._responses.input_tokens, methods=["POST"]),
+            Route(f"{RESPONSES_PATH}/compact", self._responses.compact, methods=["POST"]),
             Route(MODELS_PATH, self._model_list.list, methods=["GET"]),
             Route(f"{MODELS_PATH}/{{model:path}}", self._model_list.get, methods=["GET"]),
             Route("/tokenize", self._tokenize.tokenize, methods=["POST"]),

@@ -219,6 +219,9 @@ class GatewayConfig(SharedConfig):
     strict_tools: bool = _api(
         False, "refuse tools that only a vendor's server can run (default: leave them out where the model is free)"
     )
+    strict_blocks: bool = _api(
+        False, "refuse images and other parts that a model of text cannot read (default: a line in their place)"
+    )
     control_tokens_in_content: bool = _api(
         False, "read control tokens in messages as such: clients can then forge turns (default: as text)"
     )

@@ -29,7 +29,8 @@ _REQUEST_ERROR: Final = "invalid_request_error"
 MESSAGES_PATH: Final = "/v1/messages"
 MODELS_PATH: Final = "/v1/models"
 RESPONSES_PATH: Final = "/v1/responses"
-_ANTHROPIC_HEADERS: Final = frozenset({b"anthropic-version", b"x-api-key"})
+_VERSION_HEADER: Final = b"anthropic-version"
+_ANTHROPIC_HEADERS: Final = frozenset({_VERSION_HEADER, b"x-api-key"})
 """Headers that Anthropic's clients send, and OpenAI's never."""
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
@@ -266,6 +267,9 @@ def is_under(path: str, route: str) -> bool:
 
 def is_for_anthropic(scope: Scope) -> bool:
     """Return whether the answer, and an error too, has Anthropic's shape."""
+    if is_under(scope["path"], MESSAGES_PATH):
+        return True
+    names = [name for name, _ in scope["headers"]]
     if is_under(scope["path"], MODELS_PATH):  # the one route that both APIs have
-        return not _ANTHROPIC_HEADERS.isdisjoint([name for name, _ in scope["headers"]])
-    return is_under(scope["path"], MESSAGES_PATH)
+        return not _ANTHROPIC_HEADERS.isdisjoint(names)
+    return _VERSION_HEADER in names  # its SDK sends it to each address, also to one that is not here

@@ -151,7 +151,7 @@ class Gateway:
             self.requests,
             self.keep_alive,
             config.request_timeout_s,
-            IgnoredTools(strict=config.strict_tools),
+            IgnoredTools(strict_tools=config.strict_tools, strict_blocks=config.strict_blocks),
             self._tracing,
             config.clamp_max_tokens,
             EngineTexts(

@@ -17,18 +17,11 @@ from server.api.formatting import encode_json
 from server.api.images import ImageRules, base64_image_name, first_char, image_name
 from server.errors import MESSAGES_PATH, RESPONSES_PATH
 from server.event_loop import Steps
+from server.schema.blocks import MEDIA
 from server.schema.decoding import invalid, unsupported
 from worker.wire import EngineCall
 
 CHAT_PATH: Final = "/v1/chat/completions"
-MEDIA: Final = frozenset(
-    {
-        *("image", "image_url", "input_image", "image_pil", "image_embeds", "computer_screenshot"),
-        *("audio", "audio_url", "input_audio", "audio_embeds", "video", "video_url", "input_video"),
-        *("file", "input_file", "document", "container_upload", "prompt_embeds"),
-    }
-)
-"""Types of parts, and keys of parts without a type."""
 _IMAGE_TYPES: Final[Mapping[str, frozenset[str | None]]] = {
     CHAT_PATH: frozenset({None, "image_url", "input_image"}),
     RESPONSES_PATH: frozenset({"input_image"}),

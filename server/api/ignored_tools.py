@@ -1,4 +1,4 @@
-"""Tools that are left out of prompts, and hints without effect: refused, or named in a header."""
+"""Tools and parts that are left out of prompts, and hints without effect: refused, or named in a header."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class IgnoredTools:
-    """The types of tools that this gateway has left out. Owned by the gateway."""
+    """The types of tools and parts that this gateway has left out. Owned by the gateway."""
 
-    def __init__(self, *, strict: bool) -> None:
-        """`strict`: refuse them."""
-        self._strict = strict
+    def __init__(self, *, strict_tools: bool, strict_blocks: bool) -> None:
+        """Strict: refuse them."""
+        self._strict_tools = strict_tools
+        self._strict_blocks = strict_blocks
         self._logged: set[str] = set()
 
     def take(self, intent: ChatIntent) -> str:
         """Return the header's value; "" for none. Raises InvalidRequestError when tools are refused."""
         ignored = intent.ignored
-        if ignored and self._strict:
-            first = ignored[0]
-            raise unsupported(first.field, f"is {first.type[:64]!r}, which this server cannot run (--strict-tools)")
+        for each in ignored:
+            if each.is_block and self._strict_blocks:
+                raise unsupported(each.field, f"is {each.type[:64]!r}: this model reads text (--strict-blocks)")
+            if not each.is_block and self._strict_tools:
+                raise unsupported(each.field, f"is {each.type[:64]!r}, which this server cannot run (--strict-tools)")
         types = list(dict.fromkeys(_UNSAFE.sub("?", each.type[:64]) for each in ignored))
         for kind in types:
             if kind not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(kind)
-                log.warning("left %s out of a prompt: this server cannot run it", kind)
+                log.warning("left %s out of a prompt: this server or its model cannot use it", kind)
         return ", ".join([*types[:MAX_NAMED], *intent.fields.ignored_hints])
 
 

@@ -112,7 +112,8 @@ def _read_item(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message 
 
 
 def _message(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
-    if item.role not in ("system", "developer", "user", "assistant") or item.content is None:
+    is_empty = item.content is None and item.role != "assistant"
+    if item.role not in ("system", "developer", "user", "assistant") or is_empty:
         raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
     if isinstance(item.content, list):
         schema.check_parts(item.content, f"{field}.content", may_think=item.role == "assistant")
@@ -130,9 +131,9 @@ def _tool_call(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
 
 
 def _tool_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
-    if not item.call_id or item.output is None:
-        raise invalid(field, f"is a {item.type} without call_id or output")
-    return _result(item.call_id, _output(item.output, f"{field}.output"))
+    if not item.call_id:
+        raise invalid(f"{field}.call_id", "is required")
+    return _result(item.call_id, _output(item.output or "", f"{field}.output"))
 
 
 def _client_call(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
@@ -182,4 +183,4 @@ def _output(output: object, field: str) -> str | list[schema.TextPart]:
     except msgspec.ValidationError as error:
         raise located(str(error), field) from None
     schema.check_parts(parts, field)
-    return parts
+    return schema.as_text(parts)

@@ -22,12 +22,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.chat import chat_spec, render_chat
+from server.api.chat import chat_spec
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ResponseFormatter, encode_json, json_response, response_id
 from server.api.ignored_tools import ignored_header
-from server.api.limits import TokenLimits
-from server.api.tokenize import encode_any
+from server.api.tokenize import num_prompt_tokens
 from server.auth.identity import Identity, identity_of
 from server.errors import ApiError, anthropic_error
 from server.event_loop import sliced
@@ -35,6 +34,7 @@ from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema import fields as schema
+from server.schema.blocks import NOT_TEXT, block_text
 from server.schema.decoding import decode_text, invalid, require_json
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.messages import (
@@ -83,9 +83,7 @@ class MessagesEndpoint(GenerateEndpoint):
         intent = await messages_intent(request)
         ignored = self._services.ignored_tools.take(intent)
         model = self._model(request.model, identity_of(scope))
-        rendered = await render_chat(intent.conversation, model)
-        ids = await encode_any(rendered.text, model, "messages", client_offsets=rendered.client_offsets)
-        num_tokens = len(TokenLimits(request, "messages").truncated(ids))
+        num_tokens = await num_prompt_tokens(intent, model)
         return json_response({"input_tokens": num_tokens}, ignored_header(ignored))
 
 
@@ -144,7 +142,7 @@ def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:
         return
     texts: list[ContentBlock] = []
     for block in message.content:
-        if block.type == "text":
+        if block.type == "text" or block.type in NOT_TEXT:
             texts.append(block)
             continue
         if texts:
@@ -158,11 +156,20 @@ def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:
 def _text(content: str | Sequence[ContentBlock]) -> str | list[schema.TextPart]:
     if isinstance(content, str):
         return content
-    return [
-        schema.TextPart(type="text", text=block.text if block.type == "text" else f"Loaded: {block.tool_name}")
-        for block in content
-        if block.type in ("text", "tool_reference")
-    ]
+    return [_part(block) for block in content if block.type in ("text", "tool_reference") or block.type in NOT_TEXT]
+
+
+def _part(block: ContentBlock) -> schema.TextPart:
+    if block.type not in NOT_TEXT:
+        text = block.text if block.type == "text" else f"Loaded: {block.tool_name}"
+        return schema.TextPart(type="text", text=text)
+    is_read = block.type in ("document", "search_result") and bytes(block.source)
+    source = msgspec.json.decode(block.source) if is_read else None
+    inner = [{"text": part.text} for part in block.content] if isinstance(block.content, list) else block.content
+    text, is_whole = block_text(block.type, block.title, source, inner)
+    return (
+        schema.TextPart(type="text", text=text) if is_whole else schema.LeftOut(type="text", text=text, kind=block.type)
+    )
 
 
 def _result(block: ContentBlock) -> str | list[schema.TextPart]:
@@ -233,12 +240,14 @@ class MessagesFormatter(ResponseFormatter):
         """The type of the open block."""
         self._num_blocks = 0
         self._has_calls = False
+        self._waits_for_arguments = False
         self._last: ChoiceDelta | None = None
 
     def body(self, response: ResponseStream, choices: Sequence[ChoiceDelta]) -> tuple[bytes]:
         content: list[dict[str, Any]] = []
         self._last = choices[0]
         for kind, text in () if self._is_empty else self._parser.feed(choices[0].text, last=True):
+            self._waits_for_arguments = False
             match kind:
                 case "content":
                     content.append({"type": "text", "text": text})
@@ -248,6 +257,8 @@ class MessagesFormatter(ResponseFormatter):
                     content.append(self._tool_use(text))
                 case "arguments":
                     content[-1]["input"] = _input(text)
+        if self._is_cut_call:
+            content[-1]["input"] = _input("")
         return (encode_json(self._message(response, content)),)
 
     def events(self, response: ResponseStream, deltas: Sequence[ChoiceDelta]) -> bytes:
@@ -261,6 +272,8 @@ class MessagesFormatter(ResponseFormatter):
                 events += self._block_events(kind, text)
             if is_last:
                 self._last = delta
+                if self._is_cut_call:
+                    events.append(self._delta(type="input_json_delta", partial_json=encode_json(_input("")).decode()))
                 events += self._close()
         return b"".join(events)
 
@@ -274,6 +287,7 @@ class MessagesFormatter(ResponseFormatter):
         return b"event: error\ndata: %b\n\n" % body
 
     def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
+        self._waits_for_arguments = False
         match kind:
             case "content":
                 yield from self._begin("text", {"type": "text", "text": ""})
@@ -310,7 +324,7 @@ class MessagesFormatter(ResponseFormatter):
         yield _event("content_block_stop", index=self._num_blocks - 1)
 
     def _tool_use(self, name: str) -> dict[str, Any]:
-        self._has_calls = True
+        self._has_calls = self._waits_for_arguments = True
         return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
 
     def _thoughts(self, text: str) -> str:
@@ -327,9 +341,14 @@ class MessagesFormatter(ResponseFormatter):
             "usage": {**self._usage(response), "service_tier": "standard"},
         }
 
+    @property
+    def _is_cut_call(self) -> bool:
+        """The answer ended before the arguments of a call: without a word of that, the call would look whole."""
+        return self._waits_for_arguments and self._last is not None and self._last.finish_reason == "length"
+
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         usage = _usage(response)
-        if self._is_empty:
+        if self._is_empty or self._last is None:  # the first event has none: clients add those of the last
             usage |= {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
         return usage
 

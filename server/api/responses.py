@@ -14,18 +14,22 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from server.api.chat import chat_spec
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
+from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json, json_response
+from server.api.ignored_tools import ignored_header
 from server.api.items import messages_of_items, tools_of_items
-from server.auth.identity import Identity
+from server.api.tokenize import num_prompt_tokens
+from server.auth.identity import Identity, identity_of
 from server.errors import ApiError, responses_error
 from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema import fields as schema
-from server.schema.decoding import invalid
+from server.schema.decoding import invalid, require_json, unsupported
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.requests import RESPONSES, ResponsesRequest, TextOptions
 from server.schema.tools import ToolName, make_toolbox, read_choice, read_tools
@@ -54,6 +58,20 @@ class ResponsesEndpoint(GenerateEndpoint):
             spec, rules = await chat_spec(intent, model, identity, id_)
         formatter = ResponsesFormatter(id_, request, rules, spec.sampling, model.tokenizer.token_bytes)
         return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
+
+    async def input_tokens(self, http_request: Request) -> Response:
+        """Count the prompt that /v1/responses would send, even one that no context holds. Raises ApiError."""
+        scope = http_request.scope
+        require_json(scope["headers"])
+        request = await RESPONSES.read(await http_request.body(), self._models.text_limit)
+        intent = responses_intent(request)
+        ignored = self._services.ignored_tools.take(intent)
+        num_tokens = await num_prompt_tokens(intent, self._model(request.model, identity_of(scope)))
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens}, ignored_header(ignored))
+
+    async def compact(self, http_request: Request) -> Response:
+        """Raises InvalidRequestError: nothing is kept here that a compaction could stand for."""
+        raise unsupported("compaction", "is not offered: send a summary of the older items, as a message")
 
 
 def responses_intent(request: ResponsesRequest) -> ChatIntent:

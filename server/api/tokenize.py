@@ -16,7 +16,7 @@ from starlette.responses import Response
 from server.api.chat import render_chat
 from server.api.formatting import encode_json, json_response, token_text
 from server.api.ignored_tools import IgnoredTools, ignored_header
-from server.api.limits import in_vocabulary
+from server.api.limits import TokenLimits, in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError
 from server.event_loop import sliced
@@ -24,6 +24,7 @@ from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit, invalid, read_json, require_json
 from server.schema.fields import TokenId
+from server.schema.intent import ChatIntent
 from server.schema.requests import CHAT
 from server.text.tokenizer import TooManyTokensError
 
@@ -120,6 +121,14 @@ class TokenizeApi:
         model = next(iter(models.values()))
         model.check_readable(model.name)
         return model
+
+
+async def num_prompt_tokens(intent: ChatIntent, model: ServedModel) -> int:
+    """Count the prompt that a chat would send, even one that no context holds. Raises ApiError."""
+    param = intent.names.messages
+    rendered = await render_chat(intent.conversation, model)
+    ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
+    return len(TokenLimits(intent.fields, param).truncated(ids))
 
 
 async def encode_any(

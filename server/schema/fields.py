@@ -13,9 +13,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from server.schema.blocks import NOT_TEXT, block_text
 from server.schema.decoding import invalid, unsupported
 from server.schema.thoughts import PART_TYPES, thought_text
 
+_TEXT_TYPES: Final = ("text", "input_text", "output_text")
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_TOOLS: Final = 1024
 MAX_STOPS: Final = 32
@@ -43,12 +45,33 @@ class TextPart(Struct, kw_only=True):
     reasoning: Any = None
     reasoning_content: Any = None
     summary: Any = None
+    title: Any = None
+    source: Any = None
+    content: Any = None
 
     @property
     def readable(self) -> bool:
         if self.type == "refusal":
             return self.refusal is not None
-        return self.type in ("text", "input_text", "output_text") and self.text is not None
+        return self.type in _TEXT_TYPES and self.text is not None
+
+
+class LeftOut(TextPart, kw_only=True):
+    """A line for a part that a model of text cannot read."""
+
+    kind: str
+
+
+def as_text(parts: list[TextPart]) -> list[TextPart]:
+    """Return checked parts, each as text."""
+    if not any(part.type in NOT_TEXT for part in parts):
+        return parts
+    return [_as_text(part) if part.type in NOT_TEXT else part for part in parts]
+
+
+def _as_text(part: TextPart) -> TextPart:
+    text, is_whole = block_text(part.type, part.title, part.source, part.content)
+    return TextPart(type="text", text=text) if is_whole else LeftOut(type="text", text=text, kind=part.type)
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -104,7 +127,7 @@ class Message(Struct, kw_only=True):
             raise unsupported(f"{field}.audio", "is not offered: this model reads text")
         if isinstance(self.content, list):
             check_parts(self.content, f"{field}.content", may_think=self.role == "assistant")
-        elif self.content is None and self.role != "assistant":  # an answer may be empty, and comes back as it was
+        elif self.content is None and self.role not in ("assistant", "tool", "function"):  # these may be empty
             raise invalid(f"{field}.content", "is required")
         for index, call in enumerate(self.tool_calls or ()):
             if (call.function if call.type == "function" else call.custom) is None:
@@ -113,9 +136,10 @@ class Message(Struct, kw_only=True):
             raise invalid(f"{field}.tool_call_id", "is required in a tool message")
 
     def with_thoughts(self) -> Message:
-        """Return the message with its thoughts in one field, `reasoning_content`."""
+        """Return the message with its parts as text, and its thoughts in one field, `reasoning_content`."""
         content, parts = self.content, []
         if isinstance(content, list):
+            content = as_text(content)
             parts = [part for part in content if part.type in PART_TYPES]
             content = [part for part in content if part.type not in PART_TYPES] if parts else content
         given = (self.reasoning_content, self.reasoning, parts, self.thinking_blocks, self.reasoning_details)
@@ -128,8 +152,11 @@ class Message(Struct, kw_only=True):
 def check_parts(parts: Sequence[TextPart], field: str, *, may_think: bool = False) -> None:
     """Raises InvalidRequestError; `field` is the path of the parts."""
     for index, part in enumerate(parts):
-        if not part.readable and not (may_think and part.type in PART_TYPES):
-            raise invalid(f"{field}[{index}].type", "must be text: this model reads text")
+        if part.readable or part.type in NOT_TEXT or (may_think and part.type in PART_TYPES):
+            continue
+        if part.type in _TEXT_TYPES:
+            raise invalid(f"{field}[{index}].text", "is required")
+        raise invalid(f"{field}[{index}].type", "must be text: this model reads text")
 
 
 class FunctionDefinition(Struct, kw_only=True):
@@ -153,7 +180,7 @@ class Tool(Struct, kw_only=True):
     @property
     def parameters(self) -> dict[str, Any]:
         """The schema of the function's arguments."""
-        return (self.function and self.function.parameters) or {"type": "object"}
+        return {"type": "object"} | ((self.function and self.function.parameters) or {})
 
 
 class JsonSchemaFormat(Struct, kw_only=True):

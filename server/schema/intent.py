@@ -6,12 +6,12 @@ the field that the client sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from server.schema.decoding import invalid
-from server.schema.fields import Message, ModelFields, ResponseFormat, Tool, check_constraints
+from server.schema.fields import LeftOut, Message, ModelFields, ResponseFormat, Tool, check_constraints
 from server.schema.tools import Ignored, Toolbox, ToolMode
 
 
@@ -84,7 +84,14 @@ class ChatIntent:
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        return self.toolbox.ignored + self.dropped_items
+        return (*self.toolbox.ignored, *self.dropped_items, *self._blocks())
+
+    def _blocks(self) -> Iterator[Ignored]:
+        for number, message in enumerate(self.conversation.messages):
+            for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                if isinstance(part, LeftOut):
+                    field = self.conversation.place(number, f"content[{index}].type")
+                    yield Ignored(part.kind, field, is_block=True)
 
     def check(self) -> None:
         """Check the rules that no single field holds. Raises InvalidRequestError."""

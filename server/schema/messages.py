@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from server.schema.blocks import NOT_TEXT
 from server.schema.decoding import invalid, unsupported
 from server.schema.fields import (
     MAX_TOOLS,
@@ -50,6 +51,8 @@ class ContentBlock(Struct, kw_only=True):
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | dict[str, Any] | None = None
     tool_name: str | None = None
+    title: str | None = None
+    source: msgspec.Raw = msgspec.Raw(b"")
     is_error: bool | None = None
     cache_control: Any = None
 
@@ -60,6 +63,8 @@ class ContentBlock(Struct, kw_only=True):
 
     def check(self, field: str, allowed: tuple[str, ...]) -> None:
         """Raises InvalidRequestError; `field` is the block's path."""
+        if self.type in NOT_TEXT and allowed != _BLOCKS["system"]:
+            return
         if self.is_server_run and "tool_use" in allowed:
             return
         if self.type not in allowed:

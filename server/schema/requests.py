@@ -260,7 +260,8 @@ class BodyDecoder(Generic[BodyT]):
             for name, refusal in self.refused.items()
         ]
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
-        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing).decode
+        # Not strict: clients of typed languages send 100.0 for 100, and forms send "100".
+        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing, strict=False).decode
 
     async def read(self, body: bytes, text_limit: Callable[[], TextLimit]) -> BodyT:
         """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError."""

@@ -49,11 +49,13 @@ class ToolName:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A part of a request that only a vendor's server or model could use. It is left out of the prompt."""
+    """A part of a request that only another server or model could use. It is left out of the prompt."""
 
     type: str
     field: str
     name: str | None = None
+    is_block: bool = False
+    """A part that a model of text cannot read. A line is in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,9 @@ class Toolbox:
         for name in use.names or ():
             self._check_offered(name)
         nothing_usable = not self.tools or (use.names is not None and not use.names)
-        if use.mode == "none" or (use.mode == "auto" and nothing_usable):
+        if use.mode == "none":  # shown all the same: the prompt keeps the prefix of the turns before
+            return ToolUse("none"), self.tools, None
+        if use.mode == "auto" and nothing_usable:
             return ToolUse("none"), (), None
         if nothing_usable:
             if self.ignored:
@@ -216,7 +220,7 @@ def _offer(
     if kind is None:
         name = tool.get("name")
         return Ignored(written, f"{place}.type", name if isinstance(name, str) else None)
-    if nested:
+    if nested and not (tool.get(kind) is None and "name" in tool):  # some agents send the flat form to chats too
         place = f"{place}.{kind}"
         tool = tool.get(kind) or {}
         if not tool:
@@ -228,6 +232,8 @@ def _offer(
         return Ignored(callers[0], f"{place}.allowed_callers", definition.name)
     form = definition.format if kind == "custom" else None
     grammar = None if form is None else form.given(f"{place}.format")
+    if (definition.parameters or {}).get("type", "object") != "object":
+        raise invalid(f"{place}.parameters", "must be a JSON schema with type: object")
     return Offer(place, ToolName(definition.name, kind, namespace), definition, grammar, preface)
 
 
@@ -303,6 +309,8 @@ def read_choice(choice: str | dict[str, Any] | None, toolbox: Toolbox, *, nested
             return ToolUse(allowed.mode or "auto", list(_allowed(allowed, toolbox, place, nested=nested)))
         case {"type": "function" | "custom"}:
             return ToolUse("named", [_named(choice, "tool_choice", nested=nested)])
+        case {"type": str(mode)} if mode in _MODES:
+            return ToolUse(_MODES[mode])
         case {"type": str(kind)} if kind not in (*_MODES, "any", "tool"):  # which Anthropic writes as objects
             raise unsupported("tool_choice.type", f"is {kind[:64]!r}, {_CANNOT_RUN}")
     raise invalid("tool_choice", _CHOICES)
@@ -330,6 +338,7 @@ class _Named(Struct, kw_only=True):
 
 def _named(choice: dict[str, Any], place: str, *, nested: bool) -> ToolName:
     kind: ToolKind = choice["type"]
+    nested = nested and not (choice.get(kind) is None and "name" in choice)
     inner = choice.get(kind) if nested else choice
     named = converted(inner if isinstance(inner, dict) else {}, _Named, f"{place}.{kind}" if nested else place)
     return ToolName(named.name, kind, named.namespace)

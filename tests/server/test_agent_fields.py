@@ -164,17 +164,22 @@ REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
         "tool_choice is none, auto, required, one function",
     ),
     "Anthropic's tool in a chat": (CHAT, {"tools": [CLAUDE_TOOL]}, "tools[0].type is required"),
-    "a tool of responses in a chat": (CHAT, {"tools": [{"type": "function", "name": "read"}]}, "tools[0].function is"),
+    "a tool without a name": (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function is"),
+    "a tool whose arguments are no object": (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "read", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters must be a JSON schema with type: object",
+    ),
     "a tool whose name has dots": (
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "mcp.read"}}]},
         "tools[0].function.name: must match",
     ),
     "a required call of no tool": (CHAT, {"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
-    "a picture in a result": (
+    "an unknown block in a result": (
         MESSAGES,
-        loaded([{"type": "image", "source": {}}]),
-        "messages[2].content[0].content[0].type is 'image'",
+        loaded([{"type": "hologram", "source": {}}]),
+        "messages[2].content[0].content[0].type is 'hologram'",
     ),
     "a reference to no tool": (MESSAGES, loaded([{"type": "tool_reference"}]), "content[0].tool_name is required"),
     "one call at a time": (MESSAGES, {"parallel_tool_calls": False}, "use tool_choice.disable_parallel_tool_use"),
@@ -184,9 +189,9 @@ REFUSED: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
         {"input": [USER, {"type": "item_reference", "id": "msg_1"}]},
         "input[1].type is 'item_reference': it names a stored item",
     ),
-    "a tool's null result": (
+    "a user's null message": (
         CHAT,
-        history(said("", tool_calls=[CALL]), {"role": "tool", "tool_call_id": "c1", "content": None}),
+        history(said(""), {"role": "user", "content": None}),
         "messages[2].content is required",
     ),
     "a suffix to fill in before": (COMPLETIONS, {"suffix": "}"}, "suffix is not offered"),

@@ -273,7 +273,8 @@ async def test_only_bodies_with_images_leave_the_gateways_text(engine: SeeingWor
         await post(target.url, body_of(CHAT, TEXT))
         assert [request.call is None for request in engine.received] == [False, True]
     async with engine_gateway(engine, text="gateway") as target:
-        assert (await post(target.url, body_of(CHAT, image)))[0] == 400
+        _, headers, _ = await post(target.url, body_of(CHAT, image))
+        assert headers["x-headstart-ignored"] == "image_url"
 
 
 async def test_control_tokens_next_to_images_are_refused(engine: SeeingWorker) -> None:

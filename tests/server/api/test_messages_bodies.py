@@ -153,9 +153,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": [user([])]}, "messages[0].content"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [user(), user([text("x"), IMAGE])]}, "messages[1].content[1].type is 'image'"),
-    ({"messages": [user([{"type": "document", "source": {}}])]}, "messages[0].content[0].type is 'document'"),
-    ({"messages": [user([result([IMAGE])])]}, "messages[0].content[0].content[0].type is 'image'"),
     ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id"),
     ({"messages": [user([USE])]}, "messages[0].content[0].type is 'tool_use'"),
     ({"messages": [assistant([{**USE, "input": [1]}]), user()]}, "messages[0].content[0].input"),
@@ -217,7 +214,7 @@ async def test_the_error_names_the_field(says: Says, path: str) -> None:
 async def test_max_tokens_is_required(says: Says) -> None:
     worker = says("x")
     async with gateway(worker) as target:
-        for value in (None, -1, "5", 1.5):
+        for value in (None, -1, "five", 1.5):
             status, headers, raw = await post(target.url, body(max_tokens=value), PATH)
             assert status == 400, raw
             assert "max_tokens" in check_error(raw, headers)["message"]

@@ -118,7 +118,7 @@ async def test_length_is_incomplete_and_schemas_reach_the_worker(says: Says) -> 
         ({"model": "none"}, "model"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": "word " * 3000}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_picture"}]}]}, "input[0].content[0].type"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
     ],
 )

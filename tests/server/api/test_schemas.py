@@ -171,8 +171,9 @@ async def test_ordinary_types_are_taken_or_refused_by_name(says: Says, api: str)
             bodies = (body(api, schema, choice="named"), body(api, schema, choice="required"), body(api, form=schema))
             for given, strict in itertools.product(bodies, (False, True)):
                 is_tool = "tools" in given
-                if api == "messages" and (schema.get("type") != "object" if is_tool else strict):
-                    continue
+                kind = schema.get("type", "" if api == "messages" else "object")
+                if (is_tool and kind != "object") or (api == "messages" and not is_tool and strict):
+                    continue  # arguments are an object
                 holder = json.loads(json.dumps(given))
                 _strict_place(holder, api, is_tool=is_tool)["strict"] = strict
                 async with session.post(target.url + PATHS[api], json=holder) as response:

@@ -88,9 +88,9 @@ def test_calls_have_the_ids_that_the_model_writes() -> None:
     assert template(source.replace(begin, "|")).render(request(*messages)).text.startswith("aB0|aB0 gave")
 
 
-def test_tool_choice_none_hides_the_tools() -> None:
+def test_tool_choice_none_keeps_the_tools() -> None:
     tools = [{"type": "function", "function": {"name": "w"}}]
-    assert template("{{ tools is none }}").render(request(USER, tools=tools, tool_choice="none")).text == "True"
+    assert template("{{ tools is none }}").render(request(USER, tools=tools, tool_choice="none")).text == "False"
 
 
 def test_generation_blocks_and_loop_controls() -> None:
