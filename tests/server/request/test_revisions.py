@@ -130,7 +130,7 @@ async def test_a_stream_that_has_begun_ends_with_a_retryable_error(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_answer_that_nobody_has_read_is_made_again(
+async def test_an_unread_answer_is_made_again(
     path: str, worker: ScriptedWorker, other: TokenizerBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway(worker) as target:
