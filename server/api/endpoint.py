@@ -90,26 +90,20 @@ class PreparedRequest(Struct, frozen=True, eq=False):
 
 
 class Preparation:
-    """Prepares one request from its body, until every prompt has a first token. Then the body is dropped."""
+    """Prepares one request from its body, until the body is dropped."""
 
     def __init__(self, prepare: Callable[[], Awaitable[PreparedRequest]]) -> None:
         self._prepare: Callable[[], Awaitable[PreparedRequest]] | None = prepare
-        self._num_waiting = 0
 
     async def request(self) -> PreparedRequest:
         """Prepare it for the revision that serves now. Raises ApiError."""
         while self._prepare is not None:
             with suppress(RevisionGoneError):  # gone while its engine renders the prompt
-                request = await self._prepare()
-                self._num_waiting = len(request.specs)
-                return request
+                return await self._prepare()
         raise RevisionGoneError
 
-    def first_token(self) -> None:
-        """Count a prompt that no longer needs the body."""
-        self._num_waiting -= 1
-        if self._num_waiting == 0:
-            self._prepare = None
+    def drop(self) -> None:
+        self._prepare = None
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +113,7 @@ class Answer:
     formatter: ResponseFormatter
     response: ResponseStream
     renew: Callable[[], Awaitable[tuple[ResponseFormatter, list[Generation]]]]
+    drop_body: Callable[[], None]
 
     async def run(self, deliver: Deliver | None = None) -> None:
         """Run the generations to their end. Raises ApiError."""
@@ -126,9 +121,12 @@ class Answer:
             try:
                 return await self.response.run(deliver)
             except RevisionGoneError:
-                if self.response.first.client_has_output:
-                    raise
                 self.formatter, self.response.generations = await self.renew()
+
+    def commit(self) -> None:
+        """Record that output has been sent to the client: the request is not prepared again."""
+        self.response.commit()
+        self.drop_body()
 
 
 class GenerateEndpoint(ABC):
@@ -163,14 +161,14 @@ class GenerateEndpoint(ABC):
             usage.take("tokens", num_prompt_tokens)
         self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
-        begin = partial(self._generations, deadline_s=deadline_s, hints=hints, on_first_token=preparation.first_token)
+        begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
         generations = await begin(request)
 
         async def renew() -> tuple[ResponseFormatter, list[Generation]]:
             again = await preparation.request()
             return again.formatter, await begin(again)
 
-        answer = Answer(request.formatter, ResponseStream(generations, deadline_s), renew)
+        answer = Answer(request.formatter, ResponseStream(generations, deadline_s), renew, preparation.drop)
         headers, is_streamed, response = request.headers(), request.stream, answer.response
         del request, generations
         services.open_responses.add(response)
@@ -203,11 +201,11 @@ class GenerateEndpoint(ABC):
         return await self.prepare(body, identity) if request is None else request
 
     async def _generations(
-        self, request: PreparedRequest, *, deadline_s: float, hints: RoutingHints, on_first_token: Callable[[], None]
+        self, request: PreparedRequest, *, deadline_s: float, hints: RoutingHints
     ) -> list[Generation]:
         generations, time_slice = [], TimeSlice()
         for spec in request.specs:
-            generations.append(Generation(spec, self._services.requests, deadline_s, hints, on_first_token))
+            generations.append(Generation(spec, self._services.requests, deadline_s, hints))
             await time_slice.rest()
         return generations
 
@@ -260,7 +258,7 @@ class GenerateEndpoint(ABC):
             if not isinstance(events, bytes):
                 events = b"".join([part async for part in sliced(events)])
             if events and not first_s:
-                response.commit()
+                answer.commit()
                 first_s = time.perf_counter()
                 self._metrics.ttft_s.observe(first_s - context.started_s, response.model)
             return events

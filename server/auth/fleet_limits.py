@@ -318,9 +318,9 @@ class FleetLimits:
         if self.has_begun:
             return
         now_s, wall_s, self.has_begun = self.clock(), self._wall(), True
-        ended = [peer.record for peer in self._peers.values() if peer.record.share and not peer.may_hold(now_s)]
-        ended.sort(key=lambda record: record.wall_s)
-        last = next((record for record in reversed(ended) if record.place == self._place), None)
+        records = [peer.record for peer in self._peers.values() if peer.record.share and not peer.may_hold(now_s)]
+        held = [record for record in records if record.place == self._place]
+        last = max(held, key=lambda record: record.wall_s, default=None)
         has_room = sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
         has_part = has_room and not self._is_beyond
         for name, purse in self.purses.items():
@@ -329,9 +329,9 @@ class FleetLimits:
                 part = last.share * purse.limit
                 left = last.purses[name].owned if name in last.purses else part
                 if purse.is_rate:  # what was left at a kill is unknown; beyond N, others refilled this part too
-                    since_s = (last if last.share * self._num_gateways > 0.999 else ended[-1]).wall_s + GIFT_S
-                    refill = max(0.0, wall_s - since_s) * part / MINUTE_S
-                    left = min(part, (left if last.is_last else min(left, 0.0)) + refill)
+                    refill_s = wall_s - last.wall_s - GIFT_S if last.share * self._num_gateways > 0.999 else 0.0
+                    left = left if last.is_last else min(left, 0.0)
+                    left = min(part, left + max(0.0, refill_s) * part / MINUTE_S)
             purse.own(now_s, left if has_part or not purse.is_rate else min(left, 0.0))
 
     def _settle(self, peer: _Peer) -> None:

@@ -71,13 +71,11 @@ class Generation:
         services: RequestServices,
         deadline_s: float | None = None,
         hints: RoutingHints = NO_HINTS,
-        on_first_token: Callable[[], None] = lambda: None,
     ) -> None:
-        """`deadline_s`: the end of the client's time, on the monotonic clock. `on_first_token` is called once."""
+        """`deadline_s`: the end of the client's time, on the monotonic clock."""
         self.spec = spec
         self._services = services
         self._deadline_s = deadline_s
-        self._on_first_token = on_first_token
         self._ttft_budget_s = hints.ttft_budget_s
         self.worker: WorkerMember | None = None
         """The worker that first took the request."""
@@ -354,8 +352,6 @@ class Generation:
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:
         self._history.answered()
         self._services.router.first_token(placement)
-        if self._is_waiting:
-            self._on_first_token()
         self._release()
         if trace is not None:
             trace.first_token(self.num_cached_tokens)

@@ -51,6 +51,8 @@ class Observed:
     outcomes: list[Outcome] = field(default_factory=list)
     num_serving: list[int] = field(default_factory=list)
     """Ready workers, by samples of the gateway: those of a revision that it still learns, too."""
+    waits_s: list[float] = field(default_factory=list)
+    """Own seconds of a request to each gateway, sent when a worker ends."""
 
     @property
     def failures(self) -> Counter[str]:
@@ -58,7 +60,8 @@ class Observed:
 
     def __str__(self) -> str:
         failed = dict(self.failures)
-        return f"{len(self.outcomes)} requests, failed: {failed or 0}; ready at least {min(self.num_serving)}"
+        ready, wait_s = min(self.num_serving), max(self.waits_s)
+        return f"{len(self.outcomes)} requests, failed: {failed or 0}; ready at least {ready}; waited {wait_s:.1f} s"
 
 
 async def _chat(cluster: Cluster, number: int, observed: Observed, stopping: asyncio.Event) -> None:
@@ -82,15 +85,25 @@ async def _watch(cluster: Cluster, observed: Observed, stopping: asyncio.Event) 
         await asyncio.sleep(0.02)
 
 
-async def roll(cluster: Cluster, args: Sequence[str], number: int = signal.SIGTERM) -> None:
+async def _first_answer(cluster: Cluster, url: str, observed: Observed) -> None:
+    """Send a request now, and record how long it took."""
+    watch = cluster.stopwatch()
+    async with session() as http:
+        observed.outcomes.append(await ask(http, url, completion("who is left?", max_tokens=4, stream=False)))
+    observed.waits_s.append(watch.own_s())
+
+
+async def roll(cluster: Cluster, args: Sequence[str], number: int, observed: Observed) -> None:
     """Replace the workers one by one, the highest ordinal first, each when the one before is ready."""
     for worker in reversed(cluster.workers):
         worker.send(number)
-        await asyncio.to_thread(worker.wait)
-        worker.args = [*worker.args, *args]
-        worker.start()
-
-        await asyncio.to_thread(wait_until, worker.is_ready)
+        async with asyncio.TaskGroup() as group:
+            for gateway in cluster.gateways:
+                group.create_task(_first_answer(cluster, gateway.url, observed))
+            await asyncio.to_thread(worker.wait)
+            worker.args = [*worker.args, *args]
+            worker.start()
+            await asyncio.to_thread(wait_until, worker.is_ready)
 
 
 async def observe(cluster: Cluster, *rollouts: Sequence[str], number: int = signal.SIGTERM) -> Observed:
@@ -103,7 +116,7 @@ async def observe(cluster: Cluster, *rollouts: Sequence[str], number: int = sign
         try:
             await until(lambda: len(observed.outcomes) > 2 * NUM_CLIENTS)
             for args in rollouts:
-                await roll(cluster, args, number)
+                await roll(cluster, args, number, observed)
                 num_before = len(observed.outcomes)
                 await until(lambda num=num_before: len(observed.outcomes) > num + 4 * NUM_CLIENTS)  # type: ignore[misc]
         finally:

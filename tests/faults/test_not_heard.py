@@ -27,6 +27,7 @@ NUM_OF_EACH = 200
 async def ask_through(cluster: Cluster, parts: str, num_of_each: int, stop_s: float) -> list[Outcome]:
     """Stop parts of the fleet while streams run and other requests are held. Return how all ended."""
     stopped = {"gateway": cluster.gateways, "workers": cluster.workers, "redis": [], "all": list(cluster.parts)}[parts]
+    stops_redis = parts in ("redis", "all") and cluster.topology.redis
     begun: set[int] = set()
     async with session() as http, asyncio.TaskGroup() as group:
         tasks = [
@@ -43,7 +44,7 @@ async def ask_through(cluster: Cluster, parts: str, num_of_each: int, stop_s: fl
         await until(lambda: len(begun) >= min(num_of_each, 32))
         for part in stopped:
             part.freeze()
-        if parts in ("redis", "all"):
+        if stops_redis:
             cluster.redis.stop()
         try:
             for number in range(num_of_each):
@@ -53,7 +54,7 @@ async def ask_through(cluster: Cluster, parts: str, num_of_each: int, stop_s: fl
         finally:
             for part in stopped:
                 part.thaw()
-            if parts in ("redis", "all"):
+            if stops_redis:
                 cluster.redis.resume()
     return [task.result() for task in tasks]
 

@@ -14,6 +14,7 @@ from tests.faults import rollouts
 from tests.faults.cluster import Cluster
 
 pytestmark = pytest.mark.faults
+LEASE_S = 6.0
 
 
 @pytest.mark.parametrize("redis", [True, False])
@@ -33,7 +34,10 @@ async def test_a_rollout_and_back(num_workers: int, kind: str, redis: bool, tmp_
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 async def test_a_rollout_by_kills(num_workers: int, tmp_path: Path, model: Path) -> None:
-    """A killed worker takes its streams along only where no other of its revision is left; the rest is retried."""
+    """A killed worker takes its streams along only where no other of its revision is left; the rest is retried.
+
+    A request that is sent at a kill is answered within a lease.
+    """
     there = rollouts.args_of("revision", model, tmp_path)
     back = ["--block-size", "16", "--model", str(model)]
     with Cluster(tmp_path / "fleet", model, rollouts.topology(num_workers, num_gateways=2, redis=True)) as cluster:
@@ -42,4 +46,4 @@ async def test_a_rollout_by_kills(num_workers: int, tmp_path: Path, model: Path)
         cluster.assert_quiet(within_s=20.0)
     assert {each.error for each in observed.outcomes if not each.ok} <= {"worker_lost"}
     assert sum(observed.failures.values()) <= 2 * rollouts.NUM_CLIENTS
-    assert min(observed.num_serving) >= num_workers / 2 - 1
+    assert max(observed.waits_s) <= LEASE_S

@@ -1,4 +1,4 @@
-"""Requests while their revision goes: prepared again before the first token, else ended with a retryable error."""
+"""Requests while their revision goes: prepared again before their output, else ended with a retryable error."""
 
 from __future__ import annotations
 
@@ -127,6 +127,29 @@ async def test_a_stream_that_has_begun_ends_with_a_retryable_error(
         _, _, raw = await post(target.url, chat(stream=True))
     assert b'"code":"worker_lost"' in raw
     assert len(worker.received) == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_unread_answer_is_made_again(
+    path: str, worker: ScriptedWorker, other: TokenizerBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(worker) as target:
+        by_revision(target.router, monkeypatch)
+
+        async def dies_once(asked: Any) -> Any:
+            is_first, num_frames = len(worker.received) == 1, 0
+            async for frame in worker.answer(asked):
+                yield frame
+                num_frames += 1
+                if is_first and num_frames == 4:
+                    await switch(target, worker, other)
+                    raise Die
+
+        worker.behave = dies_once
+        status, _, raw = await post(target.url, body_of(path), path)
+    assert status == 200, raw
+    assert ANSWER.split()[0] in raw.decode()
+    assert len(worker.received) == 2
 
 
 async def test_a_request_waits_for_a_silent_worker(worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
