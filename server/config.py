@@ -216,6 +216,9 @@ class GatewayConfig(SharedConfig):
     strict_template: bool = _api(
         False, "refuse messages that a model's template does not take (default: change them in place)"
     )
+    sort_tool_schemas: bool = _api(
+        False, "write the keys of tools' schemas in one order, for clients whose order changes (default: as sent)"
+    )
     strict_tools: bool = _api(
         False, "refuse tools that only a vendor's server can run (default: leave them out where the model is free)"
     )

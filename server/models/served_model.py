@@ -128,7 +128,13 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         if source is None:
             return None
         tokens = {"bos_token": bundle.bos_token, "eos_token": bundle.eos_token}
-        return ChatTemplate(source, **tokens, defaults=defaults, is_strict=config.strict_template)
+        return ChatTemplate(
+            source,
+            **tokens,
+            defaults=defaults,
+            is_strict=config.strict_template,
+            sorts_schemas=config.sort_tool_schemas,
+        )
 
     template, tool_template = compiled(bundle.chat_template), compiled(bundle.tool_template)
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())

@@ -55,8 +55,12 @@ class ChatTemplate:
         eos_token: str | None,
         defaults: Mapping[str, Any] = MappingProxyType({}),
         is_strict: bool = False,
+        sorts_schemas: bool = False,
     ) -> None:
-        """`defaults`: the operator's values of switches. `is_strict`: change nothing. Raises TemplateError."""
+        """`defaults`: the operator's values of switches. `is_strict`: change nothing. Raises TemplateError.
+
+        `sorts_schemas`: see `template_tools`.
+        """
         try:
             environment = TemplateEnvironment()
             tree = environment.parse(source)
@@ -77,6 +81,7 @@ class ChatTemplate:
         self.takes_tools = "tools" in source
         """False: tools and calls are written into messages, see `with_tools`."""
         self._is_strict = is_strict
+        self._sorts_schemas = sorts_schemas
         self.shapes = self._found_shapes()
         """The conversations that it refuses or loses."""
 
@@ -108,7 +113,7 @@ class ChatTemplate:
         messages = yield from template_messages(conversation, knows_developer=self._knows_developer)
         if self._writes_ids:
             number_calls(messages)
-        tools = template_tools(conversation.tools)
+        tools = template_tools(conversation.tools, sorts_schemas=self._sorts_schemas)
         kwargs = self._kwargs(conversation)
         mark = ""
         if self._marker is not None:

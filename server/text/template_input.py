@@ -124,16 +124,24 @@ def message_text(content: str | Sequence[TextPart] | None) -> str:
     return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
 
 
-def template_tools(given: Sequence[Tool]) -> list[dict[str, Any]] | None:
+def template_tools(given: Sequence[Tool], *, sorts_schemas: bool = False) -> list[dict[str, Any]] | None:
+    """Return the tools; None for none. `sorts_schemas`: equal schemas with other orders of keys are equal prompts."""
     tools = []
     for tool in given:
         assert tool.function is not None, "checked with the request"
         function: dict[str, Any] = {"name": tool.function.name}
         if tool.function.description is not None:
             function["description"] = tool.function.description
-        function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+        parameters = tool.function.parameters or {"type": "object", "properties": {}}
+        function["parameters"] = _sorted(parameters) if sorts_schemas else parameters
         tools.append({"type": "function", "function": function})
     return tools or None
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return list(map(_sorted, value)) if isinstance(value, list) else value
 
 
 def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -88,6 +88,22 @@ def test_calls_have_the_ids_that_the_model_writes() -> None:
     assert template(source.replace(begin, "|")).render(request(*messages)).text.startswith("aB0|aB0 gave")
 
 
+def test_equal_schemas_are_equal_prompts() -> None:
+    """With any order of keys, at any depth. The order of the tools is the client's."""
+    one = {"type": "object", "properties": {"b": {"enum": [2, 1], "type": "integer"}, "a": {"type": "string"}}}
+    other = {"properties": {"a": {"type": "string"}, "b": {"type": "integer", "enum": [2, 1]}}, "type": "object"}
+    source = "{{ tools | tojson }}"
+
+    def written(*schemas: dict[str, object], sorts_schemas: bool) -> str:
+        tools = [{"type": "function", "function": {"name": f"w{n}", "parameters": s}} for n, s in enumerate(schemas)]
+        found = ChatTemplate(source, bos_token=None, eos_token=None, sorts_schemas=sorts_schemas)
+        return found.render(request(USER, tools=tools)).text
+
+    assert written(one, other, sorts_schemas=True) == written(other, one, sorts_schemas=True)
+    assert '"enum": [2, 1], "type"' in written(other, sorts_schemas=True)
+    assert written(one, sorts_schemas=False) != written(other, sorts_schemas=False)
+
+
 def test_tool_choice_none_keeps_the_tools() -> None:
     tools = [{"type": "function", "function": {"name": "w"}}]
     assert template("{{ tools is none }}").render(request(USER, tools=tools, tool_choice="none")).text == "False"
