@@ -59,30 +59,31 @@ def _tool_format(source: str, tokens: Collection[str], template: ChatTemplate) -
     """Return the first possible format that reads the template's own call."""
     written = _written_call(template) if template.takes_tools else ""
     possible = formats_of(source, tokens if template.takes_tools else ())
-    # A format without `opens` has markers of its own, if any, and templates put headers before its calls.
-    return next((each for each in possible if not (written and each.opens) or _reads(each, written)), None)
+    return next((each for each in possible if not written or _reads(each, written)), None)
 
 
 def _written_call(template: ChatTemplate) -> str:
-    """Return what a template writes for a call; "" when it refuses or omits one."""
+    """Return what a template writes for a call, without the header of the turn; "" when it refuses or omits one."""
     parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}}
     function = {"name": _CALL.name, "description": "Return the weather.", "parameters": parameters}
     call = ToolCall(id="call00001", function=_CALL)  # Mistral's templates want nine letters or digits
     messages = [Message(role="user", content=_QUESTION), Message(role="assistant", content="", tool_calls=[call])]
     tool = msgspec.convert({"type": "function", "function": function}, Tool)
     try:
+        asked = template.render(Conversation(messages=messages[:1], tools=[tool])).text
         text = template.render(Conversation(messages=messages, tools=[tool], add_generation_prompt=False)).text
     except InvalidRequestError:
         return ""
-    written = text.rpartition(_QUESTION)[2]
-    return written if _CITY in written else ""
+    header, written = asked.rpartition(_QUESTION)[2], text.rpartition(_QUESTION)[2]
+    same = next((at for at, pair in enumerate(zip(header, written, strict=False)) if pair[0] != pair[1]), len(header))
+    return written[same:] if _CITY in written else ""
 
 
 def _reads(tools: ToolFormat, written: str) -> bool:
     """Return whether a format reads a call that begins as its own grammar would have it."""
-    if tools.opens[0] not in written:
+    if tools.opens and tools.opens[0] not in written:
         return False
-    deltas = OutputParser(OutputRules(tools=tools)).feed(written, last=True)
+    deltas = OutputParser(OutputRules(tools=tools, tool_names=frozenset({_CALL.name}))).feed(written, last=True)
     names = [text for kind, text in deltas if kind == "call"]
     try:
         arguments = json.loads("".join(text for kind, text in deltas if kind == "arguments"))

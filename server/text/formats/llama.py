@@ -1,4 +1,4 @@
-"""Calls without markers, or with one at the beginning: only the whole answer can be calls, and only of known tools.
+"""Calls without markers, or with one at the beginning: only of known tools, and only at the beginning of a line.
 
 {"name": ..., "parameters": {...}}; ...                 Llama 3, Llama 4
 [NAME(KEY="VALUE"), ...]                                 Llama 4, Gemma 3 and others as their prompt asks
@@ -21,6 +21,7 @@ from server.text.formats.grammar import call_rules
 
 _TAGS: Final = ("<|python_tag|>", "<|python_start|>")
 _END: Final = "<|python_end|>"
+_LINES: Final = ("\n{", *_TAGS)
 _FUNCTION: Final = re.compile(r"[\[,]\s*([^\W\d][\w.-]*)\(")
 _FUNCTION_START: Final = re.compile(r"(?:[\[,]\s*(?:[^\W\d][\w.-]*)?)?")
 _STOP: Final = re.compile(r"\\.?|[\"'(){}\[\]]", re.DOTALL)
@@ -29,7 +30,7 @@ _FUNCTIONS: Final = Syntax((), (), "python", Written(("", "(", ")"), ("[", "]"),
 
 
 def _read(reader: TextReader) -> Reading:
-    """Accept a call only as the whole answer and with a known tool's name: other text is content."""
+    """Accept a call only at the beginning of the answer or of a line, and with a known tool's name."""
     while True:
         text = reader.text.lstrip()
         tag = next((tag for tag in _TAGS if text.startswith(tag)), "")
@@ -43,7 +44,9 @@ def _read(reader: TextReader) -> Reading:
             before, reader.text = reader.text[: len(reader.text) - len(body)], body
             if not (yield from _read_functions(reader)):
                 reader.text = before + reader.text
-                return
+                if not (yield from _pass_on(reader, len(before) + 1)):
+                    return
+                continue
             yield from reader.skip("; \t\r\n")
         elif isinstance(head, tuple) and head[0] in reader.tool_names:
             reader.text = body
@@ -52,9 +55,21 @@ def _read(reader: TextReader) -> Reading:
         else:
             if head == "partial":
                 _read_cut(reader, body)
-            return
+            if not (yield from _pass_on(reader, len(reader.text) - len(body) + 1)):
+                return
         if (yield from reader.starts((_END,))):
             reader.text = reader.text[len(_END) :]
+
+
+def _pass_on(reader: TextReader, size: int) -> Asking:
+    """Pass on text that begins with no call, at least `size` characters. Return whether a line after it may."""
+    reader.emit_content(reader.text[:size])
+    reader.text = reader.text[size:]
+    found = yield from reader.before(_LINES, reader.emit_content)
+    if found[:1] == "\n":
+        reader.emit_content("\n")
+        reader.text = reader.text[1:]
+    return bool(found)
 
 
 def _read_cut(reader: TextReader, body: str) -> None:

@@ -333,6 +333,24 @@ def test_a_template_may_mention_other_families() -> None:
     assert model_of(chat_template=template_of(HERMES_CALL, "{# as [TOOL_CALLS] #}")).tool_format == FORMATS["hermes"]
 
 
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ('{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "llama"),
+        ('<|python_tag|>{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "llama"),
+        ('[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]', None),  # xLAM 2
+        ("<function={{ f.name }}>{{ f.arguments | tojson }}</function>", None),  # functionary 3.1
+        ("{{ f.name }}: {{ f.arguments | tojson }}", None),
+    ],
+)
+def test_a_form_without_markers_is_checked_too(call: str, name: str | None) -> None:
+    """A template of Llama's headers may have another family's calls. Their text is content, with all tokens."""
+    template = template_of(call, "{# ipython, parameters, <|python_tag|> #}")
+    template += "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    found = model_of(chat_template=template).tool_format
+    assert (found and found.name) == name
+
+
 def test_a_template_may_write_only_the_id_of_a_call() -> None:
     """Kimi K2's does."""
     call = KIMI[0] + "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}"

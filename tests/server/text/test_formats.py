@@ -255,6 +255,8 @@ CASES = [
         '{"name": "get_weather", "parameters": {"city": "Köln"}}; {"name": "now", "parameters": {}}',
         [CITY, NOW],
     ),
+    Case("llama", 'Let me see.\n{"name": "get_weather", "parameters": {"city": "Köln"}}', [CITY], "Let me see."),
+    Case("llama", 'Write {"name": "now"} or\n{"x": 1}', (), 'Write {"name": "now"} or\n{"x": 1}'),
     # Mistral
     Case("mistral", f"[THINK]hm[/THINK]Hi[TOOL_CALLS][{objects(*BOTH)}]", [LONG, NOW], "Hi", "hm", "maybe", "mistral"),
     Case("mistral_v11", f"[TOOL_CALLS]get_weather[ARGS]{LONG_JSON}[TOOL_CALLS]now[ARGS]{{}}", [LONG, NOW]),
