@@ -375,6 +375,26 @@ def test_gateways_that_come_and_go_neither_starve_nor_overdraw(is_killed: bool) 
     assert fleet.granted("k", 30.0, 40.0) == pytest.approx(300 * share, rel=TOLERANCE)
 
 
+def test_a_gateway_that_starts_has_its_part_at_once() -> None:
+    """In a place within the option by itself, beyond it by gifts."""
+    fleet = Fleet({"k": entry(requests_per_minute=600)}, num_gateways=1, min_gateways=2)
+    begun_s = fleet.now_s
+    fleet.start("h1")
+    assert fleet.now_s - begun_s < JOIN_S / 2
+    assert fleet.gateways["h1"][0].purses["k/requests"].left(fleet.now_s) == 300
+    fleet.start("h2")
+    assert sum(fleet.ask("h2", "k") for _ in range(10)) == 10
+
+
+def test_gateways_that_choose_the_same_place_part() -> None:
+    """Also as many as the option and more, all at the same time."""
+    for seed in range(20):
+        random.seed(seed)
+        fleet = Fleet({"s": entry(max_streams=4)}, 8, min_gateways=4)
+        places = [limits.record(fleet.day).place for limits, _ in fleet.gateways.values()]
+        assert len(set(places)) == 8, (seed, places)
+
+
 def test_a_gateway_that_redis_hides_keeps_its_share() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)}, 2)
     fleet.reads = lambda name: {}
@@ -422,6 +442,30 @@ def test_a_budget_counts_over_gateways_and_their_restarts() -> None:
     fleet.day, fleet.records = "2", {}
     fleet.settle()
     assert fleet.ask("g1", "k", 1), "another day"
+
+
+def test_a_new_day_begins_with_its_whole_budget() -> None:
+    """And what is under way then of other limits arrives."""
+    for seed in range(4):
+        fleet, rng = Fleet({"d": entry(tokens_per_day=1000), "s": entry(max_streams=40)}), random.Random(seed)
+        name = rng.choice(list(fleet.gateways))
+        while not (under_way(fleet, "d/day") and under_way(fleet, "s/streams")):
+            for key in ("d", "s"):
+                fleet.ask(name, key, 1)
+            fleet.advance(fleet.now_s + rng.random() / 20.0)
+        fleet.day, fleet.records = "2", {}
+        fleet.settle()
+        for purse, limit in (("d/day", 1000), ("s/streams", 40)):
+            while under_way(fleet, purse):
+                fleet.advance(fleet.now_s + PERIOD_S)
+            owned = [limits.purses[purse].owned(fleet.now_s) for limits, _ in fleet.gateways.values()]
+            assert sum(owned) == pytest.approx(limit), (seed, purse)
+
+
+def under_way(fleet: Fleet, purse: str) -> bool:
+    """Return whether a part of a limit is given, and not known to be taken."""
+    gifts = [gift for name in fleet.gateways for gift in fleet.records[name].gifts.values()]
+    return any(purse in gift.amounts for gift in gifts)
 
 
 def test_open_requests_move_to_where_they_are_asked_for() -> None:
