@@ -386,13 +386,16 @@ def test_a_gateway_that_starts_has_its_part_at_once() -> None:
     assert sum(fleet.ask("h2", "k") for _ in range(10)) == 10
 
 
-def test_gateways_that_choose_the_same_place_part() -> None:
-    """Also as many as the option and more, all at the same time."""
-    for seed in range(20):
+def test_no_two_gateways_share_a_place() -> None:
+    """Also more than the option, which start at the same time after others were killed."""
+    for seed in range(10):
         random.seed(seed)
-        fleet = Fleet({"s": entry(max_streams=4)}, 8, min_gateways=4)
+        fleet = Fleet({"s": entry(max_streams=4)}, 4, min_gateways=4)
+        for number in range(1, 4):
+            fleet.kill(f"g{number}")
+        fleet.start(*[f"h{number}" for number in range(9)])
         places = [limits.record(fleet.day).place for limits, _ in fleet.gateways.values()]
-        assert len(set(places)) == 8, (seed, places)
+        assert len(set(places)) == 10, (seed, places)
 
 
 def test_a_gateway_that_redis_hides_keeps_its_share() -> None:
