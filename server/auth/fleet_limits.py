@@ -134,11 +134,12 @@ class Purse:
         self._owned, self._at_s = amount, now_s
 
     def add(self, now_s: float, amount: float) -> None:
-        """Take an amount from another gateway; use one that is negative."""
+        """Add an amount, or use one that is negative."""
         self.own(now_s, self.owned(now_s) + amount)
 
-    def keep_room(self, now_s: float, away: float) -> None:
-        self.own(now_s, self.owned(now_s))
+    def move(self, now_s: float, amount: float, away: float) -> None:
+        """Add the amount of a gift, and keep room for what is given and may still be taken."""
+        self.add(now_s, amount)
         self._away = away
 
     def resize(self, now_s: float, limit: float, share: float) -> None:
@@ -352,8 +353,7 @@ class FleetLimits:
         away = [peer.gift.amounts for peer in peers if peer.gift is not None and now_s <= peer.gift_ends_s]
         for name, amount in gift.amounts.items():
             if (purse := self.purses.get(name)) is not None:
-                purse.keep_room(now_s, sum([amounts.get(name, 0.0) for amounts in away]))
-                purse.add(now_s, times * amount)
+                purse.move(now_s, times * amount, sum([amounts.get(name, 0.0) for amounts in away]))
 
     def _arriving(self) -> Counter[tuple[str, str]]:
         """Return the amounts that are given and not yet taken, by gateway and purse."""

@@ -408,10 +408,9 @@ def test_a_gateway_that_redis_hides_keeps_its_share() -> None:
 
 def test_a_gift_under_way_keeps_its_room() -> None:
     purse = Purse("k/requests", 600, 0.5)
-    purse.keep_room(0.0, 100.0)
-    purse.add(0.0, -100.0)
+    purse.move(0.0, -100.0, 100.0)
     assert purse.owned(60.0) == 200.0
-    purse.keep_room(60.0, 0.0)
+    purse.move(60.0, 0.0, 0.0)
     assert purse.owned(120.0) == 300.0
 
 
