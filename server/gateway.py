@@ -85,7 +85,6 @@ GC_THRESHOLD: Final = 20_000
 BAD_USAGE: Final = 2
 MAX_HEAP_TEXT_BYTES: Final = 1 << 20
 """Memory of larger texts goes back to the system at once. By itself, glibc keeps up to 32 MB of each in its heap."""
-_M_MMAP_THRESHOLD: Final = -3
 
 
 class Gateway:
@@ -342,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_MMAP_THRESHOLD, MAX_HEAP_TEXT_BYTES)
+        mallopt(-3, MAX_HEAP_TEXT_BYTES)  # M_MMAP_THRESHOLD
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         configure_logging(config.log_level, config.log_format, add_ids)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.auth.fleet_limits import GONE_S, FleetLimits, GatewayRecord, Purse
+from server.auth.fleet_limits import GONE_S, FleetLimits, GatewayRecord, Purse, PurseUse
 from server.auth.limits import KeyEntry, KeyUsage
 from server.auth.shared_limits import JOIN_S, PERIOD_S
 from server.errors import OverloadedError
@@ -414,6 +414,54 @@ def test_a_gift_under_way_keeps_its_room() -> None:
     assert purse.owned(120.0) == 300.0
 
 
+def test_the_room_of_a_gift_that_nobody_takes_is_free_again() -> None:
+    fleet = Fleet({"k": entry(requests_per_minute=600)}, 2)
+    purse = fleet.gateways["g0"][0].purses["k/requests"]
+    while not under_way(fleet, "k/requests"):
+        fleet.ask("g1", "k")
+        fleet.advance(fleet.now_s + 0.01)
+    fleet.kill("g1")
+    assert purse.owned(fleet.now_s) < purse.part
+    fleet.advance(fleet.now_s + 60.0)
+    assert purse.owned(fleet.now_s) == purse.part == 300.0
+
+
+def test_a_purse_above_its_part_runs_off_as_the_others_refill() -> None:
+    purse = Purse("k/requests", 600, 0.25)
+    purse.own(0.0, 300.0)
+    assert (purse.owned(10.0), purse.owned(1000.0)) == (225.0, 150.0)
+
+
+def test_a_purse_says_when_an_amount_can_be_taken() -> None:
+    purse = Purse("k/requests", 600, 0.25)
+    purse.own(0.0, 10.0)
+    assert purse.take(0.0, 1000.0) == 56.0, "when it is full"
+    assert purse.demand.at(0.0) == 1000.0, "refused or not"
+    assert purse.take(0.0, 10.5) == 0.0, "less than one more than it holds"
+    assert purse.owned(0.0) == -0.5
+    whole = Purse("k/requests", 600, 1.0)
+    whole.own(0.0, 10.0)
+    assert whole.take(0.0, 10.5) == pytest.approx(0.05), "a whole limit grants no more"
+
+
+def test_a_smaller_limit_takes_what_is_above_it() -> None:
+    purse = Purse("k/requests", 600, 0.5)
+    purse.resize(0.0, 60, 0.5)
+    assert purse.owned(0.0) == 30.0
+    purse.resize(0.0, 120, 0.5)
+    assert purse.owned(0.0) == 30.0, "more comes with time"
+
+
+def test_only_purses_in_use_are_published() -> None:
+    rate, count = Purse("k/requests", 600, 0.5), Purse("k/streams", 8, 0.5)
+    assert rate.use(0.0) is count.use(0.0) is None
+    count.open = 1
+    assert count.use(0.0) == PurseUse(4.0, 1, 0.0)
+    rate.take(0.0, 1.0)
+    assert rate.use(0.0) == PurseUse(299.0, 0, 1.0)
+    assert rate.use(60.0) is None, "full again"
+
+
 def test_a_killed_gateway_has_a_share_for_15_minutes() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)}, 2)
     fleet.kill("g1")
@@ -425,6 +473,7 @@ def test_a_killed_gateway_has_a_share_for_15_minutes() -> None:
 
 def test_without_redis_each_gateway_has_its_share() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)})
+    assert fleet.gateways["g0"][0].part == 1.0
     fleet.reads = lambda name: None
     fleet.advance(fleet.now_s + 5.0)
     for name in fleet.gateways:
