@@ -11,6 +11,7 @@ public app (OpenAI, health) +        ops app (metrics, workers, explain, drain, 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import logging
@@ -82,6 +83,8 @@ NUM_THREADS: Final = 2
 """Threads that tokenise long texts: the library releases the GIL."""
 GC_THRESHOLD: Final = 20_000
 BAD_USAGE: Final = 2
+MAX_HEAP_TEXT_BYTES: Final = 1 << 20
+"""Memory of larger texts goes back to the system at once. By itself, glibc keeps up to 32 MB of each in its heap."""
 
 
 class Gateway:
@@ -337,6 +340,8 @@ async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socke
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(-3, MAX_HEAP_TEXT_BYTES)  # M_MMAP_THRESHOLD
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         configure_logging(config.log_level, config.log_format, add_ids)

@@ -112,8 +112,8 @@ class Answer:
 
     formatter: ResponseFormatter
     response: ResponseStream
-    renew: Callable[[], Awaitable[tuple[ResponseFormatter, list[Generation]]]]
-    drop_body: Callable[[], None]
+    preparation: Preparation
+    begin: Callable[[PreparedRequest], Awaitable[list[Generation]]]
 
     async def run(self, deliver: Deliver | None = None) -> None:
         """Run the generations to their end. Raises ApiError."""
@@ -121,12 +121,14 @@ class Answer:
             try:
                 return await self.response.run(deliver)
             except RevisionGoneError:
-                self.formatter, self.response.generations = await self.renew()
+                again = await self.preparation.request()
+                self.formatter, self.response.generations = again.formatter, await self.begin(again)
+                del again
 
     def commit(self) -> None:
         """Record that output has been sent to the client: the request is not prepared again."""
         self.response.commit()
-        self.drop_body()
+        self.preparation.drop()
 
 
 class GenerateEndpoint(ABC):
@@ -163,12 +165,7 @@ class GenerateEndpoint(ABC):
         context.num_prompt_tokens = num_prompt_tokens
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
         generations = await begin(request)
-
-        async def renew() -> tuple[ResponseFormatter, list[Generation]]:
-            again = await preparation.request()
-            return again.formatter, await begin(again)
-
-        answer = Answer(request.formatter, ResponseStream(generations, deadline_s), renew, preparation.drop)
+        answer = Answer(request.formatter, ResponseStream(generations, deadline_s), preparation, begin)
         headers, is_streamed, response = request.headers(), request.stream, answer.response
         del request, generations
         services.open_responses.add(response)

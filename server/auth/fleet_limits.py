@@ -134,13 +134,12 @@ class Purse:
         self._owned, self._at_s = amount, now_s
 
     def add(self, now_s: float, amount: float) -> None:
-        """Use an amount that is negative; take one from another gateway, a rate up to its part."""
-        owned = self.owned(now_s)
-        most = max(owned, self.part - self._away) if self.is_rate else math.inf
-        self.own(now_s, min(owned + amount, most))
+        """Add an amount, or use one that is negative."""
+        self.own(now_s, self.owned(now_s) + amount)
 
-    def keep_room(self, now_s: float, away: float) -> None:
-        self.own(now_s, self.owned(now_s))
+    def move(self, now_s: float, amount: float, away: float) -> None:
+        """Add the amount of a gift, and keep room for what is given and may still be taken."""
+        self.add(now_s, amount)
         self._away = away
 
     def resize(self, now_s: float, limit: float, share: float) -> None:
@@ -271,7 +270,7 @@ class FleetLimits:
             if (gift := peer.gift) is not None:
                 amounts = {name: amount for name, amount in gift.amounts.items() if not name.endswith("/day")}
                 peer.gift = Gift(gift.number, gift.until_s, amounts)
-        for name, purse in self.purses.items() if self._day else ():
+        for name, purse in self.purses.items():
             if name.endswith("/day"):
                 purse.own(now_s, purse.part)
         self._day = day
@@ -309,7 +308,9 @@ class FleetLimits:
             is_certain = not self._is_beyond or all(peer.has_advanced for peer in holders)
             if own is not None and own.place == self._place and is_certain:
                 self.begin()
-        elif self._place not in held or random.random() < 0.5:  # of two that chose the same, one must move
+            return
+        same = [peer for peer in holders if peer.record.place == self._place]
+        if not same or any(peer.record.share or peer.name < self._name for peer in same):  # else the others move
             ended_s = {peer.record.place: peer.record.wall_s for peer in self._peers.values()}
             self._place = max(free, key=lambda place: (ended_s.get(place, 0.0), random.random()))
 
@@ -352,8 +353,7 @@ class FleetLimits:
         away = [peer.gift.amounts for peer in peers if peer.gift is not None and now_s <= peer.gift_ends_s]
         for name, amount in gift.amounts.items():
             if (purse := self.purses.get(name)) is not None:
-                purse.keep_room(now_s, sum([amounts.get(name, 0.0) for amounts in away]))
-                purse.add(now_s, times * amount)
+                purse.move(now_s, times * amount, sum([amounts.get(name, 0.0) for amounts in away]))
 
     def _arriving(self) -> Counter[tuple[str, str]]:
         """Return the amounts that are given and not yet taken, by gateway and purse."""

@@ -172,7 +172,9 @@ class Windows:
                 part = normalizer.normalize_str(part)
             written.append(part.encode("utf-8", "replace").decode("latin-1").translate(self._table).encode())
             at = stop
-        yield from merged(self._tokenizer.model, b"".join(written), self._num_merged_bytes)
+        word = b"".join(written)
+        written.clear()
+        yield from merged(self._tokenizer.model, word, self._num_merged_bytes)
 
 
 def _is_space(text: str) -> bool:

@@ -248,10 +248,13 @@ class Tokenizer:
     ) -> None:
         """Append the ids of a new segment, window by window; `as_text`: it holds control tokens of a client."""
         begun = len(ids)
+        shared: dict[int, int] = {}
         for bounds in ((start, end),) if self._pretokens is None else windows(text, start, end):
             for fresh in self._parts(text, *bounds, as_text=as_text):
-                ids += fresh
-                if room is not None:
+                if room is None:
+                    ids += fresh
+                else:  # one object for each id: a million objects of their own take 32 MB
+                    ids += [shared.setdefault(id_, id_) for id_ in fresh]
                     _check_room(ids, room)
                     await turn.rest()
             if room is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.faults.client import Outcome, ask, completion, session
 from tests.faults.cluster import Cluster, Topology
+from tests.faults.part import Gateway, Worker
 from tests.faults.worker_process import Additions
 from tests.tiny_model import write_tiny_model
 from tests.waiting import until, wait_until
@@ -21,6 +22,8 @@ from tests.waiting import until, wait_until
 KINDS = ("revision", "tokenizer", "template", "block size")
 NUM_CLIENTS = 8
 READY = ("serving", "standby", "learning")
+MIN_READY_S = 5.0
+"""`minReadySeconds` of the chart's workers."""
 
 
 def topology(num_workers: int, **changes: Any) -> Topology:
@@ -93,9 +96,24 @@ async def _first_answer(cluster: Cluster, url: str, observed: Observed) -> None:
     observed.waits_s.append(watch.own_s())
 
 
+def _epochs(gateway: Gateway, worker: Worker, *states: str) -> set[str]:
+    """Return the epochs of a worker that a gateway lists in one of these states, or in any."""
+    listed = [each for each in gateway.workers() if each["worker_id"] == worker.name]
+    return {each["epoch"] for each in listed if each["state"] in (states or (each["state"],))}
+
+
+def _wait_ready(cluster: Cluster, worker: Worker, old: set[str]) -> None:
+    """Wait until the worker is ready, and until gateways list it: the chart gives them some seconds for that."""
+    wait_until(worker.is_ready)
+    for gateway in cluster.gateways:
+        watch = cluster.stopwatch()
+        watch.wait_until(lambda gateway=gateway: _epochs(gateway, worker, *READY) - old, MIN_READY_S, worker.name)  # type: ignore[misc]
+
+
 async def roll(cluster: Cluster, args: Sequence[str], number: int, observed: Observed) -> None:
     """Replace the workers one by one, the highest ordinal first, each when the one before is ready."""
     for worker in reversed(cluster.workers):
+        old = set[str]().union(*[_epochs(gateway, worker) for gateway in cluster.gateways])
         worker.send(number)
         async with asyncio.TaskGroup() as group:
             for gateway in cluster.gateways:
@@ -103,7 +121,7 @@ async def roll(cluster: Cluster, args: Sequence[str], number: int, observed: Obs
             await asyncio.to_thread(worker.wait)
             worker.args = [*worker.args, *args]
             worker.start()
-            await asyncio.to_thread(wait_until, worker.is_ready)
+            await asyncio.to_thread(_wait_ready, cluster, worker, old)
 
 
 async def observe(cluster: Cluster, *rollouts: Sequence[str], number: int = signal.SIGTERM) -> Observed:

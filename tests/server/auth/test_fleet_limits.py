@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.auth.fleet_limits import GONE_S, FleetLimits, GatewayRecord, Purse
+from server.auth.fleet_limits import GONE_S, FleetLimits, GatewayRecord, Purse, PurseUse
 from server.auth.limits import KeyEntry, KeyUsage
 from server.auth.shared_limits import JOIN_S, PERIOD_S
 from server.errors import OverloadedError
@@ -375,6 +375,29 @@ def test_gateways_that_come_and_go_neither_starve_nor_overdraw(is_killed: bool) 
     assert fleet.granted("k", 30.0, 40.0) == pytest.approx(300 * share, rel=TOLERANCE)
 
 
+def test_a_gateway_that_starts_has_its_part_at_once() -> None:
+    """In a place within the option by itself, beyond it by gifts."""
+    fleet = Fleet({"k": entry(requests_per_minute=600)}, num_gateways=1, min_gateways=2)
+    begun_s = fleet.now_s
+    fleet.start("h1")
+    assert fleet.now_s - begun_s < JOIN_S / 2
+    assert fleet.gateways["h1"][0].purses["k/requests"].left(fleet.now_s) == 300
+    fleet.start("h2")
+    assert sum(fleet.ask("h2", "k") for _ in range(10)) == 10
+
+
+def test_no_two_gateways_share_a_place() -> None:
+    """Also more than the option, which start at the same time after others were killed."""
+    for seed in range(10):
+        random.seed(seed)
+        fleet = Fleet({"s": entry(max_streams=4)}, 4, min_gateways=4)
+        for number in range(1, 4):
+            fleet.kill(f"g{number}")
+        fleet.start(*[f"h{number}" for number in range(9)])
+        places = [limits.record(fleet.day).place for limits, _ in fleet.gateways.values()]
+        assert len(set(places)) == 10, (seed, places)
+
+
 def test_a_gateway_that_redis_hides_keeps_its_share() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)}, 2)
     fleet.reads = lambda name: {}
@@ -385,11 +408,58 @@ def test_a_gateway_that_redis_hides_keeps_its_share() -> None:
 
 def test_a_gift_under_way_keeps_its_room() -> None:
     purse = Purse("k/requests", 600, 0.5)
-    purse.keep_room(0.0, 100.0)
-    purse.add(0.0, -100.0)
+    purse.move(0.0, -100.0, 100.0)
     assert purse.owned(60.0) == 200.0
-    purse.keep_room(60.0, 0.0)
+    purse.move(60.0, 0.0, 0.0)
     assert purse.owned(120.0) == 300.0
+
+
+def test_the_room_of_a_gift_that_nobody_takes_is_free_again() -> None:
+    fleet = Fleet({"k": entry(requests_per_minute=600)}, 2)
+    purse = fleet.gateways["g0"][0].purses["k/requests"]
+    while not under_way(fleet, "k/requests"):
+        fleet.ask("g1", "k")
+        fleet.advance(fleet.now_s + 0.01)
+    fleet.kill("g1")
+    assert purse.owned(fleet.now_s) < purse.part
+    fleet.advance(fleet.now_s + 60.0)
+    assert purse.owned(fleet.now_s) == purse.part == 300.0
+
+
+def test_a_purse_above_its_part_runs_off_as_the_others_refill() -> None:
+    purse = Purse("k/requests", 600, 0.25)
+    purse.own(0.0, 300.0)
+    assert (purse.owned(10.0), purse.owned(1000.0)) == (225.0, 150.0)
+
+
+def test_a_purse_says_when_an_amount_can_be_taken() -> None:
+    purse = Purse("k/requests", 600, 0.25)
+    purse.own(0.0, 10.0)
+    assert purse.take(0.0, 1000.0) == 56.0, "when it is full"
+    assert purse.demand.at(0.0) == 1000.0, "refused or not"
+    assert purse.take(0.0, 10.5) == 0.0, "less than one more than it holds"
+    assert purse.owned(0.0) == -0.5
+    whole = Purse("k/requests", 600, 1.0)
+    whole.own(0.0, 10.0)
+    assert whole.take(0.0, 10.5) == pytest.approx(0.05), "a whole limit grants no more"
+
+
+def test_a_smaller_limit_takes_what_is_above_it() -> None:
+    purse = Purse("k/requests", 600, 0.5)
+    purse.resize(0.0, 60, 0.5)
+    assert purse.owned(0.0) == 30.0
+    purse.resize(0.0, 120, 0.5)
+    assert purse.owned(0.0) == 30.0, "more comes with time"
+
+
+def test_only_purses_in_use_are_published() -> None:
+    rate, count = Purse("k/requests", 600, 0.5), Purse("k/streams", 8, 0.5)
+    assert rate.use(0.0) is count.use(0.0) is None
+    count.open = 1
+    assert count.use(0.0) == PurseUse(4.0, 1, 0.0)
+    rate.take(0.0, 1.0)
+    assert rate.use(0.0) == PurseUse(299.0, 0, 1.0)
+    assert rate.use(60.0) is None, "full again"
 
 
 def test_a_killed_gateway_has_a_share_for_15_minutes() -> None:
@@ -403,6 +473,7 @@ def test_a_killed_gateway_has_a_share_for_15_minutes() -> None:
 
 def test_without_redis_each_gateway_has_its_share() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)})
+    assert fleet.gateways["g0"][0].part == 1.0
     fleet.reads = lambda name: None
     fleet.advance(fleet.now_s + 5.0)
     for name in fleet.gateways:
@@ -422,6 +493,30 @@ def test_a_budget_counts_over_gateways_and_their_restarts() -> None:
     fleet.day, fleet.records = "2", {}
     fleet.settle()
     assert fleet.ask("g1", "k", 1), "another day"
+
+
+def test_a_new_day_begins_with_its_whole_budget() -> None:
+    """And what is under way then of other limits arrives."""
+    for seed in range(4):
+        fleet, rng = Fleet({"d": entry(tokens_per_day=1000), "s": entry(max_streams=40)}), random.Random(seed)
+        name = rng.choice(list(fleet.gateways))
+        while not (under_way(fleet, "d/day") and under_way(fleet, "s/streams")):
+            for key in ("d", "s"):
+                fleet.ask(name, key, 1)
+            fleet.advance(fleet.now_s + rng.random() / 20.0)
+        fleet.day, fleet.records = "2", {}
+        fleet.settle()
+        for purse, limit in (("d/day", 1000), ("s/streams", 40)):
+            while under_way(fleet, purse):
+                fleet.advance(fleet.now_s + PERIOD_S)
+            owned = [limits.purses[purse].owned(fleet.now_s) for limits, _ in fleet.gateways.values()]
+            assert sum(owned) == pytest.approx(limit), (seed, purse)
+
+
+def under_way(fleet: Fleet, purse: str) -> bool:
+    """Return whether a part of a limit is given, and not known to be taken."""
+    gifts = [gift for name in fleet.gateways for gift in fleet.records[name].gifts.values()]
+    return any(purse in gift.amounts for gift in gifts)
 
 
 def test_open_requests_move_to_where_they_are_asked_for() -> None:
