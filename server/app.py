@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
+from ipaddress import ip_network
 from typing import Final
 
 from starlette.middleware import Middleware
@@ -27,6 +28,7 @@ from server.api.tokenize import TokenizeApi
 from server.auth.authentication import AuthenticationMiddleware, Authenticator
 from server.config import GatewayConfig
 from server.errors import MESSAGES_PATH, MODELS_PATH, RESPONSES_PATH, UnavailableError
+from server.http.forwarded import ForwardedMiddleware
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
 from server.schema.decoding import MAX_VALUES, require_json
@@ -139,9 +141,11 @@ def public_app(
     lifespan: Lifespan[Application],
     count_usage: Callable[[Account], None],
 ) -> Application:
+    proxies = config.trusted_proxies
     return Application(
         routes=api.routes(),
         middleware=[
+            *([Middleware(ForwardedMiddleware, list(map(ip_network, proxies)))] if proxies else []),
             *_cross_origin(config.cors_origin),
             Middleware(RequestMiddleware, metrics, access_log=config.access_log, count_usage=count_usage),
             Middleware(AuthenticationMiddleware, authenticator),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,12 @@ class GatewayConfig(SharedConfig):
     cors_origin: tuple[str, ...] = _api(
         (), "origins whose pages may call the API, or * (default: none)", "ORIGIN,...", type=_comma_separated
     )
+    trusted_proxies: tuple[str, ...] = _net(
+        (),
+        "networks of fronts whose Forwarded and X-Forwarded-For name the client's address (default: none)",
+        "CIDR,...",
+        type=_comma_separated,
+    )
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
     limits_redis_username: str | None = _api(
         None, "ACL user that writes the use of keys to Redis (default: that of the index)", "NAME"
@@ -255,6 +262,11 @@ class GatewayConfig(SharedConfig):
         for name in sorted(self.engine_xargs):
             if _XARG.fullmatch(name) is None:
                 raise ValueError(f"--engine-xargs takes names but those of transfers (kv_*, ec_*), got {name!r}")
+        for network in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"--trusted-proxies takes networks such as 10.0.0.0/8: {error}") from None
         for origin in self.cors_origin:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")

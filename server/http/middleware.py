@@ -143,7 +143,7 @@ class RequestMiddleware:
                 account.end(context.request_id, context.status, context.worker, elapsed_s)
                 self._count_usage(account)
             if self._access_log and (context.route != "other" or context.status >= 400):
-                _log_answer(context, elapsed_s)
+                _log_answer(context, elapsed_s, scope)
 
 
 async def send_error(error: ApiError, send: Send, answer: tuple[int, bytes] | None = None) -> None:
@@ -154,9 +154,10 @@ async def send_error(error: ApiError, send: Send, answer: tuple[int, bytes] | No
     await send({"type": "http.response.body", "body": body})
 
 
-def _log_answer(context: RequestContext, elapsed_s: float) -> None:
-    """Log a line for a finished request: status, seconds, tokens."""
+def _log_answer(context: RequestContext, elapsed_s: float, scope: Scope) -> None:
+    """Log a line for a finished request: the client's address, status, seconds, tokens."""
     fields = {
+        "client": (scope.get("client") or ("unknown",))[0],
         "route": context.route,
         "status": context.status,
         "seconds": round(elapsed_s, 6),

@@ -1,0 +1,80 @@
+"""The address of a client behind fronts that the operator trusts.
+
+    client ---- front 1 ---- front 2 ---- gateway       X-Forwarded-For: (the client's own) client, front 1
+
+Each front appends who has connected to it. So the list is read from the right, for as long as a trusted network names
+the next hop. What stands to the left of the first other address may be written by the client itself, and is not read.
+
+A front appends to one of two headers, and passes on the other as the client has sent it. Where both are there and
+name different clients, neither is believed: the address is the front's own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Awaitable, Iterable, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+_FOR: Final = re.compile(r'(?:^|;)\s*for\s*=\s*("(?:[^"\\]|\\.)*"|[^;\s]*)', re.IGNORECASE)
+_HOST: Final = re.compile(r"\[([^\]]*)\](?::\d+)?|([^:]*)(?::\d+)?|(.*)")
+"""An address in brackets, one with a port, or an IPv6 address."""
+
+
+class ForwardedMiddleware:
+    """Puts the address of the client into the scope, in place of that of the front."""
+
+    def __init__(self, app: ASGIApp, networks: Sequence[Network]) -> None:
+        self._app = app
+        self._networks = networks
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if (peer := scope.get("client")) is not None:
+            address = client_address(str(peer[0]), scope["headers"], self._networks)
+            scope = {**scope, "client": (address, 0)}
+        return self._app(scope, receive, send)
+
+
+def client_address(peer: str, headers: Iterable[tuple[bytes, bytes]], networks: Sequence[Network]) -> str:
+    """Return the address of the client that is behind the connected `peer`."""
+    front = _address(peer)
+    if front is None or not _is_in(front, networks):
+        return peer
+    values: dict[bytes, list[str]] = {b"x-forwarded-for": [], b"forwarded": []}
+    for name, value in headers:
+        if name in values:
+            values[name] += value.decode("latin-1").split(",")
+    plain, standard = values.values()
+    named = [match[1] if (match := _FOR.search(hop)) else "" for hop in standard]
+    found = {_first_other(front, hops, networks) for hops in (plain, named) if hops}
+    return str(found.pop() if len(found) == 1 else front)
+
+
+def _first_other(front: Address, hops: Sequence[str], networks: Sequence[Network]) -> Address:
+    """Return the first hop from the right that is not trusted, or the last that is."""
+    for hop in reversed(hops):
+        if not _is_in(front, networks):
+            break
+        if (address := _address(hop)) is None:
+            break
+        front = address
+    return front
+
+
+def _address(text: str) -> Address | None:
+    host = _HOST.fullmatch(text.strip().strip('"').strip())
+    assert host is not None, "the last form takes any text"
+    try:
+        address = ipaddress.ip_address(host[1] or host[2] or host[3] or "")
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_in(address: Address, networks: Sequence[Network]) -> bool:
+    return any(address in network for network in networks)
