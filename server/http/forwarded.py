@@ -2,8 +2,8 @@
 
     client ---- front 1 ---- front 2 ---- gateway       X-Forwarded-For: (the client's own) client, front 1
 
-Each front appends who has connected to it. So the list is read from the right, for as long as a trusted network names
-the next hop. What stands to the left of the first other address may be written by the client itself, and is not read.
+Each front appends who has connected to it. So the list is read from the right, as long as trusted networks hold the
+next hop. The client may have written what is left of the first other address, so that is not read.
 
 A front appends to one of two headers, and passes on the other as the client has sent it. Where both are there and
 name different clients, neither is believed: the address is the front's own.
@@ -27,7 +27,7 @@ _HOST: Final = re.compile(r"\[([^\]]*)\](?::\d+)?|([^:]*)(?::\d+)?|(.*)")
 
 
 class ForwardedMiddleware:
-    """Puts the address of the client into the scope, in place of that of the front."""
+    """Puts the address of the client into the scope, instead of that of the front."""
 
     def __init__(self, app: ASGIApp, networks: Sequence[Network]) -> None:
         self._app = app
