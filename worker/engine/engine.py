@@ -134,6 +134,10 @@ class EngineCore:
         return self._reporter.load
 
     @property
+    def unreadiness(self) -> None:
+        """It serves from its start on."""
+
+    @property
     def index_problem(self) -> str | None:
         return None
 
