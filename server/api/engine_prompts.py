@@ -1,7 +1,7 @@
 """Prompts of chats that the gateway renders, though the engine writes the answer: they save a call of `/render`.
 
-A body has classes of shape, as `CHAT_PROBES` names them. It is rendered here if, for each of its classes, the ids of
-the probes are equal at the gateway and at every engine of the model.
+A body has classes of shape, as `CHAT_PROBES` names them. For each of its classes, the ids of the probes must be equal
+at the gateway and at every engine of the model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _CalledFunction(Struct, forbid_unknown_fields=True):
     arguments: str
 
 
-class _Call(Struct, forbid_unknown_fields=True):
+class _Call(Struct, forbid_unknown_fields=True, kw_only=True):
     id: str = ""
     type: Literal["function"] = "function"
     function: _CalledFunction
@@ -67,7 +67,7 @@ class _Function(Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class _Tool(Struct, forbid_unknown_fields=True):
+class _Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"] = "function"
     function: _Function
 

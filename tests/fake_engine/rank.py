@@ -32,7 +32,7 @@ class Rank:
         self.pending_clear = False
         self.num_steps = 0
         self.usage = 0.0
-        """Of the pool, as the core last said."""
+        """The fraction of the pool in use, as the core last reported."""
         self.works = asyncio.Event()
         self.works.set()
 

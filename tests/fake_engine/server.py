@@ -122,7 +122,7 @@ class FakeEngine:
         return JSONResponse({"success": True})
 
     async def core(self, request: Request) -> Response:
-        """Stop the core, pause it, put it to sleep, or let it work: {"stopped": false, ...}."""
+        """Stop the core, pause it, put it to sleep, or end all three: {"stopped": false, ...}."""
         wanted = await request.json()
         self.paused, self.sleeping = wanted.get("paused", False), wanted.get("sleeping", False)
         for rank in self.ranks:

@@ -50,7 +50,7 @@ class AnyWorker(EngineWorker):
     """Writes texts as an engine does, and gives token ids where the gateway writes the text; or embeds and ranks."""
 
     text: str = "engine"
-    """Who writes it; pooling: the model has none."""
+    """The writer of the text; pooling: the model has none."""
 
     def member(self) -> WorkerMember:
         return replace(super().member(), text_apis={"gateway": (), "engine": APIS, "pooling": POOLING_PATHS}[self.text])

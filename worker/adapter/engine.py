@@ -274,6 +274,8 @@ class AdapterEngine:
         else:
             level = logging.CRITICAL if life.state is State.REPLACED else logging.ERROR
             logger.log(level, "the engine is %s: %s", life.state, life.problem)
+        if life.state is State.GONE:
+            self._begin_epoch()  # whatever comes back, nothing is promised of it
         self._publish()
         if life.state in IS_LOST:
             self._requests.fail_all(Failed("worker_lost", life.why, retryable=True))

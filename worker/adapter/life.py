@@ -38,7 +38,7 @@ class State(StrEnum):
 
 
 class Sign(StrEnum):
-    """What is seen of an engine."""
+    """One sign of an engine."""
 
     TOKEN = "token"
     ANSWER = "answer"
@@ -80,7 +80,7 @@ _UNPROBED: Final = frozenset({State.PAUSED, State.GONE, State.REPLACED})
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What one process of an engine is. Another process has other facts."""
+    """Facts of one process of an engine. Another process has other facts."""
 
     started_s: float
     num_blocks: int

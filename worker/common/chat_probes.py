@@ -80,7 +80,7 @@ CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
 
 
 def digests(prompts: Mapping[str, Sequence[Sequence[int] | None]]) -> tuple[tuple[str, str], ...]:
-    """Return a digest of the ids of each class; None stands for a refusal. A class of refusals alone has none."""
+    """Return a digest of the ids of each class; None stands for a refusal. A class that is refused has none."""
     found = {name: repr([None if ids is None else list(ids) for ids in each]) for name, each in prompts.items()}
     known = [(name, ids) for name, ids in found.items() if any(prompts[name])]
     return tuple([(name, hashlib.sha256(ids.encode()).hexdigest()[:16]) for name, ids in known])

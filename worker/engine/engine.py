@@ -135,7 +135,7 @@ class EngineCore:
 
     @property
     def unreadiness(self) -> None:
-        """It serves from its start on."""
+        """Return None: it serves as soon as it has started."""
 
     @property
     def index_problem(self) -> str | None:

@@ -67,7 +67,7 @@ class EngineWorker(ScriptedWorker):
     silent: bool = False
     """It answers neither polls nor calls."""
     apis: tuple[str, ...] | None = None
-    """Of the engine, by default all; without any, the worker is one with Headstart's engine."""
+    """The engine's; by default all. Without any, the worker is one with Headstart's engine."""
 
     def member(self) -> WorkerMember:
         return replace(super().member(), text_apis=APIS if self.apis is None else self.apis)

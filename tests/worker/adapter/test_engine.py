@@ -83,12 +83,14 @@ async def test_an_engine_that_is_slow_to_answer_is_not_lost(api: ScriptedApi, ri
     healthy, epoch = api.counts, rig.engine.member.epoch
     key = rig.submit(make_request())
     call = await api.call()
+    api.works.clear()
     api.counts = EngineLostError("timeout")
     await until(lambda: rig.load.is_slow)
     await until(lambda: rig.load.draining)
     assert rig.state == "doubtful"
     api.counts = healthy
     await until(lambda: not rig.load.draining)
+    api.works.set()
     call.end()
     await until(lambda: rig.is_over(key))
     assert isinstance(rig.frames[key][-1], End)
