@@ -1,7 +1,7 @@
 """Prompts of chats that the gateway renders, though the engine writes the answer: they save a call of `/render`.
 
-A body has classes of shape, as `CHAT_PROBES` names them. For each of its classes, the ids of the probes must be equal
-at the gateway and at every engine of the model.
+A body has classes of shape, as `CHAT_PROBES` names them. The ids of the probes of each must be equal at the gateway and
+at every engine of the model.
 """
 
 from __future__ import annotations
