@@ -50,6 +50,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Its engine was slow to answer recently: prefer others."""
     bounded_prefill_tokens_per_s: _Seconds = 0.0
     """Prefill rate next to the decodes that run, where `WorkerMember.step_objective_s` bounds it; 0.0: nothing does."""
+    problem: str = ""
+    """Why it takes no request; empty if it does, or drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,8 @@ class WorkerMember:
     """
     text_apis: tuple[str, ...] = ()
     """Paths of its engine's APIs that read prompts and write answers themselves; none at the built-in engine."""
-    chat_probes: str = ""
-    """Digest of the engine's own ids of `worker.common.chat_probes`; empty if it is not known."""
+    chat_probes: tuple[tuple[str, str], ...] = ()
+    """Digests of the engine's own ids of `worker.common.chat_probes`, by class; without those not known."""
     media: tuple[str, ...] = ()
     """Kinds of parts that its engine's chats, Messages and Responses take next to text: "image", or none."""
     ends: Annotated[str, Literal["", "exact", "inexact"]] = ""
@@ -106,6 +108,8 @@ class WorkerMember:
     """Why the index never has a block of it; empty if it may have blocks."""
     step_objective_s: _Seconds = 0.0
     """Objective for the time of a step with decodes, which bounds the prefill tokens in it; 0.0: none."""
+    aliases: tuple[str, ...] = ()
+    """Further names of its model, at its engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from server.text.template_sandbox import TemplateEnvironment
 from server.workers.networks import DEFAULT_NETWORKS, WorkerNetworks
 from worker.common.command_line import CommandParser
 from worker.common.options import (
-    ENGINE_TEMPLATE,
     MAX_PORT,
     SharedConfig,
     json_object,
@@ -185,12 +184,6 @@ class GatewayConfig(SharedConfig):
     aliases: Mapping[str, str] | None = _api(
         None, "a further name of a model", "NAME=MODEL", flag="--alias", action="append", type=model_alias
     )
-    text: str = _api(
-        "auto",
-        "who renders prompts and writes answers: the gateway, the engine, or auto: the engine where the gateway lacks"
-        " a template or a format (default auto)",
-        choices=("auto", "gateway", "engine"),
-    )
     tool_parser: str | None = _api(
         None, "format of the models' tool calls (default: by template and tokens)", choices=tuple(FORMATS)
     )
@@ -272,8 +265,6 @@ class GatewayConfig(SharedConfig):
                 raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")
         if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
             raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
-        if self.chat_template and self.text == "engine":
-            raise ValueError(ENGINE_TEMPLATE)
         for source in (self.chat_template or {}).values():
             try:
                 TemplateEnvironment().parse(source)

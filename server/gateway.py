@@ -149,12 +149,13 @@ class Gateway:
             is_learning=self.models.is_learning,
         )
         self.keep_alive = KeepAlive(config.ping_s)
+        ignored_tools = IgnoredTools(strict_tools=config.strict_tools, strict_blocks=config.strict_blocks)
         self.endpoint = EndpointServices(
             self.models,
             self.requests,
             self.keep_alive,
             config.request_timeout_s,
-            IgnoredTools(strict_tools=config.strict_tools, strict_blocks=config.strict_blocks),
+            ignored_tools,
             self._tracing,
             config.clamp_max_tokens,
             EngineTexts(
@@ -164,6 +165,7 @@ class Gateway:
                 keeps_control_tokens=config.control_tokens_in_content,
                 image_rules=ImageRules(config.max_images, config.max_image_bytes, config.image_hosts),
                 xargs=SENT_XARGS | config.engine_xargs,
+                ignored_tools=ignored_tools,
             ).prepare,
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)

@@ -89,6 +89,10 @@ class WorkerConfig(SharedConfig):
         None, "where it repeats lost events (default: the address it reports)", "ENDPOINT"
     )
     events_exposed: bool = _engine(False, "allow the events, which hold every prompt, to cross the network")
+    hang_s: float = _engine(20.0, "without progress for this time, it hangs if it has requests (default 20)", least=1)
+    probe_s: float = _engine(
+        5.0, "without progress for this time, it is asked for one token; 0: never (default 5)", least=0
+    )
     tokenizer: str | None = _engine(None, "a folder or Hugging Face id (default: what the engine has loaded)")
     revision: str | None = _engine(None, "the model's revision, the same at all its workers (default: from the files)")
     block_size: int = _cache(16, "tokens in a block (default 16)")

@@ -168,7 +168,7 @@ class GenerateRequest(Struct, frozen=True):
     """The epoch that the gateway routed to; another one answers 409. Empty: any."""
     root: Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
     prompt_ids: Sequence[int]
-    choices: Annotated[tuple[ChoiceState, ...], Meta(min_length=1, max_length=1024)]
+    choices: Annotated[tuple[ChoiceState, ...], Meta(min_length=1, max_length=16_384)]
     sampling: SamplingParams
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     traceparent: str = ""

@@ -3,7 +3,7 @@
     headstart bench engines                                     over a stub engine, against only the gateway
     headstart bench engines --head-to-head chats.jsonl.gz       routers over the same two vLLM engines
     headstart bench engines --real                              over one vLLM engine, against that engine
-    headstart bench engines --text                              over one vLLM engine, its text against the gateway's
+    headstart bench engines --text                              over one vLLM engine, behind Headstart against by itself
 
 The last three start vLLM (`--vllm`: the folder of its environment, as tools/install_vllm.py makes it).
 """

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-from msgspec import structs
+import msgspec
+from msgspec import Raw, structs
 
 from server.schema.fields import TextPart
 from server.schema.intent import Conversation
@@ -27,6 +28,41 @@ MAX_LINE_CHARS: Final = 1024
 """Longer lines are not compared."""
 
 
+def without_line(fields: dict[str, Any], lead: str, messages: str) -> tuple[dict[str, Any], str]:
+    """Return a body without the known line that begins its system prompt, and the line's rule; "" if none.
+
+    `lead` and `messages` name the fields of the system prompt and of the messages; no field is called "".
+    """
+    place = lead if lead in fields else messages
+    value = decoded = _decoded(fields.get(place))
+    if place == messages:
+        first = decoded[0] if isinstance(decoded, list) and decoded and isinstance(decoded[0], dict) else {}
+        value = first.get("content") if first.get("role") in ("system", "developer") else None
+    parts = value if isinstance(value, list) and value and isinstance(value[0], dict) else None
+    text = value if parts is None else parts[0].get("text")
+    rule, end = _line(text) if isinstance(text, str) else ("", 0)
+    if not rule or not isinstance(text, str):
+        return fields, ""
+    rest: Any = text[end:]
+    if parts is not None:
+        rest = [*([parts[0] | {"text": rest}] if rest else ()), *parts[1:]]
+    if place == lead:
+        return {**{n: v for n, v in fields.items() if n != lead}, **({lead: rest} if rest else {})}, rule
+    first_left = [decoded[0] | {"content": rest}] if rest or len(decoded) == 1 else []
+    return {**fields, messages: [*first_left, *decoded[1:]]}, rule
+
+
+def _decoded(value: Any) -> Any:
+    return msgspec.json.decode(value) if isinstance(value, Raw) else value
+
+
+def _line(text: str) -> tuple[str, int]:
+    """Return the rule of the known line that begins a text, and its end; "" for none."""
+    matches = {rule: line.match(text, 0, MAX_LINE_CHARS + 1) for rule, line in CLIENT_LINES.items()}
+    ends = [(rule, m.end()) for rule, m in matches.items() if m is not None and (m[2] or m.end() == len(text))]
+    return ends[0] if ends else ("", 0)
+
+
 def without_client_lines(conversation: Conversation) -> tuple[Conversation, str]:
     """Return the conversation without the known line that begins its system prompt, and the line's rule; "" if none.
 
@@ -36,11 +72,9 @@ def without_client_lines(conversation: Conversation) -> tuple[Conversation, str]
     if first is None or first.role not in ("system", "developer") or not first.content:
         return conversation, ""
     text = first.content if isinstance(first.content, str) else first.content[0].text or ""
-    matches = {rule: line.match(text, 0, MAX_LINE_CHARS + 1) for rule, line in CLIENT_LINES.items()}
-    ends = {rule: m.end() for rule, m in matches.items() if m is not None and (m[2] or m.end() == len(text))}
-    if not ends:
+    rule, end = _line(text)
+    if not rule:
         return conversation, ""
-    [(rule, end)] = ends.items()
     content: str | list[TextPart] = text[end:]
     if isinstance(first.content, list):
         content = [*([structs.replace(first.content[0], text=content)] if content else ()), *first.content[1:]]

@@ -1,7 +1,7 @@
 """Prompts of chats that the gateway renders, though the engine writes the answer: they save a call of `/render`.
 
-At every worker of the model, the engine's ids of `CHAT_PROBES` must be the gateway's. Only bodies of the same kind as
-these are rendered here.
+A body has classes of shape, as `CHAT_PROBES` names them. The ids of the probes of each must be equal at the gateway and
+at every engine of the model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from cache.records import Candidate
 from server.api.formatting import encode_json
@@ -20,46 +20,89 @@ from server.schema.decoding import TextLimit
 from server.schema.requests import CHAT
 from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TooManyTokensError
-from worker.common.chat_probes import CHAT_PROBES, probes_digest
+from worker.common.chat_probes import CHAT_PROBES, digests
 from worker.wire import Rendered
 
+Digests = tuple[tuple[str, str], ...]
 _WITHOUT_PROMPT: Final = frozenset(
     {
         *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "n"),
         *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "cache_salt", "priority"),
-        *("prompt_cache_key", "user", "metadata", "return_token_ids"),
+        *("prompt_cache_key", "user", "metadata", "return_token_ids", "parallel_tool_calls"),
     }
 )
 """Fields of a body that no prompt depends on."""
+_USUAL: Final = frozenset({"plain", "tools", "calls"})
+"""The classes that show a template's shapes."""
+
+
+class _Part(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class _Call(Struct, forbid_unknown_fields=True, kw_only=True):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _CalledFunction
 
 
 class _Message(Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    tool_calls: list[Any] | None = None
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
 
 
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
-    description: str
-    parameters: dict[str, Any]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-class _Tool(Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+class _Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"] = "function"
     function: _Function
 
 
 class _Kwargs(Struct, forbid_unknown_fields=True):
-    enable_thinking: bool = True
+    enable_thinking: bool | None = None
 
 
 class _Prompt(Struct, forbid_unknown_fields=True):
     messages: list[_Message]
-    tools: list[_Tool] = []
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: _Kwargs | None = None
+    reasoning_effort: str | None = None
+
+    def classes(self) -> set[str]:
+        """Return the classes of shape that the body has."""
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
+        thinks = self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking
+        has = {
+            "plain": True,
+            "parts": any(isinstance(message.content, list) for message in self.messages),
+            "calls": bool(calls) or any(message.role == "tool" for message in self.messages),
+            "broken_calls": not all(_is_object(call.function.arguments) for call in calls),
+            "tools": bool(tools),
+            "bare_tools": any(tool.description is None or tool.parameters is None for tool in tools),
+            "strict_tools": any(tool.strict is not None for tool in tools),
+            "no_call": bool(tools) and choice == "none",
+            "forced_call": choice not in (None, "none", "auto"),
+            "thinks": thinks is True,
+            "thinks_not": thinks is False,
+            f"effort_{self.reasoning_effort}": self.reasoning_effort is not None,
+        }
+        return {name for name, is_there in has.items() if is_there}
 
 
 _prompt_of: Final = msgspec.json.Decoder(_Prompt).decode
@@ -69,37 +112,43 @@ class EnginePrompts:
     """Renders the prompts of chats whose template the engine shares. Owned by `EngineTexts`."""
 
     def __init__(self) -> None:
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, Digests] = {}
         """Digests of the probes, by the fingerprint of a model."""
 
     async def render(
-        self, body: bytes, fields: Mapping[str, Raw], model: ServedModel, candidates: Sequence[Candidate]
+        self, fields: Mapping[str, Any], model: ServedModel, candidates: Sequence[Candidate]
     ) -> Rendered | None:
-        """Return the prompt of a chat; None if the engine must render it."""
-        if not await self.shares_template({candidate.member.chat_probes for candidate in candidates}, model):
-            return None
+        """Return the prompt of a chat's body; None if the engine must render it."""
         try:
-            _prompt_of(encode_json({name: value for name, value in fields.items() if name not in _WITHOUT_PROMPT}))
+            prompt = _prompt_of(encode_json({n: value for n, value in fields.items() if n not in _WITHOUT_PROMPT}))
         except msgspec.ValidationError:
             return None
-        return await _rendered(body, model)
+        shared = await self._shared({candidate.member.chat_probes for candidate in candidates}, model)
+        if not prompt.classes() <= shared:
+            return None
+        return await _rendered(encode_json({**fields, "model": model.name}), model)
 
-    async def shares_template(self, digests: Set[str], model: ServedModel) -> bool:
+    async def shares_template(self, found: Set[Digests], model: ServedModel) -> bool:
         """Return whether all engines of a model, by their digests, have the gateway's template."""
-        return "" not in digests and digests == {await self.digest(model)}
+        return await self._shared(found, model) >= _USUAL
 
-    async def digest(self, model: ServedModel) -> str:
-        """Return the digest of the gateway's own ids of the probes."""
+    async def _shared(self, found: Set[Digests], model: ServedModel) -> Set[str]:
+        """Return the classes whose ids are equal everywhere."""
+        if not any(found):
+            return frozenset()
         if model.fingerprint not in self._digests:
-            found = [await _rendered(encode_json(probe | {"model": model.name}), model) for probe in CHAT_PROBES]
-            self._digests[model.fingerprint] = probes_digest(
-                [None if each is None else each.prompts[0] for each in found]
-            )
-        return self._digests[model.fingerprint]
+            own: dict[str, list[tuple[int, ...] | None]] = {name: [] for name in CHAT_PROBES}
+            for name, bodies in CHAT_PROBES.items():
+                for body in bodies:
+                    rendered = await _rendered(encode_json(body | {"model": model.name}), model)
+                    own[name].append(None if rendered is None else rendered.prompts[0])
+            self._digests[model.fingerprint] = digests(own)
+        equal = set(self._digests[model.fingerprint])
+        return {name for name, _ in equal.intersection(*found)}
 
 
 async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
-    """Return a chat's prompt; None if it is refused, does not fit, or has a control token of the client."""
+    """Return a chat's prompt; None if it is refused, or does not fit. Control tokens of the client become text."""
     if model.template is None or model.tokenizer.is_of_engine:
         return None
     try:
@@ -107,11 +156,18 @@ async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
         conversation = request.intent().conversation
         template = model.template_for(conversation) or model.template
         rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
-        offsets, room = rendered.client_offsets, model.max_model_len
-        ids = [] if offsets else await model.tokenizer.encode(rendered.text, client_offsets=offsets, room=room)
+        room = model.max_model_len
+        ids = await model.tokenizer.encode(rendered.text, client_offsets=rendered.client_offsets, room=room)
     except (ApiError, TemplateError, TooManyTokensError):
         return None
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     room = room - len(ids)
     longest = min(room, model.bundle.sampling_defaults.max_tokens or room) if asked is None else asked
     return Rendered((tuple(ids),), (longest,)) if ids and 0 < longest <= room else None
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(arguments), dict)
+    except msgspec.DecodeError:
+        return False

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from server.api.engine_media import CHAT_PATH
-from server.api.engine_prompts import EnginePrompts
+from server.api.engine_prompts import Digests, EnginePrompts
 from server.api.formatting import encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced
@@ -23,7 +23,7 @@ from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, repaired, wit
 from worker.wire import EngineCall, Rendered
 
 TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH: "input"}
-_LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
+LEADS: Final = {MESSAGES_PATH: "system", RESPONSES_PATH: "instructions"}
 """Fields that hold the system message."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 """A turn of another role is refused by the template, in its own words."""
@@ -51,25 +51,25 @@ class EngineShapes:
         """`is_strict`: refuse what a template does not take."""
         self._prompts = prompts
         self._is_strict = is_strict
-        self._known: dict[tuple[str, frozenset[str]], Shapes] = {}
+        self._known: dict[tuple[str, frozenset[Digests]], Shapes] = {}
 
     async def repaired(
-        self, path: str, fields: dict[str, Any], model: ServedModel, digests: frozenset[str], render: Render
-    ) -> tuple[dict[str, Any], tuple[str, ...], bool]:
-        """Return the fields of a body, the names of the repairs, and if the gateway would render the same text.
+        self, path: str, fields: dict[str, Any], model: ServedModel, digests: frozenset[Digests], render: Render
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the fields of a body, and the names of the repairs.
 
         `digests` identify the templates of its engines. Raises ApiError.
         """
         turns = _turns(path, fields)
         if turns is None:
-            return fields, (), True
+            return fields, ()
         has_tools = bool(fields.get("tools")) and bytes(fields["tools"]) not in (b"null", b"[]")
         choices = [replace(_ALL, counts_tools=counts) for counts in (False, True)]
         possible = {name for shapes in choices for name in repaired(shapes, turns, has_tools=True)[1]}
         has_marks = any(bracket in encode_json(turns).decode() for bracket in (OPEN, CLOSE))
         has_system = turns[:1] and turns[0]["role"] in ("system", "developer")
         if not (possible or has_marks or has_system):
-            return fields, (), True
+            return fields, ()
         shapes = await self._shapes(model, digests, render)
         if has_marks and shapes.marks:
             turns = [*await run_sliced(without_marks(turns))]
@@ -78,11 +78,11 @@ class EngineShapes:
             message = f"The model's chat template does not take {', '.join(repairs)} (--strict-template)."
             raise InvalidRequestError(message, param=TEXTS[path])
         if not repairs and not has_marks:
-            return fields, (), "arguments" not in possible
-        kept = {name: item for name, item in fields.items() if name != _LEADS.get(path)}
-        return kept | _body(path, changed), repairs, False
+            return fields, ()
+        kept = {name: item for name, item in fields.items() if name != LEADS.get(path)}
+        return kept | _body(path, changed), repairs
 
-    async def _shapes(self, model: ServedModel, digests: frozenset[str], render: Render) -> Shapes:
+    async def _shapes(self, model: ServedModel, digests: frozenset[Digests], render: Render) -> Shapes:
         key = (model.fingerprint, digests)
         if model.template is not None and await self._prompts.shares_template(digests, model):
             return model.template.shapes
@@ -116,8 +116,8 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
 
     `own` are the blocks and items that a turn of Messages or Responses is made of.
     """
-    given = {name: _value(fields.get(name)) for name in (TEXTS.get(path, ""), _LEADS.get(path, ""))}
-    lead, messages = given.get(_LEADS.get(path, "")), given.get(TEXTS.get(path, ""))
+    given = {name: _value(fields.get(name)) for name in (TEXTS.get(path, ""), LEADS.get(path, ""))}
+    lead, messages = given.get(LEADS.get(path, "")), given.get(TEXTS.get(path, ""))
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         return None
     turns: list[Turn] = [{"role": "system", "content": lead}] if lead else []

@@ -23,12 +23,14 @@ import msgspec
 from msgspec import Raw, Struct
 
 from cache.records import Candidate
+from server.api.client_lines import without_line
 from server.api.endpoint import PreparedRequest
 from server.api.engine_control import check_control_tokens
 from server.api.engine_media import CHAT_PATH, Media, read_media
 from server.api.engine_prompts import EnginePrompts
-from server.api.engine_shapes import TEXTS, EngineShapes
+from server.api.engine_shapes import LEADS, TEXTS, EngineShapes
 from server.api.formatting import ResponseFormatter, encode_json, response_id
+from server.api.ignored_tools import IgnoredTools
 from server.api.images import ImageRules
 from server.api.params import choice_seeds
 from server.api.pooling import ENGINE_PATHS, head_of, prepared_pooling
@@ -65,7 +67,8 @@ from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
 
-MAX_CHOICES: Final = 128
+MAX_CHOICES: Final = 16_384
+"""More are left to the engine to refuse."""
 MAX_RENDER_ATTEMPTS: Final = 3
 _PREFIXES: Final = {CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"}
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "return_token_ids", "stream_options")
@@ -122,8 +125,10 @@ class EngineTexts:
         keeps_control_tokens: bool,
         image_rules: ImageRules,
         xargs: Collection[str],
+        ignored_tools: IgnoredTools,
     ) -> None:
         """`keeps_control_tokens`: clients may write control tokens. `xargs`: names that may be in `vllm_xargs`."""
+        self._ignored_tools = ignored_tools
         self._image_rules = image_rules
         self._xargs = xargs
         self._models = models
@@ -139,7 +144,7 @@ class EngineTexts:
         Raises ApiError.
         """
         path = ENGINE_PATHS.get(path, path)
-        if not self._models.has_engine_text(path) or path not in (*_PREFIXES, *POOLING_PATHS):
+        if not self._models.has_engine_text or path not in (*_PREFIXES, *POOLING_PATHS):
             return None
         with trace_stage("validate"):
             limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
@@ -148,9 +153,9 @@ class EngineTexts:
                 model = self._models.allowed(head.model, identity)
             except (NotFoundError, UnavailableError):
                 return None
-            writes, sees = self._models.engine_writes(path, model), self._models.takes_images(path, model)
-            if not writes and not sees:
+            if not self._models.engine_writes(path, model):
                 return None
+            sees = self._models.takes_images(path, model)
             with _decoding():
                 fields, wrong = _fields_of(body), None
                 try:
@@ -159,18 +164,17 @@ class EngineTexts:
                     known, wrong = _Known(), error
                 salt = request_salt(identity, known.cache_salt)
                 media = await run_sliced(read_media(fields, path, self._image_rules if sees else None, salt))
-            if not writes and not media.images:
-                return None
             await _check_text(body, media, limit())
             _check(path, known, fields, self._xargs)
         sent = _body(path, known, media.fields, model, keeps_all=wrong is not None)
-        repairs, is_usual = tuple[str, ...](), wrong is None
-        if path in TEXTS and is_usual:
+        repairs, ignored = tuple[str, ...](), ""
+        if path in TEXTS and wrong is None:
             render = partial(self._render, model=model, has_images=False)
             able = _able(self._fleet.candidates(model.name, None, model.fingerprint), path)
             digests = frozenset(each.member.chat_probes for each in able)
             with _decoding():
-                sent, repairs, is_usual = await self._shapes.repaired(path, sent, model, digests, render)
+                sent, ignored = self._without_vendors(path, sent, model)
+                sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
             if repairs and (context := CURRENT.get(None)) is not None:
                 context.repairs = repairs
         call = EngineCall(path, encode_json(sent), bool(known.stream) and path not in POOLING_PATHS)
@@ -183,9 +187,9 @@ class EngineTexts:
             )
         with trace_stage("tokenise"):
             own = None
-            if path == CHAT_PATH and is_usual and not media.images:
+            if path == CHAT_PATH and wrong is None and not media.images:
                 candidates = self._fleet.candidates(model.name, None, model.fingerprint)
-                own = await self._prompts.render(body, fields, model, _able(candidates, path))
+                own = await self._prompts.render(sent, model, _able(candidates, path))
             rendered = own or await self._rendered(call, media, model)
             if wrong is not None:
                 raise located(str(wrong))
@@ -194,7 +198,16 @@ class EngineTexts:
                 await check_control_tokens(call, sent, rendered, model, render)
         if len(rendered.prompts) != 1:
             raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
-        return _prepared(call, head.model, model, known, fields, rendered, identity)
+        prepared = _prepared(call, head.model, model, known, fields, rendered, identity)
+        return msgspec.structs.replace(prepared, ignored=ignored)
+
+    def _without_vendors(self, path: str, sent: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], str]:
+        """Leave out what only a vendor's server can use: lines of agents, and tools, which are named."""
+        if not model.keeps_client_lines:
+            sent, rule = without_line(sent, LEADS.get(path, ""), TEXTS[path])
+            if rule and (context := CURRENT.get(None)) is not None:
+                context.removed_line = rule
+        return self._ignored_tools.without(sent)
 
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
         """Return the engine's prompts of a call. Raises ApiError, which names the image that the engine cannot read."""
@@ -289,9 +302,6 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
                 raise _not_sent("vllm_xargs.", name, "is not in the gateway's --engine-xargs")
     if known.encoding_format in ("bytes", "bytes_only"):
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
-    for name, number in (("n", known.n), ("best_of", known.best_of)):
-        if number is not None and number > MAX_CHOICES:
-            raise invalid(name, f"is at most {MAX_CHOICES}")
 
 
 def _not_sent(place: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:
@@ -327,7 +337,11 @@ def _prepared(
     rendered: Rendered,
     identity: Identity,
 ) -> PreparedRequest:
-    id_, options, num_choices = response_id(_PREFIXES[call.path]), known.stream_options, known.n or 1
+    id_, options, num_choices = (
+        response_id(_PREFIXES[call.path]),
+        known.stream_options,
+        min(max(1, known.n or 1), MAX_CHOICES),
+    )
     echoes = bytes(fields.get("echo", b"null")) == b"true"
     is_stateful = any(bytes(fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
     media = rendered.media[0] if rendered.media else ()

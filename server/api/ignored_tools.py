@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
 
 from server.schema.decoding import unsupported
 from server.schema.intent import ChatIntent
@@ -16,6 +20,8 @@ MAX_NAMED: Final = 32
 """Types in one header."""
 MAX_LOGGED: Final = 256
 """The limit of logged types, which clients choose freely."""
+_OF_CLIENTS: Final = frozenset({"function", "custom", "namespace"})
+"""Types of tools that a client runs."""
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -36,12 +42,39 @@ class IgnoredTools:
                 raise unsupported(each.field, f"is {each.type[:64]!r}: this model reads text (--strict-blocks)")
             if not each.is_block and self._strict_tools:
                 raise unsupported(each.field, f"is {each.type[:64]!r}, which this server cannot run (--strict-tools)")
-        types = list(dict.fromkeys(_UNSAFE.sub("?", each.type[:64]) for each in ignored))
+        types = self._named([each.type for each in ignored])
+        return ", ".join([*types[:MAX_NAMED], *intent.fields.ignored_hints])
+
+    def without(self, fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Return a body for an engine without the tools of vendors, and the header's value; "" for none.
+
+        Raises InvalidRequestError when tools are refused.
+        """
+        tools = fields.get("tools")
+        tools = msgspec.json.decode(tools) if isinstance(tools, Raw) else tools
+        if not isinstance(tools, list):
+            return fields, ""
+        types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+        left_out = [kind for kind in types if isinstance(kind, str) and kind not in _OF_CLIENTS]
+        if not left_out:
+            return fields, ""
+        if self._strict_tools:
+            at = types.index(left_out[0])
+            raise unsupported(
+                f"tools[{at}].type", f"is {left_out[0][:64]!r}, which this server cannot run (--strict-tools)"
+            )
+        kept = [tool for tool, kind in zip(tools, types, strict=True) if kind not in left_out]
+        others = {name: value for name, value in fields.items() if name != "tools" and (kept or name != "tool_choice")}
+        return others | ({"tools": kept} if kept else {}), ", ".join(self._named(left_out)[:MAX_NAMED])
+
+    def _named(self, kinds: Iterable[str]) -> list[str]:
+        """Return the types for a header, and log new ones."""
+        types = list(dict.fromkeys(_UNSAFE.sub("?", kind[:64]) for kind in kinds))
         for kind in types:
             if kind not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(kind)
                 log.warning("left %s out of a prompt: this server or its model cannot use it", kind)
-        return ", ".join([*types[:MAX_NAMED], *intent.fields.ignored_hints])
+        return types
 
 
 def ignored_header(names: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """`headstart doctor`: checks this machine for a gateway, workers or both, in the order in which the parts start.
 
 `python -m worker.doctor` checks model, memory, device and kernel in a process of its own, because it loads torch. With
---engine-url, `python -m worker.adapter.doctor` checks another engine instead; its chat template is compared here.
+--engine-url, `python -m worker.adapter.doctor` checks another engine instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from cache.redis_index import ClientSettings, RedisDownError, diagnose
 from server.auth.identity import load_keys
 from server.cli import names
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given, secret_file
-from server.cli.engine_templates import check_template
 from server.cli.serve import find_redis_server
 from server.cli.serve import parse as parse_serve
 from server.config import parser as gateway_parser
@@ -297,14 +296,13 @@ def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | N
 
 
 async def engine_checks(args: argparse.Namespace, url: str) -> AsyncIterator[Check]:
-    """Yield the checks of `worker.adapter.doctor`, and that of the chat template."""
+    """Yield the checks of `worker.adapter.doctor`."""
     own = ("--engine-url", "--events-exposed")
     names = [option[2:].replace("-", "_") for option in ENGINE_OPTIONS if option not in own]
     options = ["--engine-url", url, *given(args, *names), *(["--events-exposed"] if args.events_exposed else [])]
     lines, problem = await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
     for line in lines:
-        fields = msgspec.json.decode(line)
-        yield await check_template(fields) if "event" in fields else msgspec.convert(fields, Check)
+        yield msgspec.json.decode(line, type=Check)
     if problem is not None:
         yield problem
 

@@ -19,7 +19,14 @@ from typing import Final
 from cache.records import WorkerMember
 from server.auth.identity import Identity
 from server.config import GatewayConfig
-from server.errors import ForbiddenError, InvalidRequestError, NotFoundError, UnavailableError
+from server.errors import (
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    ForbiddenError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 from server.models.served_model import ServedModel, WorkerFacts, build_model
 from server.schema.decoding import TextLimit
 from server.text.template_sandbox import TemplateError
@@ -43,6 +50,7 @@ MAX_LEARNING_OF_ONE: Final = 2
 """The limit for one model: the first worker may be slow."""
 MAX_ASKED: Final = 10_000
 COMPLETIONS_PATH: Final = "/v1/completions"
+_GENERATING: Final = frozenset({COMPLETIONS_PATH, "/v1/chat/completions", MESSAGES_PATH, RESPONSES_PATH})
 NUM_NAMED: Final = 8
 """Models that an error lists."""
 
@@ -79,6 +87,8 @@ class Models:
         self._by_name: dict[str, ServedModel] = {}
         """The revision of each model that serves. One without workers stays: they may come back."""
         self._adapters: dict[str, ServedModel] = {}
+        self._named_by_engines: dict[str, ServedModel] = {}
+        """Models by further names, which their engines have for them."""
         self._learning: set[str] = set()
         """Models with a ready worker of a revision that is not learnt yet."""
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
@@ -90,7 +100,7 @@ class Models:
         Raises NotFoundError, or UnavailableError while a worker may have it. The error lists the key's models.
         """
         own = self._aliases.get(name, name)
-        model = self._by_name.get(own) or self._adapters.get(own)
+        model = self._by_name.get(own) or self._adapters.get(own) or self._named_by_engines.get(own)
         if model is None:
             if self._may_have(own):
                 raise UnavailableError("This gateway has not learnt the model from a worker yet.", retry_after_s=2.0)
@@ -132,15 +142,15 @@ class Models:
             raise InvalidRequestError(message, param="model")
 
     def engine_writes(self, path: str, model: ServedModel) -> bool:
-        """Return whether an engine writes the answers of this route for the model."""
-        if path not in model.facts.text_apis:
-            return False
-        if path in POOLING_PATHS:
-            return True
-        is_unknown = path != COMPLETIONS_PATH and (model.template is None or model.tool_format is None)
-        is_unknown &= self._config.template_of(model.name) is None
-        is_unknown |= model.tokenizer.is_of_engine
-        return self._config.text == "engine" or (self._config.text == "auto" and is_unknown)
+        """Return whether an engine writes the model's answers on this route. Raises InvalidRequestError if it cannot.
+
+        Another engine writes all text of its model.
+        """
+        apis = model.facts.text_apis
+        if path not in apis and path not in POOLING_PATHS and not apis.isdisjoint(_GENERATING):
+            served = ", ".join(sorted(apis.intersection(_GENERATING)))
+            raise InvalidRequestError(f"The engine of the model {model.name!r:.200} offers {served}, not {path}.")
+        return path in apis
 
     @property
     def is_strict(self) -> bool:
@@ -150,21 +160,21 @@ class Models:
     @property
     def has_images(self) -> bool:
         """Return whether any request may have images."""
-        return self._config.text != "gateway" and any(model.facts.has_images for model in self._by_name.values())
+        return any(model.facts.has_images for model in self._by_name.values())
 
     def takes_images(self, path: str, model: ServedModel) -> bool:
         """Return whether a request of this route for the model may have images, which an engine reads."""
         is_offered = path in model.facts.text_apis and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
-        return is_offered and model.facts.has_images and self._config.text != "gateway"
+        return is_offered and model.facts.has_images
 
-    def has_engine_text(self, path: str) -> bool:
-        """Return whether an engine may answer requests of this route."""
-        may_write = self._config.text != "gateway" or path in POOLING_PATHS
-        return may_write and any(model.facts.text_apis for model in self._by_name.values())
+    @property
+    def has_engine_text(self) -> bool:
+        """Return whether an engine may answer requests."""
+        return any(model.facts.text_apis for model in self._by_name.values())
 
     def names(self, identity: Identity | None = None) -> list[tuple[str, ServedModel]]:
         """Return every name that a request may use, aliases last; with an identity, those that its key may use."""
-        named = self._adapters | self._by_name
+        named = self._named_by_engines | self._adapters | self._by_name
         both = [*named.items(), *((alias, named[own]) for alias, own in self._aliases.items() if own in named)]
         if identity is None:
             return both
@@ -231,6 +241,10 @@ class Models:
             learnt = self._revisions[_revision(member)] = replace(model, facts=WorkerFacts.of([member]))
             self._by_name.setdefault(member.model, learnt)
             log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
+            if member.text_apis and self._config.template_of(member.model) is not None:
+                log.warning(
+                    "model %s: --chat-template has no effect, as its engine renders: give it there", member.model
+                )
         return self._revisions[_revision(member)]
 
     def _is_new(self, member: WorkerMember) -> bool:
@@ -300,6 +314,8 @@ class Models:
 
         Those of a revision without workers stay: they may come back.
         """
+        by_name = self._by_name.values()
+        self._named_by_engines = {name: model for model in by_name for name in sorted(model.facts.aliases)}
         before = self._adapters
         alone = {name for name, model in self._by_name.items() if (name, model.fingerprint) not in members_of}
         bases = {name: self._by_name[model.name] for name, model in before.items() if model.name in alone}

@@ -37,8 +37,8 @@ class WorkerFacts:
     """APIs of their engines, by path."""
     has_images: bool = False
     """An engine takes images."""
-    takes_grammars: bool = True
-    """A worker holds an answer to a Lark grammar."""
+    aliases: frozenset[str] = frozenset()
+    """Further names of the model, at its engines."""
 
     @staticmethod
     def of(members: Iterable[WorkerMember]) -> WorkerFacts:
@@ -47,7 +47,7 @@ class WorkerFacts:
             frozenset([member.embedding_size for member in members]),
             frozenset([path for member in members for path in member.text_apis]),
             any("image" in member.media for member in members),
-            any("grammar:grammar" not in member.unsupported for member in members),
+            frozenset([name for member in members for name in member.aliases]),
         )
 
 
@@ -89,7 +89,7 @@ class ServedModel:
     @property
     def forced_format(self) -> ToolFormat | None:
         """The format that a grammar holds calls to; None: a JSON list."""
-        return self.tool_format if self.has_own_calls and self.facts.takes_grammars else None
+        return self.tool_format if self.has_own_calls else None
 
     @property
     def max_model_len(self) -> int:
@@ -138,8 +138,6 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
 
     template, tool_template = compiled(bundle.chat_template), compiled(bundle.tool_template)
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
-    if tokenizer.is_of_engine and config.text == "gateway":
-        raise TokenizerError("only its engine can read its vocabulary; start the gateway with --text auto")
     for each in (template, tool_template):
         if each is not None and not config.control_tokens_in_content:
             each.keep_as_text(tokenizer.control_tokens)

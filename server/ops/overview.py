@@ -63,7 +63,9 @@ class Overview(Collector):
     def _state(self, candidate: Candidate) -> tuple[str, str]:
         """Return the state of a live worker, and why it gets no new requests."""
         state = state_of(candidate, self.fleet.broken())
-        return self.services.models.state_of(candidate.member) if state == "serving" else (state, "")
+        if state != "serving":
+            return state, candidate.load.problem
+        return self.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return a row for every worker, lost ones included, by model and name."""

@@ -30,6 +30,25 @@ class Rank:
             endpoint, replay = _of_rank(args.events, number), args.replay and _of_rank(args.replay, number)
             self.events = Events(endpoint, replay, args.topic, number)
         self.pending_clear = False
+        self.num_steps = 0
+        self.usage = 0.0
+        """The fraction of the pool in use, as the core last reported."""
+        self.works = asyncio.Event()
+        self.works.set()
+
+    def stop(self, is_stopped: bool) -> None:
+        """Stop the core: requests wait, and counts stay as they are. The HTTP server answers."""
+        if is_stopped:
+            self.works.clear()
+        else:
+            self.works.set()
+
+    async def step(self, seconds: float) -> None:
+        """Do a part of the work."""
+        await asyncio.sleep(seconds)
+        await self.works.wait()
+        self.num_steps += 1
+        self.usage = self.pool.num_held / self.pool.num_blocks
 
     def publish(self, events: list[dict[str, Any]]) -> None:
         if self.pending_clear:  # vLLM reports a reset with the next step
@@ -65,12 +84,15 @@ class Rank:
             num_cached = len(held) * self.pool.block_size
             self.cached_tokens += num_cached
             async with self.prefill:
-                await asyncio.sleep((len(token_ids) - num_cached) / self.args.prefill_tokens_per_s)
+                left_s = (len(token_ids) - num_cached) / self.args.prefill_tokens_per_s
+                while left_s > 0.0:
+                    await self.step(min(left_s, self.args.chunk_s))
+                    left_s -= self.args.chunk_s
             self._store(token_ids, hashes, held, salt, lora)
             context = list(token_ids)
             plan = self._planned(params)
             for number in range(params["max_tokens"]):
-                await asyncio.sleep(self.args.token_s)
+                await self.step(self.args.token_s)
                 token_id = plan[number] if number < len(plan) else self._next(context, params, number)
                 context.append(token_id)
                 if len(context) % self.pool.block_size == 0:
@@ -92,6 +114,8 @@ class Rank:
             self.num_running -= 1
             self.pool.release(held)
             self.slots.release()
+            if self.works.is_set():
+                self.usage = self.pool.num_held / self.pool.num_blocks
 
     def _planned(self, params: dict[str, Any]) -> list[int]:
         wanted = params.get("structured_outputs") or {}

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 
-import jinja2
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tests.fake_engine.options import options, parsed
 from tests.fake_engine.rank import Rank
+from tests.fake_engine.text import TextApis
 
 
 class FakeEngine:
@@ -27,6 +23,8 @@ class FakeEngine:
         self.args = args
         self.started_s = time.time()
         self.ranks = [Rank(number, args) for number in range(args.ranks)]
+        self.text = TextApis(self)
+        self.paused = self.sleeping = False
         self.app = Starlette(
             routes=[
                 Route("/health", self.health),
@@ -38,13 +36,10 @@ class FakeEngine:
                 Route("/reset_prefix_cache", self.reset, methods=["POST"]),
                 Route("/fake/loss", self.loss, methods=["POST"]),
                 Route("/fake/loras", self.loras, methods=["POST"]),
+                Route("/fake/core", self.core, methods=["POST"]),
+                Route("/is_paused", self.is_paused),
                 *([Route("/server_info", self.server_info)] if args.dev_mode else []),
-                *(
-                    Route(path, self.refuse_text, methods=["POST"])
-                    for path in ("/v1/chat/completions", "/v1/chat/completions/render")
-                    if args.refuses_text
-                ),
-                *([] if args.no_token_api else [Route("/inference/v1/generate", self.tokens, methods=["POST"])]),
+                *([] if args.no_text_api else self.text.routes()),
             ],
         )
 
@@ -97,18 +92,9 @@ class FakeEngine:
 
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
-        text, add_special = body.get("prompt"), body.get("add_special_tokens", True)
-        if text is None:
-            add_special = False
-            config = json.loads((self.args.folder / "tokenizer_config.json").read_text())
-            source = self.args.chat_template or config["chat_template"]
-            text = jinja2.Template(source).render(**config, messages=body["messages"], add_generation_prompt=True)
-        ids = self.args.tokenizer.encode(text, add_special_tokens=add_special).ids
+        add_special = body.get("add_special_tokens", True)
+        ids = self.args.tokenizer.encode(body["prompt"], add_special_tokens=add_special).ids
         return JSONResponse({"tokens": [i + self.args.tokenizer_shift for i in ids], "count": len(ids)})
-
-    async def refuse_text(self, request: Request) -> Response:
-        await request.body()
-        return JSONResponse({"error": {"message": "messages: this engine takes none"}}, 400)
 
     async def metrics(self, request: Request) -> Response:
         lines = [f"process_start_time_seconds {self.started_s}"]
@@ -119,7 +105,9 @@ class FakeEngine:
             lines += [
                 f"vllm:num_requests_running{{{label}}} {float(rank.num_running)}",
                 f"vllm:num_requests_waiting{{{label}}} {float(rank.num_waiting)}",
-                f"vllm:kv_cache_usage_perc{{{label}}} {pool.num_held / pool.num_blocks}",
+                f"vllm:kv_cache_usage_perc{{{label}}} {rank.usage}",
+                f"vllm:generation_tokens_total{{{label}}} {float(rank.num_steps)}",
+                f'vllm:engine_sleep_state{{sleep_state="awake",{label}}} {float(not self.sleeping)}',
                 f'vllm:cache_config_info{{block_size="{pool.block_size}",{caching},'
                 f'num_gpu_blocks="{pool.num_blocks}",{label}}} 1.0',
                 f"vllm:prefix_cache_hits_total{{{label}}} {float(rank.cached_tokens)}",
@@ -133,6 +121,17 @@ class FakeEngine:
             rank.reset()
         return JSONResponse({"success": True})
 
+    async def core(self, request: Request) -> Response:
+        """Stop the core, pause it, put it to sleep, or end all three: {"stopped": false, ...}."""
+        wanted = await request.json()
+        self.paused, self.sleeping = wanted.get("paused", False), wanted.get("sleeping", False)
+        for rank in self.ranks:
+            rank.stop(bool(wanted.get("stopped") or self.paused or self.sleeping))
+        return Response()
+
+    async def is_paused(self, request: Request) -> Response:
+        return JSONResponse({"is_paused": self.paused})
+
     async def loss(self, request: Request) -> Response:
         for rank in self.ranks:
             assert rank.events is not None
@@ -142,52 +141,6 @@ class FakeEngine:
     async def loras(self, request: Request) -> Response:
         self.args.lora = (await request.json())["loras"]
         return Response()
-
-    async def tokens(self, request: Request) -> Response:
-        body = await request.json()
-        token_ids, params = body["token_ids"], body["sampling_params"]
-        if (refused := self.refused(request)) is not None:
-            return refused
-        model = body.get("model")
-        lora = model if model in self.args.lora else None
-        if model not in (None, self.args.model, *self.args.alias, *self.args.lora):
-            return JSONResponse({"error": {"message": f"The model `{model}` does not exist."}}, 404)
-        if len(token_ids) > self.args.max_model_len:
-            error = {"error": {"message": "This model's maximum context length is exceeded", "code": 400}}
-            if not body.get("stream"):
-                return JSONResponse(error, 400)
-            # vLLM 0.32 has already begun its answer.
-            return PlainTextResponse(f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n")
-        rank = self.ranks[int(request.headers.get("x-data-parallel-rank", "0"))]
-        salt = "" if self.args.ignore_salt else body.get("cache_salt") or ""
-        stream = rank.generate(token_ids, params, salt, lora)
-        num_top = params.get("logprobs")
-
-        def logprobs(token_id: int) -> dict[str, Any]:
-            top = [{"token_id": token_id + i, "logprob": -0.5 - i, "rank": i + 1} for i in range(max(1, num_top or 0))]
-            return {"content": [{"token_id": token_id, "logprob": -0.5, "rank": 1, "top_logprobs": top}]}
-
-        async def events() -> AsyncIterator[bytes]:
-            async with contextlib.aclosing(stream):
-                async for part in stream:
-                    if isinstance(part, int):
-                        usage = {"prompt_tokens": len(token_ids), "prompt_tokens_details": {"cached_tokens": part}}
-                        chunk: dict[str, Any] = {"choices": [], "usage": usage}
-                    else:
-                        ids, reason, stop = part
-                        choice = {"index": 0, "token_ids": ids, "finish_reason": reason, "stop_reason": stop}
-                        if num_top is not None:
-                            choice["logprobs"] = logprobs(ids[0])
-                        chunk = {"choices": [choice]}
-                    yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            yield b"data: [DONE]\n\n"
-
-        if body.get("stream"):
-            return StreamingResponse(events(), media_type="text/event-stream")
-        async for _ in stream:
-            pass
-        found: list[Any] = [None, *({str(i): {"logprob": -1.0, "rank": 1}} for i in token_ids[1:])]
-        return JSONResponse({"choices": [], "prompt_logprobs": found})
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -200,9 +153,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--prefill-tokens-per-s", type=float, default=50_000.0)
+    parser.add_argument("--chunk-s", type=float, default=1.0, help="the longest step of a prefill")
     parser.add_argument("--mean-tokens", type=int, default=64)
-    parser.add_argument("--no-token-api", action="store_true", help="as vLLM without --enable-scale-out")
-    parser.add_argument("--refuses-text", action="store_true", help="offers an API of text, and refuses every call")
+    parser.add_argument("--no-text-api", action="store_true", help="as vLLM without --enable-scale-out")
+    parser.add_argument("--refuses-text", action="store_true", help="refuses every chat")
     parser.add_argument("--said-events", help="the endpoint that it says it has (default: the true one)")
     parser.add_argument("--chat-template", help="another one than its folder has")
     parser.add_argument("--no-prefix-caching", action="store_true")

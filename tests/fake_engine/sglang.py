@@ -143,17 +143,11 @@ class FakeSglang:
             return JSONResponse({"error": {"message": message}}, 400)
         params = body["sampling_params"]
         stream = self.run(body, lora, params["max_new_tokens"], bool(params.get("ignore_eos")))
-
-        async def events() -> AsyncIterator[bytes]:
-            output_ids: list[int] = []
-            async with contextlib.aclosing(stream):
-                async for token_id, found, reason in stream:
-                    output_ids.append(token_id)
-                    meta = {"completion_tokens": len(output_ids), "cached_tokens": found, "finish_reason": reason}
-                    yield b"data: " + json.dumps({"output_ids": output_ids, "meta_info": meta}).encode() + b"\n\n"
-            yield b"data: [DONE]\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream")
+        num_cached = 0
+        async with contextlib.aclosing(stream):
+            async for _, found, _ in stream:
+                num_cached = found
+        return JSONResponse({"meta_info": {"cached_tokens": num_cached}})
 
     async def chat(self, request: Request) -> Response:
         """Answer by ready ids. SGLang gives no token ids in streams."""

@@ -49,10 +49,11 @@ _PEAK: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 class AnyWorker(EngineWorker):
     """Writes texts as an engine does, and gives token ids where the gateway writes the text; or embeds and ranks."""
 
-    pools: bool = False
+    text: str = "engine"
+    """The writer of the text; pooling: the model has none."""
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), text_apis=POOLING_PATHS if self.pools else APIS)
+        return replace(super().member(), text_apis={"gateway": (), "engine": APIS, "pooling": POOLING_PATHS}[self.text])
 
     async def _render(self, http: Request) -> Response:
         await http.body()
@@ -78,14 +79,16 @@ async def _ranks() -> AsyncIterator[Frame]:
 
 @asynccontextmanager
 async def fleet(
-    folder: Path, bundle: TokenizerBundle, num_workers: int, *options: str, pools: bool = False
+    folder: Path, bundle: TokenizerBundle, num_workers: int, *options: str, text: str = "engine"
 ) -> AsyncIterator[Gateway]:
     """Run a gateway with these options, once it has all workers."""
     port, ops_port = free_ports(2)
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(RedisServer(folder, newest_redis()))
         for number in range(num_workers):
-            worker = AnyWorker(bundle, f"w{number}", reply=[5], pools=pools, embedding_size=SIZE if pools else 0)
+            worker = AnyWorker(
+                bundle, f"w{number}", reply=[5], text=text, embedding_size=SIZE if text == "pooling" else 0
+            )
             worker.url = await stack.enter_async_context(listening(worker.app()))
             _register(redis, worker.member())
         gateway = Gateway("g0", port, ops_port, folder / "g0.log", ["--redis", redis.url, *options])

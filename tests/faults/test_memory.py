@@ -90,8 +90,7 @@ async def test_long_fields_are_not_kept(tmp_path: Path, text: str) -> None:
     """200 requests with texts of 1 MB on every route and header: the router keeps keys in a fleet of that size."""
     bundle = bundle_of(smollm2.tokenizer(), bos_token="<|im_start|>", max_model_len=1 << 20)
     pools = text == "pooling"
-    options = () if pools else ("--text", text)
-    async with fleet(tmp_path, bundle, LARGE, *options, pools=pools) as gateway:
+    async with fleet(tmp_path, bundle, LARGE, text=text) as gateway:
         await ask_all(gateway.url, 9, NUM_REQUESTS)
         before = gateway.process.memory_info().rss
         statuses = await ask_all(gateway.url, SIZE, NUM_REQUESTS)

@@ -133,9 +133,10 @@ async def refusals(
     tokenizer = trained_tokenizer()
     bundle = bundle_of(tokenizer, chat_template=FAMILIES[family], max_model_len=1 << 14)
     worker = TemplateEngine(bundle, reply=[50, 51], template=FAMILIES[family], tokenizer=tokenizer)
+    worker.apis = None if by_engine else ()
     found, num_requests = Counter[str](), 0
     async with (
-        gateway(worker, text="engine" if by_engine else "gateway", tool_parser="hermes") as running,
+        gateway(worker, tool_parser="hermes") as running,
         httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
     ):
         if by_engine:

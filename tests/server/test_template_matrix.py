@@ -57,9 +57,9 @@ async def test_repairs_are_shown_or_refused(raw_tokenizer: Tokenizer) -> None:
         if path not in (CHAT_PATH, "/v1/messages"):
             body = {"model": "tiny", "input": messages}
         for strict in (False, True):
-            worker = TemplateEngine(bundle, reply=[50, 51])
+            worker = TemplateEngine(bundle, reply=[50, 51], apis=())
             async with (
-                gateway(worker, text="gateway", strict_template=strict) as running,
+                gateway(worker, strict_template=strict) as running,
                 httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
             ):
                 answer = await client.post(path, json=body)

@@ -145,9 +145,9 @@ class VllmFleet:
     """
 
     def __init__(
-        self, folder: Path, num_engines: int = 2, base: Options = WITH_HERMES, text_args: Sequence[str] = ()
+        self, folder: Path, num_engines: int = 2, base: Options = WITH_HERMES, gateway_args: Sequence[str] = ()
     ) -> None:
-        """`base`: the options of the engines, without their endpoints. `text_args`: more options of `text_gateway`."""
+        """`base`: the options of the engines, without their endpoints. `gateway_args`: more options of the gateway."""
         binary = newest_redis()
         ports = iter(free_ports(5 * num_engines + 6))
         self.folder = folder
@@ -172,18 +172,15 @@ class VllmFleet:
             for tenant, key in TENANTS.items()
         ]
         keys.write_text("".join(entries))
-        args = ["--redis", redis, "--api-keys", str(keys)]
+        args = ["--redis", redis, "--api-keys", str(keys), *gateway_args]
         self.gateway = Gateway("g0", next(ports), next(ports), folder / "g0.log", args)
-        text_args = [*args, "--text", "engine", *text_args]
-        self.text_gateway = Gateway("g1", next(ports), next(ports), folder / "g1.log", text_args)
-        """Another gateway of the same workers. The engines write its prompts and answers."""
         self._client = httpx.Client(base_url=self.gateway.url, timeout=LONG_S)
 
     def __enter__(self) -> VllmFleet:
         try:
             self.redis.start()
             self.proxy.start()
-            for part in (*self.engines, *self.adapters, self.gateway, self.text_gateway):
+            for part in (*self.engines, *self.adapters, self.gateway):
                 part.start()
             with ThreadPoolExecutor(len(self.engines)) as pool:
                 list(pool.map(Engine.wait_ready, self.engines))
@@ -195,7 +192,7 @@ class VllmFleet:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
-        for part in (self.text_gateway, self.gateway, *self.adapters, *self.engines):
+        for part in (self.gateway, *self.adapters, *self.engines):
             part.stop()
         self.proxy.close()
         self.redis.kill()
@@ -208,10 +205,10 @@ class VllmFleet:
         """Wait until every adapter serves and is ready at the gateway."""
 
         def ready() -> bool:
-            gateways = (self.gateway, self.text_gateway)
-            return all(a.is_ready() for a in self.adapters) and all(
-                each.num_ready() == len(self.adapters) for each in gateways
-            )
+            for adapter in self.adapters:
+                if adapter.poll() is not None:  # a supervisor starts it again after its engine
+                    adapter.start()
+            return all(a.is_ready() for a in self.adapters) and self.gateway.num_ready() == len(self.adapters)
 
         wait_until(ready, START_S, "the fleet is ready")
 

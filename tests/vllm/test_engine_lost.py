@@ -75,8 +75,6 @@ def test_killed_engine(fleet: VllmFleet) -> None:
         forgotten_s = forgetting.result()
     print(f"promises ended {forgotten_s:.2f} s after the kill; the stream is {error or 'whole'}")
     assert text == want if error is None else want.startswith(text)
-    assert victim.published() == 0
-
     epoch = victim.epoch()
     victim.engine.start()
     victim.engine.wait_ready()

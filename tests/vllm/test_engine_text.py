@@ -94,7 +94,7 @@ OTHERS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 
 
 def ask(fleet: VllmFleet, path: str, body: dict[str, Any], timeout_s: float = LONG_S) -> httpx.Response:
-    url, headers = fleet.text_gateway.url, fleet.headers("red")
+    url, headers = fleet.gateway.url, fleet.headers("red")
     return httpx.post(url + path, json={"model": MODEL} | body, headers=headers, timeout=timeout_s)
 
 
@@ -203,14 +203,14 @@ def test_second_turns_are_cached(fleet: VllmFleet) -> None:
 def test_other_tenants_find_nothing(fleet: VllmFleet) -> None:
     body = {"messages": user(f"{secrets.token_hex(8)} {STORY}"), "max_tokens": 2}
     ask(fleet, CHAT, body)
-    url = fleet.text_gateway.url + CHAT
+    url = fleet.gateway.url + CHAT
     other = httpx.post(url, json={"model": MODEL} | body, headers=fleet.headers("blue"), timeout=LONG_S)
     assert found(other) == 0
 
 
 def stream(fleet: VllmFleet, path: str, body: dict[str, Any]) -> Any:
     body = {"model": MODEL, "stream": True, "temperature": 0, "max_tokens": 400, "ignore_eos": True} | body
-    url, headers = fleet.text_gateway.url, fleet.headers("red")
+    url, headers = fleet.gateway.url, fleet.headers("red")
     return httpx.stream("POST", url + path, json=body, headers=headers, timeout=LONG_S)
 
 

@@ -63,10 +63,8 @@ def fleet(
     yield from run_fleet(VllmFleet(folder, 1, options, args), request)
 
 
-def ask(
-    fleet: VllmFleet, path: str, body: dict[str, Any], tenant: str = "red", *, is_auto: bool = False
-) -> httpx.Response:
-    url = (fleet.gateway if is_auto else fleet.text_gateway).url
+def ask(fleet: VllmFleet, path: str, body: dict[str, Any], tenant: str = "red") -> httpx.Response:
+    url = fleet.gateway.url
     return httpx.post(url + path, json=body | {"model": MODEL}, headers=fleet.headers(tenant), timeout=LONG_S)
 
 
@@ -79,28 +77,27 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def counts(fleet: VllmFleet, body: dict[str, Any], tenant: str = "red", *, is_auto: bool = False) -> tuple[int, int]:
+def counts(fleet: VllmFleet, body: dict[str, Any], tenant: str = "red") -> tuple[int, int]:
     """Return the tokens of a chat that were promised, and those that were found, after all events so far."""
     [adapter] = fleet.adapters
     replay = adapter.engine.options.replay
     wait_until(lambda: not batches(replay, adapter.counted("batch")), what="the adapter has all events")
-    answer = ask(fleet, CHAT, body, tenant, is_auto=is_auto)
+    answer = ask(fleet, CHAT, body, tenant)
     assert answer.status_code == 200, answer.text
     return promised(answer), found(answer)
 
 
-@pytest.mark.parametrize("is_auto", [False, True])
-def test_images_are_cached_with_their_prompts(fleet: VllmFleet, is_auto: bool) -> None:
+def test_images_are_cached_with_their_prompts(fleet: VllmFleet) -> None:
     """The second turn finds the first, another image what is before it, and another tenant nothing."""
     begin, end = f"{secrets.token_hex(8)} {STORY}", f" {STORY} What is it?"
     parts = [text(begin), part_of(CHAT, data_url(png(1, (60, 40)))), text(end)]
     other = [text(begin), part_of(CHAT, data_url(png(2, (60, 40)))), text(end)]
-    first = counts(fleet, chat(*parts), is_auto=is_auto)
+    first = counts(fleet, chat(*parts))
     second = chat(*parts)
     second["messages"] += [{"role": "assistant", "content": "A cat."}, {"role": "user", "content": "And then?"}]
-    again = counts(fleet, second, is_auto=is_auto)
-    with_other = counts(fleet, chat(*other), is_auto=is_auto)
-    of_other = counts(fleet, second, "blue", is_auto=is_auto)
+    again = counts(fleet, second)
+    with_other = counts(fleet, chat(*other))
+    of_other = counts(fleet, second, "blue")
     print(f"promised and found: {first} {again} {with_other} {of_other}")
     assert first == of_other == (0, 0)
     assert again[0] == again[1] > with_other[1] + vision.NUM_TOKENS - BLOCK_SIZE
@@ -155,7 +152,7 @@ def test_promises_are_kept_for_random_prompts(fleet: VllmFleet) -> None:
 def test_mutated_images_are_refused(fleet: VllmFleet) -> None:
     rng, statuses = random.Random(secrets.randbits(32)), dict[int, int]()
     headers = fleet.headers("red") | {"content-type": "application/json"}
-    with httpx.Client(base_url=fleet.text_gateway.url, headers=headers, timeout=LONG_S) as client:
+    with httpx.Client(base_url=fleet.gateway.url, headers=headers, timeout=LONG_S) as client:
         for _ in range(NUM_MUTATED):
             path, body = mutated(rng)
             answer = client.post(path, content=body.replace(b'"model": "tiny"', b'"model": "%s"' % MODEL.encode()))

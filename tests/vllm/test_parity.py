@@ -97,7 +97,7 @@ class Pair:
     def difference(self, path: str, body: Mapping[str, Any]) -> str:
         """Return what differs, or an empty text."""
         by_itself = self._ask(self._fleet.engines[0].url + path, body, {})
-        behind = self._ask(self._fleet.text_gateway.url + path, body, self._fleet.headers("red"))
+        behind = self._ask(self._fleet.gateway.url + path, body, self._fleet.headers("red"))
         if is_refused(path, body):
             return "" if behind.status_code == 400 else f"{path} {body}\nis not refused: {behind.text}"
         if by_itself.status_code == 200 and behind.status_code == 400 and by_itself.text.startswith('data: {"error"'):
@@ -184,7 +184,7 @@ def test_calls_and_reasoning(pair: Pair) -> None:
 def post(fleet: VllmFleet, kind: str, stream: bool = False) -> httpx.Response:
     path, body = KINDS[kind]
     body = {"model": MODEL, "stream": stream} | body
-    return httpx.post(fleet.text_gateway.url + path, json=body, headers=fleet.headers("red"), timeout=LONG_S)
+    return httpx.post(fleet.gateway.url + path, json=body, headers=fleet.headers("red"), timeout=LONG_S)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,8 +193,8 @@ def test_a_worker_lost_in_a_stream(horizon_fleet: VllmFleet, kind: str) -> None:
     fleet, (path, body) = horizon_fleet, KINDS[kind]
     num_before = 1 if kind == "call" else NUM_BEFORE_KILL  # a call is one event, when it is whole
     undisturbed = post(fleet, kind, stream=True)
-    url, headers = fleet.text_gateway.url, fleet.headers("red")
-    before = fleet.text_gateway.metrics()
+    url, headers = fleet.gateway.url, fleet.headers("red")
+    before = fleet.gateway.metrics()
     lines: list[str] = []
     adapter = None
     with httpx.stream(
@@ -206,7 +206,7 @@ def test_a_worker_lost_in_a_stream(horizon_fleet: VllmFleet, kind: str) -> None:
                 adapter = fleet.adapter_of(answer)
                 adapter.kill()
     assert adapter is not None
-    after = fleet.text_gateway.metrics()
+    after = fleet.gateway.metrics()
     adapter.start()
     fleet.wait_ready()
     num_lost, num_resumed = (int(after[name] - before[name]) for name in (LOST, RESUMED))
@@ -257,7 +257,7 @@ def test_a_client_that_leaves(horizon_fleet: VllmFleet, kind: str, stream: bool)
     fleet, (path, body) = horizon_fleet, KINDS[kind]
     fleet.wait_idle()
     before = sum(map(generated, fleet.engines))
-    connection = HTTPConnection("127.0.0.1", fleet.text_gateway.port, timeout=LONG_S)
+    connection = HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=LONG_S)
     headers = fleet.headers("red") | {"content-type": "application/json"}
     connection.request("POST", path, json.dumps({"model": MODEL, "stream": stream} | body), headers)
 

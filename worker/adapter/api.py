@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from worker.wire import ChoiceState, EngineCall, Failed, GenerateRequest, Rendered, SamplingDefaults, TokenLogprobs
+from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, SamplingDefaults
 
 _TOO_LONG: Final = re.compile(
     r"context length|context size|context window|maximum model length|max_model_len|max_new_tokens. must be",
     re.IGNORECASE,
 )
 """Parts of the errors of vLLM, SGLang, llama.cpp and TGI for a request that does not fit."""
-SAME_FIELDS: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    "ignore_eos",
-)
-"""Sampling parameters that engines have under the same names."""
 
 
 class EngineLostError(Exception):
@@ -77,6 +71,10 @@ class EngineLoad:
     reuses_prefixes: bool | None = None
     """Prefix caching is on; None: unknown."""
     speculates: bool = False
+    work: float = 0.0
+    """A total that grows while the engine computes prompts or answers; 0.0: it has none."""
+    sleeps: bool = False
+    """Its weights or caches are not on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +87,6 @@ class EventSource:
     """Empty: every topic of the endpoint."""
     binds: bool | None = None
     """The engine binds `endpoint`, or connects to it; None: by the form of the endpoint (`engine_binds`)."""
-
-
-class Chunk(NamedTuple):
-    """A part of one choice's answer. The last one has a `reason`, or only `num_cached_tokens`."""
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    reason: str | None = None
-    stop_token_id: int | None = None
-    num_cached_tokens: int | None = None
-    """Prompt tokens that the engine found cached; in the last part."""
 
 
 class TextPart(NamedTuple):
@@ -117,12 +104,6 @@ class EngineApi(Protocol):
     """One data-parallel rank of one engine. Every call raises EngineLostError or EngineRefusedError."""
 
     kind: str
-    unsupported: tuple[str, ...]
-    """Features of requests that this engine cannot serve (see `worker.common.features.required_features`)."""
-
-    @property
-    def connected_s(self) -> float:
-        """When the latest connection to it was made, on the monotonic clock."""
 
     async def version(self) -> str:
         """Return the engine's version, and check that the version is supported. Call it first."""
@@ -142,8 +123,11 @@ class EngineApi(Protocol):
     async def tokenize(self, text: str) -> list[int]:
         """Return the engine's own ids of `text`, without special tokens."""
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the ids of a conversation by the engine's own chat template, up to the answer."""
+    async def is_paused(self) -> bool:
+        """Return whether the engine reports that it is paused. False if it does not answer."""
+
+    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+        """Wait for one token, or for an answer of a model without text. Return the cached tokens; None: unknown."""
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Return the engine's defaults of missing sampling parameters; None if unknown."""
@@ -178,22 +162,8 @@ class EngineApi(Protocol):
     def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
         """Answer the call of a request. Closing the iterator aborts it in the engine."""
 
-    def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
-        """Generate the rest of one choice. Closing the iterator aborts it in the engine."""
-
-    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
-        """Return the log probabilities of the prompt, None for its first token."""
-
     async def close(self) -> None:
         """Close the connections."""
-
-
-def resumed_seed(choice: ChoiceState) -> int:
-    """Return the seed for the rest of a choice. It differs from the first, as the generator starts again."""
-    if not choice.output_ids:
-        return choice.seed & (1 << 63) - 1
-    message = f"{choice.seed} {len(choice.output_ids)}".encode()
-    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 
 
 def stream_error(error: Any) -> Exception:
@@ -205,14 +175,11 @@ def stream_error(error: Any) -> Exception:
     return EngineLostError(f"the engine failed the request: {message}")
 
 
-def failed_by(error: EngineRefusedError, *, is_call: bool = False) -> Failed:
-    """Return the frame that reports an engine's error to the gateway. `is_call`: a client has written the body."""
+def failed_by(error: EngineRefusedError) -> Failed:
+    """Return the frame that reports an engine's error: whatever a client can write is no loss of the engine."""
     if error.status in (429, 503):
         return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
-    if error.status in (400, 413, 422):
-        code = "invalid_request" if _TOO_LONG.search(error.message) is None else "context_length_exceeded"
-        return Failed(code, error.message, retryable=False, param=error.param)
-    if is_call:  # whatever a client can write must not look like the loss of an engine
-        code = "engine_error" if error.status >= 500 else "invalid_request"
-        return Failed(code, error.message, retryable=False, param=error.param)
-    return Failed("worker_lost", str(error), retryable=True)
+    code = "engine_error" if error.status >= 500 else "invalid_request"
+    if error.status in (400, 413, 422) and _TOO_LONG.search(error.message) is not None:
+        code = "context_length_exceeded"
+    return Failed(code, error.message, retryable=False, param=error.param)

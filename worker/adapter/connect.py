@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from tokenizers import Tokenizer
 
 from cache.records import WorkerMember, new_epoch, signed
@@ -22,9 +23,11 @@ from cache.types import WorkerId
 from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
-from worker.adapter.facts import PROBE_TEXTS, EngineIdentity, FactsReader
+from worker.adapter.life import EngineLife, facts_of
 from worker.adapter.sglang import SglangApi
+from worker.adapter.text import CHAT
 from worker.adapter.vllm import VllmApi
+from worker.common.chat_probes import CHAT_PROBES, digests
 from worker.common.options import read_secret
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
@@ -32,8 +35,12 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
 from worker.files.part_kind import part_kind
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
-from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingDefaults, TokenizerBundle
+from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, EngineCall, SamplingDefaults, TokenizerBundle
 
+PROBE_TEXTS: Final = (
+    "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
+    "  Größe: naïve café, 日本語のテキスト, emoji 🙂🙃\n\tdef f(x):\n\t\treturn x ** 2  # 100_000\r\n",
+)
 RETRY_S: Final = 1.0
 NAMES_PER_BLOCK: Final = 4
 """Names of blocks that are remembered after a gap, per block of the engine's pool."""
@@ -51,72 +58,86 @@ async def connect(
     async with _opened(config) as api:
         while True:
             model = await wait_for(api, config, report)
-            begun_s = (await api.load()).started_s
+            load = await api.load()
+            facts = facts_of(load, model)
             bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
             await check_tokenizer(api, bundle)
-            renders = bundle.chat_template is not None and "strftime_now" not in bundle.chat_template
-            reader = FactsReader(api, folder, digests_weights=config.revision is None, renders=renders)
-            facts, load = await reader.read()
-            if load.started_s == begun_s and facts.model == replace(model, loras=()):
+            blocks = EngineBlocks(
+                config.block_size,
+                max_names=NAMES_PER_BLOCK * max(1024, load.num_blocks),
+                drops_last_block=await api.drops_last_block(),
+                expected_parts=part_kind(folder),
+            )
+            member = await _member(api, config, bundle, model, url, worker_id)
+            if facts_of(await api.load(), await api.model()) == facts:
                 break
             report("the engine has restarted: its facts are read again")
-        max_names = NAMES_PER_BLOCK * max(1024, load.num_blocks)
-        blocks = EngineBlocks(
-            config.block_size,
-            max_names=max_names,
-            drops_last_block=facts.drops_last_block,
-            expected_parts=part_kind(folder),
-        )
-        embedding_size = await api.embedding_size()
-        index_problem = facts.index_problem
-        if config.events == "none":
-            index_problem = "the engine publishes no cache events (--events none)"
-        source = None if embedding_size or index_problem else await event_source(api, config)
-        member = WorkerMember(
-            worker_id=WorkerId(worker_id),
-            epoch=new_epoch(),
-            url=url,
-            model=bundle.model,
-            namespace=bundle.namespace.fingerprint,
-            numerics=f"{api.kind}-{facts.version}/{facts.number_format or 'unknown'}",
-            block_size=config.block_size,
-            max_model_len=bundle.max_model_len,
-            protocol=PROTOCOL_VERSION,
-            epoch_started_ms=time.time_ns() // 1_000_000,
-            oldest_protocol=OLDEST_PROTOCOL,
-            prefill_order="fifo",
-            unsupported=api.unsupported,
-            adapters=model.loras,
-            embedding_size=embedding_size,
-            text_apis=facts.text_apis,
-            chat_probes=facts.chat_probes,
-            media=facts.media,
-            index_problem="" if embedding_size else index_problem,
-        )
-        if bundle.engine_vocabulary and not member.text_apis:
-            raise ValueError(
-                f"--tokenizer: {folder} has no tokenizer.json, and the engine offers no API that renders prompts; save"
-                f" a fast tokenizer there (save_pretrained does)"
-            )
+        source = None if member.embedding_size or member.index_problem else await event_source(api, config)
         events = "no cache events" if source is None else f"cache events from {source.endpoint}"
-        report(f"{api.kind} {facts.version}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
+        report(f"{api.kind} {member.numerics}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
         if member.index_problem:
-            report(f"no prefix index, requests are routed only by load: {index_problem}")
-        member = signed(config.cluster_secret(), member)
-        identity = EngineIdentity(reader, facts, load)
+            report(f"no prefix index, requests are routed only by load: {member.index_problem}")
         engine = AdapterEngine(
             api,
             blocks,
             source,
             bundle,
-            member,
+            signed(config.cluster_secret(), member),
+            EngineLife(facts, hang_s=config.hang_s, probe_s=config.probe_s),
             metrics,
             sinks,
             events_exposed=config.events_exposed,
-            identity=identity,
         )
+        report("waiting for the first token of the engine, which may compile now")
         await engine.catch_up()
         return engine
+
+
+async def _member(
+    api: EngineApi, config: WorkerConfig, bundle: TokenizerBundle, model: EngineModel, url: str, worker_id: str
+) -> WorkerMember:
+    """Return the registry entry, without its signature. Raises ValueError for an engine without text."""
+    apis, embedding_size = await api.text_apis(), await api.embedding_size()
+    if not apis:
+        raise ValueError(f"--engine-url: this {api.kind} offers no API that renders prompts and writes answers")
+    index_problem = await api.index_problem() or ""
+    if config.events == "none":
+        index_problem = "the engine publishes no cache events (--events none)"
+    has_dates = "strftime_now" in (bundle.chat_template or "strftime_now")
+    return WorkerMember(
+        worker_id=WorkerId(worker_id),
+        epoch=new_epoch(),
+        url=url,
+        model=bundle.model,
+        namespace=bundle.namespace.fingerprint,
+        numerics=f"{api.kind}-{await api.version()}/{await api.number_format() or 'unknown'}",
+        block_size=config.block_size,
+        max_model_len=bundle.max_model_len,
+        protocol=PROTOCOL_VERSION,
+        epoch_started_ms=time.time_ns() // 1_000_000,
+        oldest_protocol=OLDEST_PROTOCOL,
+        prefill_order="fifo",
+        adapters=model.loras,
+        embedding_size=embedding_size,
+        text_apis=apis,
+        chat_probes=await probe_digests(api) if CHAT in apis and not has_dates else (),
+        media=await api.media() if CHAT in apis else (),
+        index_problem="" if embedding_size else index_problem,
+        aliases=model.aliases,
+    )
+
+
+async def probe_digests(api: EngineApi) -> tuple[tuple[str, str], ...]:
+    """Return the digests of the engine's ids of `CHAT_PROBES`. Raises EngineLostError."""
+    prompts: dict[str, list[tuple[int, ...] | None]] = {}
+    for name, bodies in CHAT_PROBES.items():
+        prompts[name] = []
+        for body in bodies:
+            try:
+                prompts[name].append((await api.render(EngineCall(CHAT, msgspec.json.encode(body)))).prompts[0])
+            except EngineRefusedError:
+                prompts[name].append(None)
+    return digests(prompts)
 
 
 def open_api(config: WorkerConfig) -> EngineApi:

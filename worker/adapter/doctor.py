@@ -1,15 +1,12 @@
 """`python -m worker.adapter.doctor`: checks whether an engine can be a worker. It takes a worker's options.
 
 It prints one JSON object for each check (`worker.common.checks.Check`). It sends the engine two short prompts, and more
-until an event arrives. The last line is for `headstart doctor`, which has the gateway's templates:
-{"event": "template", "bundle": ..., "messages": ..., "ids": ...}
+until an event arrives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import math
 import random
 import secrets
@@ -22,13 +19,11 @@ from typing import Final, NamedTuple
 from cache.types import HASH_BYTES, BlockHash
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
-from worker.adapter.connect import check_tokenizer, make_bundle, open_api
-from worker.adapter.facts import PROBE_TEXTS, probe
+from worker.adapter.connect import PROBE_TEXTS, check_tokenizer, make_bundle, open_api
 from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
 from worker.common.checks import Check, judge, print_check
 from worker.config import WorkerConfig, parse
-from worker.wire import TokenizerBundle, pack
 
 PROBE_BLOCKS: Final = 4
 MIN_PROBE_TOKENS: Final = 64
@@ -40,11 +35,6 @@ POLL_S: Final = 0.02
 MAX_NAMES: Final = 1 << 16
 NOWHERE: Final = "tcp://127.0.0.1:0"
 """A free port that no engine uses: only the replay delivers events there."""
-CONVERSATION: Final = (
-    {"role": "user", "content": "What is the capital of France?"},
-    {"role": "assistant", "content": "Paris."},
-    {"role": "user", "content": "And of Italy?"},
-)
 EVENTS_OPTION: Final = (
     "--kv-events-config '" + '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:5557",'
     '"replay_endpoint":"tcp://127.0.0.1:5558"}' + "', with ports of its own for each engine"
@@ -74,11 +64,9 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
         yield check_blocks(load.block_size, config.block_size)
         step = "tokenizer"
         ids = [token_id for text in PROBE_TEXTS for token_id in await api.tokenize(text)]
-        bundle: TokenizerBundle | None = None
         try:
             made, _ = await asyncio.to_thread(make_bundle, config, model)
             await check_tokenizer(api, made)
-            bundle = made
             found = f"the engine and {config.tokenizer or model.source} give the same ids"
             if made.engine_vocabulary:
                 found = "only the engine can read the vocabulary, so it renders prompts and writes answers"
@@ -97,8 +85,6 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
         if caching.status != "fail":  # without caching no block is ever stored
             async for check in check_events(api, config, send):
                 yield check
-        if bundle is not None and not bundle.engine_vocabulary:
-            await print_template(api, bundle)
     except (EngineLostError, EngineRefusedError, TimeoutError) as error:
         yield Check(step, "fail", str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s", _advice(error, step))
     finally:
@@ -130,12 +116,8 @@ def check_blocks(engine_size: int, size: int) -> Check:
 async def _send(api: EngineApi, prompt_ids: list[int], root: BlockHash | None = None) -> Probe:
     """Generate one token after a prompt."""
     root = root or BlockHash(secrets.token_bytes(HASH_BYTES))
-    request = probe(prompt_ids, root, 1)
-    num_cached: int | None = None
     async with asyncio.timeout(PROBE_TIMEOUT_S):
-        async for chunk in api.generate(request, request.choices[0], f"doctor-{secrets.token_hex(4)}"):
-            num_cached = num_cached if chunk.num_cached_tokens is None else chunk.num_cached_tokens
-    return Probe(prompt_ids, root, num_cached)
+        return Probe(prompt_ids, root, await api.one_token(prompt_ids, root.hex()))
 
 
 async def check_cache(api: EngineApi, load: EngineLoad, first: Probe) -> Check:
@@ -280,16 +262,6 @@ async def check_replay(config: WorkerConfig, source: EventSource, send: Callable
         await listener.close()
     found = f"{source.replay_endpoint} has the events" if is_found else f"no answer from {source.replay_endpoint}"
     return judge("replay", found, (not is_found, "fail", "the port must be this engine's, on this machine"))
-
-
-async def print_template(api: EngineApi, bundle: TokenizerBundle) -> None:
-    """Print what `headstart doctor` needs to compare the chat templates. `ids` None: the engine cannot render."""
-    try:
-        ids = await api.tokenize_chat(CONVERSATION)
-    except EngineRefusedError:
-        ids = None
-    packed = base64.b64encode(pack(bundle)).decode()
-    print(json.dumps({"event": "template", "bundle": packed, "messages": CONVERSATION, "ids": ids}), flush=True)
 
 
 async def _run(config: WorkerConfig) -> None:

@@ -2,15 +2,16 @@
 
     HTTP side: submit, abort --> EngineRequests --> EngineApi --> frames --> HTTP side
     EventSubscriber --> EngineBlocks --> publisher --> Redis
-    EngineWatch: the engine's counts, process and models
+    counts, tokens, events --> EngineLife: whether it can serve
 
-Everything runs on the worker's event loop. The engine owns its blocks; `EngineBlocks` mirrors its events. Whatever
-makes the mirror doubtful (a restart, a reset, a lost connection) begins a new epoch.
+Everything runs on the worker's event loop. The engine owns its blocks; `EngineBlocks` mirrors its events. A reset of
+its cache begins a new epoch. Another process of the engine ends this worker, whose start checks all facts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -18,20 +19,20 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Final
 
+import msgspec
+
 from cache.allocators.base import CacheStats
 from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
-from worker.adapter.api import EngineApi, EngineLostError, EngineRefusedError, EventSource, failed_by
+from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource, failed_by
 from worker.adapter.blocks import EngineBlocks
-from worker.adapter.facts import EngineIdentity
 from worker.adapter.kv_events import EventBatch
+from worker.adapter.life import IS_LOST, EngineLife, Sign, State, facts_of
 from worker.adapter.load import LoadAccount
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
-from worker.adapter.watch import EngineWatch
-from worker.common.features import required_features
-from worker.contracts.engine import EngineDeadError, EngineSinks, RefusedError, RequestKey, StepLog
+from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
 from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, TokenizerBundle
@@ -40,8 +41,14 @@ logger = logging.getLogger(__name__)
 
 REPORT_S: Final = 0.005
 """The delay of a report. The start of a request, its blocks and its first token share one on a fast engine."""
-MAX_SILENT_S: Final = 120.0
-"""An engine that has produced no token of any request for this time hangs."""
+WATCH_S: Final = 1.0
+"""Interval between two counts. Another process is noticed within twice this time."""
+ANSWER_S: Final = 1.5
+"""An engine that takes longer to return its counts is slow: gateways prefer others."""
+BYPASS_AFTER: Final = 3
+"""Counts in a row with more requests than this adapter has sent, until it warns."""
+WARN_AGAIN_S: Final = 60.0
+MAX_PROBLEM_CHARS: Final = 200
 
 
 class AdapterEngine:
@@ -54,21 +61,19 @@ class AdapterEngine:
         source: EventSource | None,
         bundle: TokenizerBundle,
         member: WorkerMember,
+        life: EngineLife,
         metrics: WorkerMetrics,
         sinks: EngineSinks | None = None,
         *,
         events_exposed: bool = False,
-        identity: EngineIdentity | None = None,
     ) -> None:
-        """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError.
-
-        `identity`: the facts behind `member` and `bundle`; None: they are never read again.
-        """
+        """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError."""
         sinks = sinks or EngineSinks()
         self.member = replace(member, ends=blocks.ends)
         self.bundle = bundle
         self._api = api
         self._blocks = blocks
+        self._life = life
         self._subscriber: EventSubscriber | None = None
         if source is not None:
             self._subscriber = EventSubscriber(
@@ -82,32 +87,16 @@ class AdapterEngine:
             self._subscriber.open()
         self._metrics = metrics
         self._account = LoadAccount()
-        self._watch = EngineWatch(
-            api,
-            identity,
-            self._account,
-            on_restart=self._on_other_process,
-            on_gone=self._on_gone,
-            on_loras=self._on_loras,
-            on_change=self._report,
-            on_replaced=self._on_replaced,
-        )
-        self._requests = EngineRequests(
-            api,
-            blocks,
-            self._account,
-            member.block_size,
-            member.worker_id,
-            metrics,
-            self._report,
-            self._watch.confirm,
-            sinks.deliver,
-        )
-        self._fails_on_restart = identity is not None
-        self._publisher = sinks.publisher
+        self._requests = EngineRequests(api, blocks, self._account, member.block_size, member.worker_id, metrics, self)
+        self._sinks = sinks
         self._tasks: list[asyncio.Task[None]] = []
+        self._probe: asyncio.Task[None] | None = None
+        """The request for one token that shows whether the engine's core works."""
+        self._wake = asyncio.Event()
+        self._counts: EngineLoad | None = None
+        self._num_bypassing = 0
+        self._warned_s = 0.0
         self._draining = False
-        self._on_death = sinks.on_death
         self.load = WorkerLoad()
         self._unreported: list[BlockEvent] = []
         self._report_timer: asyncio.TimerHandle | None = None
@@ -126,23 +115,30 @@ class AdapterEngine:
         """The engine moves its blocks itself."""
 
     async def catch_up(self) -> None:
-        """Apply the events that the engine still has. Before `start`, so that no request meets their old epochs."""
+        """Apply the events that the engine still has, and wait for its first token. Before `start`.
+
+        So no request meets the epochs of these events. Raises EngineLostError.
+        """
         if self._subscriber is not None:
             await self._subscriber.catch_up()
+        with contextlib.suppress(EngineRefusedError):
+            await self._api.one_token()
+        self.see(Sign.TOKEN)
 
     def start(self) -> None:
-        self._tasks.append(asyncio.create_task(self._watch.run(self._requests.is_silent_since), name="watch"))
+        self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
         if self._subscriber is not None:
             self._tasks.append(asyncio.create_task(self._subscriber.run(), name="events"))
-        self._report()
+        self.report(())
 
     async def supervise(self) -> None:
         await asyncio.gather(*self._tasks)
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *([] if self._probe is None else [self._probe])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._requests.close()
         if self._subscriber is not None:
             self._subscriber.close()
@@ -153,14 +149,12 @@ class AdapterEngine:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def refusal(self, request: GenerateRequest) -> Failed | None:
-        if self._watch.problem is not None:
-            return Failed("not_ready", self._watch.problem, retryable=True)
+        if self._life.problem is not None:
+            return Failed("not_ready", self._life.problem, retryable=True)
         if request.adapter and request.adapter not in self.member.adapters:
             return Failed("not_ready", f"LoRA adapter {request.adapter!r:.200} is not loaded here", retryable=True)
-        missing = [name for name in required_features(request) if name in self._api.unsupported]
-        if missing:
-            text = f"{', '.join(missing)}: not supported by {self._api.kind}"
-            return Failed("unsupported", text, retryable=True)
+        if request.call is None:
+            return Failed("unsupported", "this engine writes its own text, and takes no bare tokens", retryable=True)
         pool_tokens = self.load.num_blocks * self.member.block_size or self.bundle.max_model_len
         bundle, apis = self.bundle, self.member.text_apis
         return refusal(request, bundle.max_model_len, pool_tokens, bundle.vocab_size, text_apis=apis)
@@ -171,7 +165,7 @@ class AdapterEngine:
         try:
             return await self._api.render(call)
         except EngineRefusedError as error:
-            raise RefusedError(failed_by(error, is_call=True)) from error
+            raise RefusedError(failed_by(error)) from error
         except EngineLostError as error:
             raise RefusedError(Failed("not_ready", str(error), retryable=True)) from error
 
@@ -182,7 +176,8 @@ class AdapterEngine:
         self._requests.submit(key, request, steps)
 
     def abort(self, key: RequestKey, choice: int | None = None) -> None:
-        self._requests.abort(key, choice)
+        if choice is None:  # all choices of a call are in one answer
+            self._requests.abort(key)
 
     def drain(self) -> None:
         self._draining = True
@@ -205,19 +200,13 @@ class AdapterEngine:
         return asyncio.run_coroutine_threadsafe(empty(), asyncio.get_running_loop())
 
     def debug_state(self) -> Future[dict[str, Any]]:
+        life, tree = self._life, self._blocks.tree
+        engine = {"kind": self._api.kind, "state": life.state, "problem": life.problem}
         done: Future[dict[str, Any]] = Future()
         done.set_result(
             {
-                "engine": {
-                    "kind": self._api.kind,
-                    "problem": self._watch.problem,
-                    "index_problem": self.index_problem,
-                },
-                "blocks": {
-                    "held": self._blocks.tree.num_held,
-                    "opaque": self._blocks.tree.num_opaque,
-                    "orphans": self._blocks.tree.num_orphans,
-                },
+                "engine": engine | {"index_problem": self.index_problem},
+                "blocks": {"held": tree.num_held, "opaque": tree.num_opaque, "orphans": tree.num_orphans},
                 "requests": self._requests.states(),
                 "num_requests": len(self._requests.active),
             }
@@ -225,18 +214,114 @@ class AdapterEngine:
         return done
 
     async def liveness(self) -> str | None:
-        if self._watch.problem is not None:
-            return self._watch.problem
-        if self._requests.expects_tokens and time.monotonic() - self._requests.output_s > MAX_SILENT_S:
-            return f"the engine has produced no token for {MAX_SILENT_S:.0f} s"
+        if self._life.state in IS_LOST:
+            return self._life.problem
         try:
             return None if await self._api.is_healthy() else "the engine reports that it is not healthy"
         except EngineLostError as error:
             return str(error)
 
+    @property
+    def unreadiness(self) -> str | None:
+        return self._life.problem
+
+    # --- the engine's life --------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ask the engine for its counts and models until cancelled, and for a token after a silence."""
+        while True:
+            self._wake.clear()
+            is_probed = self._probe is not None and not self._probe.done()
+            num_open = self._account.num_open + is_probed
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    counts, model = await self._api.load(), await self._api.model()
+                is_paused = await self._api.is_paused()
+                self._counts = counts
+                facts = facts_of(counts, model)
+                self._moved(self._life.answered(facts, counts, is_paused=is_paused, num_open=num_open))
+                self._account.seed_rate(counts)
+                self._warn_bypass(counts, num_open)
+                self._take_loras(model.loras)
+            except (EngineLostError, EngineRefusedError, TimeoutError) as error:
+                why = str(error) or f"no answer within {ANSWER_S:g} s"
+                is_closed = isinstance(error, EngineLostError) and error.gone
+                self._moved(self._life.failed(why, is_closed=is_closed, num_open=num_open))
+            self.report(())
+            if not is_probed and self._life.asks_for_token():
+                self._probe = asyncio.create_task(self._ask_for_token(), name="probe")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), WATCH_S)
+
+    async def _ask_for_token(self) -> None:
+        """Ask for one token, without a tenant's salt. An engine that is full has not shown anything."""
+        with contextlib.suppress(EngineLostError, EngineRefusedError):
+            await self._api.one_token()
+            self.see(Sign.TOKEN)
+
+    def see(self, sign: Sign, why: str = "") -> None:
+        """Take a sign of the engine."""
+        self._moved(self._life.see(sign, why))
+
+    def _moved(self, has_changed: bool) -> None:
+        """Do what the state asks for, if it has changed."""
+        life = self._life
+        if not has_changed:
+            return
+        self._metrics.engine_problem.set(life.problem is not None)
+        if life.problem is None:
+            logger.warning("the engine is sure: it generates tokens")
+        else:
+            level = logging.CRITICAL if life.state is State.REPLACED else logging.ERROR
+            logger.log(level, "the engine is %s: %s", life.state, life.problem)
+        if life.state is State.GONE:
+            self._begin_epoch()  # whatever comes back, nothing is promised of it
+        self._publish()
+        if life.state in IS_LOST:
+            self._requests.fail_all(Failed("worker_lost", life.why, retryable=True))
+        if life.state is State.REPLACED:
+            self._sinks.on_death(EngineDeadError(f"this worker was started for another engine: {life.why}"))
+
+    def _take_loras(self, loras: Sequence[str]) -> None:
+        if tuple(loras) != self.member.adapters:
+            logger.info("LoRA adapters of the engine: %s", ", ".join(loras) or "none")
+            self._blocks.forget_adapters(set(self.member.adapters).difference(loras))
+            self.member = replace(self.member, adapters=tuple(loras))
+            self._begin_epoch(self._blocks.visible_events())
+
+    def _warn_bypass(self, counts: EngineLoad, num_open: int) -> None:
+        """Warn about requests that bypass the gateway."""
+        num_bypassing = counts.num_running + counts.num_waiting - num_open
+        self._num_bypassing = self._num_bypassing + 1 if num_bypassing > 0 else 0
+        if self._num_bypassing >= BYPASS_AFTER and time.monotonic() - self._warned_s > WARN_AGAIN_S:
+            self._warned_s = time.monotonic()
+            logger.warning(
+                "%d requests bypass the gateway: the fleet's load estimates are too low."
+                " Send all traffic through the gateway",
+                num_bypassing,
+            )
+
+    # --- the sink of requests -----------------------------------------------------------------------------------
+
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        self._sinks.deliver(outputs)
+
+    def token(self) -> None:
+        self.see(Sign.TOKEN)
+
+    def doubt(self) -> None:
+        self._wake.set()
+
+    def report(self, events: Sequence[BlockEvent]) -> None:
+        """Publish these events within `REPORT_S`, with the load at that time."""
+        self._unreported += events
+        if self._report_timer is None:
+            self._report_timer = asyncio.get_running_loop().call_later(REPORT_S, self._publish)
+
     # --- cache --------------------------------------------------------------------------------------------------
 
     def _on_batch(self, batch: EventBatch) -> None:
+        self._life.progress()
         applied = self._blocks.apply(batch.events)
         if self._blocks.ends != self.member.ends:
             logger.info("the engine's model keeps windows or states of its KV: the index gets its ends")
@@ -245,41 +330,14 @@ class AdapterEngine:
         elif applied.cleared:
             self._begin_epoch(self._blocks.visible_events())
         else:
-            self._report(applied.events)
+            self.report(applied.events)
 
     def _on_gap(self) -> None:
         logger.warning("cache events were lost: no block counts as held until events arrive for it")
-        self._report(self._blocks.forget_held())
+        self.report(self._blocks.forget_held())
 
     def _on_restart(self) -> None:
-        logger.warning("the engine has restarted: a new epoch begins")
-        self._begin_epoch()
-        if self._fails_on_restart:
-            self._watch.doubt("the engine has restarted")
-            self._requests.fail_all(Failed("worker_lost", "the engine has restarted", retryable=True))
-
-    def _on_other_process(self) -> None:
-        self._on_restart()
-        self._resync()
-
-    def _on_gone(self) -> None:
-        self._begin_epoch()
-        self._resync()
-
-    def _resync(self) -> None:
-        if self._subscriber is not None:
-            self._subscriber.resync()
-
-    def _on_loras(self, loras: Sequence[str]) -> None:
-        if tuple(loras) != self.member.adapters:
-            logger.info("LoRA adapters of the engine: %s", ", ".join(loras) or "none")
-            self._blocks.forget_adapters(set(self.member.adapters).difference(loras))
-            self.member = replace(self.member, adapters=tuple(loras))
-            self._begin_epoch(self._blocks.visible_events())
-
-    def _on_replaced(self, error: EngineDeadError) -> None:
-        self._publish()
-        self._on_death(error)
+        self.see(Sign.OTHER, "the engine's cache events have begun again")
 
     def _begin_epoch(self, held: Sequence[BlockEvent] | None = None) -> None:
         """Begin a new epoch, in which the engine holds `held`, by default nothing."""
@@ -288,15 +346,9 @@ class AdapterEngine:
         self._unreported = []  # events of the old epoch
         self.member = in_new_epoch(self.member, new_epoch(), time.time_ns() // 1_000_000)
         self._account.begin_epoch()
-        if self._publisher is not None:
-            self._publisher.begin_epoch(self.member)
-        self._report(held or ())
-
-    def _report(self, events: Sequence[BlockEvent] = ()) -> None:
-        """Publish these events within `REPORT_S`, with the load at that time."""
-        self._unreported += events
-        if self._report_timer is None:
-            self._report_timer = asyncio.get_running_loop().call_later(REPORT_S, self._publish)
+        if self._sinks.publisher is not None:
+            self._sinks.publisher.begin_epoch(self.member)
+        self.report(held or ())
 
     def _publish(self) -> None:
         """Publish all unreported events and the load now."""
@@ -304,10 +356,10 @@ class AdapterEngine:
             self._report_timer.cancel()
             self._report_timer = None
         events, self._unreported = self._unreported, []
-        is_away = self._draining or self._watch.problem is not None
-        load = self._account.current(self._watch.counts, self.member.block_size, is_away, self._watch.is_slow)
-        self.load = load
+        is_away = self._draining or self._life.problem is not None
+        load = self._account.current(self._counts, self.member.block_size, is_away, self._life.is_slow)
+        self.load = load = msgspec.structs.replace(load, problem=(self._life.problem or "")[:MAX_PROBLEM_CHARS])
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0, 0)
         self._metrics.set_state(load, stats)
-        if self._publisher is not None:
-            self._publisher.offer(events, load)
+        if self._sinks.publisher is not None:
+            self._sinks.publisher.offer(events, load)

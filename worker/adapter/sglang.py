@@ -1,6 +1,7 @@
-"""SGLang's native HTTP API: `/generate` with `input_ids`, one rank of the server.
+"""SGLang's HTTP API, experimental: chats of one rank of the server. No other route is offered.
 
-Its cache events carry the salt of their requests since 0.5.20. An older version is served without a prefix index.
+`/tokenize` renders the prompt, and the chat API answers for its ids. The cache events carry the salt of their requests
+since 0.5.20. An older version is served without a prefix index.
 """
 
 from __future__ import annotations
@@ -9,39 +10,21 @@ import json
 import re
 import ssl
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
-from worker.adapter.api import (
-    SAME_FIELDS,
-    Chunk,
-    EngineLoad,
-    EngineModel,
-    EngineRefusedError,
-    EventSource,
-    resumed_seed,
-    stream_error,
-)
-from worker.adapter.http import EngineServer, understood
-from worker.adapter.sglang_text import SglangTexts
-from worker.wire import (
-    ChoiceState,
-    GenerateRequest,
-    SamplingDefaults,
-    SamplingParams,
-    TokenLogprobs,
-)
+from worker.adapter.api import EngineLoad, EngineModel, EngineRefusedError, EventSource, TextPart
+from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
+from worker.adapter.text import CHAT, LENGTHS, answer_of, decode_body, shorten
+from worker.wire import EngineCall, GenerateRequest, Rendered, SamplingDefaults
 
-UNSUPPORTED: Final = (
-    *("allowed_token_ids", "bad_words", "grammar:grammar", "grammar:compact", "prompt_logprobs"),
-    *("resume:grammar", "resume:penalties", "typical_p"),
+_COUNTS: Final = (
+    *("num_running_reqs", "num_queue_reqs", "token_usage", "prompt_tokens_total", "generation_tokens_total"),
 )
-_SAMPLE: Final = re.compile(
-    r"^sglang:(num_running_reqs|num_queue_reqs|token_usage|prompt_tokens_total)(?:\{([^}]*)\})? (\S+)", re.MULTILINE
-)
+_SAMPLE: Final = re.compile(rf"^sglang:({'|'.join(_COUNTS)})(?:\{{([^}}]*)\}})? (\S+)", re.MULTILINE)
 _OF_A_START: Final = (
     *("context_length", "dtype", "kv_cache_dtype", "max_total_num_tokens", "model_path", "quantization"),
     *("random_seed", "served_model_name", "startup_time", "tokenizer_path", "version"),
@@ -50,42 +33,52 @@ _SALTED_EVENTS: Final = (0, 5, 20)
 """The first version whose cache events are maps with the salt of their requests."""
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
-_Logprob = tuple[float | None, int, Any]
-
-
-class _Reason(msgspec.Struct):
-    type: str
-    matched: int | str | None = None
-    message: str | None = None
-
-
-class _Meta(msgspec.Struct):
-    completion_tokens: int = 0
-    cached_tokens: int | None = None
-    finish_reason: _Reason | None = None
-    output_token_logprobs: list[_Logprob] | None = None
-    output_top_logprobs: list[list[_Logprob] | None] | None = None
-
-
-class _Event(msgspec.Struct):
-    output_ids: tuple[int, ...] = ()
-    meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    error: Any = None
+_RENDER_TIMEOUT_S: Final = 60.0
+_CONVERSATION: Final = ({"role": "user", "content": "Hi"},)
+_SENT: Final = frozenset(
+    {
+        *("chat_template_kwargs", "continue_final_message", "ebnf", "frequency_penalty", "ignore_eos", "images_config"),
+        *("logit_bias", "logprobs", "max_completion_tokens", "max_dynamic_patch", "max_tokens", "messages"),
+        *("min_dynamic_patch", "min_p", "min_tokens", "mm_processor_kwargs", "n", "no_stop_trim"),
+        *("parallel_tool_calls", "presence_penalty", "reasoning_effort", "regex", "repetition_penalty"),
+        *("response_format", "return_cached_tokens_details", "return_flat_raw_output_top_logprobs"),
+        *("return_flat_raw_top_logprobs_b64", "return_hidden_states", "return_input_ids_in_sglext", "return_meta_info"),
+        *("return_output_ids_in_sglext", "return_prompt_token_ids", "return_routed_experts", "return_sampling_mask"),
+        *("return_spec_tokens_details", "routed_experts_start_len", "sampling_logprobs_mode", "seed"),
+        *("separate_reasoning", "skip_special_tokens", "stop", "stop_regex", "stop_token_ids", "stream"),
+        *("stream_options", "stream_reasoning", "task", "temperature", "thinking", "tool_choice", "tools", "top_k"),
+        *("top_logprobs", "top_p", "use_audio_in_video", "user", "video_config", "watermark"),
+    }
+)
+"""Fields of SGLang 0.5.23. Others may address adapters, ranks, caches, other hosts or code."""
+_NOT_SENT: Final = frozenset(
+    {
+        *(
+            "cache_control",
+            "cache_salt",
+            "metadata",
+            "modalities",
+            "model",
+            "prediction",
+            "priority",
+            "prompt_cache_key",
+        ),
+        *("prompt_cache_options", "prompt_cache_retention", "return_token_ids", "safety_identifier", "service_tier"),
+        *("store", "verbosity"),
+    }
+)
+"""Hints. A name with a colon would name an adapter. SGLang's priorities go the other way, and need an option of its."""
 
 
 class SglangApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of an SGLang server."""
 
     kind = "sglang"
-    unsupported: tuple[str, ...] = UNSUPPORTED
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls, {})
         self._rank = rank
-        self._decode = msgspec.json.Decoder(_Event).decode
-        texts = SglangTexts(self, rank)
-        self.text_apis, self.render, self.text = texts.apis, texts.render, texts.answer
 
     async def version(self) -> str:
         return str((await self._info()).get("version", "unknown"))
@@ -103,7 +96,7 @@ class SglangApi(EngineServer):
     async def load(self) -> EngineLoad:
         info = await self._info()
         status, text = await self.call("GET", "/metrics")
-        values = {"num_running_reqs": 0.0, "num_queue_reqs": 0.0, "token_usage": 0.0, "prompt_tokens_total": 0.0}
+        values = dict.fromkeys(_COUNTS, 0.0)
         with understood("/server_info"):
             block_size = _block_size(info)
             if status == 200:  # with --enable-metrics
@@ -118,11 +111,23 @@ class SglangApi(EngineServer):
                 block_size=block_size,
                 usage=values["token_usage"],
                 prefill_tokens=values["prompt_tokens_total"],
+                work=values["prompt_tokens_total"] + values["generation_tokens_total"],
                 reuses_prefixes=None if "disable_radix_cache" not in info else not info["disable_radix_cache"],
             )
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return await self.token_ids({"messages": messages})
+    async def is_paused(self) -> bool:
+        return False
+
+    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+        body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 1}}
+        if salt:
+            body |= {"cache_salt": salt, "extra_key": salt}
+        if self._rank is not None:
+            body["data_parallel_rank"] = self._rank
+        answer = await self.json("POST", "/generate", body, timeout_s=None)
+        with understood("/generate"):
+            num_cached = answer["meta_info"].get("cached_tokens")
+            return None if num_cached is None else int(num_cached)
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None
@@ -177,19 +182,27 @@ class SglangApi(EngineServer):
         if status != 200:
             raise EngineRefusedError(status, f"its cache is in use: {answer[:300].decode(errors='replace')}")
 
-    async def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
-        num_seen = 0
-        async for data in self.events("/generate", generate_body(request, choice, request_id, self._rank)):
-            event = self._decode(data)
-            if event.error is not None:
-                raise stream_error(event.error)
-            chunk, num_seen = _chunk(event, num_seen, request.sampling.logprobs)
-            yield chunk
-            if event.meta_info.finish_reason is not None:
-                yield Chunk(num_cached_tokens=event.meta_info.cached_tokens)
+    async def text_apis(self) -> tuple[str, ...]:
+        """Return the chat API, if `/tokenize` renders messages. Older versions take texts only."""
+        status, _ = await self.call("POST", "/tokenize", {"messages": _CONVERSATION}, CALL_TIMEOUT_S)
+        return (CHAT,) if status == 200 else ()
 
-    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
-        raise EngineRefusedError(400, "prompt_logprobs: not served here")
+    async def render(self, call: EngineCall) -> Rendered:
+        """Return the engine's own ids of a chat. Raises EngineLostError, EngineRefusedError."""
+        body = _body_of(call)
+        token_ids = tuple(await self.token_ids(body, _RENDER_TIMEOUT_S))
+        with understood("/tokenize"):
+            asked = [msgspec.json.decode(body[name]) for name in LENGTHS[CHAT] if name in body]
+            longest = (await self.model()).max_model_len - len(token_ids)
+            max_tokens = next((int(length) for length in asked if length is not None), longest)
+        return Rendered((token_ids,), (max(0, max_tokens),), ())
+
+    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+        """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
+        assert request.call is not None
+        body = chat_body(request, request_id, self._rank)
+        async for part in answer_of(self, request.call, body):
+            yield part
 
     async def _info(self) -> dict[str, Any]:
         return await self._about("server_info")
@@ -205,71 +218,32 @@ class SglangApi(EngineServer):
         return info if isinstance(info, dict) else {}
 
 
-def generate_body(
-    request: GenerateRequest, choice: ChoiceState, request_id: str, rank: int | None = None
-) -> dict[str, Any]:
-    """Return the body of /generate."""
-    body: dict[str, Any] = {
-        "rid": request_id,
-        "input_ids": [*request.prompt_ids, *choice.output_ids],
-        "sampling_params": _sampling(request.sampling, choice),
-        # Events carry `cache_salt`. Versions that do not have it separate tenants by `extra_key`.
+def chat_body(request: GenerateRequest, request_id: str, rank: int | None) -> dict[str, Any]:
+    """Return the engine's body: the client's, with the prompt's ids and the salt."""
+    call = request.call
+    assert call is not None
+    body = _body_of(call) | {
+        "input_ids": [*request.prompt_ids, *request.choices[0].output_ids],
         "cache_salt": request.root.hex(),
-        "extra_key": request.root.hex(),
-        "stream": True,
+        "rid": request_id,
     }
-    if request.sampling.logprobs is not None:
-        body |= {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": request.sampling.logprobs}
+    if not call.streams:  # SGLang gives no token ids in streams
+        body["return_token_ids"] = True
     if request.adapter:
         body["lora_path"] = request.adapter
-    return body if rank is None else body | {"data_parallel_rank": rank}
+    if rank is not None:
+        body["data_parallel_rank"] = rank
+    shorten(body, request, CHAT)
+    return body
 
 
-def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
-    num_done = len(choice.output_ids)
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_tokens - num_done,
-        "min_new_tokens": max(0, sampling.min_tokens - num_done),
-        **{name: getattr(sampling, name) for name in SAME_FIELDS},
-        "top_k": sampling.top_k or -1,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "sampling_seed": resumed_seed(choice),
-        "no_stop_trim": True,
-    }
-    if sampling.logit_bias:
-        params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
-    if (grammar := sampling.grammar) is not None:
-        match grammar.kind:
-            case "json_schema":
-                params["json_schema"] = grammar.text
-            case "json_object":
-                params["json_schema"] = '{"type":"object"}'
-            case "choice":
-                params["regex"] = "|".join(f"(?:{re.escape(text)})" for text in json.loads(grammar.text))
-            case "regex":
-                params["regex"] = grammar.text
-    return params
-
-
-def _chunk(event: _Event, num_seen: int, num_top: int | None) -> tuple[Chunk, int]:
-    """Return the new part of an event, and the number of tokens so far. Some versions repeat earlier tokens."""
-    meta = event.meta_info
-    token_ids = event.output_ids
-    if len(token_ids) == meta.completion_tokens:
-        token_ids = token_ids[num_seen:]
-    num_new = len(token_ids)
-    logprobs = None
-    if num_top is not None and num_new:
-        sampled = (meta.output_token_logprobs or [])[-num_new:]
-        top = (meta.output_top_logprobs or [])[-num_new:] or [None] * num_new
-        logprobs = tuple(
-            TokenLogprobs(found[0] or 0.0, tuple((one[1], one[0] or 0.0) for one in best or ()))
-            for found, best in zip(sampled, top, strict=True)
-        )
-    reason, stop_token_id = meta.finish_reason, None
-    if reason is not None and reason.type == "stop":
-        stop_token_id = reason.matched if isinstance(reason.matched, int) else (token_ids or (None,))[-1]
-    return Chunk(token_ids, logprobs, None if reason is None else reason.type, stop_token_id), num_seen + num_new
+def _body_of(call: EngineCall) -> dict[str, Any]:
+    """Return the client's body. Raises EngineRefusedError for a field that is not a client's."""
+    body: dict[str, Any] = dict(decode_body(call.body))
+    for name, value in body.items():
+        if name not in _SENT | _NOT_SENT and bytes(value) != b"null":
+            raise EngineRefusedError(400, f"{name:.64}: not sent on to this engine: leave it out", f"{name:.64}")
+    return {name: value for name, value in body.items() if name in _SENT}
 
 
 def _block_size(info: dict[str, Any]) -> int:

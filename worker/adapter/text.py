@@ -6,6 +6,7 @@ The gateway decides on the prompt's ids and the salt. Everything else in a body 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
@@ -52,7 +53,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class _Usage(msgspec.Struct):
     """The counts at the end of an answer, of any API."""
 
     prompt_tokens_details: _Details | None = None
@@ -65,12 +66,12 @@ class Usage(msgspec.Struct):
 
 
 class _Response(msgspec.Struct):
-    usage: Usage | None = None
+    usage: _Usage | None = None
 
 
 class _Answer(msgspec.Struct):
     choices: tuple[_Choice, ...] = ()
-    usage: Usage | None = None
+    usage: _Usage | None = None
     response: _Response | None = None
     error: Any = None
 
@@ -148,6 +149,12 @@ class TextCalls:
         with understood(POOLING_PATHS[0]):
             return len(_decode_embeddings(answer).data[0].embedding)
 
+    async def embed_one(self) -> None:
+        """Wait for one answer of a model without text, which may be a refusal."""
+        found = [path for path in POOLING_PATHS if await self._has(path)]
+        path = found[0] if found else POOLING_PATHS[0]
+        await self._server.post(path, msgspec.json.encode({"model": await self.name(), "input": "a"}), None)
+
     async def _has(self, path: str) -> bool:
         """Return whether the engine has this API, which then misses fields of the body."""
         return (await self._server.post(path, b"{}", CALL_TIMEOUT_S))[0] not in _ABSENT
@@ -199,10 +206,11 @@ class TextCalls:
         """Return the body with a name that the engine has for its model."""
         body: dict[str, Any] = dict(decode_body(call.body))
         if adapter or "model" not in body:
-            body["model"] = adapter or (await self._name())
+            body["model"] = adapter or (await self.name())
         return body
 
-    async def _name(self) -> str:
+    async def name(self) -> str:
+        """Return a name that the engine has for its model."""
         if self._model_name is None:
             self._model_name = (await self._server.model()).name
         return self._model_name
@@ -238,6 +246,14 @@ def part_of(data: bytes) -> TextPart:
         tuple([(choice.index, choice.finish_reason) for choice in answer.choices if choice.finish_reason]),
         None if usage is None else usage.num_cached_tokens(),
     )
+
+
+def cached_tokens(answer: object) -> int | None:
+    """Return the cached tokens that a whole answer reports; None: unknown."""
+    with contextlib.suppress(msgspec.ValidationError):
+        usage = msgspec.convert(answer, _Answer).usage
+        return None if usage is None else usage.num_cached_tokens()
+    return None
 
 
 def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_id: str) -> dict[str, Any]:

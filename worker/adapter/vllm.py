@@ -1,4 +1,4 @@
-"""vLLM's HTTP API: tokens in and out by `/inference/v1/generate`, which --enable-scale-out adds."""
+"""vLLM's HTTP API: prompts by `.../render`, which --enable-scale-out adds, and answers by its text APIs."""
 
 from __future__ import annotations
 
@@ -6,34 +6,19 @@ import contextlib
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from worker.adapter.api import (
-    SAME_FIELDS,
-    Chunk,
-    EngineLoad,
-    EngineLostError,
-    EngineRefusedError,
-    EventSource,
-    resumed_seed,
-    stream_error,
-)
-from worker.adapter.http import MAX_ANSWER_BYTES, EngineServer, understood
-from worker.adapter.text import TextCalls, Usage
-from worker.wire import ChoiceState, GenerateRequest, SamplingDefaults, SamplingParams, TokenLogprobs
+from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource
+from worker.adapter.http import EngineServer, understood
+from worker.adapter.text import COMPLETIONS, TextCalls, cached_tokens
+from worker.wire import SamplingDefaults, SamplingParams
 
-TOKEN_API: Final = "/inference/v1/generate"
-UNSUPPORTED: Final = ("typical_p", "bad_words", "grammar:grammar", "resume:grammar", "resume:penalties")
-"""vLLM takes bad words as texts, and grammars in its own dialect. A resume loses grammars and penalties."""
-MAX_LOGPROBS: Final = 20
-"""The default of vLLM's --max-logprobs."""
-_LOGPROB_BYTES: Final = 256
-"""Maximum size of a log probability in JSON, except for long token texts."""
 _SLOW_TIMEOUT_S: Final = 30.0
 """For calls that wait for the engine's core or collect much data."""
+_PAUSED_TIMEOUT_S: Final = 0.5
 _KEEPS_LAST_BLOCK: Final = (
     *("draft_model", "extract_hidden_states", "medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"),
 )
@@ -49,51 +34,29 @@ _WANTED: Final = (
     b"vllm:request_prefill_kv_computed_tokens_sum",
     b"vllm:request_prefill_time_seconds_sum",
     b"vllm:spec_decode_num_drafts_total",
+    b"vllm:generation_tokens_total",
+    b"vllm:iteration_tokens_total_sum",
+    b"vllm:engine_sleep_state",
 )
-
-
-class _Logprob(msgspec.Struct):
-    token_id: int
-    logprob: float
-    top_logprobs: tuple[_Logprob, ...] = ()
-
-
-class _Logprobs(msgspec.Struct):
-    content: tuple[_Logprob, ...] | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: tuple[int, ...] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: tuple[_Choice, ...] = ()
-    usage: Usage | None = None
-    error: Any = None
 
 
 class VllmApi(EngineServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
-    unsupported: tuple[str, ...] = UNSUPPORTED
 
     def __init__(self, url: str, *, key: str = "", rank: int | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
-        self._decode = msgspec.json.Decoder(_Event).decode
         self._calls = calls = TextCalls(self)
         self.text_apis, self.render, self.text = calls.apis, calls.render, calls.answer
         self.embedding_size, self.media = calls.embedding_size, calls.media
 
     async def version(self) -> str:
-        status, _ = await self.call("GET", TOKEN_API)  # 405: it takes POST only
+        status, _ = await self.call("GET", f"{COMPLETIONS}/render")  # 405: it takes POST only
         if status == 404 and not await self._calls.pools():
-            raise EngineRefusedError(404, f"no {TOKEN_API}: start vLLM 0.32 or newer with --enable-scale-out")
+            raise EngineRefusedError(404, f"no {COMPLETIONS}/render: start vLLM 0.32 or newer with --enable-scale-out")
         answer = await self.json("GET", "/version")
         with understood("/version"):
             return str(answer["version"])
@@ -127,8 +90,19 @@ class VllmApi(EngineServer):
         _, body = await self.call("GET", "/metrics")
         return parse_load(body, self._rank)
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return await self.token_ids({"messages": messages, "add_generation_prompt": True})
+    async def is_paused(self) -> bool:
+        """Ask the engine's core, in development mode. A core that hangs does not answer."""
+        with contextlib.suppress(EngineLostError, EngineRefusedError, AttributeError):
+            return bool((await self.json("GET", "/is_paused", timeout_s=_PAUSED_TIMEOUT_S)).get("is_paused"))
+        return False
+
+    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+        if await self._calls.pools():
+            await self._calls.embed_one()
+            return None
+        body = {"model": await self._calls.name(), "prompt": list(prompt_ids), "max_tokens": 1, "temperature": 0}
+        answer = await self.json("POST", COMPLETIONS, body | ({"cache_salt": salt} if salt else {}), timeout_s=None)
+        return cached_tokens(answer)
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Render a request without parameters. Only a chat has the model's own limit of an answer."""
@@ -182,35 +156,6 @@ class VllmApi(EngineServer):
         if answer is not None and not answer.get("success", True):
             raise EngineRefusedError(409, "its prefix cache is in use; try again")
 
-    async def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
-        num_logprobs = request.sampling.logprobs
-        async for data in self.events(TOKEN_API, token_body(request, choice, request_id)):
-            event = self._decode(data)
-            if event.error is not None:  # a refusal is an event, too, with status 200
-                raise stream_error(event.error)
-            for answer in event.choices:
-                yield _chunk(answer, num_logprobs)
-            if event.usage is not None:
-                yield Chunk(num_cached_tokens=event.usage.num_cached_tokens())
-
-    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
-        num_top = request.sampling.prompt_logprobs or 0
-        sampling = {"max_tokens": 1, "prompt_logprobs": min(num_top, MAX_LOGPROBS)}
-        body: dict[str, Any] = {"token_ids": list(request.prompt_ids), "cache_salt": request.root.hex()}
-        body |= {"sampling_params": sampling} | ({"model": request.adapter} if request.adapter else {})
-        max_bytes = len(request.prompt_ids) * (num_top + 2) * _LOGPROB_BYTES + MAX_ANSWER_BYTES
-        answer = await self.json("POST", TOKEN_API, body, timeout_s=None, max_bytes=max_bytes)
-        positions: list[TokenLogprobs | None] = []
-        for token_id, found in zip(request.prompt_ids, answer["prompt_logprobs"], strict=True):
-            if found is None:
-                positions.append(None)
-                continue
-            ranked = sorted((entry["logprob"], int(id_)) for id_, entry in found.items())[::-1]
-            top = tuple((id_, logprob) for logprob, id_ in ranked[:num_top])
-            own = found[str(token_id)]
-            positions.append(TokenLogprobs(own["logprob"], top, own.get("rank") or 0))
-        return positions
-
 
 def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
     """Leave out parameters that have the API's own default, and limits that do not apply."""
@@ -221,74 +166,6 @@ def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
         for name, value in resolved.items()
         if value not in (None, getattr(neutral, name), everything.get(name))
     }
-
-
-def token_body(request: GenerateRequest, choice: ChoiceState, request_id: str) -> dict[str, Any]:
-    """Return the body of a request for tokens."""
-    sampling = _sampling(request.sampling, choice) | {"detokenize": False}
-    if request.sampling.logit_bias:
-        sampling["logit_bias"] = dict(request.sampling.logit_bias)
-    if request.sampling.logprobs is not None:
-        sampling["logprobs"] = _asked_logprobs(request.sampling.logprobs)
-    body = {
-        "request_id": request_id,
-        "token_ids": [*request.prompt_ids, *choice.output_ids],
-        "sampling_params": sampling,
-        "cache_salt": request.root.hex(),
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return body | ({"model": request.adapter} if request.adapter else {})
-
-
-def _sampling(sampling: SamplingParams, choice: ChoiceState) -> dict[str, Any]:
-    """Return the sampling parameters, with the remaining numbers of tokens."""
-    num_done = len(choice.output_ids)
-    params: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens - num_done,
-        "min_tokens": max(0, sampling.min_tokens - num_done),
-        **{name: getattr(sampling, name) for name in SAME_FIELDS},
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "seed": resumed_seed(choice),
-    }
-    if sampling.allowed_token_ids is not None:
-        params["allowed_token_ids"] = list(sampling.allowed_token_ids)
-    if (grammar := sampling.grammar) is not None:
-        match grammar.kind:
-            case "json_schema":
-                params["structured_outputs"] = {"json": grammar.text}
-            case "json_object":
-                params["structured_outputs"] = {"json_object": True}
-            case "choice":
-                params["structured_outputs"] = {"choice": json.loads(grammar.text)}
-            case kind:
-                params["structured_outputs"] = {kind: grammar.text}
-        if grammar.compact:
-            params["structured_outputs"]["disable_any_whitespace"] = True
-    return params
-
-
-def _asked_logprobs(num_top: int) -> int:
-    """Ask for one more than needed: the sampled token takes a place in the list, even if it is not among the best."""
-    return min(num_top + 1, max(num_top, MAX_LOGPROBS)) if num_top else 0
-
-
-def _chunk(answer: _Choice, num_logprobs: int | None) -> Chunk:
-    token_ids = answer.token_ids or ()
-    logprobs = None
-    if num_logprobs is not None and answer.logprobs is not None and answer.logprobs.content is not None:
-        logprobs = tuple(_token_logprobs(entry, num_logprobs) for entry in answer.logprobs.content)
-    stop_token_id = None
-    if answer.finish_reason == "stop":
-        stop_token_id = answer.stop_reason if isinstance(answer.stop_reason, int) else None
-        if stop_token_id is None and token_ids:
-            stop_token_id = token_ids[-1]  # EOS, which vLLM does not report
-    return Chunk(token_ids, logprobs, answer.finish_reason, stop_token_id)
-
-
-def _token_logprobs(entry: _Logprob, num_top: int) -> TokenLogprobs:
-    best = sorted(entry.top_logprobs, key=lambda one: one.logprob, reverse=True)[:num_top]
-    return TokenLogprobs(entry.logprob, tuple((one.token_id, one.logprob) for one in best))
 
 
 def parse_load(text: bytes, rank: int) -> EngineLoad:
@@ -304,6 +181,8 @@ def parse_load(text: bytes, rank: int) -> EngineLoad:
                 continue
             if name == b"vllm:cache_config_info":
                 cache = found
+            if found.get(b"sleep_state", b"awake") != b"awake":
+                continue
             values[name] = values.get(name, 0.0) + float(value)
         num_blocks, block_size = int(cache[b"num_gpu_blocks"]), int(cache[b"block_size"])
         return EngineLoad(
@@ -317,6 +196,8 @@ def parse_load(text: bytes, rank: int) -> EngineLoad:
             prefill_s=values.get(_WANTED[6], 0.0),
             reuses_prefixes={b"True": True, b"False": False}.get(cache.get(b"enable_prefix_caching", b"")),
             speculates=_WANTED[7] in values,
+            work=values.get(_WANTED[8], 0.0) + values.get(_WANTED[9], 0.0),
+            sleeps=values.get(_WANTED[10], 1.0) == 0.0,
         )
     except (KeyError, ValueError, OverflowError) as error:
         raise EngineLostError(f"/metrics is not vLLM's: {error}") from error

@@ -1,13 +1,16 @@
-"""Conversations that an engine and a gateway both render. Equal ids mean equal templates.
+"""Conversations that an engine and a gateway both render, by class of shape. Equal ids mean equal templates.
 
-The adapter sends them to its engine at the start, and gateways compare their own digest with the adapter's.
+The adapter sends them to its engine at the start, and gateways compare their own digests with the adapter's. A body
+that has only classes with equal digests is rendered by the gateway.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+_Body = dict[str, Any]
 
 _PARAMETERS: Final = {
     "type": "object",
@@ -15,33 +18,69 @@ _PARAMETERS: Final = {
     "required": ["city"],
 }
 _FUNCTION: Final = {"name": "get_weather", "description": 'The "weather" of a city.', "parameters": _PARAMETERS}
-_TOOLS: Final = {"tools": [{"type": "function", "function": _FUNCTION}]}
-_CALL: Final = {"name": "get_weather", "arguments": '{"city": "Zürich", "days": 2, "units": [1.5, null, true]}'}
+_SECOND: Final = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+_BARE: Final = ({"name": "now"}, {"name": "a", "description": "An a."}, {"name": "b", "parameters": _PARAMETERS})
 _USER: Final = {"role": "user", "content": "  What is 1 + 1?\n\n"}
-_ASKED: Final = (
-    {"role": "system", "content": "Be brief."},
-    _USER,
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "Größe: naïve, 日本語, 🙂🙃\n\tdef f(x):\r\n\t\treturn {'a': x ** 2}  # 100_000 & <i>"},
-)
-_CALLED: Final = (
-    _USER,
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "call00001", "type": "function", "function": _CALL}]},
-    {"role": "tool", "tool_call_id": "call00001", "content": '{"sun": true}'},
-    {"role": "assistant", "content": " It is sunny.\n"},
-    {"role": "user", "content": "Thanks"},
-)
-CHAT_PROBES: Final[tuple[dict[str, Any], ...]] = tuple(
-    {"messages": list(messages)} | tools | thinking
-    for messages in ((_USER,), _ASKED, _CALLED, _CALLED[:3])
-    for tools in ({}, _TOOLS)
-    for thinking in ({}, *({"chat_template_kwargs": {"enable_thinking": each}} for each in (True, False)))
-)
+_SYSTEM: Final = {"role": "system", "content": "Be brief."}
+_LONG: Final = "Größe: naïve, 日本語, 🙂🙃\n\tdef f(x):\r\n\t\treturn {'a': x ** 2}  # 100_000 & <i>"
+_THANKS: Final = {"role": "user", "content": "Thanks"}
+_PLAIN: Final = (_SYSTEM, _USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": _LONG})
+_RESULT: Final = {"role": "tool", "tool_call_id": "call00001", "content": '{"sun": true}'}
 
 
-def probes_digest(prompts: Sequence[Sequence[int] | None]) -> str:
-    """Return a digest of the ids of `CHAT_PROBES`; None stands for a refusal. Empty if all are refused."""
-    if not any(prompts):
-        return ""
-    ids = [None if prompt is None else list(prompt) for prompt in prompts]
-    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+def _tools(*functions: _Body, **fields: Any) -> _Body:
+    return {"tools": [{"type": "function", "function": function} for function in functions]} | fields
+
+
+def _called(arguments: str, content: str | None = None, *more: _Body) -> _Body:
+    """Return the assistant's turn with a call, and `more` calls."""
+    first = {"name": "get_weather", "arguments": arguments}
+    numbered = enumerate((first, *more), 1)
+    calls = [{"id": f"call0000{number}", "type": "function", "function": call} for number, call in numbered]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _of_parts(message: _Body) -> _Body:
+    """Return a message whose content has two parts."""
+    parts = [{"type": "text", "text": message["content"]}, {"type": "text", "text": "and more"}]
+    return message | {"content": parts}
+
+
+def _bodies(*conversations: Sequence[_Body], with_tools: bool = True, **fields: Any) -> tuple[_Body, ...]:
+    tools = _tools(_FUNCTION, _SECOND)
+    plain = [{"messages": list(messages)} | fields for messages in conversations]
+    return (*plain, *[body | tools for body in plain]) if with_tools else tuple(plain)
+
+
+_ARGUMENTS: Final = '{"city": "Zürich", "days": 2, "units": [1.5, null, true], "of": {"a": "<&>"}}'
+_CALL: Final = (_USER, _called(_ARGUMENTS), _RESULT)
+_CALLS: Final = (_USER, _called(_ARGUMENTS, " I look. ", {"name": "now", "arguments": "{}"}), _RESULT)
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
+
+CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
+    "plain": _bodies((_USER,), _PLAIN, (_USER, {"role": "assistant", "content": " 2\n"}, _THANKS), with_tools=False),
+    "parts": _bodies((_of_parts(_USER),), tuple(map(_of_parts, _PLAIN)), (_SYSTEM, _of_parts(_USER))),
+    "tools": _bodies((_USER,), _PLAIN),
+    "bare_tools": tuple([{"messages": [_USER]} | _tools(each) for each in _BARE]),
+    "strict_tools": ({"messages": [_USER]} | _tools(_FUNCTION | {"strict": True}),),
+    "calls": _bodies(_CALL, _CALLS, (*_CALL, {"role": "assistant", "content": " It is sunny.\n"}, _THANKS)),
+    "broken_calls": _bodies(*[(_USER, _called(text), _RESULT) for text in ('{"city": "Zü', "[1]", "", "7")]),
+    "no_call": ({"messages": list(_PLAIN)} | _tools(_FUNCTION, tool_choice="none"),),
+    "forced_call": tuple(
+        [
+            {"messages": list(_PLAIN)} | _tools(_FUNCTION, _SECOND, tool_choice=choice)
+            for choice in ("required", {"type": "function", "function": {"name": "now"}})
+        ]
+    ),
+    "thinks": _bodies((_USER,), _PLAIN, chat_template_kwargs={"enable_thinking": True}),
+    "thinks_not": _bodies((_USER,), _PLAIN, chat_template_kwargs={"enable_thinking": False}),
+    **{f"effort_{effort}": _bodies((_USER,), _PLAIN, reasoning_effort=effort) for effort in _EFFORTS},
+}
+"""By class. Each is rendered with and without tools, where it may have both."""
+
+
+def digests(prompts: Mapping[str, Sequence[Sequence[int] | None]]) -> tuple[tuple[str, str], ...]:
+    """Return a digest of the ids of each class; None stands for a refusal. A class that is refused has none."""
+    found = {name: repr([None if ids is None else list(ids) for ids in each]) for name, each in prompts.items()}
+    known = [(name, ids) for name, ids in found.items() if any(prompts[name])]
+    return tuple([(name, hashlib.sha256(ids.encode()).hexdigest()[:16]) for name, ids in known])

@@ -156,6 +156,10 @@ class Engine(Protocol):
         """Why the index is incomplete for this engine, or None."""
 
     @property
+    def unreadiness(self) -> str | None:
+        """Why no request should come, though the worker may be fine; or None."""
+
+    @property
     def exchange(self) -> BlockExchange | None:
         """The exchange of blocks with peers. None: the engine exchanges no blocks."""
 

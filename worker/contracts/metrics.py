@@ -77,6 +77,7 @@ class WorkerMetrics:
             self.step_failures.labels(kind)  # from 0: an alert does not see a series that begins with a failure
         self.preemptions = counter("preemptions", "Sequences preempted, to be computed again")
         self.prefill_rate = gauge("prefill_tokens_per_second", "Measured prefill rate")
+        self.engine_problem = gauge("engine_problem", "1: the engine of this adapter takes no request")
 
         self.blocks = gauge("kv_blocks", "Blocks of the KV pool")
         self.free_blocks = gauge("kv_free_blocks", "Blocks that can be taken, cached ones included")

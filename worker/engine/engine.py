@@ -134,6 +134,10 @@ class EngineCore:
         return self._reporter.load
 
     @property
+    def unreadiness(self) -> None:
+        """Return None: it serves as soon as it has started."""
+
+    @property
     def index_problem(self) -> str | None:
         return None
 

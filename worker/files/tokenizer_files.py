@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from worker.files.engine_vocabulary import ENGINE_FILES, engine_vocabulary
 from worker.files.errors import CheckpointError
-from worker.files.model_files import folder_files
+from worker.files.model_files import sampled_digest
 from worker.wire import NO_DEFAULTS, SamplingDefaults, TokenizerBundle
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -75,11 +75,11 @@ def download(source: str, *patterns: str) -> tuple[Path, str, str]:
 def tokenizer_folder(source: str, revision: str | None) -> tuple[Path, str]:
     """Return the folder of --tokenizer, and the revision of its model. Raise CheckpointError.
 
-    A folder's revision is that of a worker that loads it: a digest of its configuration and all its weights.
+    A folder's revision is a digest of its configuration and of parts of its weights, which its engine has loaded.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return path, revision or folder_files(path).digest
+        return path, revision or sampled_digest(path)
     if is_hub_id(source):
         folder, _, commit = download(
             source if revision is None or "@" in source else f"{source}@{revision}", *ENGINE_FILES

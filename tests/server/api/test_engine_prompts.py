@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.server.api.test_engine_control import TEMPLATE, TemplateWorker, calli
 from tests.server.api.test_engine_text import engine_gateway
 from tests.server.conftest import bundle_of
 from tests.server.test_app import post
-from worker.common.chat_probes import CHAT_PROBES, probes_digest
+from worker.common.chat_probes import CHAT_PROBES, digests
 
 CHAT = "/v1/chat/completions"
 SHARED = """{%- if tools %}<|im_start|>system
@@ -31,10 +31,19 @@ class ProbedWorker(TemplateWorker):
     """An adapter that has rendered the probes by its engine."""
 
     template: str = SHARED
+    unlike: tuple[str, ...] = ()
+    """Classes of which its engine makes other ids."""
 
     def member(self) -> WorkerMember:
-        digest = probes_digest([self.prompt_ids(CHAT, probe) for probe in CHAT_PROBES])
-        return replace(super().member(), chat_probes=digest)
+        prompts = {name: [self.known_ids(name, probe) for probe in bodies] for name, bodies in CHAT_PROBES.items()}
+        return replace(super().member(), chat_probes=digests(prompts))
+
+    def known_ids(self, name: str, probe: dict[str, Any]) -> list[int] | None:
+        if name in self.unlike:
+            return [1, 2, 3]
+        with contextlib.suppress(ValueError):
+            return self.prompt_ids(CHAT, probe)
+        return None
 
 
 @pytest.fixture
@@ -48,8 +57,26 @@ KNOWN: list[dict[str, Any]] = [
     chat_of({"role": "system", "content": "Be brief."}, user(), {"role": "assistant", "content": " a "}, user()),
     chat_of(user(), tools=[tool(parameters={"type": "object", "properties": {"é": {"type": "string"}}})]),
     chat_of(user(), calling(**FUNCTION), {"role": "tool", "tool_call_id": "c", "content": "sunny"}, user()),
+    chat_of(user(), tools=[tool()], tool_choice="required"),
+    chat_of(user(), reasoning_effort="low"),
     chat_of(chat_template_kwargs={"enable_thinking": False}, temperature=0.5, max_tokens=9, stop=["x"]),
 ]
+EFFORTS = ("none", "minimal", "low", "medium", "high")
+CLASSES: dict[str, dict[str, Any]] = {
+    "plain": chat_of(user()),
+    "parts": chat_of(user([{"type": "text", "text": "a"}])),
+    "tools": chat_of(user(), tools=[tool()]),
+    "bare_tools": chat_of(user(), tools=[{"type": "function", "function": {"name": "f"}}]),
+    "strict_tools": chat_of(user(), tools=[tool(strict=True)]),
+    "calls": KNOWN[3],
+    "broken_calls": chat_of(user(), calling(name="f", arguments="{"), user()),
+    "no_call": chat_of(user(), tools=[tool()], tool_choice="none"),
+    "forced_call": KNOWN[4],
+    "thinks": chat_of(user(), chat_template_kwargs={"enable_thinking": True}),
+    "thinks_not": chat_of(user(), chat_template_kwargs={"enable_thinking": False}),
+    **{f"effort_{each}": chat_of(user(), reasoning_effort=each) for each in EFFORTS},
+}
+"""A body of each class."""
 
 
 async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) -> None:
@@ -67,15 +94,11 @@ async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, chat_of(user([{"type": "text", "text": "a"}]))),
         (CHAT, chat_of(user(name="Bob"))),
         (CHAT, chat_of({"role": "developer", "content": "a"})),
         (CHAT, chat_of(user(), {"role": "assistant", "content": "a", "reasoning_content": "b"})),
-        (CHAT, chat_of(tools=[tool(strict=True)])),
-        (CHAT, chat_of(tools=[tool()], tool_choice="required")),
         (CHAT, chat_of(documents=[{"title": "t", "text": "a"}])),
         (CHAT, chat_of(chat_template_kwargs={"title": "t"})),
-        (CHAT, chat_of(reasoning_effort="low")),
         (CHAT, chat_of(response_format={"type": "json_object"})),
         (CHAT, chat_of(max_tokens=100_000)),
         ("/v1/messages", chat_of()),
@@ -86,6 +109,23 @@ async def test_other_bodies_are_rendered_by_the_engine(engine: ProbedWorker, pat
     async with engine_gateway(engine) as target:
         await post(target.url, body, path)
     assert engine.rendered
+
+
+def test_every_class_has_a_body() -> None:
+    assert set(CLASSES) == set(CHAT_PROBES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+async def test_a_class_that_differs_is_rendered_by_the_engine(engine: ProbedWorker, name: str) -> None:
+    """A body goes to the engine for one class that differs, and the others do not."""
+    engine.unlike = (name,)
+    async with engine_gateway(engine) as target:
+        await post(target.url, CLASSES[name])
+        assert engine.rendered
+        engine.rendered.clear()
+        if name != "plain":
+            status, _, _ = await post(target.url, CLASSES["plain"])
+            assert (status, engine.rendered) == (200, [])
 
 
 async def test_another_template_is_the_engines(engine: ProbedWorker) -> None:
@@ -103,10 +143,18 @@ async def test_all_workers_must_share_the_template(engine: ProbedWorker) -> None
     assert engine.rendered or other.rendered
 
 
-async def test_control_tokens_are_refused_as_ever(engine: ProbedWorker) -> None:
+async def test_control_tokens_of_clients_are_text(engine: ProbedWorker) -> None:
+    body = chat_of(user("<|im_end|>"))
     async with engine_gateway(engine) as target:
-        status, _, raw = await post(target.url, chat_of(user("<|im_end|>")))
-        assert (status, json.loads(raw)["error"]["code"]) == (400, "control_token")
+        status, _, raw = await post(target.url, body)
+        assert status == 200, raw
+    end = engine.prompt_ids(CHAT, chat_of(user("")))
+    assert engine.tokenizer is not None
+    control = engine.tokenizer.token_to_id("<|im_end|>")
+    [request] = engine.received
+    assert list(request.prompt_ids).count(control) == end.count(control)
+    assert "<|im_end|>" in engine.tokenizer.decode([each for each in request.prompt_ids if each != control])
+    engine.received.clear()
     async with engine_gateway(engine, control_tokens_in_content=True) as target:
         status, _, _ = await post(target.url, chat_of(user("<|im_end|>")))
     assert list(engine.received[0].prompt_ids) == engine.prompt_ids(CHAT, chat_of(user("<|im_end|>")))

@@ -66,9 +66,11 @@ class EngineWorker(ScriptedWorker):
     tokenizer: Tokenizer | None = None
     silent: bool = False
     """It answers neither polls nor calls."""
+    apis: tuple[str, ...] | None = None
+    """The engine's; by default all. Without any, the worker is one with Headstart's engine."""
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), text_apis=APIS)
+        return replace(super().member(), text_apis=APIS if self.apis is None else self.apis)
 
     def app(self) -> Starlette:
         app = super().app()
@@ -129,7 +131,7 @@ def engines(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> list[EngineWor
 
 @asynccontextmanager
 async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterator[RunningGateway]:
-    async with gateway(*workers, **{"text": "engine"} | options) as target:
+    async with gateway(*workers, **options) as target:
         await until(lambda: any(model.facts.text_apis for _, model in target.models.names()))
         yield target
 
@@ -409,33 +411,6 @@ async def test_a_worker_that_refuses_is_left(engines: list[EngineWorker]) -> Non
     assert text_of(events(raw)) == "".join(WORDS)
 
 
-@pytest.mark.parametrize("text", ["auto", "gateway"])
-async def test_gateway_writes_what_it_knows(bundle: TokenizerBundle, worker: ScriptedWorker, text: str) -> None:
-    known = EngineWorker(bundle, reply=worker.reply)
-    known.behave = worker.answer
-    async with gateway(known, text=text) as target:
-        await until(lambda: target.models.get("tiny").facts.text_apis)
-        status, _, _ = await post(target.url, chat())
-    assert status == 200
-    assert known.received[0].call is None
-
-
-async def test_auto_is_the_engine_without_a_template(engines: list[EngineWorker]) -> None:
-    engines[0].bundle = replace(engines[0].bundle, chat_template=None)
-    async with engine_gateway(engines[0], text="auto") as target:
-        status, _, _ = await post(target.url, chat())
-    assert status == 200
-    assert engines[0].received[0].call is not None
-
-
-@pytest.mark.parametrize("text", ["auto", "engine"])
-async def test_own_workers_have_no_engine_text(worker: ScriptedWorker, text: str) -> None:
-    async with gateway(worker, text=text) as target:
-        status, _, _ = await post(target.url, chat())
-    assert status == 200
-    assert worker.received[0].call is None
-
-
 def only_of_engine(engine: EngineWorker) -> EngineWorker:
     """Replace the worker's vocabulary by its control tokens."""
     added = json.loads(engine.bundle.tokenizer_json)["added_tokens"]
@@ -446,7 +421,7 @@ def only_of_engine(engine: EngineWorker) -> EngineWorker:
 
 async def test_vocabularies_that_only_the_engine_reads(engines: list[EngineWorker]) -> None:
     """The engine writes all text, and control tokens of clients are refused."""
-    async with engine_gateway(only_of_engine(engines[0]), text="auto") as target:
+    async with engine_gateway(only_of_engine(engines[0])) as target:
         for path in ("/v1/chat/completions", "/v1/messages"):
             status, _, raw = await post(target.url, chat(), path)
             assert status == 200, raw
@@ -464,14 +439,9 @@ async def test_vocabularies_that_only_the_engine_reads(engines: list[EngineWorke
             assert (status, b"only its engine can read" in raw) == (400, True), (path, raw)
 
 
-async def test_routes_that_such_an_engine_lacks(engines: list[EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.server.api.test_engine_text.APIS", ("/v1/chat/completions",))
-    async with engine_gateway(only_of_engine(engines[0]), text="auto") as target:
+async def test_routes_that_an_engine_lacks_are_named(engines: list[EngineWorker]) -> None:
+    engines[0].apis = ("/v1/chat/completions",)
+    async with engine_gateway(engines[0]) as target:
         for path, fields in (("/v1/completions", {"prompt": [1, 2]}), ("/v1/responses", {"input": "a"})):
             status, _, raw = await post(target.url, {"model": "tiny"} | fields, path)
-            assert (status, b"only its engine can read" in raw) == (400, True), (path, raw)
-
-
-async def test_gateways_without_text_of_engines(engines: list[EngineWorker], caplog: pytest.LogCaptureFixture) -> None:
-    async with gateway(only_of_engine(engines[0]), text="gateway"):
-        assert "start the gateway with --text auto" in caplog.text
+            assert (status, f"not {path}".encode() in raw) == (400, True), (path, raw)

@@ -264,19 +264,6 @@ async def test_types_of_parts_are_strings(engine: SeeingWorker) -> None:
     assert engine.rendered[0]["messages"][0]["content"][0]["type"] == "image_url"
 
 
-async def test_only_bodies_with_images_leave_the_gateways_text(engine: SeeingWorker) -> None:
-    """By default, the gateway writes what it can."""
-    async with engine_gateway(engine, text="auto") as target:
-        image = part_of(CHAT, data_url(png()))
-        assert (await post(target.url, body_of(CHAT, TEXT, image)))[0] == 200
-        assert len(engine.rendered) == 1
-        await post(target.url, body_of(CHAT, TEXT))
-        assert [request.call is None for request in engine.received] == [False, True]
-    async with engine_gateway(engine, text="gateway") as target:
-        _, headers, _ = await post(target.url, body_of(CHAT, image))
-        assert headers["x-headstart-ignored"] == "image_url"
-
-
 async def test_control_tokens_next_to_images_are_refused(engine: SeeingWorker) -> None:
     """For the comparison, the engine gets a small image instead of each."""
     image = part_of(CHAT, data_url(png(size=(64, 64), pixels=bytes(range(256)))))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.waiting import until
 from tests.worker.adapter.rig import Rig, ScriptedApi, running, write_tokenizer
-from worker.adapter import watch
+from worker.adapter import engine as engine_module
 
 
 @pytest.fixture
@@ -23,8 +23,7 @@ def engine_folder() -> Iterator[Path]:
 @pytest.fixture
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is asked for its counts every few milliseconds."""
-    monkeypatch.setattr(watch, "WATCH_S", 0.01)
-    monkeypatch.setattr(watch, "LIST_LORAS_S", 0.0)
+    monkeypatch.setattr(engine_module, "WATCH_S", 0.01)
 
 
 @pytest.fixture

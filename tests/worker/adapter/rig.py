@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cache.events import BlockEvent, Removed, Stored
@@ -17,10 +18,11 @@ from cache.records import WorkerLoad, WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId
 from tests.fake_engine.server import FakeEngine, parse
 from tests.server.scripted_worker import listening
-from tests.waiting import until
-from worker.adapter.api import Chunk, EngineApi, EngineLoad, EngineModel, EventSource, TextPart
+from tests.waiting import HANG_S, until
+from worker.adapter.api import EngineApi, EngineLoad, EngineModel, EventSource, TextPart
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
+from worker.adapter.life import EngineFacts, EngineLife
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.wire import (
@@ -36,14 +38,16 @@ from worker.wire import (
     SamplingParams,
     Started,
     TokenizerBundle,
-    TokenLogprobs,
     Tokens,
 )
 
 BLOCK = 16
 VOCAB = 32_000
 BUNDLE = TokenizerBundle("f", "tiny", "r", b"{}", None, None, None, (2,), False, VOCAB, 4096, BLOCK)
-MEMBER = WorkerMember(WorkerId("w"), Epoch("e0"), "http://w", "tiny", "n", "vllm-0", BLOCK, 4096, 1)
+MEMBER = WorkerMember(
+    *(WorkerId("w"), Epoch("e0"), "http://w", "tiny", "n", "vllm-0", BLOCK, 4096, 1),
+    text_apis=("/v1/chat/completions", "/v1/completions"),
+)
 ROOT = b"tenant-number-1."
 OTHER_ROOT = b"tenant-number-2."
 
@@ -59,8 +63,12 @@ def make_request(
     deadline_s: float | None = None,
     is_suspect: bool = False,
     adapter: str = "",
-    **sampling: Any,
+    streams: bool = True,
+    path: str = "/v1/completions",
+    **fields: Any,
 ) -> GenerateRequest:
+    """`fields` are those of the client's body."""
+    body = {"n": n, "temperature": 0.0, "max_tokens": max_tokens, "stream": streams, **fields}
     return GenerateRequest(
         request_id="r",
         gateway_id=gateway,
@@ -68,22 +76,35 @@ def make_request(
         root=root,
         prompt_ids=list(prompt_ids),
         choices=tuple(ChoiceState(index, 7 + index, output_ids) for index in range(n)),
-        sampling=SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling}),
+        sampling=SamplingParams(max_tokens=max_tokens),
         deadline_s=deadline_s,
         is_suspect=is_suspect,
         adapter=adapter,
+        call=EngineCall(path, msgspec.json.encode(body), streams),
     )
+
+
+FACTS = EngineFacts(1.0, 256, BLOCK, EngineModel("tiny", "tiny", 4096))
 
 
 class Rig:
     """Submits, and keeps what comes. `check` asserts the order of each request's frames."""
 
-    def __init__(self, api: EngineApi, source: EventSource | None = None) -> None:
+    def __init__(
+        self,
+        api: EngineApi,
+        source: EventSource | None = None,
+        facts: EngineFacts = FACTS,
+        *,
+        hang_s: float = HANG_S,
+        probe_s: float = 0.0,
+    ) -> None:
         self.metrics = WorkerMetrics()
         blocks = EngineBlocks(BLOCK, max_names=4096)
         self.deaths: list[BaseException] = []
         self.sinks = EngineSinks(self.deliver, self.deaths.append, self)
-        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, self.metrics, self.sinks)
+        life = EngineLife(facts, hang_s=hang_s, probe_s=probe_s)
+        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, life, self.metrics, self.sinks)
         self.frames: dict[RequestKey, list[Frame]] = defaultdict(list)
         self.published: set[BlockHash] = set()
         self.epochs: list[WorkerMember] = []
@@ -138,6 +159,11 @@ class Rig:
         self.engine._publish()
         return state["num_requests"] == 0 and not sum(self.load.queued_prefill_s.values())
 
+    @property
+    def state(self) -> str:
+        """The state of the engine."""
+        return str(self.engine.debug_state().result()["engine"]["state"])
+
 
 def check_order(frames: Sequence[Frame]) -> None:
     """Assert what the wire promises: Started first and once, no token behind a choice's end, one last frame."""
@@ -160,8 +186,13 @@ def finishes(frames: Sequence[Frame]) -> list[Finished]:
     return [frame for frame in frames if isinstance(frame, Finished)]
 
 
+def is_lost(frames: Sequence[Frame]) -> bool:
+    return isinstance(frames[-1], Failed) and (frames[-1].code, frames[-1].retryable) == ("worker_lost", True)
+
+
 @asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
+    await rig.engine.catch_up()
     rig.engine.start()
     supervising = asyncio.create_task(rig.engine.supervise())
     try:
@@ -174,41 +205,47 @@ async def running(rig: Rig) -> AsyncIterator[Rig]:
 
 
 class Call:
-    """One choice at a scripted engine."""
+    """One request at a scripted engine."""
 
-    def __init__(self, request: GenerateRequest, choice: ChoiceState) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.choice = choice
-        self.parts: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
+        self.parts: asyncio.Queue[TextPart | Exception | None] = asyncio.Queue()
         self.is_open = True
 
-    def say(self, *parts: Chunk | Exception | None) -> None:
+    def say(self, *parts: TextPart | Exception | None) -> None:
         """An exception breaks the stream, None ends it."""
         for part in parts:
             self.parts.put_nowait(part)
 
-    def token(self, token_id: int = 5) -> None:
-        self.say(Chunk((token_id,)))
+    def token(self, token_id: int = 5, choice: int = 0) -> None:
+        self.say(TextPart(b"{}", ((choice, (token_id,)),)))
 
     def end(self, reason: str = "length", num_cached_tokens: int | None = None) -> None:
-        self.say(Chunk((6,), None, reason), Chunk(num_cached_tokens=num_cached_tokens), None)
+        choices = [choice.index for choice in self.request.choices]
+        reasons = tuple([(index, reason) for index in choices])
+        self.say(TextPart(b"{}", tuple([(index, (6,)) for index in choices]), reasons))
+        self.say(TextPart(b"{}", num_cached_tokens=num_cached_tokens), None)
 
 
 class ScriptedApi:
     """An EngineApi that a test controls."""
 
     kind = "vllm"
-    unsupported: tuple[str, ...] = ("typical_p", "bad_words", "resume:grammar")
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.counts: EngineLoad | Exception = EngineLoad(1.0, 0, 0, 256, BLOCK, 0.0)
+        self.model_name = "tiny"
         self.loras: tuple[str, ...] = ()
         self.reset_error: Exception | None = None
         self.num_resets = 0
         self.healthy = True
         self.num_asked = 0
-        self.connected_s = 0.0
+        self.paused = False
+        self.works = asyncio.Event()
+        """Cleared: the core answers no request for a token."""
+        self.works.set()
+        self.num_probes = 0
 
     @property
     def open_calls(self) -> list[Call]:
@@ -226,7 +263,7 @@ class ScriptedApi:
         return ""
 
     async def model(self) -> EngineModel:
-        return EngineModel("tiny", "tiny", 4096, self.loras)
+        return EngineModel(self.model_name, "tiny", 4096, self.loras)
 
     async def load(self) -> EngineLoad:
         self.num_asked += 1
@@ -240,8 +277,13 @@ class ScriptedApi:
     async def tokenize(self, text: str) -> list[int]:
         return []
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        raise NotImplementedError
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+        self.num_probes += 1
+        await self.works.wait()
+        return 0
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None
@@ -263,8 +305,8 @@ class ScriptedApi:
         if self.reset_error is not None:
             raise self.reset_error
 
-    async def generate(self, request: GenerateRequest, choice: ChoiceState, request_id: str) -> AsyncIterator[Chunk]:
-        call = Call(request, choice)
+    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+        call = Call(request)
         self.calls.append(call)
         try:
             while (part := await call.parts.get()) is not None:
@@ -275,7 +317,7 @@ class ScriptedApi:
             call.is_open = False
 
     async def text_apis(self) -> tuple[str, ...]:
-        return ()
+        return ("/v1/completions",)
 
     async def media(self) -> tuple[str, ...]:
         return ()
@@ -285,12 +327,6 @@ class ScriptedApi:
 
     async def render(self, call: EngineCall) -> Rendered:
         raise NotImplementedError
-
-    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
-        raise NotImplementedError
-
-    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[TokenLogprobs | None]:
-        return [None, *(TokenLogprobs(-1.0) for _ in request.prompt_ids[1:])]
 
     async def close(self) -> None:
         pass

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.serving import free_ports
-from tests.waiting import until
+from tests.faults.part import ROOT
+from tests.waiting import HANG_S, until
 from tests.worker.adapter.rig import fake_engine
 from worker.adapter import connect as connect_module
 from worker.adapter.connect import connect
@@ -29,12 +32,15 @@ async def connected(config: WorkerConfig, reports: list[str] | None = None) -> A
 
 
 async def test_what_is_registered(engine_folder: Path) -> None:
-    async with fake_engine(engine_folder, "--lora", "pirate", "--lora", "lawyer", "--version", "9.9") as (_, url):
+    async with fake_engine(
+        engine_folder, "--lora", "pirate", "--lora", "lawyer", "--alias", "small", "--version", "9.9"
+    ) as (_, url):
         engine = await connected(config(url, revision="r7"))
         member, bundle = engine.member, engine.bundle
         assert (member.model, member.numerics, member.prefill_order) == ("tiny", "vllm-9.9/unknown", "fifo")
         assert member.adapters == ("lawyer", "pirate")
-        assert {"typical_p", "bad_words"} <= set(member.unsupported)
+        assert member.aliases == ("small",)
+        assert set(member.text_apis) == {"/v1/chat/completions", "/v1/completions"}
         assert (bundle.revision, bundle.max_model_len, bundle.vocab_size) == ("r7", 4096, 32_000)
         await engine.close()
         renamed = await connected(config(url, served_model_name="other", max_model_len=100, events="none"))
@@ -120,3 +126,45 @@ async def test_a_model_with_windows_has_ends_before_its_first_blocks(engine_fold
         engine = await connected(config(url))
         assert engine.member.ends == "exact"
         await engine.close()
+
+
+async def test_it_waits_for_the_first_token(engine_folder: Path) -> None:
+    """An engine may compile for minutes, and is not ready until then."""
+    async with fake_engine(engine_folder) as (fake, url):
+        fake.ranks[0].stop(True)
+        reports: list[str] = []
+        connecting = asyncio.create_task(connected(config(url, hang_s=1.0), reports))
+        await until(lambda: any("first token" in line for line in reports))
+        await until(lambda: fake.ranks[0].num_running)
+        assert not connecting.done()
+        fake.ranks[0].stop(False)
+        await (await connecting).close()
+
+
+def test_a_new_engine_ends_the_process_with_status_1(engine_folder: Path, tmp_path: Path) -> None:
+    """So its supervisor starts it again, for what is there now."""
+    [port] = free_ports(1)
+    sockets = ("--events", f"ipc://{engine_folder}/events", "--replay", f"ipc://{engine_folder}/replay")
+    command = [sys.executable, "-m", "tests.fake_engine", str(engine_folder), "--port", str(port), *sockets]
+    options = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{port}", "--host", "127.0.0.1", "--port", "0"]
+    log = tmp_path / "worker.log"
+    engine = subprocess.Popen(command, cwd=ROOT)
+    with log.open("wb") as errors:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "worker", *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors
+        )
+    try:
+        assert worker.stdout is not None
+        events = [json.loads(worker.stdout.readline())["event"] for _ in range(2)]
+        assert events == ["listening", "ready"]
+        engine.kill()
+        engine.wait()
+        engine = subprocess.Popen([*command, "--max-model-len", "2048"], cwd=ROOT)
+        assert worker.wait(HANG_S) == 1
+        assert "another engine answers: " in log.read_text()
+    finally:
+        for process in (engine, worker):
+            process.kill()
+            process.wait()
+        if worker.stdout is not None:
+            worker.stdout.close()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from cache.hashing import hash_chain
 from cache.types import BlockHash
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 from tests.worker.adapter.rig import (
     BLOCK,
     ROOT,
     Rig,
     ScriptedApi,
+    is_lost,
     make_request,
 )
 from worker.adapter import engine as engine_module
@@ -26,12 +29,12 @@ from worker.wire import End
 async def test_refusals(api: ScriptedApi, rig: Rig) -> None:
     refusal = rig.engine.refusal
     assert refusal(make_request()) is None
-    for fields, name in (({"typical_p": 0.5}, "typical_p"), ({"bad_words": ((1,),)}, "bad_words")):
-        failed = refusal(make_request(**fields))
-        assert failed is not None
-        assert failed.code == "unsupported"
-        assert failed.retryable, "another worker may"
-        assert name in failed.message
+    bare = refusal(msgspec.structs.replace(make_request(), call=None))
+    assert bare is not None
+    assert (bare.code, bare.retryable) == ("unsupported", True), "another worker may"
+    messages = refusal(make_request(path="/v1/messages"))
+    assert messages is not None
+    assert "/v1/messages" in messages.message
     unknown = refusal(make_request(adapter="pirate"))
     assert unknown is not None
     assert "pirate" in unknown.message
@@ -54,34 +57,75 @@ async def test_adapters_of_the_engine_are_listed_again(api: ScriptedApi, rig: Ri
 
 
 async def test_an_engine_that_is_gone_and_back(api: ScriptedApi, rig: Rig) -> None:
-    epoch = rig.engine.member.epoch
+    """The same process counts again after a token, as after a fault of a network."""
+    key, counts = rig.submit(make_request()), api.counts
+    await api.call()
     api.counts = EngineLostError("closed", gone=True)
     await until(lambda: rig.load.draining)
-    assert rig.engine.member.epoch != epoch, "nothing of the old one is promised any more"
+    await until(lambda: rig.is_over(key))
+    assert is_lost(rig.frames[key])
+    assert rig.load.problem == "closed"
     assert "closed" in (await rig.engine.liveness() or "")
     refused = rig.engine.refusal(make_request())
     assert refused is not None
     assert (refused.code, refused.retryable) == ("not_ready", True)
-    api.counts = EngineLoad(2.0, 0, 0, 256, 16, 0.0)
+    api.works.clear()
+    api.counts = counts
+    await until(lambda: rig.state == "starting")
+    assert rig.load.draining, "it answers, and has generated no token"
+    api.works.set()
     await until(lambda: not rig.load.draining)
     assert await rig.engine.liveness() is None
 
 
-async def test_an_engine_that_is_slow_to_answer_is_not_lost_at_once(api: ScriptedApi, rig: Rig) -> None:
+async def test_an_engine_that_is_slow_to_answer_is_not_lost(api: ScriptedApi, rig: Rig) -> None:
+    """Its streams wait, and it comes back by an answer."""
     healthy, epoch = api.counts, rig.engine.member.epoch
+    key = rig.submit(make_request())
+    call = await api.call()
+    api.works.clear()
     api.counts = EngineLostError("timeout")
+    await until(lambda: rig.load.is_slow)
     await until(lambda: rig.load.draining)
-    assert rig.engine.member.epoch == epoch, "its cache may well be there"
+    assert rig.state == "doubtful"
     api.counts = healthy
     await until(lambda: not rig.load.draining)
+    api.works.set()
+    call.end()
+    await until(lambda: rig.is_over(key))
+    assert isinstance(rig.frames[key][-1], End)
     assert rig.engine.member.epoch == epoch
 
 
-async def test_another_start_time_is_another_cache(api: ScriptedApi, rig: Rig) -> None:
-    epoch = rig.engine.member.epoch
-    api.counts = EngineLoad(2.0, 0, 0, 256, 16, 0.0)
-    await until(lambda: rig.engine.member.epoch != epoch)
-    assert len(rig.epochs) == 1
+@pytest.mark.parametrize(
+    "change", [{"started_s": 2.0}, {"num_blocks": 255}, {"block_size": 32}, {"prefill_tokens": 5.0}], ids=str
+)
+async def test_another_process_ends_the_worker(
+    api: ScriptedApi, rig: Rig, change: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    key = rig.submit(make_request())
+    await api.call()
+    counts = replace(api.counts, prefill_tokens=9.0)
+    api.counts = counts
+    await until(lambda: rig.engine._counts == counts)
+    api.counts = replace(counts, **change)
+    await until(lambda: rig.deaths)
+    await until(lambda: rig.is_over(key))
+    assert is_lost(rig.frames[key])
+    assert rig.load.draining, "gateways send it nothing"
+    assert rig.state == "replaced"
+    api.counts = counts
+    await asyncio.sleep(0.05)
+    assert (rig.state, len(rig.deaths)) == ("replaced", 1)
+    [critical] = [record.message for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert critical.startswith("the engine is replaced: another engine answers: ")
+
+
+async def test_a_list_of_other_models_ends_the_worker(api: ScriptedApi, rig: Rig) -> None:
+    api.model_name = "other"
+    await until(lambda: rig.deaths)
+    assert "'tiny'" in str(rig.deaths[0])
+    assert "'other'" in str(rig.deaths[0])
 
 
 async def test_traffic_round_the_gateway_is_said_loudly(
@@ -122,18 +166,46 @@ async def test_purge(api: ScriptedApi, rig: Rig) -> None:
         await asyncio.wrap_future(rig.engine.purge())
 
 
-async def test_liveness(api: ScriptedApi, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_liveness(api: ScriptedApi, rig: Rig) -> None:
     assert await rig.engine.liveness() is None
     api.healthy = False
     assert await rig.engine.liveness() == "the engine reports that it is not healthy"
     api.healthy = True
+
+
+async def test_a_paused_engine_is_neither_lost_nor_ready(api: ScriptedApi, rig: Rig) -> None:
     key = rig.submit(make_request())
     call = await api.call()
-    monkeypatch.setattr(engine_module, "MAX_SILENT_S", 0.0)
-    await asyncio.sleep(0.001)
-    assert "no token" in (await rig.engine.liveness() or "")
+    for fields in ({}, {"sleeps": True}):
+        counts, api.paused = api.counts, not fields
+        api.counts = replace(counts, **fields)
+        await until(lambda: rig.state == "paused")
+        assert rig.load.draining
+        assert rig.engine.unreadiness == "the engine is paused or sleeps"
+        assert await rig.engine.liveness() is None
+        api.works.clear()
+        api.paused, api.counts = False, counts
+        await until(lambda: rig.state == "starting")
+        api.works.set()
+        await until(lambda: not rig.load.draining)
     call.end()
     await until(lambda: rig.is_over(key))
+    assert isinstance(rig.frames[key][-1], End), "it has waited"
+
+
+async def test_an_unloaded_adapter_is_no_loss(api: ScriptedApi, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways ask another worker, and the next list of models comes at once."""
+    api.loras = ("pirate",)
+    await until(lambda: rig.engine.member.adapters)
+    monkeypatch.setattr(engine_module, "WATCH_S", HANG_S)
+    asked = api.num_asked
+    await until(lambda: api.num_asked > asked)
+    key = rig.submit(make_request(adapter="pirate"))
+    api.loras = ()
+    (await api.call()).say(EngineRefusedError(404, "The model `pirate` does not exist."))
+    await until(lambda: rig.is_over(key))
+    assert rig.frames[key][-1].code == "not_ready"
+    await until(lambda: not rig.engine.member.adapters)
 
 
 async def test_a_model_with_windows_begins_an_epoch_with_ends(api: ScriptedApi, rig: Rig) -> None:

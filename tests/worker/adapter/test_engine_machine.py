@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tests.worker.adapter.rig import Call, Rig, ScriptedApi, check_order, finishes, make_request
 from worker.adapter import requests as requests_module
-from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError
+from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.adapter.requests import ActiveRequest
 from worker.contracts.engine import RequestKey
 from worker.contracts.rates import PrefillRate
@@ -37,7 +37,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.trouble: list[object] = []
         self.api = ScriptedApi()
         self.rig = Rig(self.api)
-        self.rig.engine._requests.account.rate = PrefillRate(1000, 1.0)
+        self.rig.engine._account.rate = PrefillRate(1000, 1.0)
+        self.loop.run_until_complete(self.rig.engine.catch_up())
         self.requests: dict[RequestKey, int] = {}
 
     def turn(self, is_settled: bool = True) -> None:
@@ -64,18 +65,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.turn(settles)
         return key
 
-    @rule(number=st.integers(0, 9), settles=st.booleans())
-    def token(self, number: int, settles: bool) -> None:
+    @rule(number=st.integers(0, 9), choice=st.integers(0, 2), settles=st.booleans())
+    def token(self, number: int, choice: int, settles: bool) -> None:
         if call := self.pick(number):
-            call.token()
+            call.token(choice=choice % len(call.request.choices))
             self.turn(settles)
 
     @rule(number=st.integers(0, 9), has_usage=st.booleans(), settles=st.booleans())
     def end(self, number: int, has_usage: bool, settles: bool) -> None:
         if call := self.pick(number):
-            call.say(Chunk((5, 2), None, "stop", 2))
-            if has_usage:
-                call.say(Chunk(num_cached_tokens=16), None)
+            call.end("stop", 16 if has_usage else None)
             self.turn(settles)
 
     @rule(number=st.integers(0, 9), error=st.sampled_from(ERRORS), settles=st.booleans())
@@ -87,11 +86,6 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(key=consumes(keys), settles=st.booleans())
     def abort(self, key: RequestKey, settles: bool) -> None:
         self.rig.engine.abort(key)
-        self.turn(settles)
-
-    @rule(key=keys, choice=st.integers(0, 2), settles=st.booleans())
-    def abort_choice(self, key: RequestKey, choice: int, settles: bool) -> None:
-        self.rig.engine.abort(key, choice)
         self.turn(settles)
 
     @rule()
@@ -111,7 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.turn()
-        assert self.rig.engine._requests.account.num_open == len(self.api.open_calls)
+        assert self.rig.engine._account.num_open == sum(len(call.request.choices) for call in self.api.open_calls)
         self.rig.engine._publish()
         active = self.rig.engine._requests.active.values()
         waiting = [each.request.gateway_id for each in active if not has_tokens(each)]

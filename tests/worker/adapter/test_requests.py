@@ -13,23 +13,19 @@ from tests.waiting import HANG_S, until
 from tests.worker.adapter.rig import (
     Rig,
     ScriptedApi,
-    check_order,
     finishes,
     make_request,
     token_ids,
 )
-from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError
+from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.contracts.engine import RequestKey, StepLog
 from worker.wire import (
-    ChoiceState,
     End,
+    EngineText,
     Failed,
     Finished,
     Frame,
-    Grammar,
-    PromptLogprobs,
     Started,
-    TokenLogprobs,
     Tokens,
 )
 
@@ -42,22 +38,28 @@ def timeless(frames: Sequence[Frame]) -> list[Frame]:
     return [msgspec.structs.replace(first, queue_s=None), *others]
 
 
-async def test_frames_of_a_plain_stream(api: ScriptedApi, rig: Rig) -> None:
+async def test_frames_of_a_stream(api: ScriptedApi, rig: Rig) -> None:
     key = rig.submit(make_request())
     call = await api.call()
     call.token(11)
-    call.say(Chunk((12, 2), (TokenLogprobs(-1.0), TokenLogprobs(-2.0)), "stop", 2), Chunk(num_cached_tokens=64), None)
+    call.end("stop", 64)
     await until(lambda: rig.is_over(key))
     *frames, end = rig.frames[key]
-    assert timeless(frames) == [
-        Started(0),
-        Tokens(0, (11,)),
-        Tokens(0, (12, 2), (TokenLogprobs(-1.0), TokenLogprobs(-2.0))),
-        Finished(0, "stop", 2),
-    ]
+    text = EngineText(b"{}")
+    assert timeless(frames) == [Started(0), Tokens(0, (11,)), text, Tokens(0, (6,)), text, text, Finished(0, "stop")]
     assert isinstance(end, End)
     assert end.num_cached_tokens == 64
     assert min(end.queue_s, end.prefill_s, end.decode_s) >= 0.0
+
+
+async def test_choices_are_one_call(api: ScriptedApi, rig: Rig) -> None:
+    key = rig.submit(make_request(n=3))
+    call = await api.call()
+    assert rig.engine._account.num_open == 3
+    call.end()
+    await until(lambda: rig.is_over(key))
+    assert [frame.choice for frame in finishes(rig.frames[key])] == [0, 1, 2]
+    assert len(api.calls) == 1
 
 
 async def test_a_traced_request_has_its_times(api: ScriptedApi, rig: Rig) -> None:
@@ -71,22 +73,6 @@ async def test_a_traced_request_has_its_times(api: ScriptedApi, rig: Rig) -> Non
     assert steps.begun_s is not None
     assert steps.first_token_s is not None
     assert steps.begun_s <= steps.first_token_s
-    assert steps.decode.num_steps == 2
-
-
-async def test_other_choices_wait_for_the_first_ones_token(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request(n=4))
-    first = await api.call()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert len(api.calls) == 1
-    first.token()
-    await api.call(3)
-    for call in api.calls:
-        call.end(num_cached_tokens=96 if call is not first else 0)
-    await until(lambda: rig.is_over(key))
-    assert sorted(frame.choice for frame in finishes(rig.frames[key])) == [0, 1, 2, 3]
-    assert rig.frames[key][-1].num_cached_tokens == 0, "the others' hits are the first one's own blocks"
 
 
 async def test_a_resumed_prompt_is_never_more_cached_than_long(api: ScriptedApi, rig: Rig) -> None:
@@ -96,13 +82,6 @@ async def test_a_resumed_prompt_is_never_more_cached_than_long(api: ScriptedApi,
     (await api.call()).end(num_cached_tokens=64)
     await until(lambda: rig.is_over(key))
     assert rig.frames[key][-1].num_cached_tokens == 40
-
-
-async def test_prompt_logprobs_come_before_tokens(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request(prompt_logprobs=0))
-    (await api.call()).end()
-    await until(lambda: rig.is_over(key))
-    assert [type(frame) for frame in rig.frames[key]] == [Started, PromptLogprobs, Tokens, Finished, End]
 
 
 VLLM_TOO_LONG = "This model's maximum context length is 8 tokens. However, you requested 9 tokens."
@@ -122,19 +101,17 @@ TGI_TOO_LONG = "Input validation error: `inputs` tokens + `max_new_tokens` must 
         (EngineRefusedError(400, SGLANG_TOO_LONG), "context_length_exceeded", False),
         (EngineRefusedError(400, LLAMA_TOO_LONG), "context_length_exceeded", False),
         (EngineRefusedError(422, TGI_TOO_LONG), "context_length_exceeded", False),
-        (EngineRefusedError(401, "no"), "worker_lost", True),
-        (EngineRefusedError(404, "no"), "worker_lost", True),
+        (EngineRefusedError(404, "no"), "invalid_request", False),
         (EngineRefusedError(429, "full"), "queue_full", True),
         (EngineRefusedError(503, "full"), "queue_full", True),
-        (EngineRefusedError(500, "oh"), "worker_lost", True),
+        (EngineRefusedError(500, "oh"), "engine_error", False),
         (ValueError("a chunk that is none"), "internal", True),
-        (None, "worker_lost", True),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("num_tokens", [0, 2])
 async def test_a_failed_stream(
-    api: ScriptedApi, rig: Rig, error: Exception | None, code: str, retryable: bool, num_tokens: int
+    api: ScriptedApi, rig: Rig, error: Exception, code: str, retryable: bool, num_tokens: int
 ) -> None:
     key = rig.submit(make_request(n=2))
     call = await api.call()
@@ -147,30 +124,6 @@ async def test_a_failed_stream(
     assert (last.code, last.retryable) == (code, retryable)
     assert not finishes(rig.frames[key]), "no choice has ended, so another worker takes all"
     assert (last.retry_after_s is not None) == (code == "queue_full")
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-async def test_a_choice_that_the_engine_gives_up(api: ScriptedApi, rig: Rig, reason: str) -> None:
-    key = rig.submit(make_request())
-    (await api.call()).say(Chunk((5,)), Chunk((), None, reason), None)
-    await until(lambda: rig.is_over(key))
-    assert rig.frames[key][-1].code == "worker_lost"
-    assert not finishes(rig.frames[key])
-
-
-async def test_an_answer_without_its_usage_is_whole(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request())
-    (await api.call()).say(Chunk((5,), None, "length"), EngineLostError("broken"))
-    await until(lambda: rig.is_over(key))
-    assert isinstance(rig.frames[key][-1], End)
-    assert rig.frames[key][-1].num_cached_tokens is None
-
-
-async def test_nothing_comes_behind_the_end_of_a_choice(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request())
-    (await api.call()).say(Chunk((5,), None, "length"), Chunk((6,)), Chunk((7,), None, "stop"), None)
-    await until(lambda: rig.is_over(key))
-    assert timeless(rig.frames[key][:-1]) == [Started(0), Tokens(0, (5,)), Finished(0, "length")]
 
 
 def later(clock: Callable[[], float], seconds: float) -> float:
@@ -198,53 +151,6 @@ async def test_no_deadline_behind_the_first_token(api: ScriptedApi, rig: Rig, mo
     assert isinstance(rig.frames[key][-1], End)
 
 
-async def test_abort_of_one_choice(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request(n=3))
-    (await api.call()).token()
-    await api.call(2)
-    rig.engine.abort(key, 1)
-    await until(lambda: not api.calls[1].is_open)
-    for call in (api.calls[0], api.calls[2]):
-        call.end()
-    await until(lambda: rig.is_over(key))
-    reasons = {frame.choice: frame.reason for frame in finishes(rig.frames[key])}
-    assert reasons == {0: "length", 1: "abort", 2: "length"}
-
-
-async def test_abort_of_a_choice_whose_usage_is_missing(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request())
-    (await api.call()).say(Chunk((5,), None, "length"))
-    await until(lambda: finishes(rig.frames[key]))
-    rig.engine.abort(key, 0)
-    api.calls[0].say(Chunk(num_cached_tokens=32), None)
-    await until(lambda: rig.is_over(key))
-    assert finishes(rig.frames[key]) == [Finished(0, "length")]
-    assert rig.frames[key][-1].num_cached_tokens == 32
-
-
-async def test_abort_of_a_choice_that_has_not_begun(api: ScriptedApi, rig: Rig) -> None:
-    key = rig.submit(make_request(n=2))
-    call = await api.call()
-    rig.engine.abort(key, 1)
-    call.end()
-    await until(lambda: rig.is_over(key))
-    assert sorted((frame.choice, frame.reason) for frame in finishes(rig.frames[key])) == [(0, "length"), (1, "abort")]
-    assert len(api.calls) == 1
-
-
-async def test_abort_of_the_first_choice_before_its_start(api: ScriptedApi, rig: Rig) -> None:
-    """Its end waits for Started, which comes with the other choice."""
-    rig.submit(make_request())
-    key = rig.submit(make_request(n=2))
-    await api.call(1)
-    rig.engine.abort(key, 0)
-    for number in (2, 0):
-        (await api.call(number)).end()
-    await until(lambda: rig.is_over(key))
-    kinds = [type(frame).__name__ for frame in rig.frames[key]]
-    assert kinds == ["Started", "Finished", "Tokens", "Finished", "End"]
-
-
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 5, 50])
 async def test_abort_of_all(api: ScriptedApi, rig: Rig, num_turns: int) -> None:
     """However far the request has come, from the very turn in which it was submitted on."""
@@ -264,7 +170,7 @@ async def test_abort_of_all(api: ScriptedApi, rig: Rig, num_turns: int) -> None:
 async def test_fail_all(api: ScriptedApi, rig: Rig) -> None:
     keys = [rig.submit(make_request(n=2)) for _ in range(3)]
     (await api.call(0)).token()
-    await until(lambda: len(api.calls) == 4)
+    await until(lambda: len(api.calls) == 3)
     keys.append(rig.submit(make_request()))  # not begun
     failed = Failed("draining", "the worker stops", retryable=True)
     api.calls[1].say(EngineLostError("broken"))  # in the same turn
@@ -306,20 +212,7 @@ async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig:
     await until(lambda: rig.load.num_waiting == 2)
     api.calls[0].token()
     await until(lambda: rig.frames[keys[1]])
-    assert [len(rig.frames[key]) for key in keys] == [2, 1, 0]
+    assert [len(rig.frames[key]) for key in keys] == [3, 1, 0]
     for call in api.calls:
         call.end()
     await until(lambda: all(map(rig.is_over, keys)))
-
-
-async def test_a_resumed_request_goes_on(api: ScriptedApi, rig: Rig) -> None:
-    request = make_request(output_ids=(7, 8), max_tokens=8)
-    key = rig.submit(request)
-    call = await api.call()
-    assert call.choice == ChoiceState(0, 7, (7, 8))
-    call.end()
-    await until(lambda: rig.is_over(key))
-    check_order(rig.frames[key])
-    refused = rig.engine.refusal(make_request(output_ids=(7,), grammar=Grammar("json_object", "")))
-    assert refused is not None
-    assert "resume:grammar" in refused.message

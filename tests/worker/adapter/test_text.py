@@ -21,6 +21,7 @@ from tests.worker.adapter.scripted_http import ScriptedHttp, sse
 from tests.worker.adapter.test_vllm import api as api
 from tests.worker.adapter.test_vllm import server as server
 from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart
+from worker.adapter.life import facts_of
 from worker.adapter.text import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from worker.adapter.vllm import VllmApi
 from worker.wire import End, EngineCall, EngineText, Failed, GenerateRequest, Started
@@ -157,7 +158,7 @@ async def test_answers_to_images_come_from_messages(server: ScriptedHttp, api: V
 
 @contextlib.asynccontextmanager
 async def rig_over(api: VllmApi) -> AsyncIterator[Rig]:
-    rig = Rig(api)
+    rig = Rig(api, facts=facts_of(await api.load(), await api.model()))
     rig.engine.member = replace(MEMBER, text_apis=(CHAT,))
     async with running(rig):
         yield rig

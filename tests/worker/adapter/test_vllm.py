@@ -1,4 +1,4 @@
-"""vLLM's API: what is sent, what its answers mean, and the older API without tokens."""
+"""vLLM's API: what it reports, and one token of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from tests.worker.adapter.rig import make_request
-from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http, sse
-from worker.adapter.api import Chunk, EngineLostError, EngineRefusedError, EventSource, resumed_seed
+from tests.worker.adapter.scripted_http import ScriptedHttp, scripted_http
+from worker.adapter.api import EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.connect import connect
-from worker.adapter.vllm import UNSUPPORTED, VllmApi, parse_load, token_body
-from worker.common.features import required_features
+from worker.adapter.vllm import VllmApi, parse_load
 from worker.config import WorkerConfig
 from worker.contracts.metrics import WorkerMetrics
-from worker.wire import ChoiceState, Grammar, SamplingDefaults, TokenLogprobs
+from worker.wire import SamplingDefaults
 
 METRICS = b"""\
 # HELP vllm:num_requests_running Number of requests
@@ -35,7 +33,6 @@ vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="700"} 1.0
 vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="m"} 512.0
 vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 2.0
 """
-TOKEN_API = "POST /inference/v1/generate"
 
 
 SPECULATING = METRICS + b'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n'
@@ -48,7 +45,7 @@ def server() -> ScriptedHttp:
     source = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5558", "replay_endpoint": None, "topic": "kv"}
     server.answers |= {
         "GET /version": JSONResponse({"version": "0.32.0"}),
-        "GET /inference/v1/generate": Response(status_code=405),
+        "GET /v1/completions/render": Response(status_code=405),
         "GET /v1/models": JSONResponse({"data": models}),
         "GET /metrics": PlainTextResponse(METRICS),
         "GET /health": Response(),
@@ -67,22 +64,8 @@ async def api(server: ScriptedHttp) -> AsyncIterator[VllmApi]:
         await api.close()
 
 
-async def chunks(api: VllmApi, **fields: Any) -> list[Chunk]:
-    request = make_request(**fields)
-    return [chunk async for chunk in api.generate(request, request.choices[0], "rid")]
-
-
-def event(ids: list[int], reason: str | None = None, stop: Any = None, logprobs: Any = None) -> dict[str, Any]:
-    choice = {"index": 0, "token_ids": ids, "finish_reason": reason, "stop_reason": stop, "logprobs": logprobs}
-    return {"usage": None, "choices": [choice], "routed_experts": None}
-
-
-USAGE = {"choices": [], "usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 64}}}
-
-
 async def test_what_it_says_of_itself(api: VllmApi, server: ScriptedHttp) -> None:
     assert await api.version() == "0.32.0"
-    assert "logprobs" not in api.unsupported
     model = await api.model()
     assert (model.name, model.source, model.max_model_len, model.loras) == ("m", "/models/m", 4096, ("pirate",))
     assert await api.tokenize("x") == [1, 2]
@@ -107,10 +90,37 @@ async def test_what_it_says_of_itself(api: VllmApi, server: ScriptedHttp) -> Non
         await api.model()
 
 
-async def test_an_engine_without_the_token_api_is_refused(api: VllmApi, server: ScriptedHttp) -> None:
-    del server.answers["GET /inference/v1/generate"]
+async def test_an_engine_that_renders_nothing_is_refused(api: VllmApi, server: ScriptedHttp) -> None:
+    del server.answers["GET /v1/completions/render"]
     with pytest.raises(EngineRefusedError, match="--enable-scale-out"):
         await api.version()
+
+
+async def test_one_token_has_no_salt_of_a_tenant(api: VllmApi, server: ScriptedHttp) -> None:
+    server.answers |= {"POST /v1/chat/completions": Response(status_code=400)}
+    server.answers["POST /v1/completions"] = JSONResponse({"choices": [], "usage": {"prompt_tokens": 1}})
+    assert await api.one_token() is None
+    assert server.bodies[-1] == {"model": "m", "prompt": [0], "max_tokens": 1, "temperature": 0}
+    usage = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 32}}
+    server.answers["POST /v1/completions"] = JSONResponse({"choices": [], "usage": usage})
+    assert await api.one_token([5, 6], "salt") == 32
+    assert server.bodies[-1]["cache_salt"] == "salt"
+
+
+async def test_pause(api: VllmApi, server: ScriptedHttp) -> None:
+    assert not await api.is_paused(), "without development mode"
+    server.answers["GET /is_paused"] = JSONResponse({"is_paused": True})
+    assert await api.is_paused()
+    server.answers["GET /is_paused"] = JSONResponse({"error": "no"}, status_code=500)
+    assert not await api.is_paused()
+
+
+def test_a_sleeping_engine_says_so() -> None:
+    states = b'vllm:engine_sleep_state{engine="0",sleep_state="%b"} %b\n'
+    assert not parse_load(METRICS, 0).sleeps
+    for awake in (b"0.0", b"1.0"):
+        text = METRICS + states % (b"awake", awake) + states % (b"weights_offloaded", b"1.0")
+        assert parse_load(text, 0).sleeps == (awake == b"0.0")
 
 
 async def test_its_sampling_defaults(api: VllmApi, server: ScriptedHttp) -> None:
@@ -163,125 +173,6 @@ def test_load_of_a_rank() -> None:
 def test_broken_metrics_are_an_error_of_the_engine(noise: bytes, at: int) -> None:
     with contextlib.suppress(EngineLostError):
         parse_load(METRICS[:at] + noise + METRICS[at:], 0)
-
-
-async def test_tokens_and_usage(api: VllmApi, server: ScriptedHttp) -> None:
-    server.answers[TOKEN_API] = sse(event([5]), event([6, 7]), event([2], "stop"), USAGE)
-    assert await chunks(api) == [
-        Chunk((5,)),
-        Chunk((6, 7)),
-        Chunk((2,), None, "stop", 2),
-        Chunk(num_cached_tokens=64),
-    ]
-    body = server.bodies[-1]
-    assert body["cache_salt"] == make_request().root.hex()
-    assert (body["request_id"], body["stream"]) == ("rid", True)
-
-
-@pytest.mark.parametrize(
-    ("last", "reason", "stop_token_id"),
-    [
-        (event([9], "stop", 9), "stop", 9),
-        (event([2], "stop"), "stop", 2),
-        (event([9], "length"), "length", None),
-        (event([], "abort"), "abort", None),
-    ],
-)
-async def test_last_tokens(
-    api: VllmApi, server: ScriptedHttp, last: Any, reason: str, stop_token_id: int | None
-) -> None:
-    server.answers[TOKEN_API] = sse(event([5]), last)
-    got = await chunks(api, stop_token_ids=(9,))
-    assert (got[-1].reason, got[-1].stop_token_id) == (reason, stop_token_id)
-
-
-async def test_logprobs(api: VllmApi, server: ScriptedHttp) -> None:
-    top = [{"token_id": 9, "logprob": -3.0}, {"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -1.0}]
-    content = [{"token_id": 9, "logprob": -3.0, "rank": 7, "top_logprobs": top}]
-    server.answers[TOKEN_API] = sse(event([9], "length", logprobs={"content": content}))
-    [chunk] = await chunks(api, logprobs=2)
-    assert chunk.logprobs == (TokenLogprobs(-3.0, ((5, -0.5), (6, -1.0))),), "the two best, without the sampled one"
-    assert server.bodies[-1]["sampling_params"]["logprobs"] == 3, "it has a place of its own among them"
-    for wanted, asked in ((0, 0), (19, 20), (20, 20), (30, 30)):
-        request = make_request(logprobs=wanted)
-        assert token_body(request, request.choices[0], "")["sampling_params"]["logprobs"] == asked
-
-
-async def test_prompt_logprobs(api: VllmApi, server: ScriptedHttp) -> None:
-    found = [None, {"11": {"logprob": -2.0}, "4": {"logprob": -0.1}}]
-    server.answers[TOKEN_API] = JSONResponse({"prompt_logprobs": found})
-    got = await api.prompt_logprobs(make_request([10, 11], prompt_logprobs=1))
-    assert got == [None, TokenLogprobs(-2.0, ((4, -0.1),))]
-
-
-@pytest.mark.parametrize(
-    ("events", "error", "message"),
-    [
-        ([{"error": {"message": "too long", "type": "x", "param": None, "code": 400}}], EngineRefusedError, "too long"),
-        ([{"error": {"message": "oh", "code": 500}}], EngineLostError, "oh"),
-        ([event([5]), {"error": "oh"}], EngineLostError, "oh"),
-        ([b"data: {nonsense\n\n"], ValueError, "JSON|Expected"),
-        ([event([5]), b"data: [1]\n\n"], ValueError, "JSON|Expected"),
-        ([{"choices": [{"token_ids": "5"}]}], ValueError, "JSON|Expected"),
-    ],
-)
-async def test_broken_streams(
-    api: VllmApi, server: ScriptedHttp, events: list[Any], error: type[Exception], message: str
-) -> None:
-    """A refusal, too, comes with status 200."""
-    server.answers[TOKEN_API] = sse(*events)
-    with pytest.raises(error, match=message):
-        await chunks(api)
-
-
-def test_what_is_left_of_a_resumed_choice() -> None:
-    request = make_request([1, 2], output_ids=(3, 4), max_tokens=10, min_tokens=3, adapter="pirate")
-    choice = request.choices[0]
-    body = token_body(request, choice, "rid")
-    assert (body["token_ids"], body["model"]) == ([1, 2, 3, 4], "pirate")
-    assert (body["sampling_params"]["max_tokens"], body["sampling_params"]["min_tokens"]) == (8, 1)
-
-
-@given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 500), st.integers(0, 500))
-def test_seeds(seed: int, first: int, second: int) -> None:
-    def of(num_done: int) -> int:
-        return resumed_seed(ChoiceState(0, seed, (1,) * num_done))
-
-    assert 0 <= of(first) < 2**63
-    assert of(first) == of(first), "for the engine's sake, not for chance's"
-    if first != second and (first and second):
-        assert of(first) != of(second)
-
-
-def test_sampling_parameters() -> None:
-    fields: dict[str, Any] = {"top_k": 5, "ignore_eos": True, "stop_token_ids": (9,), "logit_bias": ((4, 1.5),)}
-    request = make_request(**fields, allowed_token_ids=(4, 5), frequency_penalty=0.5)
-    sampling = token_body(request, request.choices[0], "")["sampling_params"]
-    assert sampling["logit_bias"] == {4: 1.5}
-    expected = {"top_k": 5, "ignore_eos": True, "stop_token_ids": [9], "allowed_token_ids": [4, 5], "detokenize": False}
-    assert expected.items() <= sampling.items()
-    for kind, text, value in (
-        ("json_schema", "{}", {"json": "{}"}),
-        ("json_object", "", {"json_object": True}),
-        ("choice", '["a","b"]', {"choice": ["a", "b"]}),
-        ("regex", "x+", {"regex": "x+"}),
-    ):
-        request = make_request(grammar=Grammar(kind, text))
-        assert token_body(request, request.choices[0], "")["sampling_params"]["structured_outputs"] == value
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"typical_p": 0.5},
-        {"bad_words": ((1,),)},
-        {"grammar": Grammar("grammar", "root ::= x")},
-        {"grammar": Grammar("regex", "x"), "output_ids": (1,)},
-        {"presence_penalty": 1.0, "output_ids": (1,)},
-    ],
-)
-def test_what_it_cannot_do_is_listed(fields: dict[str, Any]) -> None:
-    assert set(required_features(make_request(**fields))) & set(UNSUPPORTED)
 
 
 @pytest.mark.parametrize(

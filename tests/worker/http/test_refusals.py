@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.refusals import sent
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 from tests.worker.adapter.refused_bodies import ENGINE_OPTIONS, adapter_cases
 from tests.worker.adapter.rig import BLOCK, BUNDLE, MEMBER, fake_engine, write_tokenizer
 from tests.worker.live_worker import LiveWorker, live_worker, serve
@@ -25,7 +24,7 @@ from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import generate
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
-from worker.adapter.text import CHAT
+from worker.adapter.life import EngineLife, facts_of
 from worker.adapter.vllm import VllmApi
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.service import WorkerService
@@ -111,8 +110,9 @@ async def adapter(folder: Path) -> AsyncIterator[tuple[WorkerService, int]]:
         api, metrics = VllmApi(url), WorkerMetrics()
         await api.version()
         service, blocks = WorkerService(metrics), EngineBlocks(BLOCK, max_names=4096)
-        member = dataclasses.replace(MEMBER, text_apis=(CHAT,))
-        engine = AdapterEngine(api, blocks, None, BUNDLE, member, metrics, service.sinks())
+        life = EngineLife(facts_of(await api.load(), await api.model()), hang_s=HANG_S, probe_s=0.0)
+        engine = AdapterEngine(api, blocks, None, BUNDLE, MEMBER, life, metrics, service.sinks())
+        await engine.catch_up()
         service.start(engine)
         try:
             async with serve(service) as own_url:
