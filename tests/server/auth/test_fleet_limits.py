@@ -414,7 +414,7 @@ def test_a_gift_under_way_keeps_its_room() -> None:
     assert purse.owned(120.0) == 300.0
 
 
-def test_the_room_of_a_gift_that_no gateway_takes_is_free_again() -> None:
+def test_the_room_of_a_gift_that_no_gateway_takes_is_free_again() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)}, 2)
     purse = fleet.gateways["g0"][0].purses["k/requests"]
     while not under_way(fleet, "k/requests"):
