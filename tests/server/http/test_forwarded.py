@@ -86,5 +86,5 @@ async def test_the_log_has_the_clients_address(says: Says, caplog: pytest.LogCap
 
 
 def test_a_wrong_network_is_named() -> None:
-    with pytest.raises(ValueError, match="--trusted-proxies takes networks such as 10.0.0.0/8: 'front'"):
+    with pytest.raises(ValueError, match=r"--trusted-proxies takes networks such as 10\.0\.0\.0/8: 'front'"):
         parse(["--trusted-proxies", "10.0.0.0/8,front"])
