@@ -83,8 +83,6 @@ NUM_THREADS: Final = 2
 """Threads that tokenise long texts: the library releases the GIL."""
 GC_THRESHOLD: Final = 20_000
 BAD_USAGE: Final = 2
-MAX_HEAP_TEXT_BYTES: Final = 1 << 20
-"""Memory of larger texts goes back to the system at once. By itself, glibc keeps up to 32 MB of each in its heap."""
 
 
 class Gateway:
@@ -275,9 +273,7 @@ class Gateway:
         if self._notice is not None:
             return
         config = self._config
-        log.info(
-            "draining: serves for %.0f s, then open requests have %.0f s", config.drain_notice_s, config.drain_grace_s
-        )
+        log.info("draining: %.0f s, then %.0f s for open requests", config.drain_notice_s, config.drain_grace_s)
         self.api.draining = True
         for listener in self._listeners[:1]:
             listener.announce_end()
@@ -343,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 when drained and stopped, 2 for options that cannot work."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(-3, MAX_HEAP_TEXT_BYTES)  # M_MMAP_THRESHOLD
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: else glibc's heap keeps freed texts of up to 32 MB each
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         configure_logging(config.log_level, config.log_format, add_ids)
