@@ -16,7 +16,7 @@ from server.api.pooling import ENGINE_PATHS
 from server.request.hints import SESSION_HEADERS
 from server.schema.fields import RequestFields
 from tests import smollm2
-from tests.faults.large_fleet import LARGE, fleet
+from tests.faults.large_fleet import LARGE, fleet, forget_peak, peak_bytes
 from tests.server.conftest import bundle_of
 from tests.server.test_app import chat
 from tests.server.test_field_sweep import BODIES, KINDS
@@ -102,3 +102,39 @@ async def test_long_fields_are_not_kept(tmp_path: Path, text: str) -> None:
     assert all(status < 500 for counts in statuses.values() for status in counts), statuses
     assert all(statuses[path][200] > NUM_REQUESTS // 10 for path in (POOLING if pools else GENERATION)), statuses
     assert grown <= MAX_GROWN_BYTES
+
+
+def bodies_of(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a text by every route that reads one."""
+    messages, hello = [{"role": "user", "content": text}], [{"role": "user", "content": "x"}]
+    yield "/v1/chat/completions", {"messages": messages}
+    yield "/v1/chat/completions", {"messages": [{"role": "system", "content": text}, *hello]}
+    yield "/v1/completions", {"prompt": text}
+    yield "/v1/messages", {"messages": messages, "max_tokens": 2}
+    yield "/v1/messages", {"system": text, "messages": hello, "max_tokens": 2}
+    yield "/v1/messages/count_tokens", {"messages": messages}
+    yield "/v1/responses", {"input": text}
+    yield "/v1/responses", {"input": "x", "instructions": text}
+    yield "/tokenize", {"prompt": text}
+    yield "/tokenize", {"messages": messages}
+
+
+@pytest.mark.parametrize("unit", ["<", "<|", "<|x|>", "<|im_", "<|im_end|>"])
+async def test_texts_like_control_tokens_take_twice_the_body(tmp_path: Path, unit: str) -> None:
+    """8 MB of them, for a model of a million tokens: at most twice the body and 64 MB at any time."""
+    bundle = bundle_of(smollm2.tokenizer(), bos_token="<|im_start|>", max_model_len=1 << 20)
+    text, above = unit * (8 * MIB // len(unit)), []
+    session = aiohttp.ClientSession(headers={"content-type": "application/json"})
+    async with fleet(tmp_path, bundle, 1) as gateway, session as http:
+        for path, fields in [*bodies_of("hello"), *bodies_of(text)]:
+            body = json.dumps({"model": "tiny", **fields}).encode()
+            before = gateway.process.memory_info().rss
+            forget_peak(gateway)
+            async with http.post(gateway.url + path, data=body) as answer:
+                await answer.read()
+            grown = peak_bytes(gateway) - before
+            print(f"{unit:10} {path:28} {'/'.join(fields):24} {answer.status} {grown / MIB:+7.1f} MiB")
+            if grown > 2 * len(body) + MAX_GROWN_BYTES:
+                above.append((path, grown / MIB))
+            assert answer.status in (200, 400)
+    assert not above

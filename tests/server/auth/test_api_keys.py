@@ -22,6 +22,7 @@ from server.auth.identity import (
     MAX_FILE_BYTES,
     Identity,
     KeyFile,
+    allowed_priority,
     digest_text,
     load_keys,
     parse_keys,
@@ -99,6 +100,7 @@ def test_valid_key_gives_its_identity(tmp_path: Path) -> None:
     assert third.salt == two.salt != one.salt
     assert third.key.digest != two.key.digest, "a limit is one key's"
     assert tenant_identity(b"secret", "two").salt == two.salt
+    assert allowed_priority(tenant_identity(b"secret", "two"), 3) == 3, "without keys, anyone may set one"
 
 
 def test_a_salt_of_a_request_is_its_tenants_own(tmp_path: Path) -> None:
