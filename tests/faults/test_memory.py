@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections import Counter
@@ -130,7 +131,7 @@ async def test_texts_like_control_tokens_take_twice_the_body(tmp_path: Path, uni
             body = json.dumps({"model": "tiny", **fields}).encode()
             before = gateway.process.memory_info().rss
             forget_peak(gateway)
-            async with http.post(gateway.url + path, data=body) as answer:
+            async with http.post(gateway.url + path, data=io.BytesIO(body)) as answer:
                 await answer.read()
             grown = peak_bytes(gateway) - before
             print(f"{unit:10} {path:28} {'/'.join(fields):24} {answer.status} {grown / MIB:+7.1f} MiB")
