@@ -77,7 +77,8 @@ def read_head(data: bytes) -> RequestHead:
     is_new = version == b"1.1"
     if not (is_new or version == b"1.0"):
         raise MessageError(505)
-    headers = [(name.lower(), value.rstrip()) for name, value in _FIELD.findall(data, line.end(), len(data) - 2)]
+    # A tab stays at the end of a value: llhttp takes `chunked` and a tab for another coding.
+    headers = [(name.lower(), value.rstrip(b" ")) for name, value in _FIELD.findall(data, line.end(), len(data) - 2)]
     fields = dict(headers)
     connection = fields.get(b"connection")
     if b"" in fields:
