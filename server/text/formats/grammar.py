@@ -21,10 +21,8 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     """Return rules; the first is named `calls`."""
     written, names = syntax.writes, list(tools.parameters)
     if written.is_list:
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(tools, written.arguments_key)}
-        if not tools.parallel:
-            schema["maxItems"] = 1
-        return [_line("calls", _around(tools, written.call, "body")), _line("body", tools.json(schema))]
+        body = tools.json(list_schema(tools, written.arguments_key))
+        return [_line("calls", _around(tools, written.call, "body")), _line("body", body)]
     separator = tools.literal(written.separator)
     calls = f"call ({separator} call)*" if tools.parallel else "call"
     lines = [_line("calls", " ".join((tools.literal(written.section[0]), calls, tools.literal(written.section[1]))))]
@@ -155,6 +153,12 @@ def _relaxed_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
         text_rule("relaxed_rest", syntax.quote, tools),
         _line("relaxed_scalar", tools.json({"type": sorted(_SCALARS - {"integer"})})),
     ]
+
+
+def list_schema(tools: GrammarTools, key: str) -> dict[str, Any]:
+    """Return the schema of a list of call objects, each with its arguments under a key."""
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(tools, key)}
+    return schema if tools.parallel else {**schema, "maxItems": 1}
 
 
 def _any_call(tools: GrammarTools, key: str) -> dict[str, Any]:
