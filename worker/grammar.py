@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from worker.common.json_schema import check_factors, compiler_options
+from worker.common.json_schema import check_embedded, check_factors, compiler_options
 from worker.scheduler.request import ConstraintError
 from worker.schema_errors import failing_place, in_words, named
 from worker.wire import GenerateRequest, Grammar, TokenizerBundle
@@ -30,7 +29,6 @@ _NUM_THREADS: Final = 2
 _MAX_TEXT_BYTES: Final = 256 * 1024
 _STACK_BYTES: Final = 512 << 20
 """A thread's stack, of which only what is used takes memory. A level takes some 12 KiB, and 30 bytes of a schema."""
-_EMBEDDED: Final = re.compile(r"%json\s*")
 _PARSER_LIMITS: Final = LLParserLimits(
     max_grammar_size=500_000,
     initial_lexer_fuel=1_000_000,
@@ -225,7 +223,7 @@ def to_llguidance(grammar: Grammar) -> str:
         case "choice":
             return str(LLMatcher.grammar_from_lark(_choice_rule(json.loads(grammar.text))))
         case "grammar":
-            _check_schemas(grammar.text)
+            check_embedded(grammar.text)
             return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
         case kind:
             raise ValueError(f"there is no kind {kind!r:.80}")
@@ -239,13 +237,6 @@ def _from_schema(schema: object, *, compact: bool) -> str:
     check_factors(schema)
     options: Any = compiler_options(compact=compact)
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
-
-
-def _check_schemas(lark: str) -> None:
-    """Raise ValueError for a schema in a client's own grammar for which the compiler would take all memory."""
-    for found in _EMBEDDED.finditer(lark):
-        with suppress(json.JSONDecodeError):  # which the compiler names
-            check_factors(json.JSONDecoder().raw_decode(lark, found.end())[0])
 
 
 def _choice_rule(options: object) -> str:

@@ -5,7 +5,10 @@ Source: JSON Schema 2020-12, and its earlier drafts, https://json-schema.org/spe
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from decimal import Decimal
 from math import isfinite
 from typing import Any, Final
@@ -20,6 +23,7 @@ _ONE: Final = frozenset(
 )
 _MANY: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _NAMED: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_EMBEDDED: Final = re.compile(r"%json\s*")
 MAX_INDENTED_LEVELS: Final = 8
 """The white space of one token of a usual vocabulary: deeper lines are indented no further."""
 _MAX_FACTOR_DIGITS: Final = 5
@@ -84,3 +88,10 @@ def check_factors(schema: Any) -> None:
             waiting += node.values()
         elif isinstance(node, list):
             waiting += node
+
+
+def check_embedded(lark: str) -> None:
+    """Check the factors in a client's own grammar as `check_factors` does."""
+    for found in _EMBEDDED.finditer(lark):
+        with suppress(json.JSONDecodeError):  # which the compiler names
+            check_factors(json.JSONDecoder().raw_decode(lark, found.end())[0])
