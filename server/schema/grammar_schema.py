@@ -37,8 +37,8 @@ _NEEDED: Final = {"maxContains": ("contains",), "minContains": ("contains",), "i
 _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
 """Keywords for the reading of references. They are dropped, as all references become pointers."""
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
-_MAX_BOUND: Final = 10**16
-_SHOWN_PLACES: Final = 16
+_MAX_BOUND: Final = 10**16  # the compiler writes no range of larger floats
+_SHOWN_PLACES: Final = 16  # with the next one, keeps the header below the limits of proxies
 _MAX_PLACE_CHARS: Final = 120
 """Keeps the header below the limits of proxies."""
 
