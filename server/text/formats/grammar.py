@@ -157,18 +157,15 @@ def _relaxed_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
 
 def list_schema(tools: GrammarTools, key: str) -> dict[str, Any]:
     """Return the schema of a list of call objects, each with its arguments under a key."""
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(tools, key)}
-    return schema if tools.parallel else {**schema, "maxItems": 1}
+    most = {} if tools.parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, "items": _any_call(tools, key), **most}
 
 
 def _any_call(tools: GrammarTools, key: str) -> dict[str, Any]:
     """Return the schema of a call object."""
-    calls = []
-    for name in tools.parameters:
-        properties = {"name": {"const": name}, key: tools.ref(name)}
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-        calls.append({**schema, "additionalProperties": False})
-    return {"anyOf": calls}
+    objects = [{"name": {"const": name}, key: tools.ref(name)} for name in tools.parameters]
+    closed = {"type": "object", "required": ["name", key], "additionalProperties": False}
+    return {"anyOf": [{**closed, "properties": properties} for properties in objects]}
 
 
 def _around(tools: GrammarTools, texts: tuple[str, str, str], rule: str) -> str:
