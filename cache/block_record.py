@@ -23,8 +23,8 @@ from cache.types import HASH_BYTES, BlockHash
 FORMAT_VERSION: Final = 2
 _MAGIC: Final = b"HSKV"
 _FIELDS: Final = struct.Struct("<4sI16s16s16sII")
-_CHECK_BYTES: Final = 8
-_DIGEST_BYTES: Final = 16
+_CHECK_BYTES: Final = 8  # of the header: a damaged one is found without its payload
+_DIGEST_BYTES: Final = 16  # no forger guesses 128 bits
 HEADER_BYTES: Final = _FIELDS.size + _CHECK_BYTES + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES: Final = 1 << 30
 """A record is read by one system call, and Linux reads 2 GiB at most."""

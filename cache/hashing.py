@@ -23,7 +23,7 @@ _ROOT_PERSON: Final = b"headstart-root"
 _LINK: Final = blake2b(digest_size=HASH_BYTES, person=b"headstart-block")
 """Copied for every link: setting one up takes 1.5 times as long as hashing a block."""
 _FINGERPRINT_PERSON: Final = b"headstart-space"
-_TOKEN_BYTES: Final = 4
+_TOKEN_BYTES: Final = 4  # an id is hashed as 32 bits
 
 
 @dataclass(frozen=True, slots=True)

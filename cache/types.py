@@ -31,7 +31,7 @@ TierName = Annotated[str, Tier]
 TIERS: Final = frozenset(get_args(Tier))
 
 NULL_BLOCK: Final = BlockId(0)
-HASH_BYTES: Final = 16
+HASH_BYTES: Final = 16  # no two blocks meet by chance in 128 bits
 INDEX_ENTRY_BYTES: Final = 8
 
 

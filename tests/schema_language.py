@@ -28,13 +28,13 @@ class _Bytes:
 
 
 @cache
-def _tokenizer() -> LLTokenizer:
+def tokenizer() -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Bytes()))
 
 
 def matcher(grammar: Grammar) -> LLMatcher:
     """Return the compiled grammar. A failure fails the test."""
-    compiled = LLMatcher(_tokenizer(), to_llguidance(grammar), log_level=0)
+    compiled = LLMatcher(tokenizer(), to_llguidance(grammar), log_level=0)
     assert not compiled.is_error(), (compiled.get_error(), grammar.text)
     return compiled
 

@@ -20,8 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from worker.common.json_schema import check_factors
-from worker.common.json_whitespace import whitespace_options
+from worker.common.json_schema import check_embedded, check_factors, compiler_options
 from worker.scheduler.request import ConstraintError
 from worker.schema_errors import failing_place, in_words, named
 from worker.wire import GenerateRequest, Grammar, TokenizerBundle
@@ -224,6 +223,7 @@ def to_llguidance(grammar: Grammar) -> str:
         case "choice":
             return str(LLMatcher.grammar_from_lark(_choice_rule(json.loads(grammar.text))))
         case "grammar":
+            check_embedded(grammar.text)
             return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
         case kind:
             raise ValueError(f"there is no kind {kind!r:.80}")
@@ -235,7 +235,7 @@ def _from_schema(schema: object, *, compact: bool) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     check_factors(schema)
-    options: Any = {**whitespace_options(schema, compact=compact), "coerce_one_of": True}
+    options: Any = compiler_options(compact=compact)
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 

@@ -17,8 +17,8 @@ from cache.redis_index.schema import ReplyError, decode_hash
 MAX_REPLY_BYTES: Final = 2 << 20
 MAX_LATE: Final = 20
 """Late replies in a row after which the key counts as spoiled."""
-_MAC_BYTES: Final = 16
-_KEPT_S: Final = 2 * 86_400
+_MAC_BYTES: Final = 16  # no forger guesses 128 bits
+_KEPT_S: Final = 2 * 86_400  # the day of a record, and one more for clocks that differ
 
 
 class GatewayRecords:

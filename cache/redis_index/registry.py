@@ -22,7 +22,7 @@ from cache.types import TIERS, TierName, WorkerId
 
 logger = logging.getLogger(__name__)
 
-_MAX_WARNINGS: Final = 200
+_MAX_WARNINGS: Final = 200  # bounds the memory for forged entries
 _MAX_UNSIGNED: Final = 256
 """Maximum number of unsigned members kept, for workers of versions without signatures."""
 _NO_STATE: Final = State(0, "", 0, 0, 0, 0, 0, WorkerLoad())

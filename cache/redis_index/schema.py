@@ -20,7 +20,7 @@ from cache.types import TIERS, TierName, WorkerId
 
 MAX_STATE_BYTES: Final = 16 * 1024
 MAX_MEMBER_BYTES: Final = 8 * 1024
-MAX_MEMBERS: Final = 20_000
+MAX_MEMBERS: Final = 20_000  # bounds what forged entries cost
 MAX_NAME_BYTES: Final = 128
 """The length of a worker's id."""
 MAX_TIERS: Final = 8
@@ -29,7 +29,7 @@ KNOWN_ENDS: Final = ("exact", "inexact")
 """Values of `WorkerMember.ends` of pools with ends."""
 _STATE_FORMAT: Final = 1
 _KEY_PART: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
-_MAC_BYTES: Final = 16
+_MAC_BYTES: Final = 16  # no forger guesses 128 bits
 _MEMBER_MARK: Final = b',"signature":"'
 _MEMBER_TAIL: Final = len(_MEMBER_MARK) + 2 * _MAC_BYTES + len(b'"}')
 _STATE_MARK: Final = b"\xc4\x10"

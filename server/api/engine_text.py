@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 MAX_CHOICES: Final = 16_384
 """More are left to the engine to refuse."""
-MAX_RENDER_ATTEMPTS: Final = 3
+MAX_RENDER_ATTEMPTS: Final = 3  # as many workers may be lost
 _PREFIXES: Final = {CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"}
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "return_token_ids", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""

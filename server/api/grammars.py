@@ -19,10 +19,9 @@ from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
 from server.schema.grammar_schema import GrammarSchema, grammar_schema
 from server.schema.intent import ChatIntent
 from server.text.formats.base import ToolFormat
-from server.text.formats.grammar import text_rule
+from server.text.formats.grammar import list_schema, text_rule
 from server.text.output_parser import OutputRules
-from worker.common.json_schema import pointer
-from worker.common.json_whitespace import whitespace_options
+from worker.common.json_schema import compiler_options, pointer
 from worker.wire import Grammar
 
 MAX_SCHEMA_BYTES: Final = 1 << 20
@@ -96,7 +95,8 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
         return HeldGrammar(Grammar("json_schema", json.dumps(held.schema)), "tools", held.relaxed)
     if intent.tool_mode == "required":
         placed = await _placed_tools(tools, intent)
-        schema = _calls_schema(intent) | {"$defs": placed.schema}
+        forms = _Forms(tools, placed.schema, model, intent.parallel_tool_calls)
+        schema = list_schema(forms, "parameters") | {"$defs": placed.schema}
         return HeldGrammar(Grammar("json_schema", json.dumps(schema)), "tools", placed.relaxed)
     answer = await answer_grammar(
         intent.response_format, intent.fields.structured_outputs, intent.names.response_format
@@ -178,25 +178,7 @@ class _Forms:
 
 
 def _json_rule(schema: dict[str, Any]) -> str:
-    options = {**whitespace_options(schema), "coerce_one_of": True}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
-
-
-def _calls_schema(intent: ChatIntent) -> dict[str, Any]:
-    """Return the schema of a list of calls, in no family's form."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "parameters": {"$ref": pointer(("$defs", tool.name))}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for tool in intent.conversation.tools
-    ]
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not intent.parallel_tool_calls:
-        schema["maxItems"] = 1
-    return schema
+    return "%json " + json.dumps({**schema, "x-guidance": compiler_options()})
 
 
 def _check_size(written: str | bytes, param: str) -> None:

@@ -18,15 +18,15 @@ from msgspec import Raw
 from server.event_loop import Steps
 from server.schema.decoding import TextLimit, invalid, unsupported
 
-MAX_URL_BYTES: Final = 8192
+MAX_URL_BYTES: Final = 8192  # a usual limit of servers for a request line
 _DATA_URL: Final = re.compile(rb'data:[^,"\\]{0,256};base64,', re.IGNORECASE)
 _URL: Final = re.compile(
     rb"(https?)://([a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::([0-9]{1,5}))?(?:[/?][!-\[\]-~]*)?", re.IGNORECASE
 )
 """Without user names and backslashes, so that every reader finds the same host."""
 _PORTS: Final = {"http": "80", "https": "443"}
-_SLICE_BYTES: Final = 1 << 18
-_ESCAPED_BYTES: Final = 6
+_SLICE_BYTES: Final = 1 << 18  # a whole number of base64 groups
+_ESCAPED_BYTES: Final = 6  # of one character: \\u002f
 
 
 @dataclass(frozen=True, slots=True)

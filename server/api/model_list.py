@@ -22,8 +22,8 @@ from server.schema.decoding import invalid
 OWNED_BY: Final = "headstart"
 UNKNOWN: Final = "unknown"
 """The format of tool calls that come as content."""
-PAGE_SIZE: Final = 20
-MAX_PAGE_SIZE: Final = 1000
+PAGE_SIZE: Final = 20  # the default of Anthropic's API
+MAX_PAGE_SIZE: Final = 1000  # the limit of Anthropic's API
 
 
 class ModelsApi:

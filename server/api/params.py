@@ -20,13 +20,13 @@ MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""
 MAX_KWARGS_BYTES: Final = 1 << 16
 """The limit for chat_template_kwargs, as JSON."""
-_WORDS_AT_ONCE: Final = 16
+_WORDS_AT_ONCE: Final = 16  # a call of the tokenizer that stays short
 _SAME_FIELDS: Final = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("min_tokens", "ignore_eos"),
 )
 """The fields that are sent to a worker unchanged, with the same defaults."""
-_SEED_MASK: Final = 2**63 - 1
+_SEED_MASK: Final = 2**63 - 1  # seeds travel as signed 64-bit numbers
 
 
 def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:

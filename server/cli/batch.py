@@ -36,11 +36,11 @@ from worker.common.command_line import CommandParser
 PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make the prompt, in the order in which templates write them."""
 CHUNK_BYTES: Final = 64
-MAX_ANSWER_BYTES: Final = 256 << 20
-MAX_WAIT_S: Final = 30.0
-REPORT_S: Final = 10.0
+MAX_ANSWER_BYTES: Final = 256 << 20  # more than any answer has, and bounds a wrong server's
+MAX_WAIT_S: Final = 30.0  # a server that is back is found within it
+REPORT_S: Final = 10.0  # a log of hours stays short
 ID_START: Final = b'{"id":"batch_req_'
-MAX_REASONS: Final = 5
+MAX_REASONS: Final = 5  # more are mostly the same
 
 
 class RequestLine(Struct):

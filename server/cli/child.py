@@ -17,12 +17,12 @@ from typing import Final
 from server.cli.common import BAD_USAGE, CommandError
 
 FIRST_DELAY_S: Final = 0.5
-MAX_DELAY_S: Final = 15.0
+MAX_DELAY_S: Final = 15.0  # a child that can start again does so soon
 STABLE_AFTER_S: Final = 60.0
 """A child that has lived this long restarts after `FIRST_DELAY_S` again."""
-MAX_HELD_LINES: Final = 20
-MAX_LINE_BYTES: Final = 1 << 20
-_PR_SET_PDEATHSIG: Final = 1
+MAX_HELD_LINES: Final = 20  # the end of a traceback
+MAX_LINE_BYTES: Final = 1 << 20  # asyncio's default of 64 KiB ends the reading at a longer line
+_PR_SET_PDEATHSIG: Final = 1  # from linux/prctl.h
 _READY: Final = b'{"event": "ready"'
 
 

@@ -50,11 +50,11 @@ MIN_FREE_BYTES: Final = 1 << 30
 GOOD_REDIS: Final = (7,)
 OLDEST_REDIS: Final = (6, 2)
 SLOW_PING_S: Final = 0.002
-TIMEOUT_S: Final = 3.0
+TIMEOUT_S: Final = 3.0  # a silent part is the problem to show
 WORKER_MODULE: Final = "worker.doctor"
 ENGINE_MODULE: Final = "worker.adapter.doctor"
 GPU_MODULE: Final = "benchmarks.gpu"
-WORKER_TIMEOUT_S: Final = 120.0
+WORKER_TIMEOUT_S: Final = 120.0  # importing torch from a cold disk takes a minute
 FIX_INSTALL: Final = (
     "run `make install`: it checks every package and repairs it; TORCH_INDEX=URL names an index of torch's CPU builds. "
     "Without a checkout: pip install --force-reinstall torch"

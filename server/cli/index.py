@@ -23,7 +23,7 @@ from worker.common.command_line import CommandParser
 
 TIMEOUT_S: Final = 15.0
 CONNECT_TIMEOUT_S: Final = 5.0
-PLAIN_COLUMNS: Final = 1000
+PLAIN_COLUMNS: Final = 1000  # a pipe wraps no line
 WORDS: Final = ("workers", "prefixes", "purge")
 COUNTS: Final = ("blocks", "tokens", "running", "waiting")
 WORKERS: Final = ("worker", "model", *COUNTS, "lease s", "age s", "tiers", "epoch", "state")

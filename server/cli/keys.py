@@ -14,7 +14,7 @@ from server.auth.identity import digest_text, load_keys, parse_keys
 from server.auth.limits import KeyEntry
 from worker.common.command_line import CommandParser
 
-KEY_BYTES: Final = 32
+KEY_BYTES: Final = 32  # no client guesses 256 bits
 MIN_CHARS: Final = 22
 """This many random base64 characters have 128 bits."""
 

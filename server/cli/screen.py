@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 _LAYERS: Final = re.compile(r"headstart worker: loading layer (\d+) of (\d+)")
-TICK_S: Final = 1.0
+TICK_S: Final = 1.0  # the shown seconds count up
 MAX_SILENT_S: Final = 8.0
 """With a tick less than ten seconds, after which a user would ask whether it hangs."""
 

@@ -43,7 +43,7 @@ STOP_GRACE_S: Final = 3.5
 REDIS_GRACE_S: Final = 1.0
 DRAIN_GRACE_S: Final = 2.0
 """The part of it for open requests, at gateways and workers."""
-POLL_S: Final = 0.1
+POLL_S: Final = 0.1  # a ready part is noticed at once to a reader
 REDIS: Final = "redis"
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 _QUESTION: Final = "What is the capital of France?"

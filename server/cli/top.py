@@ -25,15 +25,15 @@ from rich.text import Text
 from server.cli.common import CommandError, between, ops_url, plain_console, reason
 from worker.common.command_line import CommandParser
 
-RETRY_S: Final = 1.0
+RETRY_S: Final = 1.0  # a gateway that is back is shown at once
 SILENT_S: Final = 5.0
 """A healthy gateway sends a snapshot twice a second."""
 MAX_EVENT_BYTES: Final = 8 << 20
-PLAIN_COLUMNS: Final = 160
-MAX_DECISIONS: Final = 50
+PLAIN_COLUMNS: Final = 160  # a pipe has no width of its own
+MAX_DECISIONS: Final = 50  # more rows than a screen has
 NUM_FIXED_LINES: Final = 13
 """Lines other than rows: the head, table headings and blank lines."""
-_BAR: Final = 12
+_BAR: Final = 12  # characters
 _STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "refused": "red", "lost": "dim"}
 _NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED", "LEASE")
 

@@ -21,7 +21,7 @@ from worker.common.command_line import CommandParser
 
 GROUPS: Final = ("tenant", "key", "model", "day", "route", "status", "worker")
 SUMS: Final = tuple(Account(tenant="", key="", route="").sums())
-PLAIN_COLUMNS: Final = 200
+PLAIN_COLUMNS: Final = 200  # a pipe wraps no row
 _decode: Final = msgspec.json.Decoder(Account).decode
 
 Group = tuple[str | int, ...]

@@ -48,7 +48,7 @@ MAX_LEARNING: Final = 4
 """Bundles that are fetched at a time, each of up to `MAX_BUNDLE_BYTES`."""
 MAX_LEARNING_OF_ONE: Final = 2
 """The limit for one model: the first worker may be slow."""
-MAX_ASKED: Final = 10_000
+MAX_ASKED: Final = 10_000  # bounds the memory for invented names
 COMPLETIONS_PATH: Final = "/v1/completions"
 _GENERATING: Final = frozenset({COMPLETIONS_PATH, "/v1/chat/completions", MESSAGES_PATH, RESPONSES_PATH})
 NUM_NAMED: Final = 8

@@ -24,7 +24,7 @@ from server.text.output_parser import THOUGHT_FIELDS
 from server.text.tokenizer import Tokenizer, TokenizerError
 from worker.wire import TokenizerBundle
 
-MAX_ROOTS: Final = 10_000
+MAX_ROOTS: Final = 10_000  # bounds the memory for salts of clients
 
 
 @dataclass(frozen=True, slots=True)

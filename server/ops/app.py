@@ -41,7 +41,7 @@ from server.schema.decoding import read_json
 from server.workers.connection import WorkerLost
 from worker.wire import SamplingDefaults
 
-MAX_BODY_BYTES: Final = 32 << 20
+MAX_BODY_BYTES: Final = 32 << 20  # as much as a gateway takes by default
 MAX_PREFIXES: Final = 1000
 ACTIONS: Final = ("drain", "purge")
 """Actions of an operator on one worker."""

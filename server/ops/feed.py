@@ -29,13 +29,13 @@ from server.ops.overview import Overview
 from server.request_context import CURRENT
 from server.router.prefix_tree import MAX_ROWS, tree_rows
 
-RATE_WINDOW_S: Final = 5.0
-QUANTILE_WINDOW_S: Final = 60.0
-TICK_S: Final = 0.25
-TICKS_PER_SNAPSHOT: Final = 2
-TICKS_PER_TREE: Final = 8
-MAX_VIEWERS: Final = 32
-MAX_TENANTS: Final = 16
+RATE_WINDOW_S: Final = 5.0  # a shown rate moves within seconds
+QUANTILE_WINDOW_S: Final = 60.0  # a minute has enough requests for a p99
+TICK_S: Final = 0.25  # changes seem immediate to a reader
+TICKS_PER_SNAPSHOT: Final = 2  # numbers twice a second
+TICKS_PER_TREE: Final = 8  # the tree is the largest part: every two seconds
+MAX_VIEWERS: Final = 32  # each is sent every snapshot
+MAX_TENANTS: Final = 16  # rows that a screen shows
 MAX_UNREAD: Final = 32
 """Frames kept for a slow viewer; the oldest are dropped."""
 HISTORY_POINTS: Final = 240

@@ -15,10 +15,10 @@ from typing import Any, Final
 from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 
-NUM_BEFORE: Final = 20
+NUM_BEFORE: Final = 20  # enough to find the place in the text
 NUM_AFTER: Final = 40
 """Sixty tokens of each prompt are shown: these before the place, and those after it."""
-MAX_NAMED: Final = 8
+MAX_NAMED: Final = 8  # the first differences matter, and bound the answer
 MAX_CHANCE_CHARS: Final = 32
 """Where one field ends, the template's own text may go on for these as the other field does."""
 _MESSAGES_FIELDS: Final = frozenset({"system", "stop_sequences", "thinking", "output_config", "context_management"})

@@ -29,7 +29,7 @@ MAX_STRINGS: Final = 750_000
 """The limit for a body, names of fields included: a string takes 60 bytes and some."""
 MAX_CONTAINERS: Final = 150_000
 """The limit for a body's arrays and objects: an empty object takes 20 times its bytes."""
-_SLICE_BYTES: Final = 1 << 17
+_SLICE_BYTES: Final = 1 << 17  # measured between two rests of the loop
 _STEPS: Final = bytes(1 if byte in b"[{" else 255 if byte in b"]}" else 0 for byte in range(256))
 """The change of depth at each byte, as signed bytes."""
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))

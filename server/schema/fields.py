@@ -19,10 +19,10 @@ from server.schema.thoughts import PART_TYPES, thought_text
 
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
-MAX_TOOLS: Final = 1024
+MAX_TOOLS: Final = 1024  # agents with several MCP servers pass OpenAI's limit of 128
 MAX_STOPS: Final = 32
 """OpenAI takes 4 and Anthropic 16; agents that complete code send a dozen to any other server."""
-MAX_STOP_CHARS: Final = 1024
+MAX_STOP_CHARS: Final = 1024  # text that may be a stop string is held back
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Final
 
 from server.event_loop import Steps
 from server.schema.decoding import invalid
 from server.schema.patterns import FORMAT_PATTERNS, HELD_FORMATS, held_pattern
-from server.schema.schema_references import References
-from worker.common.json_schema import Path, at_pointer, children, pointer
+from server.schema.schema_references import ASIDE, Node, References
+from worker.common.json_schema import Path, is_countable, pointer
 
 _NEVER_HELD: Final[dict[str, tuple[Any, ...]]] = {
     "contains": (),
@@ -38,39 +37,31 @@ _NEEDED: Final = {"maxContains": ("contains",), "minContains": ("contains",), "i
 _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
 """Keywords for the reading of references. They are dropped, as all references become pointers."""
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
-_MAX_BOUND: Final = 10**16
-_MAX_DIGITS: Final = 9
-_MAX_OPTIONS: Final = 4096
-_SHOWN_PLACES: Final = 16
+_MAX_BOUND: Final = 10**16  # the compiler writes no range of larger floats
+_SHOWN_PLACES: Final = 16  # with the next one, keeps the header below the limits of proxies
 _MAX_PLACE_CHARS: Final = 120
 """Keeps the header below the limits of proxies."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSchema:
-    schema: dict[str, Any]
+    schema: Node
     relaxed: tuple[str, ...] = ()
     """The places that are left to the model."""
 
 
-def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path = ()) -> Steps[GrammarSchema]:
+def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> Steps[GrammarSchema]:
     """Return a schema for a grammar that has it at a path. `param` names the client's field.
 
     Raises InvalidRequestError for a reference without a target, and with `strict` for a keyword that is not held.
     """
-    schema: dict[str, Any] = json.loads(json.dumps(given))
+    schema: Node = json.loads(json.dumps(given))
+    schema.pop("x-guidance", None)  # the options of the compiler are ours
     references = References(schema)
-    yield from references.add((), schema, "")
-    targets: list[tuple[dict[str, Any], str, Path]] = []
+    nodes = yield from references.add((), schema)
+    links: list[tuple[Node, str]] = []
     relaxed: list[str] = []
-    waiting: list[tuple[Path, Any]] = [((), schema)]
-    seen: set[int] = set()
-    while waiting:
-        path, node = waiting.pop()
-        if not isinstance(node, dict) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield from references.add(path, node, "")
+    for path, node in nodes:  # which grows
         for keyword in _unheld(node, references):
             place = _place(param, (*path, keyword))
             if strict:
@@ -78,23 +69,24 @@ def grammar_schema(given: dict[str, Any], param: str, *, strict: bool, at: Path 
                 raise invalid(place, why)
             relaxed.append(place)
             if keyword != "oneOf":  # which the compiler takes as anyOf
-                _set_aside(node, keyword, path, references.moved)
+                for name in (keyword, "then", "else") if keyword == "if" else (keyword,):
+                    if name in node:
+                        node[ASIDE + name] = node.pop(name)
         for keyword in _REFERENCES:
             if isinstance(reference := node.get(keyword), str):
-                target = references.target(node, reference)
-                if target is None:
+                if (target := references.find(node, reference)) is None:
                     raise invalid(_place(param, (*path, keyword)), "refers to nothing in this schema")
-                targets.append((node, keyword, target))
-                waiting.append((target, at_pointer(schema, references.current(target))))
-        found = [((*path, *step), child) for step, child in children(node) if isinstance(child, dict)]
-        waiting += reversed(found)
+                links.append((node, keyword))
+                nodes += yield from references.add(*target)
         yield
-    for node in references.indexed:
+    for node, keyword in links:
+        target = references.find(node, node.pop(keyword))
+        assert target is not None
+        node["$ref"] = pointer((*at, *target[0]))
+        yield
+    for _, node in nodes:
         for keyword in _LOCAL & node.keys():
             del node[keyword]
-    for node, keyword, target in targets:
-        del node[keyword]
-        node["$ref"] = pointer((*at, *references.current(target)))
     return GrammarSchema(schema, tuple(relaxed))
 
 
@@ -109,12 +101,11 @@ def relaxed_header(places: tuple[str, ...]) -> tuple[bytes, bytes]:
     return b"x-headstart-relaxed", ", ".join(shown).encode()
 
 
-def _unheld(node: dict[str, Any], references: References) -> Iterator[str]:
+def _unheld(node: Node, references: References) -> Iterator[str]:
     """Remove the keywords without an effect, and yield those that a grammar cannot hold."""
     if node.get("not", False) in ({}, True):
-        node.clear()
+        del node["not"]
         node["enum"] = []
-        return
     _write_format(node)
     for keyword, neutral in _NEVER_HELD.items():
         if keyword in node:
@@ -143,7 +134,7 @@ def _unheld(node: dict[str, Any], references: References) -> Iterator[str]:
         yield "oneOf"
 
 
-def _write_format(node: dict[str, Any]) -> None:
+def _write_format(node: Node) -> None:
     """Remove an unknown format, which is an annotation. Write dates and times as patterns."""
     name = node.get("format")
     if not isinstance(name, str) or name in HELD_FORMATS:
@@ -157,7 +148,7 @@ def _write_format(node: dict[str, Any]) -> None:
         both.append({"pattern": pattern})
 
 
-def _unheld_counts(node: dict[str, Any]) -> Iterator[str]:
+def _unheld_counts(node: Node) -> Iterator[str]:
     """Yield bounds on the number of an object's properties, where some of the named ones may be absent."""
     if node.get("minProperties") == 0:
         del node["minProperties"]
@@ -168,7 +159,7 @@ def _unheld_counts(node: dict[str, Any]) -> Iterator[str]:
         yield from counts
 
 
-def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
+def _unheld_numbers(node: Node) -> Iterator[str]:
     """Yield bounds and factors that take more digits than a grammar counts."""
     is_integer = node.get("type") == "integer"
     for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
@@ -178,32 +169,27 @@ def _unheld_numbers(node: dict[str, Any]) -> Iterator[str]:
         if is_integer and keyword.endswith("aximum") and bound > 0 and node.get("minimum", -1) == 0:
             continue
         yield keyword
-    factor = node.get("multipleOf")
-    if isinstance(factor, int | float) and not isinstance(factor, bool) and factor:
-        number = Decimal(str(factor)).normalize()
-        if len(number.as_tuple().digits) > _MAX_DIGITS or abs(number.adjusted()) >= _MAX_DIGITS:
-            yield "multipleOf"
+    if not is_countable(node.get("multipleOf")):
+        yield "multipleOf"
 
 
-def _are_disjoint(node: dict[str, Any], options: list[Any], references: References) -> bool:
+def _are_disjoint(node: Node, options: list[Any], references: References) -> bool:
     """Return whether each value fits at most one of the options, by its type or by distinct values.
 
     Takes linear time, as clients write thousands of options.
     """
-    if len(options) > _MAX_OPTIONS:
-        return False
     if isinstance(discriminator := node.get("discriminator"), dict) and "propertyName" in discriminator:
         return True
-    groups: dict[frozenset[str], list[dict[str, Any]]] = {}
+    groups: dict[frozenset[str], list[Node]] = {}
     for option in options:
-        kind = _resolved(option, node, references)
+        kind = references.resolve(node, option)
         groups.setdefault(frozenset(_types(kind)), []).append(kind)
     if len(groups) > 1 and (frozenset() in groups or not _share_nothing(groups)):
         return False
     return all(len(group) == 1 or _have_own_values(group, references) for group in groups.values())
 
 
-def _have_own_values(options: list[dict[str, Any]], references: References) -> bool:
+def _have_own_values(options: list[Node], references: References) -> bool:
     """Return whether the values of the options, or of a property that all require, share nothing."""
     values = [_values(option) for option in options]
     if None not in values:
@@ -216,7 +202,7 @@ def _have_own_values(options: list[dict[str, Any]], references: References) -> b
             properties = option.get("properties")
             if not isinstance(properties, dict) or name not in properties:
                 break
-            if (found := _values(_resolved(properties[name], option, references))) is None:
+            if (found := _values(references.resolve(option, properties[name]))) is None:
                 break
             held.append(found)
         else:
@@ -229,30 +215,18 @@ def _share_nothing(sets: Collection[frozenset[str]]) -> bool:
     return sum(map(len, sets)) == len(frozenset().union(*sets))
 
 
-def _required(node: dict[str, Any]) -> frozenset[str]:
+def _required(node: Node) -> frozenset[str]:
     given = node.get("required")
     return frozenset(name for name in given if isinstance(name, str)) if isinstance(given, list) else frozenset()
 
 
-def _resolved(option: Any, node: dict[str, Any], references: References) -> dict[str, Any]:
-    for _ in range(8):
-        if not isinstance(option, dict):
-            return {}
-        if not isinstance(reference := option.get("$ref"), str):
-            return option
-        references.bases.setdefault(id(option), references.bases[id(node)])
-        target = references.target(option, reference)
-        option = {} if target is None else at_pointer(references.schema, references.current(target))
-    return {}
-
-
-def _types(node: dict[str, Any]) -> set[str]:
+def _types(node: Node) -> set[str]:
     given = node.get("type", [])
     types = {given} if isinstance(given, str) else {name for name in given if isinstance(name, str)}
     return types - {"integer"} | {"number"} if "integer" in types else types
 
 
-def _values(node: dict[str, Any]) -> frozenset[str] | None:
+def _values(node: Node) -> frozenset[str] | None:
     """Return the values that a schema lists, as JSON; None if it lists none."""
     if "const" in node:
         return frozenset((_written(node["const"]),))
@@ -264,14 +238,6 @@ def _written(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)
-
-
-def _set_aside(node: dict[str, Any], keyword: str, path: Path, moved: dict[Path, Path]) -> None:
-    """Rename a keyword to one without a meaning: references may point into it."""
-    for name in (keyword, "then", "else") if keyword == "if" else (keyword,):
-        if name in node:
-            node[f"x-{name}"] = node.pop(name)
-            moved[(*path, name)] = (*path, f"x-{name}")
 
 
 def _place(param: str, path: Path) -> str:

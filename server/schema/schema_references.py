@@ -2,75 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from server.event_loop import Steps
-from worker.common.json_schema import Path, at_pointer, children
+from worker.common.json_schema import Path, children
+
+Node = dict[str, Any]
+ASIDE = "x-"
+"""Before the name of a keyword that was set aside. References may point into it."""
 
 
-@dataclass(slots=True)
 class References:
     """The targets of a schema's references, owned by the rewriting function."""
 
-    schema: dict[str, Any]
-    bases: dict[int, str] = field(default_factory=dict)
-    """The base of each schema, by its identity."""
-    indexed: list[dict[str, Any]] = field(default_factory=list)
-    resources: dict[str, Path] = field(default_factory=dict)
-    anchors: dict[tuple[str, str], Path] = field(default_factory=dict)
-    moved: dict[Path, Path] = field(default_factory=dict)
-    """The new paths of keywords that were renamed."""
+    def __init__(self, schema: Node) -> None:
+        self._schema = schema
+        self._bases: dict[int, str] = {}
+        """The base of each schema, by its identity."""
+        self._targets: dict[str, Path] = {"": ()}
+        """The paths of identifiers and anchors."""
+        self._id = "id" if "/draft-04/" in str(schema.get("$schema")) else "$id"
 
-    def add(self, path: Path, node: dict[str, Any], base: str) -> Steps[None]:
-        """Index a schema and all that it holds."""
+    def add(self, path: Path, node: Any, base: str = "") -> Steps[list[tuple[Path, Node]]]:
+        """Index a schema and all that it holds. Return those that are new, in their order."""
+        found: list[tuple[Path, Node]] = []
         waiting = [(path, node, base)]
         while waiting:
-            if len(self.indexed) % 256 == 255:
-                yield
             path, node, base = waiting.pop()
-            if id(node) in self.bases:
+            if not isinstance(node, dict) or id(node) in self._bases:
                 continue
-            given = node.get("$id", node.get("id"))
-            if isinstance(given, str):
-                if given.startswith("#"):
-                    self.anchors.setdefault((base, given[1:]), path)
-                else:
-                    base = urldefrag(_joined(base, given))[0]
-                    self.resources.setdefault(base, path)
+            if isinstance(given := node.get(self._id), str):
+                uri = base + given if given.startswith("#") else _joined(base, given).removesuffix("#")
+                self._targets.setdefault(uri, path)
+                base = urldefrag(uri)[0]
             for key in ("$anchor", "$dynamicAnchor"):
                 if isinstance(name := node.get(key), str):
-                    self.anchors.setdefault((base, name), path)
-            self.bases[id(node)] = base
-            self.indexed.append(node)
-            waiting += [((*path, *step), child, base) for step, child in children(node) if isinstance(child, dict)]
+                    self._targets.setdefault(f"{base}#{name}", path)
+            self._bases[id(node)] = base
+            found.append((path, node))
+            waiting += reversed([((*path, *step), child, base) for step, child in children(node)])
+            if len(found) % 256 == 255:
+                yield
+        return found
 
-    def target(self, node: dict[str, Any], reference: str) -> Path | None:
-        """Return the path that a reference of this schema points to; None if there is none."""
-        base = self.bases[id(node)]
+    def find(self, node: Node, reference: str) -> tuple[Path, Any] | None:
+        """Return the schema that a reference in `node` points to, after its present path; None if there is none."""
+        base = self._bases[id(node)]
         uri, fragment = urldefrag(_joined(base, reference))
         if reference.startswith("#"):
             uri = base
-        resource = () if uri == "" else self.resources.get(uri)
-        if resource is None:
-            return None
-        fragment = unquote(fragment)
-        path: Path | None = resource
+        tokens: list[str] = []
         if fragment.startswith("/"):
-            tokens = fragment[1:].split("/")
-            path = (*resource, *[token.replace("~1", "/").replace("~0", "~") for token in tokens])
+            tokens = [token.replace("~1", "/").replace("~0", "~") for token in unquote(fragment)[1:].split("/")]
         elif fragment:
-            path = self.anchors.get((uri, fragment))
-        try:
-            found = None if path is None else at_pointer(self.schema, self.current(path))
-        except (LookupError, ValueError):
+            uri = f"{uri}#{unquote(fragment)}"
+        if (path := self._targets.get(uri)) is None:
             return None
-        return path if isinstance(found, dict | bool) else None
+        found: Any = self._schema
+        present: list[str] = []
+        for token in (*path, *tokens):
+            if isinstance(found, dict) and token not in found:
+                token = ASIDE + token
+            try:
+                found = found[int(token) if isinstance(found, list) else token]
+            except (LookupError, TypeError, ValueError):
+                return None
+            present.append(token)
+        return (tuple(present), found) if isinstance(found, dict | bool) else None
 
-    def current(self, path: Path) -> Path:
-        """Return where a path leads after keywords were renamed."""
-        return tuple(self.moved.get(path[: i + 1], path)[i] for i in range(len(path)))
+    def resolve(self, node: Node, option: Any) -> Node:
+        """Return the schema that an option in `node` is, or refers to; {} if there is none."""
+        for _ in range(8):
+            if not isinstance(option, dict):
+                break
+            if not isinstance(reference := option.get("$ref"), str):
+                return option
+            self._bases.setdefault(id(option), self._bases[id(node)])
+            target = self.find(option, reference)
+            option = None if target is None else target[1]
+        return {}
 
 
 def _joined(base: str, reference: str) -> str:

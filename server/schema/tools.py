@@ -27,7 +27,7 @@ ToolMode = Literal["none", "auto", "required", "named"]
 ToolKind = Literal["function", "custom"]
 INPUT: Final = "input"
 """The one argument of a custom tool."""
-_MAX_MODEL_NAME: Final = 64
+_MAX_MODEL_NAME: Final = 64  # OpenAI's limit for a function's name
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _NAME_WITHIN: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 """The pattern of a namespace and of its tools: the model sees another name anyway."""

@@ -29,7 +29,7 @@ MAX_HOLD_S: Final = 0.03
 """Time that a template may hold the event loop without writing text."""
 MAX_PROBE_S: Final = 0.2
 """Time of a probe."""
-MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
+MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024  # more than a million tokens have
 THINKING_SWITCHES: Final = ("enable_thinking", "thinking", "enable_reasoning")
 """Switches that turn thoughts on or off."""
 _OWN_VARIABLES: Final = frozenset(

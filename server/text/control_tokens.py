@@ -30,7 +30,7 @@ from server.errors import InvalidRequestError
 from server.event_loop import Steps
 
 PART_CHARS: Final = 1 << 14
-MARK_DIGITS: Final = 20
+MARK_DIGITS: Final = 20  # no client guesses a mark
 SHORT_MARK_DIGITS: Final = 6
 MANY_MARKS: Final = 50_000
 """With this many or more, marks are short, and are searched for in the texts first."""

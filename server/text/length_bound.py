@@ -19,7 +19,7 @@ from server.text.detokenizer import BYTE_ALPHABET
 NFC_SHRINK: Final = 4
 """An upper limit of bytes before over bytes after NFC; Unicode 15 has 3 (U+212A becomes K)."""
 _BYTE_TOKENS: Final = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_WINDOW_CHARS: Final = 1 << 16
+_WINDOW_CHARS: Final = 1 << 16  # counted between two rests of the loop
 
 
 @dataclass(frozen=True, slots=True)

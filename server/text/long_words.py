@@ -31,7 +31,7 @@ import tokenizers
 from server.text.detokenizer import BYTE_ALPHABET
 
 WINDOW_CHARS: Final = 8192
-_SEARCH_CHARS: Final = 1 << 17
+_SEARCH_CHARS: Final = 1 << 17  # searched between two rests of the loop
 _BACK_CHARS: Final = 256
 """A window may begin up to this much earlier, to avoid a combining character at its beginning."""
 _MAX_RUN_CHARS: Final = 1 << 16

@@ -24,7 +24,7 @@ MAX_CHUNK_CHARS: Final = 48
 """Longer chunks are unlikely to come again, and are not kept."""
 WINDOW_CHARS: Final = 8192
 """Length of one window of a long text: about a millisecond when every chunk is new."""
-_SEARCH_CHARS: Final = 1 << 16
+_SEARCH_CHARS: Final = 1 << 16  # searched between two rests of the loop
 _ENTRY_BYTES: Final = 200
 """A string, a list and their place in the table; an id takes 40 more."""
 _BOUNDARY: Final = re.compile(r"\S(?= )")

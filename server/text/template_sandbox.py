@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.event_loop import Steps
 
-MAX_RENDER_S: Final = 5.0
+MAX_RENDER_S: Final = 5.0  # templates take milliseconds
 MAX_PRODUCT: Final = 1 << 20
 """Characters or items in a product, bits in a power."""
 _CHECK: Final = "headstart_check_clock"

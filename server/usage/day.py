@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from server.usage.account import Account
 
-MINUTES: Final = 24 * 60
-CLIENT_LEFT: Final = 499
+MINUTES: Final = 24 * 60  # a day
+CLIENT_LEFT: Final = 499  # nginx's status for a client that closed its connection
 COLUMNS: Final = (
     *("answered", "refused", "failed", "left"),
     *("prompt_tokens", "cached_tokens", "output_tokens", "queue_s", "prefill_s", "prefill_saved_s"),

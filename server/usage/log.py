@@ -24,8 +24,8 @@ from server.usage.account import Account
 
 log = logging.getLogger(__name__)
 
-FLUSH_S: Final = 0.25
-RETRY_S: Final = 1.0
+FLUSH_S: Final = 0.25  # a killed gateway loses at most this much of the log
+RETRY_S: Final = 1.0  # a full disk is tried again
 MAX_PENDING: Final = 50_000
 """Lines that wait while the file cannot be written, some 25 MB; later ones are lost."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)

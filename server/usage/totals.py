@@ -15,12 +15,12 @@ from server.metrics import PLACES
 from server.rates import DecayedSum
 from server.usage.account import Account
 
-MAX_SERIES: Final = 64
+MAX_SERIES: Final = 64  # bounds the series in Prometheus
 MAX_RANKED: Final = 8192
 """Keys whose weight is remembered; beyond it the one that came first is forgotten."""
 OTHER: Final = "other"
-_WINDOW_S: Final = 3600.0
-_RANK_INTERVAL_S: Final = 1.0
+_WINDOW_S: Final = 3600.0  # the hour that ranks owners by use
+_RANK_INTERVAL_S: Final = 1.0  # ranking sorts all owners
 _MARGIN: Final = 1.5
 """A key takes over a series when its weight is this many times that of the lightest."""
 _FAMILIES: Final[tuple[tuple[str, str, tuple[str, ...], dict[tuple[str, ...], str]], ...]] = (

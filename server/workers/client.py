@@ -38,15 +38,15 @@ from worker.wire import (
     unpack,
 )
 
-MAX_REFUSAL_BYTES: Final = 64 * 1024
-MAX_ANSWER_BYTES: Final = 256 * 1024
-MAX_BUNDLE_BYTES: Final = 256 << 20
-PROBE_TIMEOUT_S: Final = 2.0
-ACTION_TIMEOUT_S: Final = 10.0
+MAX_REFUSAL_BYTES: Final = 64 * 1024  # a reason is a sentence
+MAX_ANSWER_BYTES: Final = 256 * 1024  # answers of a worker's other routes are small
+MAX_BUNDLE_BYTES: Final = 256 << 20  # tokenizers reach 35 MB
+PROBE_TIMEOUT_S: Final = 2.0  # a worker answers these from its loop at once
+ACTION_TIMEOUT_S: Final = 10.0  # they wait for a turn of the engine
 ADOPT_TIMEOUT_S: Final = 15.0
 """More than the worker's own time for it."""
-BUNDLE_TIMEOUT_S: Final = 30.0
-RENDER_TIMEOUT_S: Final = 60.0
+BUNDLE_TIMEOUT_S: Final = 30.0  # for a tokenizer over a slow network
+RENDER_TIMEOUT_S: Final = 60.0  # an engine may be busy, and takes seconds for a long chat
 NUM_PROBES: Final = 2
 NO_SUCCESSOR_TIMEOUT_S: Final = 60.0
 MAX_PROBED: Final = 8

@@ -42,14 +42,14 @@ from worker.wire import CONTENT_TYPE, Failed, WireError, unpack
 _LARGE_BYTES: Final = 64 * 1024
 HIGH_WATER_BYTES: Final = 256 * 1024
 """At this many unread bytes the worker must wait, so that a slow client does not fill the gateway's memory."""
-MAX_IDLE_S: Final = 20.0
-MAX_IDLE_PER_WORKER: Final = 512
-MAX_WORKERS: Final = 10_000
-CONNECT_TIMEOUT_S: Final = 2.0
-PROOF_TIMEOUT_S: Final = 2.0
-MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_IDLE_S: Final = 20.0  # workers close idle connections after 120 s
+MAX_IDLE_PER_WORKER: Final = 512  # more requests at once are rare
+MAX_WORKERS: Final = 10_000  # bounds what forged entries can add
+CONNECT_TIMEOUT_S: Final = 2.0  # a lost SYN packet is sent again after 1 s
+PROOF_TIMEOUT_S: Final = 2.0  # a proof is one round trip
+MAX_HEAD_BYTES: Final = 64 * 1024  # bounds what an unknown server's answer takes
 LAST_CHUNK_TIMEOUT_S: Final = 2.0
-_TIMEOUT_SLICES: Final = 8
+_TIMEOUT_SLICES: Final = 8  # a pause of the loop counts as one of them
 T = TypeVar("T")
 
 

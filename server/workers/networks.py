@@ -25,8 +25,8 @@ from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, shared_protocol
 logger = logging.getLogger(__name__)
 
 DEFAULT_NETWORKS: Final = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
-MAX_VERIFIED: Final = 50_000
-MAX_WARNINGS: Final = 500
+MAX_VERIFIED: Final = 50_000  # bounds the memory for forged addresses
+MAX_WARNINGS: Final = 500  # bounds the memory for forged addresses
 _DNS: Final = "dns:"
 _NAME: Final = r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 _URL: Final = re.compile(rf"https?://(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|{_NAME})(?::(?P<port>[0-9]{{1,5}}))?/?")

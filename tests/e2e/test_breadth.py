@@ -197,34 +197,11 @@ def record(**properties: Any) -> dict[str, Any]:
     }
 
 
-LEAVES: list[dict[str, Any]] = [
-    {"enum": ["red", "grün", "青", "🎉", 7, None]},
-    {"const": {"a": [1, "b"]}},
-    {"type": "boolean"},
-    {"type": "null"},
-    {"type": "integer", "minimum": -20, "maximum": 317},
-    {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 1000, "multipleOf": 5},
-    {"type": "number", "minimum": 0, "maximum": 1},
-    {"type": "string", "maxLength": 8},
-    {"type": "string", "minLength": 3, "maxLength": 5},
-    {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},
-    {"type": "string", "format": "uuid"},
-    {"type": "string", "format": "ipv4"},
-    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 3}]},
-    {"type": ["boolean", "null"]},
-    {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["x"]}], "items": False, "minItems": 2},
-    record(name={"type": "string", "maxLength": 6}, inner=record(flag={"type": "boolean"})),
-    {"allOf": [{"type": "integer", "minimum": 3, "maximum": 90}, {"type": "integer", "maximum": 12}]},
-]
 SCHEMAS: list[dict[str, Any]] = [
-    wrapped
-    for leaf in LEAVES
-    for wrapped in (
-        record(value=leaf),
-        record(values={"type": "array", "items": leaf, "minItems": 1, "maxItems": 3}, done={"type": "boolean"}),
-        {**record(first={"$ref": "#/$defs/leaf"}, second={"$ref": "#/$defs/leaf"}), "$defs": {"leaf": leaf}},
-    )
-][:50]
+    record(value={"enum": ["red", "grün", "青", "🎉", 7, None]}),
+    record(values={"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3}),
+    {**record(first={"$ref": "#/$defs/leaf"}), "$defs": {"leaf": {"type": "integer", "minimum": -20, "maximum": 317}}},
+]
 
 
 def follow_schema(serve: Serve, schema: dict[str, Any], seed: int) -> None:
@@ -238,15 +215,8 @@ def follow_schema(serve: Serve, schema: dict[str, Any], seed: int) -> None:
 
 
 def test_answers_follow_their_schema(serve: Serve) -> None:
-    for number in range(0, 50, 10):
-        follow_schema(serve, SCHEMAS[number], number)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("number", range(50))
-def test_answers_follow_many_schemas(serve: Serve, number: int) -> None:
-    for seed in range(2):
-        follow_schema(serve, SCHEMAS[number], seed)
+    for seed, schema in enumerate(SCHEMAS):
+        follow_schema(serve, schema, seed)
 
 
 TREE = {"$ref": "#/$defs/node", "$defs": {"node": record(leaf={"type": "boolean"})}}

@@ -102,6 +102,7 @@ async def test_two_ports_from_a_static_worker(worker: ScriptedWorker) -> None:
         assert "torch" not in maps
 
 
+@pytest.mark.e2e
 async def test_a_hot_prefix_is_copied_without_redis(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
     """The workers answer at once, and report 200 tokens a second: the holder counts as full."""
     reply = raw_tokenizer.encode(ANSWER).ids[:1]
@@ -134,6 +135,7 @@ async def test_a_hot_prefix_is_copied_without_redis(bundle: TokenizerBundle, raw
         assert len(target.received) < len(holder.received)
 
 
+@pytest.mark.e2e
 async def test_several_models_each_with_its_workers_and_its_namespace(
     bundle: TokenizerBundle, raw_tokenizer: Tokenizer
 ) -> None:
@@ -322,6 +324,7 @@ async def test_dns_rebinding_drains_nothing(worker: ScriptedWorker) -> None:
         assert await rebound(gateway.ops, "gateway") == 200
 
 
+@pytest.mark.e2e
 async def test_explaining_a_tenants_cache_needs_the_ops_key(worker: ScriptedWorker, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret")

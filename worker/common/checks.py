@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
 Status = Literal["ok", "warn", "fail"]
-_INDENT: Final = 16
+_INDENT: Final = 16  # the width of the column of names
 
 
 @dataclass(frozen=True, slots=True)

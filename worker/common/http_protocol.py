@@ -18,7 +18,7 @@ from worker.common.http_answer import AnswerTransport, Http10Answer
 from worker.common.http_reader import MessageError, RequestHead, RequestReader
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-LINGER_S: Final = 1.0
+LINGER_S: Final = 1.0  # a reset at once would discard an answer that the client has not read
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
 

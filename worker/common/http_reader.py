@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, Protocol
 
-MAX_FIELDS: Final = 100
+MAX_FIELDS: Final = 100  # a browser sends 20
 MAX_CHUNKS: Final = 4096
 MIN_CHUNK_BYTES: Final = 16
 """Beyond MAX_CHUNKS, the chunks of a body have to be this large on average: a chunk costs more than its byte."""
@@ -32,7 +32,7 @@ _BROKEN: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r[^\n]|(?<!\r)\
 _ONCE: Final = (b"host", b"content-length", b"transfer-encoding", b"expect")
 _HOST: Final = re.compile(rb"[A-Za-z0-9._-]{1,255}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
-_MAX_LENGTH_DIGITS: Final = 18
+_MAX_LENGTH_DIGITS: Final = 18  # below 2^63
 
 
 class MessageError(Exception):

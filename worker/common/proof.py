@@ -20,7 +20,7 @@ from msgspec import Struct
 
 PROVE_PATH: Final = "/prove"
 EPOCH_HEADER: Final = "x-headstart-epoch"
-CHALLENGE_BYTES: Final = 32
+CHALLENGE_BYTES: Final = 32  # none ever comes twice
 MAX_PROOF_BYTES: Final = 4096
 _PORTS: Final = {"http": 80, "https": 443}
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from typing import Final
 
-_BACKLOG: Final = 2048
+_BACKLOG: Final = 2048  # a burst of new connections waits; the kernel may allow fewer
 
 
 def listen(

@@ -14,7 +14,7 @@ TICK_S: Final = 1.0
 MAX_MISSED: Final = 20
 """Ticks in a row without a turn of the loop. The longest work that may hold a loop takes a tenth of that."""
 EXIT_CODE: Final = 1
-_STDERR: Final = 2
+_STDERR: Final = 2  # the descriptor of standard error
 
 
 @contextlib.contextmanager

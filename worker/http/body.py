@@ -10,7 +10,7 @@ from starlette.types import Receive
 from worker.contracts.engine import RefusedError
 from worker.wire import Failed
 
-MAX_BODY_BYTES: Final = 32 * 1024 * 1024
+MAX_BODY_BYTES: Final = 32 * 1024 * 1024  # as much as a gateway takes by default
 
 
 async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:

@@ -39,7 +39,7 @@ from worker.wire import CONTENT_TYPE, pack, unpack
 _CONNECT_TIMEOUT_S: Final = 1.0
 _READ_TIMEOUT_S: Final = 5.0
 """For the head of an answer, and for each record: so a slow peer cannot block the thread."""
-_MAX_ANSWER_BYTES: Final = 4096
+_MAX_ANSWER_BYTES: Final = 4096  # the answer is one number
 
 
 class FetchError(Exception):

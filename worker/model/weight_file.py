@@ -35,9 +35,9 @@ MAGIC: Final = b"headstart weights 1\n"
 MAX_BYTES: Final = 8 << 30
 DISK_SHARE: Final = 0.25
 """Part of the free disk space that a file may take."""
-_ALIGNMENT: Final = 64
+_ALIGNMENT: Final = 64  # a cache line, and a vector of AVX-512
 _CHUNK_WORDS: Final = 1 << 13
-_CHECKSUM_BYTES: Final = 16
+_CHECKSUM_BYTES: Final = 16  # 128 bits
 _SIZE_BYTES: Final = 8
 
 

@@ -29,9 +29,9 @@ from worker.sampling.rules import TokenRules, has_rules
 from worker.sampling.truncation import truncate
 from worker.wire import TokenLogprobs
 
-_MASK: Final = (1 << 64) - 1
+_MASK: Final = (1 << 64) - 1  # seeds are 64-bit numbers, also negative ones
 _PERSON: Final = b"headstart-draw"
-_MANTISSA_BITS: Final = 53
+_MANTISSA_BITS: Final = 53  # of a double: each value in [0, 1) is exact
 _MIN_TEMPERATURE: Final = 1e-5
 """A lower temperature is greedy in effect, and dividing by it would overflow."""
 

@@ -24,7 +24,7 @@ _NUM_DEVIATIONS: Final = 2.33
 """Standard deviations of the normal distribution that 99 of 100 values stay below."""
 _FIRST_DEVIATION: Final = 0.1
 _MIN_DEVIATION: Final = 0.01
-_MOST_TOKENS: Final = 1 << 30
+_MOST_TOKENS: Final = 1 << 30  # no limit, as an integer
 _MAX_RATIO: Final = 2.0
 """A step that took longer, over its prediction, counts as this: the machine stalled."""
 

@@ -17,7 +17,7 @@ from server.text.detokenizer import ambiguous_len
 from server.text.formats.arguments import Tags, read_relaxed
 from server.text.formats.base import Asking, Emit, Reading, TextReader
 
-MAX_NAME_CHARS: Final = 256
+MAX_NAME_CHARS: Final = 256  # twice the limit for a tool's name
 _NAME: Final = r"[\w.:/-]+"
 Arguments = Literal["object", "json", "tags", "python", "relaxed"]
 

@@ -21,10 +21,8 @@ def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     """Return rules; the first is named `calls`."""
     written, names = syntax.writes, list(tools.parameters)
     if written.is_list:
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": _any_call(tools, written.arguments_key)}
-        if not tools.parallel:
-            schema["maxItems"] = 1
-        return [_line("calls", _around(tools, written.call, "body")), _line("body", tools.json(schema))]
+        body = tools.json(list_schema(tools, written.arguments_key))
+        return [_line("calls", _around(tools, written.call, "body")), _line("body", body)]
     separator = tools.literal(written.separator)
     calls = f"call ({separator} call)*" if tools.parallel else "call"
     lines = [_line("calls", " ".join((tools.literal(written.section[0]), calls, tools.literal(written.section[1]))))]
@@ -157,14 +155,17 @@ def _relaxed_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     ]
 
 
+def list_schema(tools: GrammarTools, key: str) -> dict[str, Any]:
+    """Return the schema of a list of call objects, each with its arguments under a key."""
+    most = {} if tools.parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, "items": _any_call(tools, key), **most}
+
+
 def _any_call(tools: GrammarTools, key: str) -> dict[str, Any]:
     """Return the schema of a call object."""
-    calls = []
-    for name in tools.parameters:
-        properties = {"name": {"const": name}, key: tools.ref(name)}
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-        calls.append({**schema, "additionalProperties": False})
-    return {"anyOf": calls}
+    objects = [{"name": {"const": name}, key: tools.ref(name)} for name in tools.parameters]
+    closed = {"type": "object", "required": ["name", key], "additionalProperties": False}
+    return {"anyOf": [{**closed, "properties": properties} for properties in objects]}
 
 
 def _around(tools: GrammarTools, texts: tuple[str, str, str], rule: str) -> str:

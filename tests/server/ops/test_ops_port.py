@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import product
 from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer
 
 from server.ops.app import FOLDER
@@ -21,9 +23,17 @@ from tests.server.test_gateway import Process, gateway_process
 from tests.waiting import HANG_S
 from worker.wire import TokenizerBundle
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> AsyncIterator[Process]:
+    async with started(bundle, raw_tokenizer) as running:
+        yield running
+
+
+@asynccontextmanager
+async def started(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> AsyncIterator[Process]:
     worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids, num_cached_tokens=16)
     async with listening(worker.app()) as worker.url, gateway_process("--workers", worker.url) as running:
         await running.until_ready()
@@ -92,8 +102,11 @@ async def test_a_decision_is_found_by_the_ids_of_its_request(gateway: Process) -
     assert (status, "usage log" in json.loads(raw)["error"]["message"]) == (404, True)
 
 
-async def test_the_gateway_stops_while_a_viewer_reads_the_feed(gateway: Process) -> None:
+async def test_the_gateway_stops_while_a_viewer_reads_the_feed(
+    bundle: TokenizerBundle, raw_tokenizer: Tokenizer
+) -> None:
     async with (
+        started(bundle, raw_tokenizer) as gateway,
         asyncio.timeout(HANG_S),
         aiohttp.ClientSession() as session,
         session.get(gateway.ops + "/events") as response,

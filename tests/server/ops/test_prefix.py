@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer
 
 from server import cli
@@ -267,7 +268,10 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str | None]]] = {
 }
 
 
-@pytest.fixture(params=["without tools", "with tools"])
+IN_ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(params=["without tools", "with tools"], scope="module", loop_scope="module")
 async def gateway(request: pytest.FixtureRequest, raw_tokenizer: Tokenizer) -> AsyncIterator[Process]:
     """A model whose template has no tools, which go into the system message, and one whose template has."""
     changes = {"chat_template": WITH_TOOLS} if request.param == "with tools" else {}
@@ -284,6 +288,7 @@ async def parting(gateway: Process, a: dict[str, Any], b: dict[str, Any]) -> dic
     return found
 
 
+@IN_ONE_LOOP
 async def test_the_field_where_they_part_is_found(gateway: Process) -> None:
     for name, (a, b, field) in PAIRS.items():
         found, back = await parting(gateway, a, b), await parting(gateway, b, a)
@@ -296,6 +301,7 @@ async def test_the_field_where_they_part_is_found(gateway: Process) -> None:
         assert (one == other) == (field == "cache_salt"), name
 
 
+@IN_ONE_LOOP
 async def test_what_the_template_does_not_write_is_not_named(gateway: Process) -> None:
     a = messages(user="Go!", metadata={"user_id": "session-1"}, max_tokens=9)
     b = messages(user="Stop", metadata={"user_id": "session-2"}, max_tokens=8)
@@ -305,6 +311,7 @@ async def test_what_the_template_does_not_write_is_not_named(gateway: Process) -
 
 
 @pytest.mark.parametrize("gateway", ["with tools"], indirect=True)
+@IN_ONE_LOOP
 async def test_a_field_that_the_template_cuts_is_listed(gateway: Process) -> None:
     found = await parting(gateway, ANSWERED, changed(ANSWERED, ("messages", 2, "content"), THOUGHT.replace("5", "61")))
     assert (found["field"], found["differing"]) == (None, ["messages[2].content"])
@@ -320,6 +327,7 @@ async def test_without_a_field_there_the_differing_ones_are_named(raw_tokenizer:
     assert (found["field"], found["differing"]) == (None, ["chat_template_kwargs.enable_thinking"])
 
 
+@IN_ONE_LOOP
 async def test_a_conversation_that_goes_on_keeps_its_prefix(gateway: Process) -> None:
     first = chat()
     for answer in ("The files are a and b.", ""):
@@ -330,6 +338,7 @@ async def test_a_conversation_that_goes_on_keeps_its_prefix(gateway: Process) ->
     assert (await parting(gateway, first, first))["goes_on"]
 
 
+@IN_ONE_LOOP
 async def test_sixty_tokens_of_both_are_shown(gateway: Process) -> None:
     words = [f"word{number}" for number in range(200)]
     a, b = (chat(" ".join([*words[:100], word, *words[100:]])) for word in ("one", "two"))
@@ -363,6 +372,7 @@ def written(folder: Path, *bodies: Any) -> list[str]:
     return [str(path) for path in paths]
 
 
+@IN_ONE_LOOP
 async def test_the_command(gateway: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def status(*arguments: str) -> int:
         return await asyncio.to_thread(cli.main, ["prefix", *arguments, "--ops", gateway.ops])

@@ -21,8 +21,8 @@ from tests.server.router.fleets import BLOCK, RATE, Clock, member
 
 pytestmark = pytest.mark.e2e
 
-NUM_CASES = 20_000
-MIN_MEETING = 5_000
+NUM_CASES = 2_000
+MIN_MEETING = 500
 OURS, OTHER = GatewayId("ours"), GatewayId("other")
 
 
@@ -135,7 +135,7 @@ def test_the_holder_wins_when_nothing_waits_at_it() -> None:
 def test_clearly_different_rates_count() -> None:
     """Rates that differ by less than SIMILAR_RATE count as equal."""
     num_like = num_unlike = 0
-    for seed in range(5_000):
+    for seed in range(2_000):
         rates = random.Random(seed).choice([(1.0, 1.2, 1.45), (1.0, 1.6, 4.0, 30.0)])
         case = Case(random.Random(seed), rates)
         holder = case.holder()
@@ -149,7 +149,7 @@ def test_clearly_different_rates_count() -> None:
             assert list(decision.best) == [home], f"seed {seed}"
             num_like += like
             num_unlike += not like
-    assert min(num_like, num_unlike) > 300, (num_like, num_unlike)
+    assert min(num_like, num_unlike) > 100, (num_like, num_unlike)
 
 
 def test_work_of_the_last_minute_does_not_beat_a_clear_holder() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
+from llguidance import LLMatcher
 
 from server.errors import InvalidRequestError
 from server.event_loop import run_now
 from server.schema.grammar_schema import GrammarSchema, grammar_schema, relaxed_header
 from server.schema.patterns import held_pattern
-from tests.schema_language import drawn, dumps, matcher, takes
+from tests.schema_language import drawn, dumps, matcher, takes, tokenizer
+from worker.grammar import to_llguidance
+from worker.schema_errors import in_words
 from worker.wire import Grammar
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "schemas.json").read_text())
@@ -75,6 +79,101 @@ LEAVES = st.sampled_from(
         {"type": "null", "default": {"$ref": "#/nowhere"}, "examples": [{"$ref": "x"}]},
     ]
 )
+
+
+KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
+    "type": st.sampled_from(["string", "integer", "number", "array", "object", "boolean", ["string", "null"]]),
+    "minLength": st.integers(0, 2),
+    "maxLength": st.integers(2, 4),
+    "pattern": st.sampled_from(["^[a-c]+$", "b", "^(?=a)a", r"\bx"]),
+    "format": st.sampled_from(["date", "time", "uuid", "ipv4", "email", "weird", "regex"]),
+    "minimum": st.sampled_from([0, -1, 1.5, -(10**20)]),
+    "exclusiveMaximum": st.sampled_from([3, 10, 1e300]),
+    "multipleOf": st.sampled_from([1, 2, 0.5, 1e-30, 2**30]),
+    "minItems": st.integers(0, 2),
+    "maxItems": st.integers(2, 3),
+    "uniqueItems": st.booleans(),
+    "contains": st.sampled_from([{}, {"const": 1}]),
+    "minContains": st.integers(0, 2),
+    "unevaluatedItems": st.booleans(),
+    "minProperties": st.integers(0, 2),
+    "maxProperties": st.integers(1, 2),
+    "required": st.lists(st.sampled_from("ab"), unique=True, max_size=2),
+    "propertyNames": st.sampled_from([{"maxLength": 2}, {"type": "string"}]),
+    "patternProperties": st.dictionaries(st.sampled_from(["^a", "b$", "(?!a)"]), st.just({"type": "null"}), max_size=2),
+    "dependentRequired": st.sampled_from([{}, {"a": ["b"]}]),
+    "dependencies": st.sampled_from([{}, {"a": {"required": ["b"]}}]),
+    "unevaluatedProperties": st.booleans(),
+    "const": st.sampled_from([1, "a", None, {"a": 1}]),
+    "enum": st.lists(st.sampled_from([0, 1, 1.0, "a", "b", None, [1]]), min_size=1, max_size=3),
+    "if": st.sampled_from([{"type": "string"}, {"required": ["a"]}]),
+    "then": st.just({"maxLength": 1}),
+    "else": st.just({"maximum": 1}),
+}
+
+
+def any_schema(node: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return schemas of all keywords, of which some are nonsense together."""
+    holding = {
+        "properties": st.dictionaries(st.sampled_from("abc"), node, max_size=2),
+        "additionalProperties": st.booleans() | node,
+        "items": node,
+        "prefixItems": st.lists(node, min_size=1, max_size=2),
+        **dict.fromkeys(("anyOf", "oneOf", "allOf"), st.lists(node, min_size=1, max_size=2)),
+        "not": node,
+        "$ref": st.sampled_from(["#", "#/$defs/x", "#x", "http://e.com/y#/items"]),
+    }
+    known = KEYWORDS | holding
+    names = st.lists(st.sampled_from(sorted(known)), min_size=1, max_size=4, unique=True)
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: known[name] for name in chosen}))
+
+
+DEFINITIONS: dict[str, Any] = {
+    "x": {"$anchor": "x", "type": ["integer", "null"], "id": "x"},
+    "y": {"$id": "http://e.com/y", "items": {"type": "boolean"}},
+}
+ANY_SCHEMAS = st.recursive(any_schema(st.sampled_from([{}, {"type": "integer"}])), any_schema, max_leaves=4).map(
+    lambda schema: schema | {"$defs": DEFINITIONS, "x-guidance": {"lenient": True}}
+)
+
+
+def check_nothing_is_lost(schema: dict[str, Any]) -> None:
+    """A text that the grammar takes is valid, but for the keywords that are named."""
+    held = placed(schema)
+    compiled = LLMatcher(tokenizer(), to_llguidance(Grammar("json_schema", dumps(held.schema))), log_level=0)
+    if compiled.is_error():  # refused by name: no value fits it, or it has too many parts
+        reason = in_words(compiled.get_error())
+        assert "cannot hold" not in reason, (reason, schema)
+    elif not held.relaxed:
+        for text in filter(None, (drawn(compiled, seed) for seed in range(3))):
+            with suppress(RecursionError):  # of a schema that refers to itself without an end
+                Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
+
+
+@given(ANY_SCHEMAS)
+@settings(max_examples=40, deadline=None)
+def test_no_keyword_is_lost_silently(schema: dict[str, Any]) -> None:
+    check_nothing_is_lost(schema)
+
+
+@pytest.mark.deep
+@given(ANY_SCHEMAS)
+@settings(max_examples=1000, deadline=None)
+def test_no_keyword_of_many_schemas_is_lost_silently(schema: dict[str, Any]) -> None:
+    check_nothing_is_lost(schema)
+
+
+def test_an_id_of_zod_is_no_base_of_references() -> None:
+    schema = {
+        "$ref": "#/$defs/User",
+        "$defs": {
+            "User": {"id": "User", "type": "object", "properties": {"p": {"$ref": "#/$defs/Post"}}},
+            "Post": {"id": "Post", "type": "string"},
+        },
+    }
+    start = language(placed(schema))
+    assert takes(start, '{"p":"x"}')
+    assert not takes(start, '{"p":1}')
 
 
 def objects(value: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

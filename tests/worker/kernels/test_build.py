@@ -94,6 +94,7 @@ def test_a_file_in_place_of_the_folder_is_no_obstacle(folder: Path, num_builds: 
     assert len(num_builds) == 1
 
 
+@pytest.mark.e2e
 def test_two_workers_that_start_at_once_build_one_file(folder: Path) -> None:
     code = f"from worker.kernels import cpu; cpu._FLAGS += ('-O0',); cpu._load_or_build({MARCH!r}); print('ok')"
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent)}

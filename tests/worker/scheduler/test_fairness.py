@@ -70,11 +70,11 @@ def test_weights_divide_the_service(max_num_seqs: int) -> None:
     """A light tenant with a heavy one of weight 1:4 gets a fifth, within 5 %."""
     engine = HandEngine(max_num_seqs=max_num_seqs, num_blocks=513)
     requests = {
-        "light": [engine.submit(generate([1], 4, tenant="light")) for _ in range(200)],
-        "heavy": [engine.submit(generate([2], 4, tenant="heavy", weight=4.0)) for _ in range(400)],
+        "light": [engine.submit(generate([1], 4, tenant="light")) for _ in range(50)],
+        "heavy": [engine.submit(generate([2], 4, tenant="heavy", weight=4.0)) for _ in range(100)],
     }
-    shares = Counter(finish_order(engine, requests)[:400])
-    assert shares["light"] == pytest.approx(80, rel=0.05)
+    shares = Counter(finish_order(engine, requests)[:100])
+    assert shares["light"] == pytest.approx(20, rel=0.05)
 
 
 def test_an_idle_tenant_earns_no_credit() -> None:
@@ -124,7 +124,7 @@ def test_suspects_are_computed_one_at_a_time() -> None:
     assert all(engine.answer(request).tokens for request in others)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8)
 @given(events=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=200, max_size=400))
 def test_absent_tenants_are_forgotten_when_that_changes_nothing(events: list[tuple[int, int]]) -> None:
     """Compare with counts that forget no tenant. One tenant is always present."""
