@@ -20,7 +20,7 @@ from server.schema.decoding import TextLimit
 from server.schema.requests import CHAT
 from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TooManyTokensError
-from worker.common.chat_probes import CHAT_PROBES, digests
+from worker.common.chat_probes import CHAT_PROBES, WITH_TOOLS, digests
 from worker.wire import Rendered
 
 Digests = tuple[tuple[str, str], ...]
@@ -33,7 +33,7 @@ _WITHOUT_PROMPT: Final = frozenset(
     }
 )
 """Fields of a body that no prompt depends on."""
-_USUAL: Final = frozenset({"plain", "tools", "calls"})
+_USUAL: Final = frozenset({"plain", "plain+tools", "calls"})
 """The classes that show a template's shapes."""
 
 
@@ -88,21 +88,24 @@ class _Prompt(Struct, forbid_unknown_fields=True):
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
         thinks = self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking
-        has = {
+        of_turns = {
             "plain": True,
             "parts": any(isinstance(message.content, list) for message in self.messages),
             "calls": bool(calls) or any(message.role == "tool" for message in self.messages),
-            "broken_calls": not all(_is_object(call.function.arguments) for call in calls),
-            "tools": bool(tools),
-            "bare_tools": any(tool.description is None or tool.parameters is None for tool in tools),
-            "strict_tools": any(tool.strict is not None for tool in tools),
-            "no_call": bool(tools) and choice == "none",
-            "forced_call": choice not in (None, "none", "auto"),
+            "broken": not all(_is_object(call.function.arguments) for call in calls),
             "thinks": thinks is True,
             "thinks_not": thinks is False,
             f"effort_{self.reasoning_effort}": self.reasoning_effort is not None,
         }
-        return {name for name, is_there in has.items() if is_there}
+        of_tools = {
+            "bare": not all(tool.description and tool.parameters for tool in tools),
+            "strict": any(tool.strict is not None for tool in tools),
+            "no_call": bool(tools) and choice == "none",
+            "forced_call": choice not in (None, "none", "auto"),
+        }
+        ending = WITH_TOOLS if tools else ""
+        found = {name + ending for name, is_there in of_turns.items() if is_there}
+        return found | {name for name, is_there in of_tools.items() if is_there}
 
 
 _prompt_of: Final = msgspec.json.Decoder(_Prompt).decode

@@ -241,7 +241,8 @@ class AdapterEngine:
                 facts = facts_of(counts, model)
                 self._moved(self._life.answered(facts, counts, is_paused=is_paused, num_open=num_open))
                 self._account.seed_rate(counts)
-                self._warn_bypass(counts, num_open)
+                if self._life.problem is None:
+                    self._warn_bypass(counts, num_open)
                 self._take_loras(model.loras)
             except (EngineLostError, EngineRefusedError, TimeoutError) as error:
                 why = str(error) or f"no answer within {ANSWER_S:g} s"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import ssl
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -40,20 +39,12 @@ class EngineServer:
     def __init__(self, url: str, key: str, tls: ssl.SSLContext | None, headers: Mapping[str, str]) -> None:
         """`headers` are sent with every request, `key` as a bearer token."""
         self._url = url.rstrip("/")
-        self.connected_s = 0.0
-        """When the latest connection was made, on the monotonic clock."""
-        tracing = aiohttp.TraceConfig()
-        tracing.on_connection_create_end.append(self._on_connected)
         self._headers = dict(headers) | ({"authorization": f"Bearer {key}"} if key else {})
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[tracing],
         )
-
-    async def _on_connected(self, *_: object) -> None:
-        self.connected_s = time.monotonic()
 
     async def call(
         self,

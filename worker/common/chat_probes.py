@@ -19,7 +19,13 @@ _PARAMETERS: Final = {
 }
 _FUNCTION: Final = {"name": "get_weather", "description": 'The "weather" of a city.', "parameters": _PARAMETERS}
 _SECOND: Final = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
-_BARE: Final = ({"name": "now"}, {"name": "a", "description": "An a."}, {"name": "b", "parameters": _PARAMETERS})
+_BARE: Final = (
+    *({"name": "now"}, {"name": "a", "description": "An a."}, {"name": "b", "parameters": _PARAMETERS}),
+    *(
+        {"name": "c", "description": "", "parameters": _PARAMETERS},
+        {"name": "d", "description": "D.", "parameters": {}},
+    ),
+)
 _USER: Final = {"role": "user", "content": "  What is 1 + 1?\n\n"}
 _SYSTEM: Final = {"role": "system", "content": "Be brief."}
 _LONG: Final = "Größe: naïve, 日本語, 🙂🙃\n\tdef f(x):\r\n\t\treturn {'a': x ** 2}  # 100_000 & <i>"
@@ -46,25 +52,25 @@ def _of_parts(message: _Body) -> _Body:
     return message | {"content": parts}
 
 
-def _bodies(*conversations: Sequence[_Body], with_tools: bool = True, **fields: Any) -> tuple[_Body, ...]:
-    tools = _tools(_FUNCTION, _SECOND)
-    plain = [{"messages": list(messages)} | fields for messages in conversations]
-    return (*plain, *[body | tools for body in plain]) if with_tools else tuple(plain)
+def _both(name: str, *conversations: Sequence[_Body], **fields: Any) -> dict[str, tuple[_Body, ...]]:
+    """Return the class of these conversations, and that of the same with tools."""
+    bodies = tuple([{"messages": list(messages)} | fields for messages in conversations])
+    return {name: bodies, name + WITH_TOOLS: tuple([body | _tools(_FUNCTION, _SECOND) for body in bodies])}
 
 
 _ARGUMENTS: Final = '{"city": "Zürich", "days": 2, "units": [1.5, null, true], "of": {"a": "<&>"}}'
 _CALL: Final = (_USER, _called(_ARGUMENTS), _RESULT)
 _CALLS: Final = (_USER, _called(_ARGUMENTS, " I look. ", {"name": "now", "arguments": "{}"}), _RESULT)
-_EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
+WITH_TOOLS: Final = "+tools"
+"""The end of the name of a class whose bodies have tools, too."""
 
 CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
-    "plain": _bodies((_USER,), _PLAIN, (_USER, {"role": "assistant", "content": " 2\n"}, _THANKS), with_tools=False),
-    "parts": _bodies((_of_parts(_USER),), tuple(map(_of_parts, _PLAIN)), (_SYSTEM, _of_parts(_USER))),
-    "tools": _bodies((_USER,), _PLAIN),
-    "bare_tools": tuple([{"messages": [_USER]} | _tools(each) for each in _BARE]),
-    "strict_tools": ({"messages": [_USER]} | _tools(_FUNCTION | {"strict": True}),),
-    "calls": _bodies(_CALL, _CALLS, (*_CALL, {"role": "assistant", "content": " It is sunny.\n"}, _THANKS)),
-    "broken_calls": _bodies(*[(_USER, _called(text), _RESULT) for text in ('{"city": "Zü', "[1]", "", "7")]),
+    **_both("plain", (_USER,), _PLAIN, (_USER, {"role": "assistant", "content": " 2\n"}, _THANKS)),
+    **_both("parts", (_of_parts(_USER),), tuple(map(_of_parts, _PLAIN)), (_SYSTEM, _of_parts(_USER))),
+    "bare": tuple([{"messages": [_USER]} | _tools(each) for each in _BARE]),
+    "strict": ({"messages": [_USER]} | _tools(_FUNCTION | {"strict": True}),),
+    **_both("calls", _CALL, _CALLS, (*_CALL, {"role": "assistant", "content": " It is sunny.\n"}, _THANKS)),
+    **_both("broken", *[(_USER, _called(text), _RESULT) for text in ('{"city": "Zü', "[1]", "", "7")]),
     "no_call": ({"messages": list(_PLAIN)} | _tools(_FUNCTION, tool_choice="none"),),
     "forced_call": tuple(
         [
@@ -72,11 +78,14 @@ CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
             for choice in ("required", {"type": "function", "function": {"name": "now"}})
         ]
     ),
-    "thinks": _bodies((_USER,), _PLAIN, chat_template_kwargs={"enable_thinking": True}),
-    "thinks_not": _bodies((_USER,), _PLAIN, chat_template_kwargs={"enable_thinking": False}),
-    **{f"effort_{effort}": _bodies((_USER,), _PLAIN, reasoning_effort=effort) for effort in _EFFORTS},
+    **_both("thinks", (_USER,), _PLAIN, chat_template_kwargs={"enable_thinking": True}),
+    **_both("thinks_not", (_USER,), _PLAIN, chat_template_kwargs={"enable_thinking": False}),
+} | {
+    name: bodies
+    for effort in ("none", "minimal", "low", "medium", "high")
+    for name, bodies in _both(f"effort_{effort}", (_USER,), _PLAIN, reasoning_effort=effort).items()
 }
-"""By class. Each is rendered with and without tools, where it may have both."""
+"""By class."""
 
 
 def digests(prompts: Mapping[str, Sequence[Sequence[int] | None]]) -> tuple[tuple[str, str], ...]:

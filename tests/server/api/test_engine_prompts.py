@@ -52,29 +52,33 @@ def engine(raw_tokenizer: Tokenizer) -> ProbedWorker:
 
 
 FUNCTION = {"name": "f", "arguments": '{"a": [1.5, null, true, "é"]}'}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 KNOWN: list[dict[str, Any]] = [
     chat_of(user("Größe, 日本語 🙂\t\r\n <b> & 'x'")),
     chat_of({"role": "system", "content": "Be brief."}, user(), {"role": "assistant", "content": " a "}, user()),
     chat_of(user(), tools=[tool(parameters={"type": "object", "properties": {"é": {"type": "string"}}})]),
     chat_of(user(), calling(**FUNCTION), {"role": "tool", "tool_call_id": "c", "content": "sunny"}, user()),
-    chat_of(user(), tools=[tool()], tool_choice="required"),
+    chat_of(user(), tools=[tool(parameters=SCHEMA)], tool_choice="required"),
     chat_of(user(), reasoning_effort="low"),
     chat_of(chat_template_kwargs={"enable_thinking": False}, temperature=0.5, max_tokens=9, stop=["x"]),
 ]
 EFFORTS = ("none", "minimal", "low", "medium", "high")
-CLASSES: dict[str, dict[str, Any]] = {
+TURNS: dict[str, dict[str, Any]] = {
     "plain": chat_of(user()),
     "parts": chat_of(user([{"type": "text", "text": "a"}])),
-    "tools": chat_of(user(), tools=[tool()]),
-    "bare_tools": chat_of(user(), tools=[{"type": "function", "function": {"name": "f"}}]),
-    "strict_tools": chat_of(user(), tools=[tool(strict=True)]),
     "calls": KNOWN[3],
-    "broken_calls": chat_of(user(), calling(name="f", arguments="{"), user()),
-    "no_call": chat_of(user(), tools=[tool()], tool_choice="none"),
-    "forced_call": KNOWN[4],
+    "broken": chat_of(user(), calling(name="f", arguments="{"), user()),
     "thinks": chat_of(user(), chat_template_kwargs={"enable_thinking": True}),
     "thinks_not": chat_of(user(), chat_template_kwargs={"enable_thinking": False}),
     **{f"effort_{each}": chat_of(user(), reasoning_effort=each) for each in EFFORTS},
+}
+CLASSES: dict[str, dict[str, Any]] = {
+    **TURNS,
+    **{f"{name}+tools": body | {"tools": [tool(parameters=SCHEMA)]} for name, body in TURNS.items()},
+    "bare": chat_of(user(), tools=[{"type": "function", "function": {"name": "f"}}]),
+    "strict": chat_of(user(), tools=[tool(strict=True)]),
+    "no_call": chat_of(user(), tools=[tool(parameters=SCHEMA)], tool_choice="none"),
+    "forced_call": KNOWN[4],
 }
 """A body of each class."""
 
