@@ -62,7 +62,8 @@ def options_of(argv: list[str]) -> Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first spreading")
     parser.add_argument("--load", type=float, default=0.95, help="gross input tokens over what the fleet can prefill")
     parser.add_argument("--half", type=int, choices=(0, 1), help="only the even or the odd sessions of each recording")
-    parser.add_argument("--hold", type=float, default=0.0, metavar="S", help="--hold-s of the gateways")
+    parser.add_argument("--hold", type=float, default=3.0, metavar="S", help="--hold-s of the gateways")
+    parser.add_argument("--keys", type=int, choices=(0, 1), default=1, help="agents name their conversations")
     parser.add_argument("--gateways", type=int, default=1, help="each with load estimates of its own")
     parser.add_argument(
         "--engine",

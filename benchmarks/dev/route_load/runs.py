@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from typing import Final
 
 from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.made import DocumentTrace, FanOutTrace
 from benchmarks.dev.simulation.outcomes import Outcome
 from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.rivals import RIVALS
@@ -25,6 +26,7 @@ from benchmarks.dev.simulation.traces import (
     ConversationTrace,
     SweAgentTrace,
     ToolChatTrace,
+    Trace,
 )
 from benchmarks.dev.simulation.variants import VARIANTS
 from benchmarks.progress import Progress
@@ -45,7 +47,7 @@ TIERS: Final = "llm-d-tiers"
 SPEEDS: Final = "speeds"
 CHURN: Final = "churn"
 JOIN: Final = "join"
-_CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
+_CELL: Final = re.compile(r"(conv|agent|tau|swe|fan|doc)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
 _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "load": float,
     "gateways": int,
@@ -53,6 +55,7 @@ _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "lower_tier": float,
     "hold": float,
     "copies": int,
+    "keys": int,
     "warm": float,
     "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
 }
@@ -101,11 +104,15 @@ def parse_cell(text: str) -> Cell:
 
 
 @cache
-def _trace(name: str, half: int | None) -> ConversationTrace | CodingAgentTrace | SweAgentTrace | ToolChatTrace:
+def _trace(name: str, half: int | None) -> Trace:
     if name == "tau":
         return ToolChatTrace(DATA / TOOL_CHAT, half)
     if name == "conv":
         return ConversationTrace(DATA / CONVERSATION, half)
+    if name == "fan":
+        return FanOutTrace()
+    if name == "doc":
+        return DocumentTrace()
     if name == "swe":
         return SweAgentTrace(DATA / SWE_AGENT, half)
     return CodingAgentTrace(DATA / CODING_AGENT, half)
@@ -153,6 +160,7 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         lower_tier=options.lower_tier,
         load=options.tier_load,
         hold_s=0.0 if pooled else options.hold,
+        keys=bool(options.keys),
         redis=options.index == "redis" and not pooled,
         two_speeds=SPEEDS in cell.variants,
         death_and_join=CHURN in cell.variants,
