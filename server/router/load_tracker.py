@@ -53,8 +53,9 @@ class ActiveRequest:
     """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
     num_own_blocks: int
-    """Blocks that no other running request holds."""
+    """Blocks that no other live request had there when it came."""
     started_s: float | None = None
+    first_token_s: float | None = None
     is_reported: bool = False
     """A report includes its own blocks, or it holds none any more."""
     closed: bool = False
@@ -154,26 +155,33 @@ class WorkerLoadEstimate:
             request.started_s = now_s
             self._begun.append((now_s, request))
 
-    def first_token(self, request: ActiveRequest) -> bool:
+    def first_token(self, request: ActiveRequest, now_s: float) -> bool:
         """Remove it from the queue: its prefill is over. Return False if it was removed before."""
         if request not in self._queue:
             return False
+        request.first_token_s = now_s
+        self._dequeue(request)
+        return True
+
+    def _dequeue(self, request: ActiveRequest) -> None:
+        if request not in self._queue:
+            return
         del self._queue[request]
         if request.started_s is None:
             self._arrived(request)
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
-        return True
 
-    def close(self, request: ActiveRequest, now_s: float) -> bool:
-        """Forget it. Return False if it was closed before."""
+    def close(self, request: ActiveRequest, now_s: float, num_kept_blocks: int = 0) -> bool:
+        """Forget it; other live requests have `num_kept_blocks` of its own. Return False if it was closed before."""
         if request.closed:
             return False
         request.closed = True
-        self.first_token(request)
+        self._dequeue(request)
         self.num_unreported_blocks(now_s)  # a report may include it by now
         if request.is_reported and request.started_s is not None:
-            self._departed.append((now_s, request.num_own_blocks))
-            self._num_departed_blocks += request.num_own_blocks
+            num_gone = request.num_blocks - num_kept_blocks
+            self._departed.append((now_s, num_gone))
+            self._num_departed_blocks += num_gone
         self._arrived(request)
         self.num_outstanding -= 1
         self.num_blocks -= request.num_blocks
@@ -220,6 +228,15 @@ class WorkerLoadEstimate:
         left_s = [request.remaining_s for request in islice(self._queue, _MAX_COMPARED) if request.remaining_s > 0.0]
         return PrefillQueue(left_s, self._others_left_s(sum(left_s), now_s), max(1.0, len(self._queue) / _MAX_COMPARED))
 
+    def ready_s(self, request: ActiveRequest, now_s: float) -> float:
+        """Return when the blocks that an own request computes are there: its prefill, and as much for others."""
+        if request not in self._queue:
+            return 0.0
+        self._advance(now_s)
+        left_s = request.remaining_s
+        others_s = sum([each.remaining_s for each in islice(self._queue, _MAX_COMPARED)]) - left_s
+        return left_s + max(0.0, min(left_s, others_s))
+
     def report_age_s(self, now_s: float) -> float:
         """Return the age of the last report, at most 1 s; 0 if no other gateway sent work here in the last minute."""
         if now_s - self._others_seen_s > _OTHERS_MEMORY_S:
@@ -261,6 +278,9 @@ class WorkerLoadEstimate:
 
 class FifoLoadEstimate(WorkerLoadEstimate):
     """The load of a worker that runs prefills one after the other, in the order of their arrival."""
+
+    def ready_s(self, request: ActiveRequest, now_s: float) -> float:
+        return 0.0  # a later request waits for it in any case
 
     def queue(self, now_s: float) -> PrefillQueue | None:
         own_s = self.queued_s

@@ -164,7 +164,9 @@ class Replay:
 
     def _die(self) -> None:
         """Lose the busiest worker. Gateways send its requests again, without the part of the answer that they have."""
-        worker = max(self._live, key=lambda each: each.num_decoding + len(each.queue) + len(each.unfinished(self._now_s)))
+        worker = max(
+            self._live, key=lambda each: each.num_decoding + len(each.queue) + len(each.unfinished(self._now_s))
+        )
         self._retire(worker)
         for job in [job for job in self._jobs if job.placement.worker is worker.member]:
             if job.allocation is not None:

@@ -64,7 +64,7 @@ class Session:
     conversation: int
     """Its number: an open loop has a session for each request of a conversation."""
     key: str = ""
-    """What the client sends to name the conversation; empty: nothing."""
+    """The name of the conversation that the client sends; empty: none."""
     children: Sequence[Session] = ()
     """Sessions that begin with its last answer, whatever their `start_s`."""
 

@@ -40,7 +40,7 @@ def test_a_request_is_queued_served_and_closed() -> None:
     worker.start(first, 2.0, now_s=1.0)
     assert queue_s(worker, 2.5) == 3.5
     assert queue_s(worker, 9.0) == 3.0, "what has elapsed counts up to the estimate"
-    worker.first_token(first)
+    worker.first_token(first, 9.0)
     assert queue_s(worker, 9.0) == 3.0
     assert (worker.num_queued, worker.num_outstanding, worker.num_blocks) == (1, 2, 30)
     worker.close(first, 1.0)
@@ -69,7 +69,7 @@ def test_every_request_is_closed_exactly_once(actions: list[tuple[int, str]]) ->
             if action == "start":
                 worker.start(requests[number], 0.5, now_s=0.0)
             elif action == "first_token":
-                worker.first_token(requests[number])
+                worker.first_token(requests[number], 0.0)
             else:
                 assert worker.close(requests[number], 1.0) == (number not in closed)
                 closed.add(number)
@@ -147,7 +147,7 @@ def test_ended_requests_leave_their_blocks_before_a_report() -> None:
     first, second = worker.add(1.0, 10, 0.0, num_own_blocks=8), worker.add(1.0, 10, 0.0, num_own_blocks=5)
     worker.start(first, 1.0, now_s=1.0)
     worker.observe(WorkerLoad(), 1.2, ME)
-    worker.close(first, 1.3)
+    worker.close(first, 1.3, num_kept_blocks=2)
     assert worker.num_unreported_blocks(1.3) == 5 - 8
     worker.start(second, 1.0, now_s=1.3)
     worker.close(second, 1.4)
