@@ -36,6 +36,10 @@ COMPARED: Final = {**POLICIES, **RIVALS}
 COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
 so only for these."""
+OURS: Final = "headstart"
+NUM_RIVALS: Final = 2
+Outcomes = dict[tuple[str, str], list[Outcome]]
+"""By policy and cell: one for each spreading."""
 POOLED: Final = "pooled"
 """One cache of the same total size that every worker sees; later requests pass one that does not fit."""
 POOLED1: Final = "pooled1"
@@ -129,18 +133,17 @@ def execute(run: Run) -> Outcome:
     return Replay(workload, COMPARED[policy], run.settings).run()
 
 
-def plan(options: Namespace) -> list[Run]:
-    runs = []
-    for cell in options.cells:
-        given = Namespace(**{**vars(options), **cell.options})
-        moves = bool(given.fetch or given.lower_tier)
-        policies = [name for name in options.policies if moves or name != TIERS or LLM_D not in options.policies]
-        runs += [
-            _run(cell, policy, spreading, given)
-            for policy in (*policies, *BOUNDS)
-            for spreading in range(options.spreadings)
-        ]
-    return runs
+def plan(options: Namespace, cell: Cell, spreading: int, outcomes: Outcomes) -> list[Run]:
+    """Return the cell's runs of one spreading, given the outcomes of those before."""
+    given = Namespace(**{**vars(options), **cell.options})
+    moves = bool(given.fetch or given.lower_tier)
+    policies = [name for name in options.policies if moves or name != TIERS or LLM_D not in options.policies]
+    if spreading:
+        rivals = sorted(
+            (name for name in policies if name != OURS), key=lambda name: outcomes[name, cell.name][0].ttft_mean_s
+        )
+        policies = [name for name in policies if name == OURS or name in rivals[:NUM_RIVALS]]
+    return [_run(cell, policy, spreading, given) for policy in (*policies, *(() if spreading else BOUNDS))]
 
 
 def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
@@ -176,14 +179,23 @@ def processes(num_jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn"))
 
 
-def execute_all(runs: Sequence[Run], num_jobs: int) -> dict[tuple[str, str], list[Outcome]]:
-    """Run all replays and return outcomes by (policy, cell), by spreading. Shows a progress line on a terminal."""
-    outcomes: dict[tuple[str, str], list[Outcome]] = {}
-    progress = Progress(len(runs))
-    with processes(num_jobs) as pool:
-        futures = [pool.submit(execute, run) for run in runs]
-        for _ in as_completed(futures):
-            progress.advance()
-    for run, future in zip(runs, futures, strict=True):
-        outcomes.setdefault((run.policy, run.cell.name), []).append(future.result())
+def execute_all(options: Namespace, is_sure: Callable[[Outcomes, str], bool]) -> Outcomes:
+    """Run all replays and return outcomes by (policy, cell), by spreading.
+
+    The first spreading has every policy, later ones only headstart and the two best of the others. A cell gets more
+    than `--spreadings` while it is not `is_sure`.
+    """
+    outcomes: Outcomes = {}
+    cells = list(options.cells)
+    with processes(options.jobs) as pool:
+        for spreading in range(options.most_spreadings):
+            runs = [run for cell in cells for run in plan(options, cell, spreading, outcomes)]
+            progress = Progress(len(runs))
+            futures = [pool.submit(execute, run) for run in runs]
+            for _ in as_completed(futures):
+                progress.advance()
+            for run, future in zip(runs, futures, strict=True):
+                outcomes.setdefault((run.policy, run.cell.name), []).append(future.result())
+            if spreading + 1 >= options.spreadings:
+                cells = [cell for cell in cells if not is_sure(outcomes, cell.name)]
     return outcomes
