@@ -26,9 +26,8 @@ and, after those, what changes:
     _join       a worker joins, after its warm start
     @load=1.5,gateways=4,fetch=20,lower_tier=4,hold=0,keys=0,copies=0,warm=0,engine=fifo   options for this cell only
 
-`worst_ratio` is headstart's mean time to first token over the best other policy's, of the cell with the highest lower
-bound. A cell gets more spreadings until its bounds are .1 apart. `--deep` adds combinations of load, gateways,
-pools and fetching.
+`worst_ratio` is headstart's mean time to first token over the best other policy's, where its lower bound is highest.
+A cell gets more spreadings until its bounds are .1 apart. `--deep` adds loads, gateways, pools and fetching.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ _MAX_REPORT_AGE_S = 1.0
 _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
 _HIT_RATE_WINDOW_S = 120.0
+_MAX_CHANGES = 1024
 _MAX_COMPARED = 128
 """At most this many queued requests are examined; the rest is extrapolated."""
 
@@ -52,12 +53,8 @@ class ActiveRequest:
     remaining_s: float
     """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
-    num_own_blocks: int
-    """Blocks that no other live request had there when it came."""
     started_s: float | None = None
     first_token_s: float | None = None
-    is_reported: bool = False
-    """A report includes its own blocks, or it holds none any more."""
     closed: bool = False
 
 
@@ -115,13 +112,12 @@ class WorkerLoadEstimate:
         """Cached prompt tokens to all prompt tokens."""
         self._queue: dict[ActiveRequest, None] = {}
         self._advanced_s = 0.0
-        self._num_arriving_blocks = 0
-        """Blocks of own requests that no report includes yet."""
-        self._num_departed_blocks = 0
-        """Blocks of own requests that have ended since the last report."""
-        self._departed: deque[tuple[float, int]] = deque()
-        self._begun: deque[tuple[float, ActiveRequest]] = deque()
-        """When own prefills began, until a report includes their blocks."""
+        self._num_live_blocks = 0
+        """Different blocks of own requests."""
+        self._live_blocks = deque[tuple[float, int]](maxlen=_MAX_CHANGES)
+        """Their number since the last report, by the time from which it holds."""
+        self._num_reported_live_blocks = 0
+        """Their number when the last report was written."""
         self.reported_s = -math.inf
         """When the last report was written."""
         self._others_s = 0.0
@@ -136,9 +132,9 @@ class WorkerLoadEstimate:
         return len(self._queue)
 
     def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_own_blocks: int = 0) -> ActiveRequest:
-        """Count a request that is sent now."""
-        request = ActiveRequest(prefill_s, prefill_s, num_blocks, num_own_blocks)
-        self._num_arriving_blocks += num_own_blocks
+        """Count a request that is sent now; no other live one has `num_own_blocks` of its blocks."""
+        request = ActiveRequest(prefill_s, prefill_s, num_blocks)
+        self._count_blocks(num_own_blocks, now_s)
         self._queue[request] = None
         self.queued_s += prefill_s
         self.num_outstanding += 1
@@ -153,7 +149,6 @@ class WorkerLoadEstimate:
             self.queued_s += prefill_s - request.prefill_s
             request.prefill_s = request.remaining_s = prefill_s
             request.started_s = now_s
-            self._begun.append((now_s, request))
 
     def first_token(self, request: ActiveRequest, now_s: float) -> bool:
         """Remove it from the queue: its prefill is over. Return False if it was removed before."""
@@ -167,8 +162,6 @@ class WorkerLoadEstimate:
         if request not in self._queue:
             return
         del self._queue[request]
-        if request.started_s is None:
-            self._arrived(request)
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
 
     def close(self, request: ActiveRequest, now_s: float, num_kept_blocks: int = 0) -> bool:
@@ -177,12 +170,7 @@ class WorkerLoadEstimate:
             return False
         request.closed = True
         self._dequeue(request)
-        self.num_unreported_blocks(now_s)  # a report may include it by now
-        if request.is_reported and request.started_s is not None:
-            num_gone = request.num_blocks - num_kept_blocks
-            self._departed.append((now_s, num_gone))
-            self._num_departed_blocks += num_gone
-        self._arrived(request)
+        self._count_blocks(num_kept_blocks - request.num_blocks, now_s)
         self.num_outstanding -= 1
         self.num_blocks -= request.num_blocks
         return True
@@ -199,15 +187,17 @@ class WorkerLoadEstimate:
             self._tokens_per_s = load.prefill_tokens_per_s
             self._measured_s = written_s
         self.assigned.observe(load.assigned_prefill_s, written_s)
+        while self._live_blocks and self._live_blocks[0][0] <= written_s:
+            self._num_reported_live_blocks = self._live_blocks.popleft()[1]
 
-    def num_unreported_blocks(self, now_s: float) -> int:
-        """Return the blocks that own requests hold, or will hold, less those of the last report."""
-        reported_s = max(self.reported_s, now_s - _MAX_REPORT_AGE_S)
-        while self._begun and self._begun[0][0] <= reported_s:
-            self._arrived(self._begun.popleft()[1])
-        while self._departed and self._departed[0][0] <= reported_s:
-            self._num_departed_blocks -= self._departed.popleft()[1]
-        return self._num_arriving_blocks - self._num_departed_blocks
+    def num_held_blocks(self, load: WorkerLoad) -> int:
+        """Return the blocks that are in use there: those of own requests, and what else the last report has."""
+        num_reported = max(0, load.num_blocks - load.num_free_blocks)
+        return self._num_live_blocks + max(0, num_reported - self._num_reported_live_blocks)
+
+    def _count_blocks(self, num_more: int, now_s: float) -> None:
+        self._num_live_blocks += num_more
+        self._live_blocks.append((now_s, self._num_live_blocks))
 
     def prefill_tokens_per_s(self, median: float, now_s: float) -> float:
         """Return the worker's prefill rate; `median` is the fleet's.
@@ -261,12 +251,6 @@ class WorkerLoadEstimate:
                 request.remaining_s -= step_s / len(served)
             elapsed_s -= step_s
             running = [request for request in running if request.remaining_s > 1e-9]
-
-    def _arrived(self, request: ActiveRequest) -> None:
-        """Stop counting its blocks as arriving: a report includes them, or they are released."""
-        if not request.is_reported:
-            self._num_arriving_blocks -= request.num_own_blocks
-            request.is_reported = True
 
     def _others_left_s(self, own_s: float, now_s: float) -> float:
         """Return the rest of the other gateways' work. It shares the engine with `own_s` of this gateway's work."""

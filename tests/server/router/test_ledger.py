@@ -140,7 +140,7 @@ def random_chain(length: int) -> list[BlockHash]:
 
 
 def active() -> ActiveRequest:
-    return ActiveRequest(1.0, 1.0, 0, 0)
+    return ActiveRequest(1.0, 1.0, 0)
 
 
 class Live:
