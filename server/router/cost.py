@@ -5,10 +5,11 @@
     queue_s         delay by prefills that are there already          `queue_delay`
     num_displaced   prefills there that this one would delay          `queue_delay`
     eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
+    decode_s        delay by and of the requests that run there       `CostModel.decode_s`
     beta            delay of later requests by one second of work     `CostModel.beta`
     fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
 
-    cost            = queue_s + eviction_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
+    cost            = queue_s + eviction_s + decode_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
@@ -49,6 +50,8 @@ class CostModel:
     recent_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
     max_return_odds: float = 8.0
+    decode_weight: float = 0.01
+    """Each request that runs slows prefills by about this share, as long as it holds its blocks."""
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
@@ -66,6 +69,10 @@ class CostModel:
         if overflow <= 0.0:
             return 0.0
         return mean_residency_s * max(overflow, min(1.0, overflow + 0.5 / max(1, num_running)))
+
+    def decode_s(self, num_outstanding: int, mean_residency_s: float) -> float:
+        """Return the delay by the requests at a worker while they generate, each for `mean_residency_s`."""
+        return self.decode_weight * num_outstanding * mean_residency_s
 
     def return_odds(self, return_share: float) -> float:
         """Return how often an evicted prompt comes back, if each use is followed by another with `return_share`."""
@@ -106,6 +113,7 @@ class CostModel:
         return [
             worker.queue_s
             + worker.eviction_s
+            + worker.decode_s
             + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
             + self.recent_weight * worker.assigned_s
             for worker in workers
@@ -226,6 +234,8 @@ class WorkerView(msgspec.Struct, eq=False):
     """Wait until its blocks fit into the pool there."""
     eviction_s: float
     """Work to get back the blocks that it evicts there."""
+    decode_s: float
+    """Delay by the requests that run there."""
     assigned_s: float
     """Prefill seconds assigned to the worker, decayed over a minute."""
     report_age_s: float
@@ -269,13 +279,18 @@ class WorkerView(msgspec.Struct, eq=False):
 
     @property
     def num_outstanding(self) -> int:
-        """Unfinished requests there: the larger of own count and report, since the report may include our requests."""
-        return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
+        """Unfinished requests there."""
+        return num_outstanding(self.estimate, self.load)
 
     @property
     def num_waiting(self) -> int:
         """Requests there without a first token."""
         return max(self.estimate.num_queued, self.load.num_waiting)
+
+
+def num_outstanding(estimate: WorkerLoadEstimate, load: WorkerLoad) -> int:
+    """Return the unfinished requests: the larger of own count and report, since the report may include ours."""
+    return max(estimate.num_outstanding, load.num_running + load.num_waiting)
 
 
 class OwnBlocks(NamedTuple):
@@ -339,6 +354,7 @@ def view(candidate: Candidate, estimate: WorkerLoadEstimate, own: OwnBlocks, con
         kv_usage,
         kv_wait_s,
         eviction_s,
+        cost.decode_s(num_outstanding(estimate, candidate.load), context.mean_residency_s),
         estimate.assigned.at(now_s),
         estimate.report_age_s(now_s),
         0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),

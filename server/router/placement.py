@@ -25,6 +25,7 @@ from server.router.cost import (
     PeersByLayout,
     WorkerView,
     find_peers,
+    num_outstanding,
     view,
 )
 from server.router.ledger import Ledger
@@ -161,17 +162,26 @@ class Scorer:
         self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
     ) -> Decision | None:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
-        short_list = self._short_lists.setdefault(request.model, ShortList())
+        short_list = self._short_list(request.model)
         listed = short_list.choose(request, candidates, self.ledger.holders(request.hashes, MAX_HOLDERS))
         workers = self._views(request, listed.candidates, broken)
-        short_list.scored(workers, self._cost.recent_weight)
+        short_list.scored(workers)
         unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}
-        if not unguarded or (listed.own is not None and listed.own not in unguarded):
+        if not unguarded or (request.hard_affinity and listed.own is not None and listed.own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
         fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
         decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
+
+    def _short_list(self, model: str) -> ShortList:
+        if (known := self._short_lists.get(model)) is None:
+            known = self._short_lists[model] = ShortList(self._cost.recent_weight, self._queued_s)
+        return known
+
+    def _queued_s(self, worker_id: WorkerId) -> float:
+        estimate = self._estimates.get(worker_id)
+        return 0.0 if estimate is None else estimate.queued_s
 
     def _decision(
         self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView, num_candidates: int
@@ -256,10 +266,7 @@ class Scorer:
 
     def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
         """Return the least loaded holder. Equal ones are drawn at random; a dry run takes the first."""
-        loads = [
-            max(self.estimate(each.member).num_outstanding, each.load.num_running + each.load.num_waiting)
-            for each in holders
-        ]
+        loads = [num_outstanding(self.estimate(each.member), each.load) for each in holders]
         least = min(loads)
         best = [each.member for each, load in zip(holders, loads, strict=True) if load == least]
         return best[0] if dry_run or len(best) == 1 else self._rng.choice(best)

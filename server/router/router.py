@@ -250,6 +250,7 @@ class Router:
             "wait_s": worker.queue_s,
             "kv_wait_s": worker.kv_wait_s,
             "eviction_s": worker.eviction_s,
+            "decode_s": worker.decode_s,
             "num_displaced": worker.num_displaced,
             "loaded_tokens": {} if plan is None else dict(zip(worker.member.tiers, plan.tier_tokens, strict=False)),
             "fetched_tokens": 0 if plan is None else plan.peer_tokens,

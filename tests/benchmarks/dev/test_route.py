@@ -62,7 +62,7 @@ def test_headstart_is_near_the_pooled_bound(outcomes: dict[str, Outcome]) -> Non
     ours, bound = outcomes["one.headstart"], outcomes["one.pooled"]
     assert ours.hit >= 0.93 * bound.hit
     assert ours.ttft_mean_s <= 1.22 * bound.ttft_mean_s
-    assert ours.max_over_mean_busy <= 1.05
+    assert ours.max_over_mean_busy <= 1.20
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_shared_steps_bring_headstart_near_the_bound(outcomes: dict[str, Outcome
     ours, bound = outcomes["shared.headstart"], outcomes["shared.pooled"]
     assert ours.hit >= 0.97 * bound.hit
     assert ours.ttft_mean_s <= 1.10 * bound.ttft_mean_s
-    assert ours.max_over_mean_busy <= 1.05
+    assert ours.max_over_mean_busy <= 1.20
 
 
 def test_headstart_beats_the_others(outcomes: dict[str, Outcome]) -> None:

@@ -46,6 +46,7 @@ def view(
         "kv_usage": 0.0,
         "kv_wait_s": 0.0,
         "eviction_s": 0.0,
+        "decode_s": 0.0,
         "assigned_s": 0.0,
         "report_age_s": 0.0,
     }
@@ -109,6 +110,13 @@ def test_headstart_avoids_a_holder_with_a_full_pool() -> None:
     full, other = view("full", prefill_s=0.1, kv_usage=1.2, eviction_s=1.5), view("other", prefill_s=1.0)
     assert chosen(policy, make_request(), full, other) == {"other"}
     assert chosen(policy, make_request(), replace(full, eviction_s=0.2), other) == {"full"}
+
+
+def test_headstart_spreads_decodes_by_how_long_they_run() -> None:
+    policy = make_policy("headstart")
+    busy, other = view("busy", decode_s=COST.decode_s(50, 10.0)), view("other", decode_s=COST.decode_s(20, 10.0))
+    assert chosen(policy, make_request(), busy, other) == {"other"}
+    assert chosen(policy, make_request(), replace(busy, prefill_s=0.1), replace(other, prefill_s=4.0)) == {"busy"}
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:
