@@ -27,7 +27,7 @@ from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, c
 from server.metrics import GatewayMetrics
 from server.ops.overview import Overview
 from server.request_context import CURRENT
-from server.router.prefix_tree import MAX_ROWS, tree_rows
+from server.router.ledger import MAX_ROWS, tree_rows
 
 RATE_WINDOW_S: Final = 5.0  # a shown rate moves within seconds
 QUANTILE_WINDOW_S: Final = 60.0  # a minute has enough requests for a p99

@@ -16,7 +16,7 @@ from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
 from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
-from server.router.prefix_tree import SharedPrefix
+from server.router.ledger import SharedPrefix
 from server.router.router import Router
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
@@ -128,7 +128,7 @@ class Overview(Collector):
 
     def prefixes(self, limit: int, model: str | None = None) -> list[SharedPrefix]:
         """Return the prefixes that saved most tokens at live workers."""
-        return self.router.prefix_tree.top(self.fleet.live_workers(model), limit)
+        return self.router.scorer.ledger.top(self.fleet.live_workers(model), limit)
 
     def _live_workers(self) -> list[Candidate]:
         """Return the live workers of every model."""

@@ -4,12 +4,12 @@
     prefill_s       time to compute the other tokens                  `CostModel.prefill_s`
     queue_s         delay by prefills that are there already          `queue_delay`
     num_displaced   prefills there that this one would delay          `queue_delay`
-    kv_wait_s       wait until its blocks fit into the pool           `CostModel.kv_wait_s`
     eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
+    decode_s        delay by and of the requests that run there       `CostModel.decode_s`
     beta            delay of later requests by one second of work     `CostModel.beta`
     fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
 
-    cost            = queue_s + kv_wait_s + eviction_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
+    cost            = queue_s + eviction_s + decode_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -50,6 +50,8 @@ class CostModel:
     recent_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
     max_return_odds: float = 8.0
+    decode_weight: float = 0.01
+    """Each request that runs slows prefills by about this share, as long as it holds its blocks."""
     copy_weight: float = 0.04
     """A fetched block costs at least this share of computing it: a copy evicts blocks that other prompts reuse."""
 
@@ -68,6 +70,10 @@ class CostModel:
             return 0.0
         return mean_residency_s * max(overflow, min(1.0, overflow + 0.5 / max(1, num_running)))
 
+    def decode_s(self, num_outstanding: int, mean_residency_s: float) -> float:
+        """Return the delay by the requests at a worker while they generate, each for `mean_residency_s`."""
+        return self.decode_weight * num_outstanding * mean_residency_s
+
     def return_odds(self, return_share: float) -> float:
         """Return how often an evicted prompt comes back, if each use is followed by another with `return_share`."""
         return min(self.max_return_odds, return_share / max(1e-9, 1.0 - return_share))
@@ -79,8 +85,8 @@ class CostModel:
         others are evicted. Each time they come back, getting them takes `refill_s` and evicts again.
         Source: Sakasegawa, An approximation formula Lq = a b^r / (1 - r), Ann. Inst. Statist. Math. 29 (1977).
         """
-        if usage >= 1.0:
-            return return_odds * refill_s
+        if usage >= 1.0:  # its own blocks are evicted too while it waits for room
+            return (1.0 + return_odds) * refill_s
         taken = usage ** (math.sqrt(2.0 * num_slots + 2.0) - 1.0) if usage > 0.0 else 0.0
         return taken * return_odds * refill_s
 
@@ -106,8 +112,8 @@ class CostModel:
         """Return the cost of the request at each worker."""
         return [
             worker.queue_s
-            + worker.kv_wait_s
             + worker.eviction_s
+            + worker.decode_s
             + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
             + self.recent_weight * worker.assigned_s
             for worker in workers
@@ -210,7 +216,7 @@ class WorkerView(msgspec.Struct, eq=False):
     index_tokens: int
     """Prompt tokens cached there according to the index."""
     pending_tokens: int
-    """Prompt tokens that in-flight requests will have cached there."""
+    """Prompt tokens that own requests have cached there, or will have."""
     matched_tokens: int
     """Prompt tokens of full blocks that count as cached there."""
     prefill_tokens_per_s: float
@@ -220,14 +226,16 @@ class WorkerView(msgspec.Struct, eq=False):
     """Delay of its first token by other prefills there."""
     num_displaced: float
     """Prefills there that it would delay. The oldest one and all work of other gateways together count as 0.5."""
-    num_shared_blocks: int
-    """Matched blocks that other running requests hold too: this one takes no room for them."""
+    num_live_blocks: int
+    """Blocks that own live requests hold there: this one takes no room for them."""
     kv_usage: float
     """Share of the pool that running requests and this one would hold; above 1 they do not fit."""
     kv_wait_s: float
     """Wait until its blocks fit into the pool there."""
     eviction_s: float
     """Work to get back the blocks that it evicts there."""
+    decode_s: float
+    """Delay by the requests that run there."""
     assigned_s: float
     """Prefill seconds assigned to the worker, decayed over a minute."""
     report_age_s: float
@@ -267,17 +275,32 @@ class WorkerView(msgspec.Struct, eq=False):
         """True if the blocks that it does not hold yet fit next to those of running requests."""
         num_blocks = self.load.num_blocks
         num_matched = self.matched_tokens // self.member.block_size
-        return self.kv_usage * num_blocks - (num_matched - self.num_shared_blocks) <= num_blocks
+        return self.kv_usage * num_blocks - max(0, num_matched - self.num_live_blocks) <= num_blocks
 
     @property
     def num_outstanding(self) -> int:
-        """Unfinished requests there: the larger of own count and report, since the report may include our requests."""
-        return max(self.estimate.num_outstanding, self.load.num_running + self.load.num_waiting)
+        """Unfinished requests there."""
+        return num_outstanding(self.estimate, self.load)
 
     @property
     def num_waiting(self) -> int:
         """Requests there without a first token."""
         return max(self.estimate.num_queued, self.load.num_waiting)
+
+
+def num_outstanding(estimate: WorkerLoadEstimate, load: WorkerLoad) -> int:
+    """Return the unfinished requests: the larger of own count and report, since the report may include ours."""
+    return max(estimate.num_outstanding, load.num_running + load.num_waiting)
+
+
+class OwnBlocks(NamedTuple):
+    """Blocks of a prompt at one worker, according to this gateway's own requests (`Ledger`)."""
+
+    num_live: int
+    """Blocks of live requests."""
+    num_cached: int
+    """Blocks that are there, or are when `ready_s` has passed."""
+    ready_s: float
 
 
 class DecisionContext(msgspec.Struct, frozen=True):
@@ -294,18 +317,14 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """How long recent requests held a block; 0.0 if unknown."""
     return_odds: float
     """How often an evicted prompt comes back; 0.0 if unknown."""
-    num_common_blocks: int
-    """Blocks of the prompt that half of the fleet has at least: other running requests hold them too."""
     now_s: float
 
 
-def view(
-    candidate: Candidate, estimate: WorkerLoadEstimate, pending_blocks: int, context: DecisionContext
-) -> WorkerView:
-    """Compute the terms of the cost at one worker. `pending_blocks` of the prompt are being computed there."""
+def view(candidate: Candidate, estimate: WorkerLoadEstimate, own: OwnBlocks, context: DecisionContext) -> WorkerView:
+    """Compute the terms of the cost at one worker."""
     member, cost, most_tokens, now_s = candidate.member, context.cost, context.most_tokens, context.now_s
     block_size = member.block_size
-    matched_tokens = min(max(candidate.matched_blocks, pending_blocks) * block_size, most_tokens)
+    matched_tokens = min(max(candidate.matched_blocks, own.num_cached) * block_size, most_tokens)
     tokens_per_s = max(MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(context.median_tokens_per_s, now_s))
     if bounded := candidate.load.bounded_prefill_tokens_per_s:  # its steps are short while decodes run
         tokens_per_s = max(MIN_TOKENS_PER_S, min(tokens_per_s, bounded))
@@ -315,25 +334,27 @@ def view(
     cached_tokens = matched_tokens if plan is None else plan.end_tokens
     prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
     queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
-    num_shared_blocks = min(matched_tokens // block_size, context.num_common_blocks)
+    if own.num_cached > candidate.matched_blocks:  # its prefix is there when their prefill ends
+        queue_s = max(queue_s, own.ready_s)
     kv_usage, kv_wait_s, eviction_s = _pool_terms(
-        candidate, estimate, matched_tokens, num_shared_blocks, tokens_per_s, context
+        candidate, estimate, matched_tokens, own.num_live, tokens_per_s, context
     )
     return WorkerView(  # by position: keywords cost more than the arithmetic above
         member,
         candidate.load,
         estimate,
         candidate.matched_blocks * block_size,
-        min(pending_blocks * block_size, most_tokens) if pending_blocks else 0,
+        min(own.num_cached * block_size, most_tokens) if own.num_cached else 0,
         matched_tokens,
         tokens_per_s,
         prefill_s,
         queue_s,
         num_displaced,
-        num_shared_blocks,
+        own.num_live,
         kv_usage,
         kv_wait_s,
         eviction_s,
+        cost.decode_s(num_outstanding(estimate, candidate.load), context.mean_residency_s),
         estimate.assigned.at(now_s),
         estimate.report_age_s(now_s),
         0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
@@ -346,34 +367,27 @@ def _pool_terms(
     candidate: Candidate,
     estimate: WorkerLoadEstimate,
     matched_tokens: int,
-    num_shared_blocks: int,
+    num_live: int,
     tokens_per_s: float,
     context: DecisionContext,
 ) -> tuple[float, float, float]:
     """Return `kv_usage`, `kv_wait_s` and `eviction_s`: all 0.0 for a worker that reports no pool.
 
-    Matched blocks that no running request holds are free in the report, and this request takes them. One that fits
-    evicts only for its other blocks. One that waits for room finds its own blocks evicted as well.
+    Blocks that own live requests hold are not taken twice. Other matched ones are free in the report, and this request
+    takes them. One that fits evicts only for its new blocks. One that waits for room finds its own evicted as well.
     """
     member, load, cost, num_tokens = candidate.member, candidate.load, context.cost, context.request.num_prompt_tokens
     if not load.num_blocks:
         return 0.0, 0.0, 0.0
     num_blocks = -(-num_tokens // member.block_size)
-    num_held = max(0, load.num_blocks - load.num_free_blocks + estimate.num_unreported_blocks(context.now_s))
-    usage = (num_held + num_blocks - num_shared_blocks) / load.num_blocks
-    num_own_tokens = matched_tokens - num_shared_blocks * member.block_size
-    refill_s = (num_tokens if usage > 1.0 else num_tokens - num_own_tokens) / tokens_per_s
+    usage = (estimate.num_held_blocks(load) + num_blocks - num_live) / load.num_blocks
+    num_kept_tokens = num_live * member.block_size if usage > 1.0 else matched_tokens
+    refill_s = max(0, num_tokens - num_kept_tokens) / tokens_per_s
     if member.layout:
         refill_s *= cost.refill_weight(tokens_per_s, load.fetch_tokens_per_s)
     num_slots = load.num_blocks / num_blocks if load.num_blocks > num_blocks > 0 else 1.0
     eviction_s = cost.eviction_s(usage, num_slots, refill_s, context.return_odds)
     return usage, cost.kv_wait_s(usage, context.mean_residency_s, load.num_running), eviction_s
-
-
-def common_blocks(candidates: Sequence[Candidate]) -> int:
-    """Return the match that half of the workers have at least."""
-    matches = sorted([candidate.matched_blocks for candidate in candidates])
-    return matches[(len(matches) - 1) // 2] if matches else 0
 
 
 def idle_best_matches(workers: Sequence[WorkerView], common_tokens: int | None = None) -> list[int]:

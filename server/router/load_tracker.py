@@ -26,6 +26,7 @@ _MAX_REPORT_AGE_S = 1.0
 _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
 _HIT_RATE_WINDOW_S = 120.0
+_MAX_CHANGES = 1024
 _MAX_COMPARED = 128
 """At most this many queued requests are examined; the rest is extrapolated."""
 
@@ -52,11 +53,8 @@ class ActiveRequest:
     remaining_s: float
     """Estimated prefill time left, where prefills share each step."""
     num_blocks: int
-    num_own_blocks: int
-    """Blocks that no other running request holds."""
     started_s: float | None = None
-    is_reported: bool = False
-    """A report includes its own blocks, or it holds none any more."""
+    first_token_s: float | None = None
     closed: bool = False
 
 
@@ -114,13 +112,12 @@ class WorkerLoadEstimate:
         """Cached prompt tokens to all prompt tokens."""
         self._queue: dict[ActiveRequest, None] = {}
         self._advanced_s = 0.0
-        self._num_arriving_blocks = 0
-        """Blocks of own requests that no report includes yet."""
-        self._num_departed_blocks = 0
-        """Blocks of own requests that have ended since the last report."""
-        self._departed: deque[tuple[float, int]] = deque()
-        self._begun: deque[tuple[float, ActiveRequest]] = deque()
-        """When own prefills began, until a report includes their blocks."""
+        self._num_live_blocks = 0
+        """Different blocks of own requests."""
+        self._live_blocks = deque[tuple[float, int]](maxlen=_MAX_CHANGES)
+        """Their number since the last report, by the time from which it holds."""
+        self._num_reported_live_blocks = 0
+        """Their number when the last report was written."""
         self.reported_s = -math.inf
         """When the last report was written."""
         self._others_s = 0.0
@@ -135,9 +132,9 @@ class WorkerLoadEstimate:
         return len(self._queue)
 
     def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_own_blocks: int = 0) -> ActiveRequest:
-        """Count a request that is sent now."""
-        request = ActiveRequest(prefill_s, prefill_s, num_blocks, num_own_blocks)
-        self._num_arriving_blocks += num_own_blocks
+        """Count a request that is sent now; no other live one has `num_own_blocks` of its blocks."""
+        request = ActiveRequest(prefill_s, prefill_s, num_blocks)
+        self._count_blocks(num_own_blocks, now_s)
         self._queue[request] = None
         self.queued_s += prefill_s
         self.num_outstanding += 1
@@ -152,29 +149,28 @@ class WorkerLoadEstimate:
             self.queued_s += prefill_s - request.prefill_s
             request.prefill_s = request.remaining_s = prefill_s
             request.started_s = now_s
-            self._begun.append((now_s, request))
 
-    def first_token(self, request: ActiveRequest) -> bool:
+    def first_token(self, request: ActiveRequest, now_s: float) -> bool:
         """Remove it from the queue: its prefill is over. Return False if it was removed before."""
         if request not in self._queue:
             return False
-        del self._queue[request]
-        if request.started_s is None:
-            self._arrived(request)
-        self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
+        request.first_token_s = now_s
+        self._dequeue(request)
         return True
 
-    def close(self, request: ActiveRequest, now_s: float) -> bool:
-        """Forget it. Return False if it was closed before."""
+    def _dequeue(self, request: ActiveRequest) -> None:
+        if request not in self._queue:
+            return
+        del self._queue[request]
+        self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
+
+    def close(self, request: ActiveRequest, now_s: float, num_kept_blocks: int = 0) -> bool:
+        """Forget it; other live requests have `num_kept_blocks` of its own. Return False if it was closed before."""
         if request.closed:
             return False
         request.closed = True
-        self.first_token(request)
-        self.num_unreported_blocks(now_s)  # a report may include it by now
-        if request.is_reported and request.started_s is not None:
-            self._departed.append((now_s, request.num_own_blocks))
-            self._num_departed_blocks += request.num_own_blocks
-        self._arrived(request)
+        self._dequeue(request)
+        self._count_blocks(num_kept_blocks - request.num_blocks, now_s)
         self.num_outstanding -= 1
         self.num_blocks -= request.num_blocks
         return True
@@ -191,15 +187,17 @@ class WorkerLoadEstimate:
             self._tokens_per_s = load.prefill_tokens_per_s
             self._measured_s = written_s
         self.assigned.observe(load.assigned_prefill_s, written_s)
+        while self._live_blocks and self._live_blocks[0][0] <= written_s:
+            self._num_reported_live_blocks = self._live_blocks.popleft()[1]
 
-    def num_unreported_blocks(self, now_s: float) -> int:
-        """Return the blocks that own requests hold, or will hold, less those of the last report."""
-        reported_s = max(self.reported_s, now_s - _MAX_REPORT_AGE_S)
-        while self._begun and self._begun[0][0] <= reported_s:
-            self._arrived(self._begun.popleft()[1])
-        while self._departed and self._departed[0][0] <= reported_s:
-            self._num_departed_blocks -= self._departed.popleft()[1]
-        return self._num_arriving_blocks - self._num_departed_blocks
+    def num_held_blocks(self, load: WorkerLoad) -> int:
+        """Return the blocks that are in use there: those of own requests, and what else the last report has."""
+        num_reported = max(0, load.num_blocks - load.num_free_blocks)
+        return self._num_live_blocks + max(0, num_reported - self._num_reported_live_blocks)
+
+    def _count_blocks(self, num_more: int, now_s: float) -> None:
+        self._num_live_blocks += num_more
+        self._live_blocks.append((now_s, self._num_live_blocks))
 
     def prefill_tokens_per_s(self, median: float, now_s: float) -> float:
         """Return the worker's prefill rate; `median` is the fleet's.
@@ -219,6 +217,15 @@ class WorkerLoadEstimate:
         self._advance(now_s)
         left_s = [request.remaining_s for request in islice(self._queue, _MAX_COMPARED) if request.remaining_s > 0.0]
         return PrefillQueue(left_s, self._others_left_s(sum(left_s), now_s), max(1.0, len(self._queue) / _MAX_COMPARED))
+
+    def ready_s(self, request: ActiveRequest, now_s: float) -> float:
+        """Return when the blocks that an own request computes are there: its prefill, and as much for others."""
+        if request not in self._queue:
+            return 0.0
+        self._advance(now_s)
+        left_s = request.remaining_s
+        others_s = sum([each.remaining_s for each in islice(self._queue, _MAX_COMPARED)]) - left_s
+        return left_s + max(0.0, min(left_s, others_s))
 
     def report_age_s(self, now_s: float) -> float:
         """Return the age of the last report, at most 1 s; 0 if no other gateway sent work here in the last minute."""
@@ -245,12 +252,6 @@ class WorkerLoadEstimate:
             elapsed_s -= step_s
             running = [request for request in running if request.remaining_s > 1e-9]
 
-    def _arrived(self, request: ActiveRequest) -> None:
-        """Stop counting its blocks as arriving: a report includes them, or they are released."""
-        if not request.is_reported:
-            self._num_arriving_blocks -= request.num_own_blocks
-            request.is_reported = True
-
     def _others_left_s(self, own_s: float, now_s: float) -> float:
         """Return the rest of the other gateways' work. It shares the engine with `own_s` of this gateway's work."""
         others_s = self._others_s
@@ -261,6 +262,9 @@ class WorkerLoadEstimate:
 
 class FifoLoadEstimate(WorkerLoadEstimate):
     """The load of a worker that runs prefills one after the other, in the order of their arrival."""
+
+    def ready_s(self, request: ActiveRequest, now_s: float) -> float:
+        return 0.0  # a later request waits for it in any case
 
     def queue(self, now_s: float) -> PrefillQueue | None:
         own_s = self.queued_s

@@ -1,6 +1,6 @@
 """One decision, without I/O: score every worker, choose one, and count the request there.
 
-    candidates + load estimates + pending prefixes -> WorkerViews -> policy -> lowest score -> Placement
+    candidates + load estimates + ledger -> WorkerViews -> policy -> lowest score -> Placement
 
 A placement counts at once, so that later decisions of a burst see it. The routing benchmark runs this module in
 simulated time.
@@ -21,14 +21,15 @@ from server.rates import DecayedRatio
 from server.router.cost import (
     CostModel,
     DecisionContext,
+    OwnBlocks,
     PeersByLayout,
     WorkerView,
-    common_blocks,
     find_peers,
+    num_outstanding,
     view,
 )
+from server.router.ledger import Ledger
 from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
-from server.router.pending_prefixes import PendingPrefixes
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
 from server.router.types import RouteRequest
@@ -40,7 +41,6 @@ MIN_RELEASED_BLOCKS: Final = 1e-3
 """With fewer, after decay, the mean residency is unknown."""
 PUBLISH_DELAY_S: Final = 0.3
 """After this time from the first token, the index has the prompt's blocks."""
-PENDING_TTL_S: Final = 900.0
 FORGET_S: Final = 600.0
 """The estimate of an idle worker may be dropped after this time without a report."""
 MIN_ESTIMATES: Final = 64
@@ -85,8 +85,6 @@ class Placement:
     """The load of this incarnation of the worker."""
     active: ActiveRequest
     """Its entry there."""
-    pending: int = 0
-    """The number of its pending prefix; 0 without one."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the worker found cached; None before its prefill."""
 
@@ -107,7 +105,7 @@ class Placer(Protocol):
 
 
 class Scorer:
-    """Decides for one gateway. Owns its load estimates, its pending prefixes, and the mean time blocks are held."""
+    """Decides for one gateway. Owns its load estimates, its ledger of blocks, and the mean time blocks are held."""
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class Scorer:
         self._clock = clock
         self._cost = cost or CostModel()
         self._count_pending = count_pending
-        self._pending = PendingPrefixes(publish_delay_s=publish_delay_s, ttl_s=PENDING_TTL_S)
+        self.ledger = Ledger(clock, publish_delay_s)
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
         self._return_share = DecayedRatio(self._cost.window_s)
@@ -154,7 +152,7 @@ class Scorer:
             decision = self._decide_by_list(request, candidates, broken)
             if decision is not None:
                 return decision
-        workers = self._views(request, candidates, broken, common_blocks(candidates))
+        workers = self._views(request, candidates, broken)
         assigned_s = sum([worker.assigned_s for worker in workers])
         draw = (lambda: 0.5) if dry_run else self._rng.random
         fleet = FleetView(self._cost, assigned_s, len(workers), draw)
@@ -164,17 +162,26 @@ class Scorer:
         self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
     ) -> Decision | None:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
-        short_list = self._short_lists.setdefault(request.model, ShortList())
-        listed = short_list.choose(request, candidates, self._pending.holders(request.hashes, MAX_HOLDERS))
-        workers = self._views(request, listed.candidates, broken, listed.common_blocks)
-        short_list.scored(workers, self._cost.recent_weight)
+        short_list = self._short_list(request.model)
+        listed = short_list.choose(request, candidates, self.ledger.holders(request.hashes, MAX_HOLDERS))
+        workers = self._views(request, listed.candidates, broken)
+        short_list.scored(workers)
         unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}
-        if not unguarded or (listed.own is not None and listed.own not in unguarded):
+        if not unguarded or (request.hard_affinity and listed.own is not None and listed.own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
         fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
         decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
+
+    def _short_list(self, model: str) -> ShortList:
+        if (known := self._short_lists.get(model)) is None:
+            known = self._short_lists[model] = ShortList(self._cost.recent_weight, self._queued_s)
+        return known
+
+    def _queued_s(self, worker_id: WorkerId) -> float:
+        estimate = self._estimates.get(worker_id)
+        return 0.0 if estimate is None else estimate.queued_s
 
     def _decision(
         self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView, num_candidates: int
@@ -203,10 +210,9 @@ class Scorer:
             peer = self.choose_peer(chosen.peers.holders)
             source = BlockSource(peer.url, peer.epoch, chosen.peers.num_blocks)
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
-        num_own_blocks = num_blocks - chosen.num_shared_blocks
-        pending = 0
-        if self._count_pending and request.hashes:
-            pending = self._pending.add((member.worker_id, member.epoch), request.hashes, now_s)
+        num_own_blocks = num_blocks - chosen.num_live_blocks
+        active = chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks)
+        self.ledger.opened((member.worker_id, member.epoch), active, request.hashes)
         return Placement(
             request=request,
             worker=member,
@@ -216,8 +222,7 @@ class Scorer:
             predicted_ttft_s=chosen.predicted_ttft_s,
             prefill_tokens_per_s=chosen.prefill_tokens_per_s,
             estimate=chosen.estimate,
-            active=chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks),
-            pending=pending,
+            active=active,
         )
 
     def started(self, placement: Placement, num_cached_tokens: int) -> bool:
@@ -242,28 +247,26 @@ class Scorer:
         return True
 
     def first_token(self, placement: Placement) -> bool:
-        """Record the end of the prefill: the worker will publish the prompt's blocks. Return False if it had ended."""
-        if not placement.estimate.first_token(placement.active):
+        """Record the end of the prefill: the worker holds the prompt's blocks. Return False if it had ended."""
+        if not placement.estimate.first_token(placement.active, self._clock()):
             return False
-        if placement.pending:
-            self._pending.confirm(placement.pending, self._clock())
+        self.ledger.computed(placement.request, placement.worker)
         return True
 
     def closed(self, placement: Placement) -> None:
         """Record the end of the request. Without a first token its blocks stop counting as cached."""
-        active = placement.active
-        if placement.pending:
-            self._pending.cancel(placement.pending)
+        active, member, hashes = placement.active, placement.worker, placement.request.hashes
+        if active.closed:
+            return
         now_s = self._clock()
-        if placement.estimate.close(active, now_s) and active.started_s is not None:
+        num_gone = self.ledger.closed((member.worker_id, member.epoch), active, hashes)
+        placement.estimate.close(active, now_s, len(hashes) - num_gone)
+        if active.started_s is not None:
             self._residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
 
     def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
         """Return the least loaded holder. Equal ones are drawn at random; a dry run takes the first."""
-        loads = [
-            max(self.estimate(each.member).num_outstanding, each.load.num_running + each.load.num_waiting)
-            for each in holders
-        ]
+        loads = [num_outstanding(self.estimate(each.member), each.load) for each in holders]
         least = min(loads)
         best = [each.member for each, load in zip(holders, loads, strict=True) if load == least]
         return best[0] if dry_run or len(best) == 1 else self._rng.choice(best)
@@ -297,10 +300,8 @@ class Scorer:
         request: RouteRequest,
         candidates: Sequence[Candidate],
         broken: Container[WorkerId],
-        num_common_blocks: int,
     ) -> list[WorkerView]:
         now_s = self._clock()
-        self._pending.expire(now_s)
         loads = [candidate.load for candidate in candidates]
         rates = sorted([load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0.0])
         peers: PeersByLayout = {}
@@ -314,7 +315,6 @@ class Scorer:
             rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S,
             self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0,
             self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0),
-            num_common_blocks,
             now_s,
         )
         views = []
@@ -322,12 +322,20 @@ class Scorer:
             member = candidate.member
             estimate = self.estimate(member)
             estimate.observe(candidate.load, now_s - candidate.load_age_s, self._gateway_id)
-            # Where a hit in pending blocks may stop is not known.
-            num_pending = 0 if member.ends else self._pending.match((member.worker_id, member.epoch), request.hashes)
-            worker = view(candidate, estimate, num_pending, context)
+            worker = view(candidate, estimate, self._own_blocks(request, member, estimate), context)
             worker.guard = guard_of(request, member, candidate.load, broken)
             views.append(worker)
         return views
+
+    def _own_blocks(self, request: RouteRequest, member: WorkerMember, estimate: WorkerLoadEstimate) -> OwnBlocks:
+        incarnation, hashes, ledger = (member.worker_id, member.epoch), request.hashes, self.ledger
+        num_live = ledger.num_live(incarnation, hashes)
+        if member.ends or not self._count_pending:  # where a hit in own blocks may stop is not known
+            return OwnBlocks(num_live, 0, 0.0)
+        ready_s = 0.0
+        if num_live:
+            ready_s = estimate.ready_s(ledger.computing(incarnation, hashes[num_live - 1]), self._clock())
+        return OwnBlocks(num_live, max(num_live, ledger.num_unpublished(incarnation, hashes)), ready_s)
 
 
 def guard_of(

@@ -19,7 +19,7 @@ from server.router.types import RouteRequest
 
 _Worker = TypeVar("_Worker", WorkerView, Candidate)
 AFFINITY: Final = 0.1
-"""Discount for the affinity key's worker, as a fraction of the full prompt's prefill time."""
+"""Discount for the affinity key's worker, as a fraction of the uncached prompt's prefill time there."""
 _RENDEZVOUS_SEED: Final = b"3"
 """Part of the hash: every gateway must use the same."""
 
@@ -64,7 +64,8 @@ class Headstart(Policy):
     shorter match and a similar rate is cheaper.
 
     With several gateways, a random part of the report's age is added: recent work of the others is unknown, and all
-    would choose the same idle worker. The affinity key's worker gets a small discount, less than any match or queue.
+    would choose the same idle worker. The affinity key's worker gets a small discount where no other one holds more of
+    the prompt.
     """
 
     takes_short_list = True
@@ -80,11 +81,12 @@ class Headstart(Policy):
         for at in idle:
             costs_s[at] = cost.idle_best_cost_s(workers[at], workers, beta)
         if request.affinity_key and not idle:
-            at = workers.index(rendezvous_worker(request.affinity_key, workers))
-            costs_s[at] -= AFFINITY * request.num_prompt_tokens / workers[at].prefill_tokens_per_s
-            # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
-            least_assigned_s = min(worker.assigned_s for worker in workers)
-            costs_s[at] -= cost.recent_weight * (workers[at].assigned_s - least_assigned_s)
+            at = workers.index(own := rendezvous_worker(request.affinity_key, workers))
+            if own.matched_tokens >= max(worker.matched_tokens for worker in workers):
+                # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
+                least_assigned_s = min(worker.assigned_s for worker in workers)
+                recent_s = cost.recent_weight * (own.assigned_s - least_assigned_s)
+                costs_s[at] -= AFFINITY * own.prefill_s + recent_s
         return costs_s
 
 

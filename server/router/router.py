@@ -27,10 +27,8 @@ from server.router.cost import WorkerView
 from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.index_accuracy import IndexAccuracy
-from server.router.pending_prefixes import RecentPlacements
 from server.router.placement import OTHER_TASK, SLOW, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer, guard_of
 from server.router.policies import make_policy
-from server.router.prefix_tree import PrefixTree
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from server.workers.connection import WorkerLost
@@ -38,7 +36,6 @@ from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
-MAX_RECENT_BLOCKS: Final = 1 << 20
 RETRY_AFTER_S: Final = 1.0
 
 
@@ -85,7 +82,6 @@ class Router:
         self._metrics = metrics
         self._clock = clock
         self.decisions = DecisionLog()
-        self.prefix_tree = PrefixTree(clock)
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random())
         self.copies = CopyPlanner(clock, max_copies if send_copy is not None else 0)
         self._send_copy = send_copy
@@ -94,7 +90,6 @@ class Router:
         self._releasing: asyncio.Task[None] | None = None
         """Runs while requests are held."""
         self.workers_needed = WorkersNeeded(scale_objective_s, clock)
-        self._recent = RecentPlacements(MAX_RECENT_BLOCKS)
         self._accuracy = IndexAccuracy()
         self._failed_s = self._answered_s = -math.inf
         """When a lookup last failed, and when one succeeded."""
@@ -206,7 +201,7 @@ class Router:
         """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""
         if self.scorer.started(placement, num_cached_tokens):
             self._accuracy.add(placement.promised_tokens, num_cached_tokens)
-            self.prefix_tree.add(placement.request, placement.worker, num_cached_tokens)
+            self.scorer.ledger.found(placement.request, placement.worker, num_cached_tokens)
             self.decisions.started(placement.request.request_id, num_cached_tokens, queue_s)
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
@@ -221,7 +216,6 @@ class Router:
         self.decisions.reached(placement.request.request_id, "first_token")
         member = placement.worker
         self.fleet.report_success(member.worker_id)
-        self._recent.add((member.worker_id, member.epoch), placement.request.hashes)
         actual_s = self._clock() - placement.placed_s
         if actual_s > 0.0:
             self._metrics.predicted_over_actual_ttft.observe(placement.predicted_ttft_s / actual_s)
@@ -256,6 +250,7 @@ class Router:
             "wait_s": worker.queue_s,
             "kv_wait_s": worker.kv_wait_s,
             "eviction_s": worker.eviction_s,
+            "decode_s": worker.decode_s,
             "num_displaced": worker.num_displaced,
             "loaded_tokens": {} if plan is None else dict(zip(worker.member.tiers, plan.tier_tokens, strict=False)),
             "fetched_tokens": 0 if plan is None else plan.peer_tokens,
@@ -280,7 +275,7 @@ class Router:
             self._answered_s = self._clock()
             return candidates
         self._failed_s = self._clock()
-        recent = self._recent.match(request.hashes)
+        recent = self.scorer.ledger.recent(request.hashes)
         return [
             Candidate(c.member, c.load, 0 if c.member.ends else recent.get(_incarnation(c.member), 0), c.load_age_s)
             for c in candidates

@@ -1,9 +1,9 @@
 """The workers of a large fleet that are worth scoring for one request; of a small fleet, all.
 
     holders        of more of the prompt than most, in the index or pending: the longest matches
-    least loaded   kept in order by what the last views of them showed
+    least loaded   by the report that every candidate carries, and this gateway's own queue there
     own            the worker of the request's affinity key
-    in turn        a few others, so that no worker's place in the order stays old
+    in turn        a few others, so that no worker's recent work stays old
 
 A view costs 4 us. So a decision among 1,000 workers costs what one among 30 does, and a pass over their matches.
 """
@@ -11,8 +11,7 @@ A view costs 4 us. So a decision among 1,000 workers costs what one among 30 doe
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -42,15 +41,15 @@ class Listed(NamedTuple):
 
 
 class ShortList:
-    """Chooses among the workers of one model. `scored` and `placed` keep the order."""
+    """Chooses among the workers of one model. `scored` and `placed` follow recent work."""
 
-    def __init__(self) -> None:
+    def __init__(self, recent_weight: float, queued_s: Callable[[WorkerId], float]) -> None:
+        """`queued_s` returns the prefill seconds that this gateway has in the worker's queue."""
+        self._recent_weight = recent_weight
+        self._queued_s = queued_s
         self.assigned_s = 0.0
         """Prefill seconds assigned to all workers, by the last view of each."""
-        self._load_s: dict[WorkerId, float] = {}
         self._assigned_s: dict[WorkerId, float] = {}
-        self._order: list[tuple[float, WorkerId]] = []
-        """A heap; an entry counts while it is equal to `_load_s`."""
         self._turn = 0
         self._own: dict[Key, WorkerId] = {}
 
@@ -59,7 +58,7 @@ class ShortList:
     ) -> Listed:
         """Return the candidates to score. `pending`: workers that will hold most of the prompt."""
         by_id = {candidate.member.worker_id: candidate for candidate in candidates}
-        if by_id.keys() != self._load_s.keys():
+        if by_id.keys() != self._assigned_s.keys():
             self._join(by_id)
         matches = [candidate.matched_blocks for candidate in candidates]
         tiers = [candidate.tier_blocks for candidate in candidates]
@@ -74,7 +73,7 @@ class ShortList:
             holders = heapq.nlargest(MAX_HOLDERS, holders, key=_depth_and_load)
         chosen = {candidate.member.worker_id for _, candidate in holders}
         chosen.update(worker_id for worker_id, _ in pending if worker_id in by_id)
-        chosen.update(self._least_loaded())
+        chosen.update(self._least_loaded(candidates))
         own = self._own_worker(request.affinity_key, candidates) if request.affinity_key else None
         if own is not None:
             chosen.add(own)
@@ -94,55 +93,38 @@ class ShortList:
             self._own[key] = known
         return known
 
-    def scored(self, views: Sequence[WorkerView], recent_weight: float) -> None:
-        """Put the workers in order again. A worker that can take no request comes last."""
+    def scored(self, views: Sequence[WorkerView]) -> None:
+        """Take over the work that was assigned to the workers."""
         for view in views:
-            worker_id, assigned_s = view.member.worker_id, view.assigned_s
-            if worker_id not in self._load_s:
-                continue
-            load_s = view.wait_s + recent_weight * assigned_s if view.guard is None else math.inf
-            self._set(worker_id, load_s)
-            self._assign(worker_id, assigned_s)
+            if view.member.worker_id in self._assigned_s:
+                self._assign(view.member.worker_id, view.assigned_s)
 
     def placed(self, worker_id: WorkerId, prefill_s: float) -> None:
         """Count a request there until the next view."""
-        if worker_id in self._load_s:
-            self._set(worker_id, self._load_s[worker_id] + prefill_s)
+        if worker_id in self._assigned_s:
             self._assign(worker_id, self._assigned_s[worker_id] + prefill_s)
 
     def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
         self.assigned_s += assigned_s - self._assigned_s[worker_id]
         self._assigned_s[worker_id] = assigned_s
 
-    def _set(self, worker_id: WorkerId, load_s: float) -> None:
-        if self._load_s[worker_id] != load_s:
-            self._load_s[worker_id] = load_s
-            heapq.heappush(self._order, (load_s, worker_id))
-            if len(self._order) > 4 * len(self._load_s):
-                self._sort()
-
-    def _least_loaded(self) -> list[WorkerId]:
-        order = self._order
-        found: list[tuple[float, WorkerId]] = []
-        while order and len(found) < NUM_LEAST_LOADED:
-            entry = heapq.heappop(order)
-            if self._load_s.get(entry[1]) == entry[0] and (not found or found[-1] != entry):
-                found.append(entry)
-        for entry in found:
-            heapq.heappush(order, entry)
-        return [worker_id for _, worker_id in found]
+    def _least_loaded(self, candidates: Sequence[Candidate]) -> list[WorkerId]:
+        """Return the workers with the least queued work: by their reports, or this gateway's own if that is more."""
+        assigned_s, weight, queued_s = self._assigned_s, self._recent_weight, self._queued_s
+        loads = []
+        for candidate in candidates:
+            worker_id, load = candidate.member.worker_id, candidate.load
+            if not (load.draining or load.is_slow):
+                reported_s = sum(load.queued_prefill_s.values())
+                loads.append((max(reported_s, queued_s(worker_id)) + weight * assigned_s[worker_id], worker_id))
+        return [worker_id for _, worker_id in heapq.nsmallest(NUM_LEAST_LOADED, loads)]
 
     def _join(self, workers: Mapping[WorkerId, Candidate]) -> None:
         """Begin with these workers; new ones count as idle."""
-        self._load_s = {worker_id: self._load_s.get(worker_id, 0.0) for worker_id in workers}
-        self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in self._load_s}
+        self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in workers}
         self.assigned_s = sum(self._assigned_s.values())
         self._own.clear()
         self._turn = 0
-        self._sort()
-
-    def _sort(self) -> None:
-        self._order = sorted((load_s, worker_id) for worker_id, load_s in self._load_s.items())
 
 
 def _depth_and_load(holder: tuple[int, Candidate]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from typing import Final
 
 from benchmarks.dev.simulation.fleet import ReplaySettings
+from benchmarks.dev.simulation.made import DocumentTrace, FanOutTrace
 from benchmarks.dev.simulation.outcomes import Outcome
 from benchmarks.dev.simulation.replay import Replay
 from benchmarks.dev.simulation.rivals import RIVALS
@@ -25,6 +26,7 @@ from benchmarks.dev.simulation.traces import (
     ConversationTrace,
     SweAgentTrace,
     ToolChatTrace,
+    Trace,
 )
 from benchmarks.dev.simulation.variants import VARIANTS
 from benchmarks.progress import Progress
@@ -34,6 +36,10 @@ COMPARED: Final = {**POLICIES, **RIVALS}
 COUNT_PENDING: Final = frozenset({"headstart", "llm-d", "llm-d-tiers"})
 """Policies whose replays count pending blocks as cached. A gateway does so for every policy; the reference figures do
 so only for these."""
+OURS: Final = "headstart"
+NUM_RIVALS: Final = 2
+Outcomes = dict[tuple[str, str], list[Outcome]]
+"""By policy and cell: one for each spreading."""
 POOLED: Final = "pooled"
 """One cache of the same total size that every worker sees; later requests pass one that does not fit."""
 POOLED1: Final = "pooled1"
@@ -45,7 +51,7 @@ TIERS: Final = "llm-d-tiers"
 SPEEDS: Final = "speeds"
 CHURN: Final = "churn"
 JOIN: Final = "join"
-_CELL: Final = re.compile(r"(conv|agent|tau|swe)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
+_CELL: Final = re.compile(r"(conv|agent|tau|swe|fan|doc)(\d+)_n(\d+)((?:_[a-z0-9.]+)*)(?:@(.+))?")
 _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "load": float,
     "gateways": int,
@@ -53,6 +59,7 @@ _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "lower_tier": float,
     "hold": float,
     "copies": int,
+    "keys": int,
     "warm": float,
     "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
 }
@@ -101,11 +108,15 @@ def parse_cell(text: str) -> Cell:
 
 
 @cache
-def _trace(name: str, half: int | None) -> ConversationTrace | CodingAgentTrace | SweAgentTrace | ToolChatTrace:
+def _trace(name: str, half: int | None) -> Trace:
     if name == "tau":
         return ToolChatTrace(DATA / TOOL_CHAT, half)
     if name == "conv":
         return ConversationTrace(DATA / CONVERSATION, half)
+    if name == "fan":
+        return FanOutTrace()
+    if name == "doc":
+        return DocumentTrace()
     if name == "swe":
         return SweAgentTrace(DATA / SWE_AGENT, half)
     return CodingAgentTrace(DATA / CODING_AGENT, half)
@@ -122,18 +133,17 @@ def execute(run: Run) -> Outcome:
     return Replay(workload, COMPARED[policy], run.settings).run()
 
 
-def plan(options: Namespace) -> list[Run]:
-    runs = []
-    for cell in options.cells:
-        given = Namespace(**{**vars(options), **cell.options})
-        moves = bool(given.fetch or given.lower_tier)
-        policies = [name for name in options.policies if moves or name != TIERS or LLM_D not in options.policies]
-        runs += [
-            _run(cell, policy, spreading, given)
-            for policy in (*policies, *BOUNDS)
-            for spreading in range(options.spreadings)
-        ]
-    return runs
+def plan(options: Namespace, cell: Cell, spreading: int, outcomes: Outcomes) -> list[Run]:
+    """Return the cell's runs of one spreading, given the outcomes of those before."""
+    given = Namespace(**{**vars(options), **cell.options})
+    moves = bool(given.fetch or given.lower_tier)
+    policies = [name for name in options.policies if moves or name != TIERS or LLM_D not in options.policies]
+    if spreading:
+        rivals = sorted(
+            (name for name in policies if name != OURS), key=lambda name: outcomes[name, cell.name][0].ttft_mean_s
+        )
+        policies = [name for name in policies if name == OURS or name in rivals[:NUM_RIVALS]]
+    return [_run(cell, policy, spreading, given) for policy in (*policies, *(() if spreading else BOUNDS))]
 
 
 def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
@@ -153,6 +163,7 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         lower_tier=options.lower_tier,
         load=options.tier_load,
         hold_s=0.0 if pooled else options.hold,
+        keys=bool(options.keys),
         redis=options.index == "redis" and not pooled,
         two_speeds=SPEEDS in cell.variants,
         death_and_join=CHURN in cell.variants,
@@ -168,14 +179,23 @@ def processes(num_jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn"))
 
 
-def execute_all(runs: Sequence[Run], num_jobs: int) -> dict[tuple[str, str], list[Outcome]]:
-    """Run all replays and return outcomes by (policy, cell), by spreading. Shows a progress line on a terminal."""
-    outcomes: dict[tuple[str, str], list[Outcome]] = {}
-    progress = Progress(len(runs))
-    with processes(num_jobs) as pool:
-        futures = [pool.submit(execute, run) for run in runs]
-        for _ in as_completed(futures):
-            progress.advance()
-    for run, future in zip(runs, futures, strict=True):
-        outcomes.setdefault((run.policy, run.cell.name), []).append(future.result())
+def execute_all(options: Namespace, is_sure: Callable[[Outcomes, str], bool]) -> Outcomes:
+    """Run all replays and return outcomes by (policy, cell), by spreading.
+
+    The first spreading has every policy, later ones only headstart and the two best of the others. A cell gets more
+    than `--spreadings` while it is not `is_sure`.
+    """
+    outcomes: Outcomes = {}
+    cells = list(options.cells)
+    with processes(options.jobs) as pool:
+        for spreading in range(options.most_spreadings):
+            runs = [run for cell in cells for run in plan(options, cell, spreading, outcomes)]
+            progress = Progress(len(runs))
+            futures = [pool.submit(execute, run) for run in runs]
+            for _ in as_completed(futures):
+                progress.advance()
+            for run, future in zip(runs, futures, strict=True):
+                outcomes.setdefault((run.policy, run.cell.name), []).append(future.result())
+            if spreading + 1 >= options.spreadings:
+                cells = [cell for cell in cells if not is_sure(outcomes, cell.name)]
     return outcomes

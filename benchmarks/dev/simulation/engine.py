@@ -21,6 +21,7 @@ from cache.allocators.hash import HashAllocator
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import GatewayId
 from server.router.placement import Placement
+from worker.contracts.rates import PrefillRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,12 @@ class EngineModel:
     """Blocks of a peer, over an idle link; 0.0: it fetches none."""
     tier_tokens_per_s: tuple[float, ...] = ()
     """Blocks of the tier below the pool, if there is one."""
+
+    def unmeasured_rate(self) -> PrefillRate:
+        """Return what a worker measures while it warms up."""
+        num_tokens = 4096
+        step_tokens = self.request_s * self.prefill_tokens_per_s
+        return PrefillRate(num_tokens, self.prefill_s(num_tokens, 0), step_tokens)
 
     def prefill_s(self, num_tokens: int, num_decoding: int) -> float:
         alone_s = self.request_s + num_tokens / self.prefill_tokens_per_s
@@ -99,6 +106,8 @@ class SimulatedWorker:
     assigned_s: float = 0.0
     load: WorkerLoad = field(default_factory=WorkerLoad)
     load_s: float = 0.0
+    rate: PrefillRate = field(init=False)
+    """As it measures itself: slower next to decodes."""
     is_dead: bool = False
     """Nothing that was planned happens any more."""
     blocked_since_s: float | None = None
@@ -106,10 +115,13 @@ class SimulatedWorker:
     blocked_s: float = 0.0
     """How long it has waited for room before."""
 
+    def __post_init__(self) -> None:
+        self.rate = self.model.unmeasured_rate()
+
     def submit(self, job: Job, now_s: float) -> None:
         self.report(now_s)
         job.room_wait_s = -self.total_blocked_s(now_s)
-        job.estimate_s = self.model.prefill_s(job.request.num_prompt_tokens - self.num_reusable_tokens(job), 0)
+        job.estimate_s = self.rate.seconds(job.request.num_prompt_tokens - self.num_reusable_tokens(job))
         self.assigned_s += job.estimate_s
         self.queue.append(job)
 
@@ -133,17 +145,25 @@ class SimulatedWorker:
 
     def take(self, now_s: float) -> Job | None:
         """Take the next request that fits from the queue, with its blocks; None: none fits."""
+        lacks_room = False
         for at, job in enumerate(self.queue):
+            if self.awaits_prefix(job):
+                continue
             if self.allocate(job):
                 self.report(now_s)
                 job.room_wait_s += self.total_blocked_s(now_s)
                 del self.queue[at]
                 self._block(False, now_s)
                 return job
+            lacks_room = True
             if not self.passes:
                 break
-        self._block(bool(self.queue), now_s)
+        self._block(lacks_room, now_s)
         return None
+
+    def awaits_prefix(self, job: Job) -> bool:
+        """Return whether the request waits until another one has computed its prefix."""
+        return False
 
     def allocate(self, job: Job) -> bool:
         """Give a request its blocks, those cached first. False: they do not fit."""
@@ -170,6 +190,7 @@ class SimulatedWorker:
         assert job is not None
         assert job.allocation is not None
         self.serving = None
+        self.rate.add(job.request.num_prompt_tokens - job.num_cached_tokens, job.prefill_s, now_s)
         self.num_decoding += 1
         job.allocation.commit(job.request.block_ids, len(job.request.hashes))
         return job
@@ -202,7 +223,7 @@ class SimulatedWorker:
         self.load = WorkerLoad(
             queued_prefill_s=queued,
             assigned_prefill_s=self.assigned_s,
-            prefill_tokens_per_s=self.model.prefill_tokens_per_s,
+            prefill_tokens_per_s=self.rate.tokens_per_s,
             num_running=self.num_decoding + len(self.unfinished(at_s)),
             num_waiting=len(self.queue),
             num_free_blocks=self.cache.num_free_blocks,

@@ -47,6 +47,8 @@ class ReplaySettings:
     """Rate of blocks from the tier, over the prefill rate."""
     hold_s: float = 0.0
     """`--hold-s` of the gateways."""
+    keys: bool = True
+    """Requests name their conversation, where the clients of the workload do."""
     redis: bool = False
     """The index is a real Redis instead of its model in memory."""
     two_speeds: bool = False

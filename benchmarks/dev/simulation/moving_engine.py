@@ -41,9 +41,6 @@ class MovingWorker(SharedWorker):
     tier_link: Link = field(default_factory=Link)
     arriving: dict[BlockHash, float] = field(default_factory=dict)
     """When each block that is being fetched for a request arrives."""
-    computing: set[BlockHash] = field(default_factory=set)
-    held: list[Job] = field(default_factory=list)
-    """Requests whose next block is being computed for another one."""
     awaiting: set[Job] = field(default_factory=set)
     """Requests whose blocks are fetched for another one."""
 
@@ -56,21 +53,13 @@ class MovingWorker(SharedWorker):
         plan = self._plan(job, in_pool)
         return in_pool if plan is None else plan.end_tokens
 
-    def admit(self, now_s: float) -> list[Job]:
-        admitted = []
-        for job in SharedWorker.admit(self, now_s):
-            first = job.num_cached_tokens // self.model.block_size
-            if job.request.chain[first] in self.computing:
-                self._hold(job)
-                continue
-            admitted.append(job)
-            if (arrives_s := self.arriving.get(job.request.chain[first])) is not None:
-                job.loaded_s = arrives_s
-                self.awaiting.add(job)
-                continue
-            plan = self._plan(job, job.num_cached_tokens)
-            if plan is None:
-                continue
+    def fetch(self, job: Job, now_s: float) -> None:
+        first = job.num_cached_tokens // self.model.block_size
+        if (arrives_s := self.arriving.get(job.request.chain[first])) is not None:
+            job.loaded_s = arrives_s
+            self.awaiting.add(job)
+            return
+        if (plan := self._plan(job, job.num_cached_tokens)) is not None:
             if sum(plan.tier_tokens):
                 seconds = sum(plan.tier_tokens) / self.model.tier_tokens_per_s[0]
                 job.loaded_s = transfer(now_s, seconds, self.tier_link)
@@ -82,7 +71,7 @@ class MovingWorker(SharedWorker):
                 stop = plan.end_tokens // self.model.block_size
                 self.arriving |= dict.fromkeys(job.request.chain[first:stop], job.loaded_s)
             job.num_cached_tokens = plan.end_tokens
-        return admitted
+        SharedWorker.fetch(self, job, now_s)
 
     def start(self, job: Job, now_s: float) -> None:
         """Begin the prefill: the blocks that have come are findable."""
@@ -99,9 +88,6 @@ class MovingWorker(SharedWorker):
 
     def finish_prefill(self, now_s: float) -> Job:
         job = SharedWorker.finish_prefill(self, now_s)
-        self.computing.difference_update(job.request.hashes)
-        self.queue.extendleft(reversed(self.held))
-        self.held.clear()
         if self.tier is not None:
             request = job.request
             written = self.tier.allocate(len(request.hashes), request.block_ids, ROOT, hashes=request.chain)
@@ -114,14 +100,6 @@ class MovingWorker(SharedWorker):
         """Return the longest prefix in the pool or the tier, both of which are prefix-closed."""
         stores = (self.cache, self.tier)
         return max(s.find(request.block_ids, ROOT, hashes=request.chain) for s in stores if s is not None)
-
-    def _hold(self, job: Job) -> None:
-        """Keep a request in the queue until another one has computed its prefix."""
-        assert job.allocation is not None
-        job.allocation.free()
-        job.allocation = None
-        self.num_active -= 1
-        self.held.append(job)
 
     def copy(
         self, hashes: Sequence[BlockHash], source: MovingWorker, now_s: float

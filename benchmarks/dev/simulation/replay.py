@@ -33,7 +33,7 @@ from server.router.copies import CopyPlanner
 from server.router.held_requests import RETRY_S, HeldRequests
 from server.router.placement import Decision, Scorer
 from server.router.policies import Policy
-from server.router.types import RouteRequest
+from server.router.types import RouteRequest, short_key
 
 DEATH_SHARE: Final = 0.4
 JOIN_SHARE: Final = 0.6
@@ -163,8 +163,10 @@ class Replay:
         self._tiers.retire(worker.member.worker_id)
 
     def _die(self) -> None:
-        """Lose the first worker. Gateways send its requests again, without the part of the answer that they have."""
-        worker = self._live[0]
+        """Lose the busiest worker. Gateways send its requests again, without the part of the answer that they have."""
+        worker = max(
+            self._live, key=lambda each: each.num_decoding + len(each.queue) + len(each.unfinished(self._now_s))
+        )
         self._retire(worker)
         for job in [job for job in self._jobs if job.placement.worker is worker.member]:
             if job.allocation is not None:
@@ -205,7 +207,9 @@ class Replay:
 
     def _decide(self, arrival: Arrival) -> Decision:
         request = arrival.request
-        route = RouteRequest(str(request.number), MODEL, request.num_prompt_tokens, request.hashes, root=ROOT)
+        key = short_key(arrival.session.key) if self._settings.keys and arrival.session.key else None
+        number, num_tokens = str(request.number), request.num_prompt_tokens
+        route = RouteRequest(number, MODEL, num_tokens, request.hashes, affinity_key=key, root=ROOT)
         return self._gateways[arrival.gateway][1].decide(route, self._candidates(request))
 
     def _place(self, arrival: Arrival, decision: Decision) -> None:
@@ -322,6 +326,9 @@ class Replay:
             self._begin(stalled)
         if job.turn + 1 < len(job.session.requests):
             self._at(self._now_s + job.session.think_s[job.turn], partial(self._arrive, job.session, job.turn + 1))
+        else:
+            for child in job.session.children:
+                self._arrive(child, 0)
 
     def _close(self, job: Job) -> None:
         del self._jobs[job]

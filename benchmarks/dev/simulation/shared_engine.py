@@ -1,8 +1,8 @@
 """The simulated worker with our scheduler's order: half of it to the oldest prefill, half to the shortest other.
 
-`worker.scheduler` does this in chunks of a step, the simulation in continuous time: every request begins at once. Of
-several prefills the oldest has half of the worker, and the one with the least left the other half. All else is as in
-`engine`.
+`worker.scheduler` does this in chunks of a step, the simulation in continuous time: every request begins at once, but
+for one whose prefix is being computed for another. Of several prefills the oldest has half of the worker, and the one
+with the least left the other half. All else is as in `engine`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from benchmarks.dev.simulation.engine import Job, SimulatedWorker
+from benchmarks.dev.simulation.traces import ROOT
+from cache.types import BlockHash
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +21,8 @@ class SharedWorker(SimulatedWorker):
     running: list[Job] = field(default_factory=list)
     num_active: int = 0
     """Requests out of the queue and without a first token: their blocks arrive, or their prefills run."""
+    computing: set[BlockHash] = field(default_factory=set)
+    """Blocks of requests that run and have no first token."""
     advanced_s: float = 0.0
     version: int = 0
     """Another number after every change: what was planned before is void."""
@@ -29,9 +33,20 @@ class SharedWorker(SimulatedWorker):
         admitted = []
         while self.queue and (job := self.take(now_s)) is not None:
             job.loaded_s = now_s
+            self.fetch(job, now_s)
             admitted.append(job)
             self.num_active += 1
         return admitted
+
+    def awaits_prefix(self, job: Job) -> bool:
+        if not self.computing:
+            return False
+        request = job.request
+        return request.chain[self.cache.find(request.block_ids, ROOT, hashes=request.chain)] in self.computing
+
+    def fetch(self, job: Job, now_s: float) -> None:
+        """Decide what an admitted request computes."""
+        self.computing.update(job.request.hashes[job.num_cached_tokens // self.model.block_size :])
 
     def start(self, job: Job, now_s: float) -> None:
         """Begin the prefill of an admitted request."""
@@ -57,6 +72,7 @@ class SharedWorker(SimulatedWorker):
         self.num_active -= 1
         self.version += 1
         self.serving = job
+        self.computing.difference_update(job.request.hashes)
         return self.finish_prefill(now_s)
 
     def advance(self, now_s: float) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from cache.hashing import hash_chain
 from cache.types import HASH_BYTES, BlockHash
@@ -63,6 +63,10 @@ class Session:
     think_s: Sequence[float]
     conversation: int
     """Its number: an open loop has a session for each request of a conversation."""
+    key: str = ""
+    """The name of the conversation that the client sends; empty: none."""
+    children: Sequence[Session] = ()
+    """Sessions that begin with its last answer, whatever their `start_s`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +83,12 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt") as lines:
         for line in lines:
             yield json.loads(line)
+
+
+class Trace(Protocol):
+    """A recorded or made workload, for any number of workers."""
+
+    def workload(self, *, num_workers: int, load: float, seed: int) -> Workload: ...
 
 
 class ConversationTrace:
@@ -104,6 +114,8 @@ class ConversationTrace:
             self._requests.append(make_request(number, num_tokens, line["output_length"], block_ids))
             self._conversations.append(conversation)
             self._times_s.append(line["timestamp"] / 1000)
+        first_s = min(self._times_s)
+        self._times_s = [time_s - first_s for time_s in self._times_s]
         self._num_distinct = len(distinct)
 
     def workload(self, *, num_workers: int, load: float, seed: int) -> Workload:
@@ -174,7 +186,7 @@ class CodingAgentTrace:
         """Sessions begin at random within 40 minutes; `load` does not apply to a closed loop."""
         rng = random.Random(seed)
         sessions = [
-            Session(rng.uniform(0.0, self.START_S), requests, think_s, number)
+            Session(rng.uniform(0.0, self.START_S), requests, think_s, number, f"agent-{number}")
             for number, (requests, think_s) in enumerate(self._sessions)
         ]
         sessions.sort(key=lambda session: session.start_s)
@@ -217,7 +229,7 @@ class ToolChatTrace:
         """All conversations begin within half a minute; `load` does not apply to a closed loop."""
         rng = random.Random(seed)
         sessions = [
-            Session(rng.uniform(0.0, self.START_S), requests, (0.0,) * len(requests), number)
+            Session(rng.uniform(0.0, self.START_S), requests, (0.0,) * len(requests), number, f"chat-{number}")
             for number, requests in enumerate(self._sessions)
         ]
         sessions.sort(key=lambda session: session.start_s)
@@ -251,7 +263,8 @@ class SweAgentTrace:
             for trajectory in self._trajectories:
                 requests = [self._request(next(numbers), prompt, copy) for prompt in trajectory]
                 think_s = [rng.uniform(self.MIN_THINK_S, self.MAX_THINK_S) for _ in requests]
-                sessions.append(Session(rng.uniform(0.0, self.START_S), requests, think_s, len(sessions)))
+                start_s, number = rng.uniform(0.0, self.START_S), len(sessions)
+                sessions.append(Session(start_s, requests, think_s, number, f"agent-{number}"))
         sessions.sort(key=lambda session: session.start_s)
         listed = [request for session in sessions for request in session.requests]
         num_distinct = len({block_hash for request in listed for block_hash in request.hashes})

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count, islice
 from typing import Final
 
 from benchmarks.dev.simulation.traces import ROOT, Session, TraceRequest, Workload, make_request, name_block
@@ -22,6 +22,9 @@ HOT_PER_S: Final = 50.0
 HOT_S: Final = 60.0
 HOT_OWN_TOKENS: Final = 256
 HOT_ANSWER_TOKENS: Final = 64
+NUM_BATCHES: Final = 10
+BATCH_SIZE: Final = 64
+BURST_S: Final = 20.0
 HOT: Final = -1
 """The conversation of a request with the hot prefix."""
 _HOT_NUMBER: Final = 1 << 24
@@ -66,6 +69,30 @@ def with_one_time_prompts(workload: Workload, seed: int) -> Workload:
         added.append(Session(rng.uniform(0.0, last_s), [request], (0.0,), number))
     sessions = sorted([*workload.sessions, *added], key=lambda session: session.start_s)
     return replace(workload, sessions=sessions, num_requests=workload.num_requests + len(added))
+
+
+def with_batches(workload: Workload, seed: int) -> Workload:
+    """Add ten batches of 64 requests at once, which begin with a new prompt of sixteen blocks each."""
+    rng = random.Random(f"{seed}/batches")
+    last_s = max(session.start_s for session in workload.sessions)
+    numbers = count(1 + max(request.number for session in workload.sessions for request in session.requests))
+    added = []
+    for batch in range(NUM_BATCHES):
+        start_s, shared = rng.uniform(0.0, last_s), [name_block("batch", batch, at) for at in range(16)]
+        for number in islice(numbers, BATCH_SIZE):
+            blocks = [*shared, name_block("batch-own", number, 0)]
+            request = make_request(number, len(blocks) * workload.block_size + 1, 64, blocks)
+            added.append(Session(start_s, [request], (0.0,), -2 - batch))
+    sessions = sorted([*workload.sessions, *added], key=lambda session: session.start_s)
+    return replace(workload, sessions=sessions, num_requests=workload.num_requests + len(added))
+
+
+def with_bursts(workload: Workload) -> Workload:
+    """Let what begins within `BURST_S` begin in the first fifth of it."""
+    sessions = [
+        replace(session, start_s=session.start_s - 0.8 * (session.start_s % BURST_S)) for session in workload.sessions
+    ]
+    return replace(workload, sessions=sessions)
 
 
 def with_kept_answers(workload: Workload) -> Workload:
@@ -142,6 +169,8 @@ VARIANTS: Final[Mapping[str, Callable[[Workload, int], Workload]]] = {
     "rate1.5": lambda workload, _: with_rate(workload, 1.5),
     "tenants": with_tenants,
     "once": with_one_time_prompts,
+    "batches": with_batches,
+    "bursts": lambda workload, _: with_bursts(workload),
     "kept": lambda workload, _: with_kept_answers(workload),
     "hot": with_hot_prefix,
     "ramp": partial(with_hot_prefix, ramp_s=HOT_S),

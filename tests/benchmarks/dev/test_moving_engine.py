@@ -84,7 +84,7 @@ def test_requests_for_the_same_blocks_share_a_fetch() -> None:
     target.admit(0.0)
     second = job(request(12))
     target.submit(second, 0.01)
-    assert second.estimate_s == pytest.approx(0.01 + (2 * SIZE + 1) / RATE)
+    assert second.estimate_s == pytest.approx((2 * SIZE + 1) / RATE)
     target.admit(0.01)
     assert second.loaded_s == first.loaded_s
     for each in (first, second):

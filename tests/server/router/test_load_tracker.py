@@ -40,7 +40,7 @@ def test_a_request_is_queued_served_and_closed() -> None:
     worker.start(first, 2.0, now_s=1.0)
     assert queue_s(worker, 2.5) == 3.5
     assert queue_s(worker, 9.0) == 3.0, "what has elapsed counts up to the estimate"
-    worker.first_token(first)
+    worker.first_token(first, 9.0)
     assert queue_s(worker, 9.0) == 3.0
     assert (worker.num_queued, worker.num_outstanding, worker.num_blocks) == (1, 2, 30)
     worker.close(first, 1.0)
@@ -69,7 +69,7 @@ def test_every_request_is_closed_exactly_once(actions: list[tuple[int, str]]) ->
             if action == "start":
                 worker.start(requests[number], 0.5, now_s=0.0)
             elif action == "first_token":
-                worker.first_token(requests[number])
+                worker.first_token(requests[number], 0.0)
             else:
                 assert worker.close(requests[number], 1.0) == (number not in closed)
                 closed.add(number)
@@ -128,39 +128,24 @@ def test_own_work_is_not_counted_twice_by_a_late_report() -> None:
     assert worker.assigned.at(61.0) == pytest.approx(3.0 / math.e)
 
 
-def test_blocks_arrive_until_a_report_includes_them() -> None:
+def test_own_blocks_count_while_they_live() -> None:
+    """Once each, whether a report has them or not; what else a report has counts too."""
     worker = fifo()
-    first, second = worker.add(1.0, 10, 0.0, num_own_blocks=8), worker.add(1.0, 10, 0.0, num_own_blocks=5)
-    assert worker.num_unreported_blocks(0.0) == 13
-    worker.start(first, 1.0, now_s=1.0)
-    worker.observe(WorkerLoad(), 0.9, ME)
-    assert worker.num_unreported_blocks(1.1) == 13, "written before it began"
-    worker.observe(WorkerLoad(), 1.2, ME)
-    assert worker.num_unreported_blocks(1.3) == 5
-    worker.close(second, 1.3)
-    assert worker.num_unreported_blocks(1.3) == 0, "a request that never began takes no blocks"
 
+    def held(num_reported: int) -> int:
+        return worker.num_held_blocks(WorkerLoad(num_blocks=100, num_free_blocks=100 - num_reported))
 
-def test_ended_requests_leave_their_blocks_before_a_report() -> None:
-    """The next turn of a conversation comes before the report that no longer includes the last one."""
-    worker = fifo()
-    first, second = worker.add(1.0, 10, 0.0, num_own_blocks=8), worker.add(1.0, 10, 0.0, num_own_blocks=5)
-    worker.start(first, 1.0, now_s=1.0)
-    worker.observe(WorkerLoad(), 1.2, ME)
-    worker.close(first, 1.3)
-    assert worker.num_unreported_blocks(1.3) == 5 - 8
-    worker.start(second, 1.0, now_s=1.3)
-    worker.close(second, 1.4)
-    assert worker.num_unreported_blocks(1.4) == -8, "no report has ever included the second"
+    first, second = worker.add(1.0, 10, 0.0, num_own_blocks=10), worker.add(1.0, 10, 0.1, num_own_blocks=5)
+    assert held(0) == 15
+    assert held(3) == 18, "of others"
+    worker.observe(WorkerLoad(), 0.05, ME)
+    assert held(10) == 15, "the report has the first"
+    worker.close(first, 1.3, num_kept_blocks=5)
+    assert held(10) == 10
     worker.observe(WorkerLoad(), 1.5, ME)
-    assert worker.num_unreported_blocks(1.5) == 0
-
-
-def test_without_reports_blocks_stop_arriving() -> None:
-    worker = fifo()
-    worker.start(worker.add(1.0, 10, 0.0, num_own_blocks=8), 1.0, now_s=0.0)
-    assert worker.num_unreported_blocks(0.5) == 8
-    assert worker.num_unreported_blocks(5.0) == 0
+    assert held(14) == 14, "answers have grown"
+    worker.close(second, 1.6)
+    assert held(14) == 4
 
 
 def test_a_slow_measurement_counts_less_the_older_it_is() -> None:

@@ -42,10 +42,11 @@ def view(
         "prefill_s": 1.0,
         "queue_s": 0.0,
         "num_displaced": 0.0,
-        "num_shared_blocks": 0,
+        "num_live_blocks": 0,
         "kv_usage": 0.0,
         "kv_wait_s": 0.0,
         "eviction_s": 0.0,
+        "decode_s": 0.0,
         "assigned_s": 0.0,
         "report_age_s": 0.0,
     }
@@ -80,7 +81,7 @@ def test_the_price_of_evictions_grows_with_the_fill() -> None:
     assert prices_s == sorted(prices_s)
     assert prices_s[10] < 0.001, "it would have the pool to itself"
     assert prices_s[30] < 0.05
-    assert prices_s[100] == prices_s[149] == 2.0, "one prompt comes back for each that does not"
+    assert prices_s[100] == prices_s[149] == 4.0, "one prompt comes back for each that does not"
     assert COST.eviction_s(0.5, 2.0, 2.0, 1.0) > 10 * COST.eviction_s(0.5, 50.0, 2.0, 1.0), "fewer slots"
 
 
@@ -106,9 +107,16 @@ def test_an_impossible_report_raises_nothing(usage: float, num_slots: float) -> 
 
 def test_headstart_avoids_a_holder_with_a_full_pool() -> None:
     policy = make_policy("headstart")
-    full, other = view("full", prefill_s=0.1, kv_usage=1.2, kv_wait_s=1.5), view("other", prefill_s=1.0)
+    full, other = view("full", prefill_s=0.1, kv_usage=1.2, eviction_s=1.5), view("other", prefill_s=1.0)
     assert chosen(policy, make_request(), full, other) == {"other"}
-    assert chosen(policy, make_request(), replace(full, kv_wait_s=0.2), other) == {"full"}
+    assert chosen(policy, make_request(), replace(full, eviction_s=0.2), other) == {"full"}
+
+
+def test_headstart_spreads_decodes_by_how_long_they_run() -> None:
+    policy = make_policy("headstart")
+    busy, other = view("busy", decode_s=COST.decode_s(50, 10.0)), view("other", decode_s=COST.decode_s(20, 10.0))
+    assert chosen(policy, make_request(), busy, other) == {"other"}
+    assert chosen(policy, make_request(), replace(busy, prefill_s=0.1), replace(other, prefill_s=4.0)) == {"busy"}
 
 
 def test_headstart_spreads_equal_costs_by_recent_work() -> None:
@@ -137,7 +145,7 @@ def test_a_cache_key_is_a_hint_that_any_match_or_queue_outweighs() -> None:
         others = [other for other in names if other != name]
         busy_lately = view(name, assigned_s=5.0)
         assert chosen(second, request, *map(view, reversed(others)), busy_lately) == home
-        assert name not in chosen(first, request, *map(view, others), view(name, queue_s=0.05))
+        assert name not in chosen(first, request, *map(view, others), view(name, queue_s=0.15))
         warm = view("warm", matched_tokens=160, prefill_s=0.01)
         assert chosen(first, request, *map(view, names), warm) == {"warm"}
 

@@ -102,7 +102,7 @@ def test_workers_that_leave_and_join_are_in_the_order() -> None:
 
 def test_the_load_of_a_large_fleet_counts_what_was_placed() -> None:
     """The delay of later requests, beta, depends on it."""
-    short_list, candidates = ShortList(), fleet(1000)
+    short_list, candidates = ShortList(0.03, lambda worker_id: 0.0), fleet(1000)
     short_list.choose(make_request(chain(4)), candidates, ())
     for number in range(300):
         short_list.placed(candidates[number].member.worker_id, 0.5)
@@ -120,5 +120,19 @@ def test_blocks_below_the_pools_are_not_in_use(size: int) -> None:
     decision = make_scorer().decide(make_request(hashes), below)
     holder = next(view for view in decision.workers if view.member.worker_id == "w005")
     assert holder.matched_tokens >= 30 * BLOCK
-    assert holder.num_shared_blocks == 0
     assert holder.kv_usage == pytest.approx(41 / LOAD.num_blocks)
+
+
+def test_the_least_loaded_are_found_by_their_reports() -> None:
+    """Other gateways' work counts, although this gateway has never looked at the workers."""
+    waiting = replace(LOAD, queued_prefill_s={GatewayId("other"): 5.0})
+    candidates = [replace(each, load=waiting) for each in fleet(1000)]
+    candidates[777] = replace(candidates[777], load=LOAD)
+    assert place(make_scorer(), candidates, chain(40)).worker.worker_id == "w777"
+
+
+def test_a_guarded_worker_makes_no_session_scan_the_fleet() -> None:
+    scorer, candidates = make_scorer(), fleet(1000)
+    own = rendezvous_worker("key", candidates).member
+    draining = [replace(each, load=replace(LOAD, draining=True)) if each.member is own else each for each in candidates]
+    assert len(scorer.decide(make_request(chain(4), affinity_key="key"), draining).workers) < SCORE_ALL

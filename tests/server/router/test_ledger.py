@@ -1,16 +1,19 @@
-"""The tree of shared prefixes, from the matches of single requests."""
+"""Blocks of live requests, recent chains, and the tree of shared prefixes."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.hashing import hash_chain, index_entry
 from cache.records import WorkerMember
-from cache.types import BlockHash
-from server.router.prefix_tree import MAX_HOLDERS, PrefixTree, SharedPrefix, tree_rows
+from cache.types import BlockHash, Epoch, WorkerId
+from server.router.ledger import MAX_HOLDERS, Ledger, SharedPrefix, tree_rows
+from server.router.load_tracker import ActiveRequest
 from server.router.types import RouteRequest
 from tests.members import make_member
 
@@ -29,9 +32,9 @@ def chain(*blocks: int) -> list[BlockHash]:
 class Requests:
     """Feeds a tree with matches at a clock of its own."""
 
-    def __init__(self, max_blocks: int = 1000) -> None:
+    def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.now_s = 0.0
-        self.tree = PrefixTree(lambda: self.now_s, max_blocks)
+        self.tree = Ledger(lambda: self.now_s, 0.5, max_bytes)
         self.workers: dict[str, WorkerMember] = {}
 
     def match(self, worker: str, *blocks: int, model: str = "m", num_more: int = 1) -> str:
@@ -39,7 +42,7 @@ class Requests:
         self.workers.setdefault(worker, member(worker, model=model))
         hashes = chain(*blocks, *range(900, 900 + num_more))
         request = RouteRequest("r", model, len(hashes) * SIZE, hashes)
-        self.tree.add(request, self.workers[worker], len(blocks) * SIZE)
+        self.tree.found(request, self.workers[worker], len(blocks) * SIZE)
         return index_entry(chain(*blocks)[-1]).hex() if blocks else ""
 
     def top(self, limit: int = 100) -> list[SharedPrefix]:
@@ -91,13 +94,13 @@ def test_a_worker_that_restarted_or_left_holds_nothing() -> None:
 
 
 def test_the_least_recently_found_prefix_is_forgotten_first() -> None:
-    requests = Requests(max_blocks=4)
+    requests = Requests(max_bytes=2000)
     old, kept = requests.match("a", 1, 2), requests.match("a", 3)
     assert {prefix["hash"] for prefix in requests.top()} == {old, kept}
     requests.match("a", 1, 2)
     new = requests.match("a", 4, 5)
     assert {prefix["hash"] for prefix in requests.top()} == {old, new}
-    long = requests.match("a", *range(9))
+    long = requests.match("a", *range(20))
     assert [prefix["hash"] for prefix in requests.top()] == [long], "longer than the bound, and the only one"
 
 
@@ -127,3 +130,107 @@ def test_a_row_names_some_holders_and_counts_all() -> None:
         requests.match(f"w{number}", 1)
     (row,) = tree_rows(requests.top())
     assert (len(row["workers"]), row["num_workers"]) == (MAX_HOLDERS, MAX_HOLDERS + 3)
+
+
+W = (WorkerId("w"), Epoch("e"))
+
+
+def random_chain(length: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(16)) for _ in range(length)]
+
+
+def active() -> ActiveRequest:
+    return ActiveRequest(1.0, 1.0, 0)
+
+
+class Live:
+    """A ledger with a clock, and the requests at its worker."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.ledger = Ledger(lambda: self.now_s, 0.5)
+
+    def open(self, hashes: Sequence[BlockHash]) -> tuple[ActiveRequest, Sequence[BlockHash]]:
+        request = active()
+        self.ledger.opened(W, request, hashes)
+        return request, hashes
+
+
+def test_blocks_live_as_long_as_a_request_with_them() -> None:
+    live, hashes = Live(), random_chain(8)
+    first, second = live.open(hashes[:6]), live.open(hashes[:4])
+    assert live.ledger.num_live(W, hashes) == 6
+    assert live.ledger.computing(W, hashes[3]) is first[0]
+    assert live.ledger.closed(W, *first) == 2
+    assert live.ledger.num_live(W, hashes) == 4
+    assert live.ledger.closed(W, *second) == 4
+    assert not live.ledger._live, "nothing is left of a worker that may never come back"
+    assert not live.ledger._beginning
+
+
+def test_a_short_request_counts_until_the_index_has_it() -> None:
+    live, hashes = Live(), random_chain(8)
+    answered, failed = live.open(hashes[:5]), live.open(hashes)
+    answered[0].first_token_s = 1.0
+    live.now_s = 1.2
+    live.ledger.closed(W, *answered)
+    live.ledger.closed(W, *failed)
+    assert live.ledger.num_unpublished(W, hashes) == 5
+    live.now_s = 1.5
+    assert live.ledger.num_unpublished(W, hashes) == 0
+    assert not live.ledger._ended
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=12), st.data())
+def test_the_live_prefix_is_what_requests_hold(adds: list[tuple[int, int]], data: st.DataObject) -> None:
+    shared = random_chain(4)
+    chains = [shared + random_chain(8) for _ in range(3)]
+    live = Live()
+    held: list[set[BlockHash]] = []
+    requests = []
+    for number, length in adds:
+        hashes, before = chains[number][:length], set().union(*held)
+        request = active()
+        assert live.ledger.opened(W, request, hashes) == len(set(hashes) - before)
+        held.append(set(hashes))
+        requests.append((request, hashes))
+    for at in data.draw(st.lists(st.sampled_from(range(len(requests))), unique=True)):
+        before = set().union(*held)
+        held[at] = set()
+        assert live.ledger.closed(W, *requests[at]) == len(before - set().union(*held))
+    present = set().union(*held)
+    for hashes in chains:
+        expected = next((i for i, h in enumerate(hashes) if h not in present), len(hashes))
+        assert live.ledger.num_live(W, hashes) == expected
+    assert sum(len(each.num_requests) for each in live.ledger._live.values()) == len(present)
+
+
+class Recent:
+    """A ledger that records where prompts were computed."""
+
+    def __init__(self, max_bytes: int = 1 << 20) -> None:
+        self.ledger = Ledger(lambda: 0.0, 0.5, max_bytes)
+
+    def add(self, worker: str, hashes: Sequence[BlockHash]) -> None:
+        self.ledger.computed(RouteRequest("r", "m", len(hashes) * SIZE, hashes), member(worker))
+
+    def match(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
+        return {worker_id: length for (worker_id, _), length in self.ledger.recent(hashes).items()}
+
+
+def test_recent_chains_are_bounded_and_forget_the_oldest() -> None:
+    recent = Recent(max_bytes=20_000)
+    chains = [random_chain(10) for _ in range(30)]
+    for number, hashes in enumerate(chains):
+        recent.add(f"w{number}", hashes)
+        assert recent.match(hashes) == {f"w{number}": 10}
+        assert recent.ledger.num_bytes <= 20_000
+    assert recent.match(chains[0]) == {}
+    assert len(recent.ledger._recent) == 10 * len(recent.ledger._chains)
+
+
+def test_recent_chains_tell_how_much_each_worker_got_last() -> None:
+    recent, hashes = Recent(), random_chain(10)
+    recent.add("a", hashes)
+    recent.add("b", hashes[:4])
+    assert recent.match([*hashes, *random_chain(3)]) == {"a": 10, "b": 4}
