@@ -218,7 +218,7 @@ def test_a_reset_behind_its_back(fleet: EngineFleet) -> None:
     epoch = epochs(fleet)[worker]
     fleet.engine_of(worker).tell("/reset_prefix_cache")
     assert ask(fleet, completion(prompt)).found == 0, "promised, as nothing told of it"
-    wait_until(lambda: epochs(fleet)[worker] != epoch)
+    wait_until(lambda: epochs(fleet).get(worker, epoch) != epoch)
     wait_until(lambda: is_promised(fleet, prompt, 320))
 
 
@@ -278,7 +278,7 @@ def test_an_engine_that_restarts(fleet: EngineFleet) -> None:
     engine, epoch = fleet.engine_of(worker), epochs(fleet)[worker]
     engine.kill()
     restart(fleet, engine)
-    wait_until(lambda: epochs(fleet)[worker] != epoch)
+    wait_until(lambda: epochs(fleet).get(worker, epoch) != epoch)
     wait_until(lambda: not any(is_draining(fleet, adapter.name) for adapter in engine.adapters))
     answer = ask(fleet, completion(prompt))
     assert (answer.promised, answer.found) == (0, 0)
