@@ -241,9 +241,8 @@ def _joined(first: Turn, second: Turn, thoughts: str) -> Turn:
     else:
         both["content"] = [part for content in contents for part in _parts(content)]
     for name in ("tool_calls", "own", thoughts):  # `own`: see server/api/engine_shapes.py
-        if first.get(name) and second.get(name):
-            is_text = name == thoughts
-            both[name] = f"{first[name]}\n{second[name]}" if is_text else [*first[name], *second[name]]
+        if given := [each[name] for each in (first, second) if each.get(name)]:
+            both[name] = "\n".join(given) if name == thoughts else [item for items in given for item in items]
     return both
 
 

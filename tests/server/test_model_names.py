@@ -22,6 +22,7 @@ async def test_a_broken_model_is_named_on_every_route(worker: ScriptedWorker) ->
     async with gateway(worker, max_body_bytes=4 << 20) as target:
         paths = [route.path for route in target.public.routes if "POST" in route.methods]
         assert len(paths) > 10
+        paths.remove("/v1/responses/compact")  # refused, whatever it names
         for path in paths:
             plain = {"messages": BODY["messages"]} if path == "/tokenize" else dict(BODY)
             for model in BROKEN:

@@ -410,19 +410,6 @@ async def test_required_calls_may_follow_thoughts(begun: bool, special: bool) ->
         await check_grammar(worker, worker.received[0], taken=call, refused="Well")
 
 
-async def test_workers_without_lark_get_a_list_of_calls() -> None:
-    """As other engines' adapters: a JSON schema is what they all take."""
-    reply = ids_of('[{"name": "now", "parameters": {}}]')
-    bundle = bundle_of(trained_tokenizer(), chat_template=FORMS["hermes"][0])
-    worker = ScriptedWorker(bundle, reply=reply, unsupported=("grammar:grammar",))
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(tools=[NOW], tool_choice="required"))
-    assert json.loads(raw)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
-    grammar = worker.received[0].sampling.grammar
-    assert grammar is not None
-    assert grammar.kind == "json_schema"
-
-
 async def test_a_template_without_tools_is_read_in_both_forms() -> None:
     """Its prompt asks for Hermes' form, and the model may write its own."""
     template = f"{{{{ messages[0].content }}}}{{# {BEGIN} #}}"

@@ -70,6 +70,17 @@ def test_a_repaired_body_needs_no_repair(path: str, requests: list[list[Step]], 
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_a_call_is_kept_where_turns_are_joined(path: str) -> None:
+    steps = [Step("assistant", "a", calls=(Call("call00001"),)), Step("assistant", "b"), Step("user", "c")]
+    turns = _turns(path, fields_of(BODIES[path](steps, has_tools=True)))
+    assert turns is not None
+    changed, _ = repaired(Shapes(turns="joined", counts_tools=True), turns, has_tools=True)
+    body = _body(path, changed)
+    assert "call00001" in texts(body)
+    assert {"a", "b"} <= {*"\n".join(texts(body)).split()}
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_ids_are_written_into_calls_and_results(path: str) -> None:
     steps = [Step("user", "x")]
     for id_ in ("call_0123456789abcdef", "call00001", "toolu_01"):
