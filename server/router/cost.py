@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId
 from server.router.fetch_plan import FetchPlan, cheapest_plan
+from server.router.ledger import OwnBlocks
 from server.router.load_tracker import PrefillQueue, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
@@ -291,16 +292,6 @@ class WorkerView(msgspec.Struct, eq=False):
 def num_outstanding(estimate: WorkerLoadEstimate, load: WorkerLoad) -> int:
     """Return the unfinished requests: the larger of own count and report, since the report may include ours."""
     return max(estimate.num_outstanding, load.num_running + load.num_waiting)
-
-
-class OwnBlocks(NamedTuple):
-    """Blocks of a prompt at one worker, according to this gateway's own requests (`Ledger`)."""
-
-    num_live: int
-    """Blocks of live requests."""
-    num_cached: int
-    """Blocks that are there, or are when `ready_s` has passed."""
-    ready_s: float
 
 
 class DecisionContext(msgspec.Struct, frozen=True):

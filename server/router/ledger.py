@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cache.hashing import index_entry
 from cache.records import WorkerMember
@@ -63,6 +63,16 @@ class _Chain:
         return _CHAIN_BYTES + _BLOCK_BYTES * len(self.hashes) + _HIT_BYTES * len(self.num_hits)
 
 
+class OwnBlocks(NamedTuple):
+    """Blocks of a prompt at one worker, according to this gateway's ownrequests."""
+
+    num_live: int
+    """Blocks of live requests."""
+    num_cached: int
+    """Blocks that are there, or are when `ready_s` has passed."""
+    ready_s: float
+
+
 class Ledger:
     """Owned by one gateway's scorer."""
 
@@ -82,8 +92,6 @@ class Ledger:
         """By the last block, the least recently used first."""
         self._recent: dict[BlockHash, _Chain] = {}
         """The last chain computed with each block."""
-
-    # --- live requests ------------------------------------------------------------------------------------------
 
     def opened(self, incarnation: WorkerIncarnation, request: ActiveRequest, hashes: Sequence[BlockHash]) -> int:
         """Count a request's blocks as live. Return how many no other live request has there."""
@@ -157,8 +165,6 @@ class Ledger:
             return latest
         return sorted(latest, key=lambda incarnation: self.num_live(incarnation, hashes), reverse=True)[:limit]
 
-    # --- chains -------------------------------------------------------------------------------------------------
-
     def computed(self, request: RouteRequest, member: WorkerMember) -> None:
         """Record that the worker holds the prompt's blocks."""
         if not request.hashes:
@@ -210,8 +216,6 @@ class Ledger:
             for block_hash in oldest.hashes:
                 if self._recent.get(block_hash) is oldest:
                     del self._recent[block_hash]
-
-    # --- the tree of shared prefixes ----------------------------------------------------------------------------
 
     def top(self, live: Iterable[WorkerMember], limit: int) -> list[SharedPrefix]:
         """Return the prefixes that saved most tokens. Only hits on `live` workers, in their current epoch, count."""

@@ -103,8 +103,6 @@ class WorkerLoadEstimate:
         self.epoch = epoch
         self.num_outstanding = 0
         """Own requests that have not ended."""
-        self.num_blocks = 0
-        """Blocks of own outstanding requests; a shared block counts once a request."""
         self.queued_s = 0.0
         """Estimated prefill seconds of own requests without a first token."""
         self.assigned = AssignedWork(window_s)
@@ -138,7 +136,6 @@ class WorkerLoadEstimate:
         self._queue[request] = None
         self.queued_s += prefill_s
         self.num_outstanding += 1
-        self.num_blocks += num_blocks
         self.assigned.add(prefill_s, now_s)
         return request
 
@@ -172,7 +169,6 @@ class WorkerLoadEstimate:
         self._dequeue(request)
         self._count_blocks(num_kept_blocks - request.num_blocks, now_s)
         self.num_outstanding -= 1
-        self.num_blocks -= request.num_blocks
         return True
 
     def observe(self, load: WorkerLoad, written_s: float, gateway_id: GatewayId) -> None:

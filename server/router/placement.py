@@ -21,14 +21,13 @@ from server.rates import DecayedRatio
 from server.router.cost import (
     CostModel,
     DecisionContext,
-    OwnBlocks,
     PeersByLayout,
     WorkerView,
     find_peers,
     num_outstanding,
     view,
 )
-from server.router.ledger import Ledger
+from server.router.ledger import Ledger, OwnBlocks
 from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from cache.records import Candidate, PrefixIndex, WorkerMember
-from cache.types import BlockHash, GatewayId, WorkerIncarnation
+from cache.types import BlockHash, GatewayId
 from server.metrics import GatewayMetrics
 from server.router.copies import CopyPlan, CopyPlanner
 from server.router.cost import WorkerView
@@ -276,14 +276,8 @@ class Router:
             return candidates
         self._failed_s = self._clock()
         recent = self.scorer.ledger.recent(request.hashes)
-        return [
-            Candidate(c.member, c.load, 0 if c.member.ends else recent.get(_incarnation(c.member), 0), c.load_age_s)
-            for c in candidates
-        ]
-
-
-def _incarnation(member: WorkerMember) -> WorkerIncarnation:
-    return member.worker_id, member.epoch
+        matches = [0 if c.member.ends else recent.get((c.member.worker_id, c.member.epoch), 0) for c in candidates]
+        return [Candidate(c.member, c.load, num, c.load_age_s) for c, num in zip(candidates, matches, strict=True)]
 
 
 def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError:

@@ -23,7 +23,6 @@ def view(
     num_running: int = 0,
     num_waiting: int = 0,
     num_free_blocks: int = 1000,
-    num_active_blocks: int = 0,
     num_blocks: int = 1000,
     **changes: Any,
 ) -> WorkerView:
@@ -33,7 +32,6 @@ def view(
         num_running=num_running, num_waiting=num_waiting, num_free_blocks=num_free_blocks, num_blocks=num_blocks
     )
     estimate = WorkerLoadEstimate(member.epoch, 60.0)
-    estimate.num_blocks = num_active_blocks
     fields: dict[str, Any] = {
         "index_tokens": 0,
         "pending_tokens": 0,
