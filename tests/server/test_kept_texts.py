@@ -61,7 +61,7 @@ def test_a_short_key_has_a_bound(text: str) -> None:
 
 
 def test_keys_of_a_large_fleet_take_bounded_memory() -> None:
-    short_list, candidates = ShortList(), fleet(65)
+    short_list, candidates = ShortList(0.03, lambda worker_id: 0.0), fleet(65)
     tracemalloc.start()
     try:
         for number in range(50):

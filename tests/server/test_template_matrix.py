@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.template_matrix import PAIRS, SHAPES, TemplateEngine, refusals
+from tests.server.template_matrix import PAIRS, SHAPES, refusals
 from tests.server.test_agents import AGENTS, recorded
 from tests.server.text.conversations import BODIES, CHAT_PATH
 from tests.server.text.template_families import FAMILIES
@@ -57,7 +57,7 @@ async def test_repairs_are_shown_or_refused(raw_tokenizer: Tokenizer) -> None:
         if path not in (CHAT_PATH, "/v1/messages"):
             body = {"model": "tiny", "input": messages}
         for strict in (False, True):
-            worker = TemplateEngine(bundle, reply=[50, 51], apis=())
+            worker = ScriptedWorker(bundle, reply=[50, 51])
             async with (
                 gateway(worker, strict_template=strict) as running,
                 httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
