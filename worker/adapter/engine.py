@@ -251,8 +251,9 @@ class AdapterEngine:
             self.report(())
             if not is_probed and self._life.asks_for_token():
                 self._probe = asyncio.create_task(self._ask_for_token(), name="probe")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), WATCH_S)
+            with contextlib.suppress(TimeoutError):  # `wait_for` of Python 3.11 may lose a cancellation
+                async with asyncio.timeout(WATCH_S):
+                    await self._wake.wait()
 
     async def _ask_for_token(self) -> None:
         """Ask for one token, without a tenant's salt. An engine that is full has not shown anything."""
