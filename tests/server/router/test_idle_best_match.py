@@ -36,6 +36,8 @@ class Case:
     clock: Clock = field(default_factory=Clock)
     num_prefilling: dict[WorkerId, int] = field(default_factory=dict)
     """Own requests at each worker without a first token."""
+    num_arriving: dict[WorkerId, int] = field(default_factory=dict)
+    """Blocks of own requests that have not ended, at most: a report may include some of them already."""
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -84,6 +86,9 @@ class Case:
         if until == "ended":
             self.clock.now_s += self.rng.choice([0.1, 5.0])
             self.scorer.closed(placement)
+        else:
+            num_blocks = -(-placement.request.num_prompt_tokens // BLOCK)
+            self.num_arriving[worker_id] = self.num_arriving.get(worker_id, 0) + num_blocks
 
     def _report(self, worker_id: WorkerId) -> Candidate:
         rng, number = self.rng, int(worker_id[1:])
@@ -110,8 +115,7 @@ class Case:
         others = sorted(match for at, match in enumerate(self.matches) if at != number)
         if not others or longest <= others[len(others) // 2]:
             return None
-        own = self.scorer.estimate(worker)
-        arriving = own.num_blocks  # at most: a report may include some of them already
+        arriving = self.num_arriving.get(worker.worker_id, 0)
         num_tokens = self.request.num_prompt_tokens
         num_cached = min(longest * BLOCK, num_tokens - 1) // BLOCK  # the last token is always computed
         needed = -(-num_tokens // BLOCK) - num_cached + self.answer_blocks
