@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from server import cli
 from server.cli import doctor
 from server.cli.doctor import verdict
-from server.cli.engine_templates import check_template
 from tests import smollm2
 from tests.e2e.serving import free_ports
 from tests.fake_engine.server import FakeEngine, parse
@@ -25,11 +22,8 @@ from tests.fake_engine.sglang import parse as parse_sglang
 from tests.server.conftest import CHATML
 from tests.server.scripted_worker import listening
 from worker.common.checks import Check
-from worker.wire import TokenizerBundle, pack
 
 pytestmark = pytest.mark.e2e
-
-OTHER_TEMPLATE = CHATML.replace("<|im_end|>", "<|im_end|> ")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +78,7 @@ async def test_a_healthy_engine_passes_and_the_command_says_so(
         assert await asyncio.to_thread(cli.main, argv) == 0
         found = json.loads(capsys.readouterr().out)
         refused = await checks_of(url)
-    names = ["engine", "model", "blocks", "tokenizer", "caching", "salt", "events", "replay", "template"]
+    names = ["engine", "model", "blocks", "tokenizer", "caching", "salt", "events", "replay"]
     assert [check["name"] for check in found["checks"]][-len(names) :] == names
     assert {check["status"] for check in found["checks"] if check["name"] in names} == {"ok"}, found
     assert (refused["model"].status, "--engine-key-file" in refused["model"].fix) == ("fail", True)
@@ -112,11 +106,9 @@ async def test_an_engine_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("options", "asked", "wrong", "fix"),
     [
-        ([*EVENTS, "--no-token-api"], [], {"engine": "fail"}, "--enable-scale-out"),
         ([*EVENTS, "--no-prefix-caching"], [], {"caching": "fail"}, "--enable-prefix-caching"),
         ([*EVENTS, "--ignore-salt"], [], {"salt": "fail", "events": "fail"}, "tenants see each other's cache"),
         ([*EVENTS, "--tokenizer-shift", "1"], [], {"tokenizer": "fail"}, "--tokenizer FOLDER"),
-        ([*EVENTS, "--chat-template", OTHER_TEMPLATE], [], {"template": "fail"}, "--tokenizer"),
         (EVENTS, ["--block-size", "24"], {"blocks": "warn"}, "--block-size 32"),
         ([], [], {"events": "fail"}, "--kv-events-config"),
         ([], ["--events", "none"], {"events": "warn"}, "--kv-events-config"),
@@ -157,12 +149,6 @@ async def test_the_replay_is_checked_even_if_the_port_is_taken(folder: Path) -> 
             checks = await checks_of(url)
     assert (checks["events"].status, checks["replay"].status) == ("warn", "ok")
     assert "end the worker" in checks["events"].fix
-
-
-async def test_templates_that_one_side_lacks(bundle: TokenizerBundle) -> None:
-    assert (await check_template({"ids": None})).status == "ok"
-    packed = base64.b64encode(pack(replace(bundle, chat_template=None))).decode()
-    assert (await check_template({"ids": [1], "bundle": packed})).status == "fail"
 
 
 @asynccontextmanager
