@@ -16,8 +16,8 @@ from tests.worker.adapter.fake_blocks import OTHER, ROOT, stored
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-MAX_BATCH_S = 0.05
-"""Processor time of this thread for one batch."""
+MAX_BATCH_S = 1.0
+"""Processor time of this thread for one batch. A collection of garbage within it takes up to a tenth."""
 SALTED = ((ROOT.hex(),),)
 DEPTH = 100_000
 
