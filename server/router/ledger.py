@@ -64,13 +64,16 @@ class _Chain:
 
 
 class OwnBlocks(NamedTuple):
-    """Blocks of a prompt at one worker, according to this gateway's ownrequests."""
+    """Blocks of a prompt at one worker, according to this gateway's own requests."""
 
     num_live: int
     """Blocks of live requests."""
     num_cached: int
     """Blocks that are there, or are when `ready_s` has passed."""
     ready_s: float
+
+
+NO_BLOCKS: Final = OwnBlocks(0, 0, 0.0)
 
 
 class Ledger:
@@ -87,11 +90,15 @@ class Ledger:
         self._beginning: dict[BlockHash, dict[WorkerIncarnation, None]] = {}
         """Workers with live requests by their first block, the latest last."""
         self._ended: dict[WorkerIncarnation, deque[tuple[float, Sequence[BlockHash]]]] = {}
-        """Chains of short requests, until the index has them."""
+        """Chains of short requests, until the index has them. The worker that ended one last comes last."""
         self._chains: dict[BlockHash, _Chain] = {}
         """By the last block, the least recently used first."""
         self._recent: dict[BlockHash, _Chain] = {}
         """The last chain computed with each block."""
+
+    def __contains__(self, incarnation: WorkerIncarnation) -> bool:
+        """Return whether blocks of own requests may be there."""
+        return incarnation in self._live or incarnation in self._ended
 
     def opened(self, incarnation: WorkerIncarnation, request: ActiveRequest, hashes: Sequence[BlockHash]) -> int:
         """Count a request's blocks as live. Return how many no other live request has there."""
@@ -129,8 +136,12 @@ class Ledger:
         if not counts:
             del self._live[incarnation]
         published_s = -1.0 if request.first_token_s is None else request.first_token_s + self._publish_delay_s
-        if published_s > self._clock():
-            self._ended.setdefault(incarnation, deque()).append((published_s, hashes))
+        now_s = self._clock()
+        if published_s > now_s:
+            ended = self._ended[incarnation] = self._ended.pop(incarnation, deque())
+            ended.append((published_s, hashes))
+            while self._ended[oldest := next(iter(self._ended))][-1][0] <= now_s:  # dead workers, which no request sees
+                del self._ended[oldest]
         return num_gone
 
     def num_live(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
@@ -154,7 +165,7 @@ class Ledger:
             ended.popleft()
         if not ended:
             del self._ended[incarnation]
-        return max([num_shared(hashes, other) for _, other in ended], default=0)
+        return max([num_shared(hashes, other) for _, other in ended if hashes and hashes[0] == other[0]], default=0)
 
     def holders(self, hashes: Sequence[BlockHash], limit: int) -> list[WorkerIncarnation]:
         """Return where the longest prefixes of `hashes` are live, of the latest 64 workers that have any."""

@@ -27,7 +27,7 @@ from server.router.cost import (
     num_outstanding,
     view,
 )
-from server.router.ledger import Ledger, OwnBlocks
+from server.router.ledger import NO_BLOCKS, Ledger, OwnBlocks
 from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
@@ -328,6 +328,8 @@ class Scorer:
 
     def _own_blocks(self, request: RouteRequest, member: WorkerMember, estimate: WorkerLoadEstimate) -> OwnBlocks:
         incarnation, hashes, ledger = (member.worker_id, member.epoch), request.hashes, self.ledger
+        if incarnation not in ledger:
+            return NO_BLOCKS
         num_live = ledger.num_live(incarnation, hashes)
         if member.ends or not self._count_pending:  # where a hit in own blocks may stop is not known
             return OwnBlocks(num_live, 0, 0.0)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
-from cache.records import Candidate
+from cache.records import Candidate, WorkerLoad
 from cache.types import WorkerId, WorkerIncarnation
 from server.router.cost import WorkerView
 from server.router.policies import rendezvous_worker
@@ -50,6 +50,11 @@ class ShortList:
         self.assigned_s = 0.0
         """Prefill seconds assigned to all workers, by the last view of each."""
         self._assigned_s: dict[WorkerId, float] = {}
+        self._queued: set[WorkerId] = set()
+        """Workers that may have requests of this gateway in their queue."""
+        self._loads: Sequence[WorkerLoad] = ()
+        self._reported_s: dict[WorkerId, float] = {}
+        """Queued seconds in these reports, of workers that take requests."""
         self._turn = 0
         self._own: dict[Key, WorkerId] = {}
 
@@ -73,7 +78,7 @@ class ShortList:
             holders = heapq.nlargest(MAX_HOLDERS, holders, key=_depth_and_load)
         chosen = {candidate.member.worker_id for _, candidate in holders}
         chosen.update(worker_id for worker_id, _ in pending if worker_id in by_id)
-        chosen.update(self._least_loaded(candidates))
+        chosen.update(self._least_loaded(by_id))
         own = self._own_worker(request.affinity_key, candidates) if request.affinity_key else None
         if own is not None:
             chosen.add(own)
@@ -102,22 +107,32 @@ class ShortList:
     def placed(self, worker_id: WorkerId, prefill_s: float) -> None:
         """Count a request there until the next view."""
         if worker_id in self._assigned_s:
+            self._queued.add(worker_id)
             self._assign(worker_id, self._assigned_s[worker_id] + prefill_s)
 
     def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
         self.assigned_s += assigned_s - self._assigned_s[worker_id]
         self._assigned_s[worker_id] = assigned_s
 
-    def _least_loaded(self, candidates: Sequence[Candidate]) -> list[WorkerId]:
+    def _least_loaded(self, workers: Mapping[WorkerId, Candidate]) -> list[WorkerId]:
         """Return the workers with the least queued work: by their reports, or this gateway's own if that is more."""
-        assigned_s, weight, queued_s = self._assigned_s, self._recent_weight, self._queued_s
-        loads = []
-        for candidate in candidates:
-            worker_id, load = candidate.member.worker_id, candidate.load
-            if not (load.draining or load.is_slow):
-                reported_s = sum(load.queued_prefill_s.values())
-                loads.append((max(reported_s, queued_s(worker_id)) + weight * assigned_s[worker_id], worker_id))
-        return [worker_id for _, worker_id in heapq.nsmallest(NUM_LEAST_LOADED, loads)]
+        loads = [candidate.load for candidate in workers.values()]
+        if loads != self._loads:  # decisions within 50 ms share the reports
+            self._loads = loads
+            self._reported_s = {
+                worker_id: sum(load.queued_prefill_s.values())
+                for worker_id, load in zip(workers, loads, strict=True)
+                if not (load.draining or load.is_slow)
+            }
+        weight, assigned_s = self._recent_weight, self._assigned_s
+        own_s = {worker_id: self._queued_s(worker_id) for worker_id in self._queued}
+        self._queued = {worker_id for worker_id, queued_s in own_s.items() if queued_s > 0.0}
+        queued_s = self._reported_s | {
+            worker_id: max(own_s[worker_id], self._reported_s[worker_id])
+            for worker_id in self._queued & self._reported_s.keys()
+        }
+        order = [(each_s + weight * assigned_s[worker_id], worker_id) for worker_id, each_s in queued_s.items()]
+        return [worker_id for _, worker_id in heapq.nsmallest(NUM_LEAST_LOADED, order)]
 
     def _join(self, workers: Mapping[WorkerId, Candidate]) -> None:
         """Begin with these workers; new ones count as idle."""
@@ -125,6 +140,7 @@ class ShortList:
         self.assigned_s = sum(self._assigned_s.values())
         self._own.clear()
         self._turn = 0
+        self._loads = ()
 
 
 def _depth_and_load(holder: tuple[int, Candidate]) -> tuple[int, int]:

@@ -218,6 +218,20 @@ class Recent:
         return {worker_id: length for (worker_id, _), length in self.ledger.recent(hashes).items()}
 
 
+def test_chains_at_a_dead_worker_are_forgotten() -> None:
+    now_s = 0.0
+    ledger = Ledger(lambda: now_s, 0.5)
+    for number in range(3):
+        now_s = float(number)
+        incarnation, request = (WorkerId(f"w{number}"), Epoch("e")), ActiveRequest(1.0, 1.0, 2)
+        ledger.opened(incarnation, request, chain(1, 2))
+        request.first_token_s = now_s
+        ledger.closed(incarnation, request, chain(1, 2))
+        assert [(WorkerId(f"w{each}"), Epoch("e")) in ledger for each in range(3)] == [
+            each == number for each in range(3)
+        ]
+
+
 def test_recent_chains_are_bounded_and_forget_the_oldest() -> None:
     recent = Recent(max_bytes=20_000)
     chains = [random_chain(10) for _ in range(30)]
