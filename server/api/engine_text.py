@@ -337,11 +337,8 @@ def _prepared(
     rendered: Rendered,
     identity: Identity,
 ) -> PreparedRequest:
-    id_, options, num_choices = (
-        response_id(_PREFIXES[call.path]),
-        known.stream_options,
-        min(max(1, known.n or 1), MAX_CHOICES),
-    )
+    id_, options = response_id(_PREFIXES[call.path]), known.stream_options
+    num_choices = min(max(1, known.n or 1), MAX_CHOICES)
     echoes = bytes(fields.get("echo", b"null")) == b"true"
     is_stateful = any(bytes(fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
     media = rendered.media[0] if rendered.media else ()

@@ -34,7 +34,7 @@ from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
 from server.schema import fields as schema
-from server.schema.blocks import NOT_TEXT, block_text
+from server.schema.blocks import NOT_TEXT
 from server.schema.decoding import decode_text, invalid, require_json
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.messages import (
@@ -163,13 +163,8 @@ def _part(block: ContentBlock) -> schema.TextPart:
     if block.type not in NOT_TEXT:
         text = block.text if block.type == "text" else f"Loaded: {block.tool_name}"
         return schema.TextPart(type="text", text=text)
-    is_read = block.type in ("document", "search_result") and bytes(block.source)
-    source = msgspec.json.decode(block.source) if is_read else None
     inner = [{"text": part.text} for part in block.content] if isinstance(block.content, list) else block.content
-    text, is_whole = block_text(block.type, block.title, source, inner)
-    return (
-        schema.TextPart(type="text", text=text) if is_whole else schema.LeftOut(type="text", text=text, kind=block.type)
-    )
+    return schema.text_part(block.type, block.title, block.source, inner)
 
 
 def _result(block: ContentBlock) -> str | list[schema.TextPart]:

@@ -66,12 +66,15 @@ def as_text(parts: list[TextPart]) -> list[TextPart]:
     """Return checked parts, each as text."""
     if not any(part.type in NOT_TEXT for part in parts):
         return parts
-    return [_as_text(part) if part.type in NOT_TEXT else part for part in parts]
+    return [
+        text_part(part.type, part.title, part.source, part.content) if part.type in NOT_TEXT else part for part in parts
+    ]
 
 
-def _as_text(part: TextPart) -> TextPart:
-    text, is_whole = block_text(part.type, part.title, part.source, part.content)
-    return TextPart(type="text", text=text) if is_whole else LeftOut(type="text", text=text, kind=part.type)
+def text_part(kind: str, title: object, source: object, content: object) -> TextPart:
+    """Return the text for a part of one of the types `NOT_TEXT`."""
+    text, is_whole = block_text(kind, title, source, content)
+    return TextPart(type="text", text=text) if is_whole else LeftOut(type="text", text=text, kind=kind)
 
 
 class FunctionCall(Struct, kw_only=True):

@@ -52,7 +52,7 @@ class ContentBlock(Struct, kw_only=True):
     content: str | list[ContentBlock] | dict[str, Any] | None = None
     tool_name: str | None = None
     title: str | None = None
-    source: msgspec.Raw = msgspec.Raw(b"")
+    source: Any = None
     is_error: bool | None = None
     cache_control: Any = None
 

@@ -220,11 +220,9 @@ def _offer(
     if kind is None:
         name = tool.get("name")
         return Ignored(written, f"{place}.type", name if isinstance(name, str) else None)
-    if nested and not (tool.get(kind) is None and "name" in tool):  # some agents send the flat form to chats too
-        place = f"{place}.{kind}"
-        tool = tool.get(kind) or {}
-        if not tool:
-            raise invalid(place, "is required")
+    tool, place = _inner(tool, kind, place, nested=nested)
+    if not tool:
+        raise invalid(place, "is required")
     definition = converted(tool, OfferedTool, place)
     _check_name(definition.name, f"{place}.name", _NAME if namespace is None else _NAME_WITHIN)
     callers = definition.allowed_callers
@@ -338,10 +336,19 @@ class _Named(Struct, kw_only=True):
 
 def _named(choice: dict[str, Any], place: str, *, nested: bool) -> ToolName:
     kind: ToolKind = choice["type"]
-    nested = nested and not (choice.get(kind) is None and "name" in choice)
-    inner = choice.get(kind) if nested else choice
-    named = converted(inner if isinstance(inner, dict) else {}, _Named, f"{place}.{kind}" if nested else place)
+    inner, place = _inner(choice, kind, place, nested=nested)
+    named = converted(inner if isinstance(inner, dict) else {}, _Named, place)
     return ToolName(named.name, kind, named.namespace)
+
+
+def _inner(given: dict[str, Any], kind: str, place: str, *, nested: bool) -> tuple[Any, str]:
+    """Return what describes a tool, and its path: the value under its type, or all of the flat form.
+
+    Some agents send the flat form of responses to chats too.
+    """
+    if not nested or (given.get(kind) is None and "name" in given):
+        return given, place
+    return given.get(kind) or {}, f"{place}.{kind}"
 
 
 def converted(value: object, kind: type[StructT], place: str) -> StructT:

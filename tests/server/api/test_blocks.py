@@ -106,6 +106,14 @@ async def test_documents_of_text_are_read(says: Says, path: str) -> None:
     assert "Minutes\nAll agreed.\nPage 1.\nA page\nhttps://example.com\nWhat it says." in says.prompt(worker)
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_half_a_pair_in_a_document_is_refused(says: Says, path: str) -> None:
+    given = json.dumps(body(path, user(DOCUMENT, FOUND))).replace("All agreed.", "\\ud83d")
+    async with gateway(says("x")) as target:
+        status, _, raw = await post(target.url, given.encode(), path)
+    assert (status, b"half of a surrogate pair" in raw) == (400, True), raw
+
+
 async def test_a_text_part_without_its_text_is_named(says: Says) -> None:
     async with gateway(says("x")) as target:
         for path in (CHAT, RESPONSES):
