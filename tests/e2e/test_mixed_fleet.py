@@ -36,6 +36,7 @@ def completion(number: int, **fields: Any) -> dict[str, Any]:
 def test_they_do_not_share_requests(fleet: EngineFleet) -> None:
     workers = {worker["worker_id"]: worker for worker in fleet.gateway.workers()}
     assert set(workers) == {"own", "other-0"}
+    assert sorted(worker["state"] for worker in workers.values()) == ["serving", "standby"]
     answers = [fleet.post(completion(number)) for number in range(12)]
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.headers["x-headstart-worker"] for answer in answers}) == 1
