@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.e2e.engine_fleet import EngineFleet
 from tests.e2e.serving import SMALL_POOL
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.e2e
 SHORT = ("--max-model-len", "512")
@@ -34,9 +34,14 @@ def completion(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def test_they_do_not_share_requests(fleet: EngineFleet) -> None:
-    workers = {worker["worker_id"]: worker for worker in fleet.gateway.workers()}
-    assert set(workers) == {"own", "other-0"}
-    assert sorted(worker["state"] for worker in workers.values()) == ["serving", "standby"]
+    """The revision whose worker started last serves: the first that was ready serves until both are learnt."""
+
+    def states() -> list[str]:
+        workers = sorted(fleet.gateway.workers(), key=lambda worker: worker["epoch_started_ms"])
+        assert {worker["worker_id"] for worker in workers} == {"own", "other-0"}
+        return [worker["state"] for worker in workers]
+
+    wait_until(lambda: states() == ["standby", "serving"])
     answers = [fleet.post(completion(number)) for number in range(12)]
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.headers["x-headstart-worker"] for answer in answers}) == 1
