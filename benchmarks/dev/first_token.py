@@ -216,7 +216,7 @@ def cell_lines(bench: Bench, cell: Cell) -> Iterator[str]:
             yield f"{cell.name:22} {system:7} {_milliseconds(times.ttfts_s)}  gap {_milliseconds(times.gaps_s)}  " + (
                 histogram(times)
             )
-    if walks := bench.times[cell, "here"].walks:
+    if walks := bench.times.get((cell, "here"), Times()).walks:
         stages = {stage: [each.stages.get(stage, 0.0) for each in walks] for stage, _ in STAGES}
         stages["left"] = [each.left_s for each in walks]
         yield "  " + ", ".join(f"{stage} {_milliseconds(spent)}" for stage, spent in stages.items())

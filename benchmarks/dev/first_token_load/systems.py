@@ -93,9 +93,10 @@ def llama_server(program: Path, num_threads: int, folder: Path) -> Iterator[Syst
 def vllm(environment: Path, folder: Path) -> Iterator[tuple[System, System]]:
     """A vLLM with a small random model, and Headstart in front of it through an adapter."""
     model = folder / "model"
+    model.mkdir()
     write_model(model, 512, 8)
     with engines(environment, model, folder, count=1, num_blocks=None) as [engine]:
-        options = ["--engine", "vllm", "--engine-url", engine.url]
+        options = ["--engine", "vllm", "--engine-url", engine.url, "--events-exposed"]
         with headstart("adapter", OWN, folder, options, is_noted=False) as adapter:
             yield System("vllm", engine.url, MODEL, pids=[engine.pid]), adapter
 
