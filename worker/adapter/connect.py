@@ -7,13 +7,16 @@ refuses to start.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 from tokenizers import Tokenizer
@@ -77,17 +80,21 @@ async def connect(
         report(f"{api.kind} {member.numerics}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
         if member.index_problem:
             report(f"no prefix index, requests are routed only by load: {member.index_problem}")
-        engine = AdapterEngine(
-            api,
-            blocks,
-            source,
-            bundle,
-            signed(config.cluster_secret(), member),
-            EngineLife(facts, hang_s=config.hang_s, probe_s=config.probe_s),
-            metrics,
-            sinks,
-            events_exposed=config.events_exposed,
-        )
+        with ExitStack() as stack:
+            claim = stack.enter_context(claim_engine(config))
+            engine = AdapterEngine(
+                api,
+                blocks,
+                source,
+                bundle,
+                signed(config.cluster_secret(), member),
+                EngineLife(facts, hang_s=config.hang_s, probe_s=config.probe_s),
+                metrics,
+                sinks,
+                events_exposed=config.events_exposed,
+                claim=claim,
+            )
+            stack.pop_all()
         report("waiting for the first token of the engine, which may compile now")
         await engine.catch_up()
         return engine
@@ -149,6 +156,25 @@ def open_api(config: WorkerConfig) -> EngineApi:
         raise ValueError(f"--engine-ca: {error}") from error
     api = SglangApi if config.engine == "sglang" else VllmApi
     return api(config.engine_url, key=key, rank=config.engine_rank, tls=tls)
+
+
+def claim_engine(config: WorkerConfig) -> socket.socket:
+    """Return a socket whose name stands for the engine until it is closed. Raises ValueError when another has it.
+
+    Two adapters of one engine would count its room twice. Names of abstract sockets belong to a network namespace, as
+    loopback addresses do, and end with their process. Elsewhere than on Linux nothing is claimed.
+    """
+    url = urlsplit(config.engine_url)
+    *_, (address, port, *_) = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0]
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":
+            claim.bind(f"\0headstart-adapter {address} {port} {config.engine_rank}")
+    except OSError as error:
+        claim.close()
+        message = f"--engine-url: another adapter on this machine serves {config.engine_url}, and an engine takes one"
+        raise ValueError(message) from error
+    return claim
 
 
 @asynccontextmanager

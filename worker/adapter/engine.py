@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -66,12 +67,17 @@ class AdapterEngine:
         sinks: EngineSinks | None = None,
         *,
         events_exposed: bool = False,
+        claim: socket.socket | None = None,
     ) -> None:
-        """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError."""
+        """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError.
+
+        `claim` is closed at the end, so that another adapter may serve the engine.
+        """
         sinks = sinks or EngineSinks()
         self.member = replace(member, ends=blocks.ends)
         self.bundle = bundle
         self._api = api
+        self._claim = claim
         self._blocks = blocks
         self._life = life
         self._subscriber: EventSubscriber | None = None
@@ -145,6 +151,8 @@ class AdapterEngine:
         if self._report_timer is not None:
             self._report_timer.cancel()
         await self._api.close()
+        if self._claim is not None:
+            self._claim.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 

@@ -49,6 +49,17 @@ async def test_what_is_registered(engine_folder: Path) -> None:
         await renamed.close()
 
 
+async def test_an_engine_takes_one_adapter(engine_folder: Path) -> None:
+    """By whatever name of its address; the next one may serve it when the first has ended."""
+    async with fake_engine(engine_folder) as (_, url):
+        first = await connected(config(url))
+        for same in (url, url.replace("127.0.0.1", "localhost")):
+            with pytest.raises(ValueError, match="another adapter on this machine serves"):
+                await connected(config(same, events="none"))
+        await first.close()
+        await (await connected(config(url))).close()
+
+
 async def test_the_key_of_the_engine(engine_folder: Path) -> None:
     key = engine_folder / "key"
     async with fake_engine(engine_folder, "--api-key", "sk-secret") as (_, url):
