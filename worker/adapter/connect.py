@@ -165,11 +165,11 @@ def claim_engine(config: WorkerConfig) -> socket.socket:
     loopback addresses do, and end with their process. Elsewhere than on Linux nothing is claimed.
     """
     url = urlsplit(config.engine_url)
-    *_, (address, port, *_) = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0]
+    place = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0][4]
     claim = socket.socket(socket.AF_UNIX)
     try:
         if sys.platform == "linux":
-            claim.bind(f"\0headstart-adapter {address} {port} {config.engine_rank}")
+            claim.bind(f"\0headstart-adapter {place!r} {config.engine_rank}")
     except OSError as error:
         claim.close()
         message = f"--engine-url: another adapter on this machine serves {config.engine_url}, and an engine takes one"
