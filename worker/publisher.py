@@ -62,110 +62,49 @@ class Changes:
     """The blocks of a pool or a tier, and how the published set differs from them. Has one owner; not thread-safe."""
 
     def __init__(self) -> None:
-        self.held: dict[IndexEntry, None] = {}
-        """In the order of storing, which is parents first: a parent outlives its children in the pool."""
+        self.held: dict[IndexEntry, int] = {}
+        """For each block, after how many blocks a hit stops that matches up to it; 0 where hits have no such stop.
+
+        In the order of storing, which is parents first: a parent outlives its children.
+        """
         self.num_published = 0
         """Entries in the published set, including all that was taken."""
-        self._pending: dict[IndexEntry, bool] = {}
-        """Entries in which the set differs, in order of change. True: held, False: removed."""
+        self._pending: dict[IndexEntry, int | None] = {}
+        """Entries in which the set differs, in order of change, with what it has of each; None: nothing."""
 
     def apply(self, events: Sequence[BlockEvent]) -> None:
         """Apply events in order."""
+        held, pending = self.held, self._pending
         for event in events:
+            entry = index_entry(event.block_hash)
+            before = held.get(entry)
             match event:
-                case Stored(block_hash) if (entry := index_entry(block_hash)) not in self.held:
-                    self.held[entry] = None
-                    self._note(entry, True)
-                case Removed(block_hash) if (entry := index_entry(block_hash)) in self.held:
-                    del self.held[entry]
-                    self._note(entry, False)
-
-    def clear(self) -> None:
-        self.held.clear()
-        self.settle()
+                case Stored():
+                    held.setdefault(entry, 0)
+                case Removed():
+                    held.pop(entry, None)
+                case Stops(_, num_blocks) if before is not None:
+                    held[entry] = num_blocks
+            if pending.setdefault(entry, before) == held.get(entry):
+                del pending[entry]
 
     def settle(self) -> None:
         """Forget the differences: the published set is what is held."""
         self._pending.clear()
         self.num_published = len(self.held)
 
-    @property
-    def stops(self) -> Sequence[int]:
-        """A pool without ends has none."""
-        return ()
-
-    def take(self, limit: int) -> SetChange:
-        """Take the next entries to store and to remove, at most `limit` in all. They count as published."""
-        taken = list(islice(self._pending.items(), limit))
-        for entry, _ in taken:
-            del self._pending[entry]
-        stored = [entry for entry, is_held in taken if is_held]
-        removed = [entry for entry, is_held in taken if not is_held]
-        self.num_published += len(stored) - len(removed)
-        return SetChange(stored, removed, self.num_published)
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
-
-    def _note(self, entry: IndexEntry, is_held: bool) -> None:
-        """Drop the opposite change if it is pending, else note this one."""
-        if self._pending.pop(entry, is_held) == is_held:
-            self._pending[entry] = is_held
-
-
-class StopChanges:
-    """`Changes` of a pool with ends: the blocks, and where hits stop that match up to them."""
-
-    def __init__(self) -> None:
-        self.held: dict[IndexEntry, int] = {}
-        """For each block, after how many blocks a hit stops; parents first."""
-        self._published: dict[IndexEntry, int] = {}
-        self._pending: dict[IndexEntry, None] = {}
-        """The entries that may differ."""
-
-    @property
-    def num_published(self) -> int:
-        return len(self._published)
-
-    @property
-    def stops(self) -> Sequence[int]:
-        """After how many blocks a hit stops, for each of `held`."""
-        return list(self.held.values())
-
-    def apply(self, events: Sequence[BlockEvent]) -> None:
-        """Apply events in order."""
-        for event in events:
-            entry = index_entry(event.block_hash)
-            match event:
-                case Stored():
-                    self.held.setdefault(entry, 0)
-                case Stops(_, num_blocks):
-                    if entry in self.held:
-                        self.held[entry] = num_blocks
-                case Removed():
-                    self.held.pop(entry, None)
-            self._pending[entry] = None
-
-    def settle(self) -> None:
-        """Forget the differences: the published hash is what is held."""
-        self._published = dict(self.held)
-        self._pending = {}
-
     def take(self, limit: int) -> SetChange:
         """Take the next entries to store and to remove, at most `limit` in all. They count as published."""
         stored, removed, stops = list[IndexEntry](), list[IndexEntry](), list[int]()
-        for entry in list(islice(self._pending, limit)):
+        for entry, before in list(islice(self._pending.items(), limit)):
             del self._pending[entry]
-            stop = self.held.get(entry)
-            if stop == self._published.get(entry):
-                continue
-            if stop is None:
+            if (stop := self.held.get(entry)) is None:
                 removed.append(entry)
-                del self._published[entry]
+                self.num_published -= 1
             else:
                 stored.append(entry)
                 stops.append(stop)
-                self._published[entry] = stop
+                self.num_published += before is None
         return SetChange(stored, removed, self.num_published, stops)
 
     def __bool__(self) -> bool:
@@ -327,7 +266,7 @@ class Publisher:
                 return False
             self._rewritten_s = time.monotonic()
             held, *held_in_tiers = [list(changes.held) for changes in self._changes.values()]
-            if not await self._writer.rewrite(held, self._load, held_in_tiers, self._changes[None].stops):
+            if not await self._writer.rewrite(held, self._load, held_in_tiers, list(self._changes[None].held.values())):
                 return False
             for changes in self._changes.values():
                 changes.settle()
@@ -355,7 +294,6 @@ class Publisher:
                     await self.inbox.wake.wait()
 
 
-def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes | StopChanges]:
+def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes]:
     """Return empty `Changes` for the pool (None), then for each tier, in the order of the index."""
-    pool: Changes | StopChanges = StopChanges() if member.ends else Changes()
-    return {None: pool} | {tier: Changes() for tier in member.tiers}
+    return {place: Changes() for place in (None, *member.tiers)}

@@ -24,7 +24,7 @@ from tests.members import make_member
 from tests.redis_server import RedisServer, newest_redis
 from tests.running import running
 from tests.waiting import HANG_S
-from worker.publisher import Changes, Publisher, PublisherInbox, PublisherSettings, StopChanges
+from worker.publisher import Changes, Publisher, PublisherInbox, PublisherSettings
 
 FAST = PublisherSettings(interval_s=0.002, heartbeat_s=0.05, retry_s=0.01, max_retry_s=0.05)
 
@@ -295,7 +295,7 @@ async def test_a_worker_without_redis_reports_a_problem() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3), st.integers(0, 4))))
 def test_taken_changes_of_stops_lead_to_what_is_held(steps: list[tuple[int, int, int]]) -> None:
     """`steps`: a block, where a hit stops at it (-1: the block is removed), and how many changes are taken after it."""
-    hashes, changes = [BlockHash(bytes([n]) * 16) for n in range(6)], StopChanges()
+    hashes, changes = [BlockHash(bytes([n]) * 16) for n in range(6)], Changes()
     held: dict[bytes, int] = {}
     published: dict[bytes, int] = {}
 
@@ -317,6 +317,14 @@ def test_taken_changes_of_stops_lead_to_what_is_held(steps: list[tuple[int, int,
         take(limit)
     take(100)
     assert published == changes.held == held
+    assert not changes
+
+
+def test_differences_are_bounded_while_nothing_is_taken() -> None:
+    """Blocks that come and go while Redis is unreachable leave nothing behind, in a pool with stops too."""
+    changes = Changes()
+    for block in chain(100):
+        changes.apply([Stored(block), Stops(block, 3), Removed(block)])
     assert not changes
 
 
