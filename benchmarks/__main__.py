@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.progress import elapsed
+from worker.common.checks import missing_extra
+from worker.common.command_line import suggestion
 from worker.common.cores import bound_spinning
-from worker.common.extras import missing_extra
-from worker.common.known_names import suggestion
 
 BENCHES: Final = {
     "batch": "a file of requests in the order of prefixes, and shuffled",

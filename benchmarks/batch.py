@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.replay_load.place import Place
 from benchmarks.report import Figure, Report, option_parser, publish
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 
 BLOCK_SIZE: Final = 16
 WORDS: Final = ("the", "of", "and", "to", "in", "for", "is", "on", "that", "by", "this", "with", "you", "it", "not")

@@ -17,10 +17,9 @@ from hashlib import blake2b
 from typing import Final
 
 from cache.hashing import encode_fields
-from cache.store import ChainLink
-from cache.types import HASH_BYTES, BlockHash
+from cache.types import HASH_BYTES, BlockHash, ChainLink
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 2  # in each header: a record of another form is a miss
 _MAGIC: Final = b"HSKV"
 _FIELDS: Final = struct.Struct("<4sI16s16s16sII")
 _CHECK_BYTES: Final = 8  # of the header: a damaged one is found without its payload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Final, Literal, NewType, get_args
 
 from msgspec import Struct
@@ -32,7 +33,7 @@ TIERS: Final = frozenset(get_args(Tier))
 
 NULL_BLOCK: Final = BlockId(0)
 HASH_BYTES: Final = 16  # no two blocks meet by chance in 128 bits
-INDEX_ENTRY_BYTES: Final = 8
+INDEX_ENTRY_BYTES: Final = 8  # a hint may be wrong, so it needs no whole hash
 
 
 class MediaStart(Struct, frozen=True, array_like=True, gc=False):
@@ -42,3 +43,14 @@ class MediaStart(Struct, frozen=True, array_like=True, gc=False):
     """The engine's name for its content."""
     position: int
     """The first of its placeholder tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """A full block and its place in its chain."""
+
+    block_hash: BlockHash
+    parent: BlockHash
+    """The root, at depth 0."""
+    depth: int
+    """Blocks before it."""

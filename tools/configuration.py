@@ -19,7 +19,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"
 NAMES: Final = ROOT / "worker" / "common" / "known_names.json"
-"""The options that variables and the file may set, by command: `worker.common.known_names` reads it."""
+"""The options that variables and the file may set, by command: `worker.common.command_line` reads it."""
 PARSERS: Final = {
     "serve": "server.cli.serve",
     "gateway": "server.config",

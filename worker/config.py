@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 EngineKind = Literal["headstart", "vllm", "sglang"]
 Task = Literal["auto", "generate", "embed"]
-KV_DISK_BYTES: Final = 10 << 30
+KV_DISK_BYTES: Final = 10 << 30  # the default of --kv-disk-size
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from cache.stores.folder import parent_problem
+from cache.stores.disk import parent_problem
 from worker.common.checks import Check, judge, judge_gpu, print_check
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.options import num_bytes
@@ -33,7 +33,7 @@ from worker.model.load import find_checkpoint, find_family
 from worker.model.quantisation import NUM_BITS, PANEL_BITS
 from worker.runner.memory import block_bytes, free_memory_bytes
 
-BLOCK_SIZE: Final = 16
+BLOCK_SIZE: Final = 16  # a worker's default
 MIN_POOL_BLOCKS: Final = 64
 PROBE_S: Final = 0.5
 

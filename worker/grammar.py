@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -20,13 +22,12 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from worker.common.json_schema import check_embedded, check_factors, compiler_options
+from worker.common.json_schema import Path, check_embedded, check_factors, children, compiler_options, pointer
 from worker.scheduler.request import ConstraintError
-from worker.schema_errors import failing_place, in_words, named
 from worker.wire import GenerateRequest, Grammar, TokenizerBundle
 
-_NUM_THREADS: Final = 2
-_MAX_TEXT_BYTES: Final = 256 * 1024
+_NUM_THREADS: Final = 2  # one grammar that takes long does not stop the others
+_MAX_TEXT_BYTES: Final = 256 * 1024  # 8,700 levels at most: they fit into _STACK_BYTES
 _STACK_BYTES: Final = 512 << 20
 """A thread's stack, of which only what is used takes memory. A level takes some 12 KiB, and 30 bytes of a schema."""
 _PARSER_LIMITS: Final = LLParserLimits(
@@ -35,6 +36,32 @@ _PARSER_LIMITS: Final = LLParserLimits(
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=250_000,
+)
+_MAX_PROBES: Final = 200  # each compiles a schema
+_MAX_SEARCH_S: Final = 1.0  # a hint is not worth more of a thread
+_ROOT: Final = "x-root"
+
+_WORDS: Final = (
+    (r"Unimplemented keys: \[(.*)\].*", r"a grammar cannot hold \1"),
+    (r"Unknown format: (.*)", r"a grammar cannot hold the format \1"),
+    (r"Unsatisfiable schema: (.*)", r"no value fits: \1"),
+    (r"(?:All options in|No options in) anyOf.*", "no value fits any of its options"),
+    (r"Pointer '(.*)' does not exist", r"the reference #\1 points to nothing"),
+    (r"Resource '(.*)' is not present.*", r"the reference \1 points to nothing in the schema"),
+    (r"circular references with sibling keys.*", "a circular reference cannot be combined with other keywords"),
+    (r"Invalid type: (.*)", r"\1 is no type"),
+    (r"Expected (?:positive integer|u64) for '(\w+)'.*", r"\1 must be an integer from 0"),
+    (r"Expected (\w+) for '([^']+)'.*", r"\2 must be: \1"),
+    (r"recursion limit exceeded.*", "it nests too deeply"),
+    (r"schema too large.*", "it has too many parts"),
+    (r"Failed to generate regex for .*", "its bounds have too many digits"),
+    (r"(?:fuel exhausted|too many|lexer|initial lexer).*", "it is too complex for a grammar"),
+    (r"Unable to determine if regex is empty.*", "the pattern is too complex for a grammar"),
+    (r"NoExtension\w*.*", "no text fits it"),
+    (r"(?:InternalError|LexerTooComplex|ParserTooComplex)\W?.*", "it is too complex for a grammar"),
+    (r"min/maxProperties only .*", "minProperties and maxProperties need all of properties in required"),
+    (r"patternProperty regexes (.*) are not disjoint", r"the patterns \1 overlap"),
+    (r"Value for 'multipleOf' has .*", "multipleOf has too many digits"),
 )
 
 
@@ -253,3 +280,39 @@ def _reason(text: str) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:300]
+
+
+def in_words(reason: str) -> str:
+    """Return a reason of the library without the library's names."""
+    for pattern, words in _WORDS:
+        if (found := re.fullmatch(pattern, reason, re.DOTALL)) is not None:
+            return found.expand(words)[:300]
+    return reason
+
+
+def failing_place(schema: dict[str, Any], error_of: Callable[[str], str]) -> Path:
+    """Return the path of the innermost schema that does not compile by itself, where that is soon found.
+
+    `error_of` compiles a schema's text, and returns what is wrong with it.
+    """
+    written = json.dumps(schema).replace('"$ref": "#', f'"$ref": "#/{_ROOT}')
+    until_s = time.monotonic() + _MAX_SEARCH_S
+    path: Path = ()
+    node, num_probes = schema, 0
+    while True:
+        for step, child in children(node):
+            if not isinstance(child, dict):
+                continue
+            num_probes += 1
+            if num_probes > _MAX_PROBES or time.monotonic() > until_s:
+                return path
+            if error_of(f'{{"$ref": {json.dumps(pointer((_ROOT, *path, *step)))}, "{_ROOT}": {written}}}'):
+                path, node = (*path, *step), child
+                break
+        else:
+            return path
+
+
+def named(path: Path) -> str:
+    """Write a path as steps with dots, shortened."""
+    return json.dumps(".".join(step[:64] for step in path[-16:]), ensure_ascii=True)[1:-1]

@@ -18,7 +18,7 @@ from cache.allocators.base import Allocator
 from cache.allocators.hash import HashAllocator
 from cache.block_record import RecordFormat, layout_fingerprint
 from cache.records import WorkerMember, new_epoch, signed
-from cache.store import BlockStore
+from cache.stores.base import BlockStore
 from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
@@ -29,7 +29,7 @@ from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks, EventPublisher
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
-from worker.contracts.rates import PrefillRate
+from worker.contracts.rates import PrefillRate, StepCost
 from worker.contracts.step import Runner, SamplingRow, SequenceStep, Step
 from worker.embedding import Pooling, find_pooling
 from worker.engine.engine import EngineCore
@@ -44,7 +44,6 @@ from worker.runner.model_runner import ModelRunner
 from worker.scheduler.budget import BatchLimits
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.speculation import Speculation
-from worker.scheduler.step_cost import StepCost
 from worker.scheduler.step_objective import StepObjective
 from worker.tokenizer_bundle import build_bundle
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, TokenizerBundle

@@ -27,8 +27,8 @@ import uvicorn
 
 from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
+from worker.common.checks import missing_extra
 from worker.common.cores import bound_spinning
-from worker.common.extras import missing_extra
 from worker.common.http_protocol import StrictProtocol
 from worker.common.logs import configure_logging
 from worker.common.proof import gateway_token
@@ -42,8 +42,7 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.http.app import make_app
 from worker.http.service import WorkerService
 from worker.http.streams import QueueLimits
-from worker.kv_transfer.handover import HANDOVER_S, hand_over
-from worker.kv_transfer.warm_start import has_purged, warm_start
+from worker.kv_transfer.mover import HANDOVER_S, hand_over, has_purged, warm_start
 from worker.publisher import Publisher, PublisherInbox
 from worker.wire import POOLING_PATHS
 
@@ -51,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SHUTDOWN_S: Final = 2
-_RETIRE_S: Final = 1.0
+_SHUTDOWN_S: Final = 2  # for uvicorn's connections, whose requests have ended before
+_RETIRE_S: Final = 1.0  # without Redis the lease ends by itself
 _CONNECT_S: Final = 1.0
 """Time for Redis to answer a worker that joins. Without it the worker starts cold."""
-_REFUSED: Final = 2
+_REFUSED: Final = 2  # the exit status of wrong usage
 
 
 def main(argv: Sequence[str]) -> int:

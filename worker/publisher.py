@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_BATCH: Final = 20_000
 """Entries in one MULTI: more are published by several, in order."""
-_CONNECT_POLL_S: Final = 0.01
+_CONNECT_POLL_S: Final = 0.01  # the client has no event for it
 
 TIDY_PER_FIELD_S: Final = 0.02
 """Every worker looks for fields that are too long, less often the more fields there are."""

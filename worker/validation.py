@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from worker.common.id_lists import too_many_ids
-from worker.wire import Failed, GenerateRequest
+from worker.wire import Failed, GenerateRequest, too_many_ids
 
 
 def refusal(

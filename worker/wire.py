@@ -31,9 +31,11 @@ PROTOCOL_VERSION: Final = 1
 OLDEST_PROTOCOL: Final = 1
 """The oldest that this side speaks: gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
-MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
+MAX_FRAME_BYTES: Final = 16 * 1024 * 1024  # the logprobs of a long prompt take megabytes
 MAX_BAD_WORD_IDS: Final = 65_536
 """Tokens of all bad words of a request, which are compared with the end of every output."""
+MAX_LISTED_IDS: Final = 1 << 26
+"""Ids in a request's lists times its choices: a vocabulary of 262,144 tokens, allowed and biased, for 128 choices."""
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
@@ -103,10 +105,28 @@ class SamplingParams(Struct, frozen=True):
         return bool(penalises or self.bad_words or self.grammar is not None)
 
 
-def num_listed_ids(sampling: SamplingParams) -> int:
-    """Return the ids of a request's lists."""
-    num_bad = sum(map(len, sampling.bad_words))
-    return len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias) + num_bad + len(sampling.stop_token_ids)
+def num_listed_ids(sampling: SamplingParams) -> dict[str, int]:
+    """Return the number of ids in each of a request's lists, by field."""
+    return {
+        "allowed_token_ids": len(sampling.allowed_token_ids or ()),
+        "logit_bias": len(sampling.logit_bias),
+        "bad_words": sum(map(len, sampling.bad_words)),
+        "stop_token_ids": len(sampling.stop_token_ids),
+    }
+
+
+def too_many_ids(sampling: SamplingParams, num_choices: int) -> str | None:
+    """Return what is wrong with the lengths of a request's lists, by field, or None."""
+    lengths = num_listed_ids(sampling)
+    if (num_ids := lengths["bad_words"]) > MAX_BAD_WORD_IDS:
+        return f"bad_words: {num_ids} tokens in all, and at most {MAX_BAD_WORD_IDS} are taken; leave some out"
+    if (num_ids := sum(lengths.values())) * num_choices > MAX_LISTED_IDS:
+        names = [name for name in sorted(lengths, key=lengths.__getitem__, reverse=True) if lengths[name]]
+        return (
+            f"{', '.join(names)}: {num_ids} ids times n = {num_choices} choices exceed {MAX_LISTED_IDS};"
+            " shorten the lists or lower n (or best_of)"
+        )
+    return None
 
 
 class ChoiceState(Struct, frozen=True):

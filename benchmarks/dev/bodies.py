@@ -18,7 +18,7 @@ from benchmarks.dev.bodies_load.generated import MAX_BYTES, Body, bodies
 from benchmarks.dev.gateway_load.processes import free_ports, started, until_ready
 from benchmarks.dev.limits import SPARE_BYTES, Case, Measured, Site, measure
 from benchmarks.report import Figure, Report, option_parser, to_json
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 
 MAX_HELD_S: Final = 0.15
 REQUEST_TIMEOUT_S: Final = 300.0

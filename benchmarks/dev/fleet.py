@@ -45,7 +45,7 @@ from benchmarks.report import Figure, Report, option_parser, publish
 from cache.redis_index.client import RedisClient
 from cache.redis_index.connection import ClientSettings
 from server.ops.feed import quantile
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 from worker.wire import pack
 
 NO_ANSWER: Final = ("timeout", "down", "skipped", "invalid")

@@ -27,7 +27,7 @@ import aiohttp
 
 from benchmarks.dev.gateway_load.processes import ended, free_ports, scrape, until_ready
 from benchmarks.report import Figure, Report, environment, option_parser, to_json
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"

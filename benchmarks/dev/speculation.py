@@ -25,10 +25,10 @@ from benchmarks.dev.engine import Engine
 from benchmarks.dev.simulation.traces import TOOL_CHAT
 from benchmarks.dev.tiers import median_figure
 from benchmarks.report import Figure, Report, option_parser, publish
+from worker.contracts.rates import StepCost
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
 from worker.scheduler.speculation import Speculation
-from worker.scheduler.step_cost import StepCost
 from worker.tokenizer_bundle import build_bundle
 
 TASKS: Final = {

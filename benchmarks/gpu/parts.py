@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 
 Mode = Literal["cuda", "interpreter"]
 READY: Final = "ready"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 
 READY: Final = "headstart: ready in"
 START_TIMEOUT_S: Final = 180.0

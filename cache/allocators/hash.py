@@ -16,8 +16,7 @@ from cache.allocators.base import Allocation, Allocator
 from cache.allocators.free_queue import FreeQueue
 from cache.events import Removed, Stored
 from cache.hashing import extend_chain, hash_chain
-from cache.store import ChainLink
-from cache.types import NULL_BLOCK, BlockHash, BlockId
+from cache.types import NULL_BLOCK, BlockHash, BlockId, ChainLink
 
 
 class HashAllocator(Allocator):

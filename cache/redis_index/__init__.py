@@ -3,8 +3,8 @@
 lookup.RedisIndex     gateway: one round trip per decision      registry     the workers of one shard as last read
 writer.IndexWriter    worker: its own sets and entry            upkeep       dead members and foreign values
 client.RedisClient    one pipelined connection, one owner task  connection   unix, TLS, Sentinel, Cluster
-transactions          a worker's commands                       script       the read-only script of a lookup
-gateway_records               the gateways' use of keys       schema       keys and records, untrusted when read
+script                the read-only script of a lookup          hashes       registry hashes, also with foreign values
+gateway_records       the gateways' use of keys                 schema       keys and records, untrusted when read
 """
 
 from cache.redis_index.client import RedisDownError, diagnose

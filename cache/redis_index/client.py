@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import random
@@ -23,6 +24,7 @@ from typing import Any, Final
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import InvalidResponse, MovedError, NoPermissionError, ReadOnlyError, RedisError, ResponseError
 
+from cache.redis_index import schema
 from cache.redis_index.connection import MAX_REPLY_BYTES, ClientSettings, Endpoint
 from cache.redis_index.schema import brief
 
@@ -32,7 +34,8 @@ Argument = bytes | str | int | float
 Reply = Any
 """bytes, int, None, a list of replies, or a ResponseError from Redis."""
 
-_NUM_PINGS: Final = 20
+_NUM_PINGS: Final = 20  # their median hides a slow one
+Command = Sequence[Argument]
 
 
 class RedisDownError(Exception):
@@ -273,3 +276,55 @@ async def diagnose(url: str, settings: ClientSettings) -> tuple[float, dict[str,
     finally:
         if connection is not None:
             await connection.disconnect(nowait=True)
+
+
+class Transactions:
+    """Sends commands of one worker. Owned by its `IndexWriter`."""
+
+    def __init__(self, client: RedisClient, timeout_s: float, name: str, count: Callable[[str], None]) -> None:
+        """`name` is the worker's, for the log; `count` counts "refused"."""
+        self._client = client
+        self._timeout_s = timeout_s
+        self._name = name
+        self._count = count
+        self._is_refused = False
+
+    async def ask(self, *commands: Command) -> list[Reply] | None:
+        """Return one reply per command, or None without a connection or in time."""
+        try:
+            return await self._client.call(*commands, timeout_s=self._timeout_s)
+        except RedisDownError as error:
+            logger.debug("not published: %s", error)
+            return None
+
+    async def run(self, commands: list[Command]) -> list[Reply] | None:
+        """Return the replies of one MULTI, one per command, or None after any error."""
+        replies = await self.ask(("MULTI",), *commands, ("EXEC",))
+        if replies is None:
+            return None
+        results = replies[-1]
+        if not isinstance(results, list) or len(results) != len(commands):
+            refusals = [reply for reply in replies if isinstance(reply, ResponseError)]
+            if refusals:
+                self._refused(refusals[0])
+            else:
+                self._client.reconnect(f"{schema.brief(results)} to a MULTI of {len(commands)} commands")
+            return None
+        errors = [result for result in results if isinstance(result, ResponseError)]
+        if not errors:
+            return results
+        self._refused(errors[0])
+        is_other_type = [isinstance(r, ResponseError) and str(r).startswith("WRONGTYPE") for r in results]
+        if any(is_other_type):  # such keys are foreign
+            await self.ask(("UNLINK", *{command[1] for command in itertools.compress(commands, is_other_type)}))
+        return None
+
+    def accepted(self) -> None:
+        """Log the next refusal again."""
+        self._is_refused = False
+
+    def _refused(self, reply: Reply) -> None:
+        self._count("refused")
+        if not self._is_refused:
+            self._is_refused = True
+            logger.warning("Redis refuses what %s publishes: %s", self._name, schema.brief(reply))

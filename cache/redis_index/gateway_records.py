@@ -14,7 +14,7 @@ from cache.redis_index.client import RedisClient, RedisDownError
 from cache.redis_index.connection import ClientSettings
 from cache.redis_index.schema import ReplyError, decode_hash
 
-MAX_REPLY_BYTES: Final = 2 << 20
+MAX_REPLY_BYTES: Final = 2 << 20  # bounds what foreign fields of the hash cost a gateway
 MAX_LATE: Final = 20
 """Late replies in a row after which the key counts as spoiled."""
 _MAC_BYTES: Final = 16  # no forger guesses 128 bits

@@ -26,7 +26,7 @@ from cache.redis_index.schema import (
 
 MAX_HASH_BYTES: Final = 32 << 20
 """Enough for a registry of 20,000 workers."""
-_SPARE_BYTES: Final = 64 << 10
+_SPARE_BYTES: Final = 64 << 10  # up to this size a hash is read whole, whatever is in it
 _OVERHEAD_BYTES: Final = 512
 """The bytes of a field without its value: its name, and Redis' own structures."""
 

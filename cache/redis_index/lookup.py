@@ -24,25 +24,25 @@ from cache.redis_index import schema
 from cache.redis_index.client import RedisClient, RedisDownError, Reply, pack
 from cache.redis_index.connection import ClientSettings, IndexSettings
 from cache.redis_index.hashes import HashReader, HashReading
-from cache.redis_index.loop_timer import LoopTimer
-from cache.redis_index.query import Query, make_query
 from cache.redis_index.registry import KnownWorker, Registry, RegistryEntry
 from cache.redis_index.schema import ReplyError, Signer, brief
-from cache.redis_index.script import LOOKUP
+from cache.redis_index.script import LOOKUP, Query, make_query
 from cache.types import HASH_BYTES, BlockHash
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_PER_SHARD: Final = 4000
 """Lua's unpack takes some 8,000 values at most."""
-MAX_BLOCKS: Final = 1 << 17
+MAX_BLOCKS: Final = 1 << 17  # 2 MiB of hashes in a command
 MAX_ALL_STATES: Final = 64
 """Lookups among at most this many workers always read their states."""
-_MAX_QUERIES: Final = 64
+_MAX_QUERIES: Final = 64  # bounds the packed queries, of which each model has one
 _MAX_TRIES: Final = 4
 """A lookup may find EVALSHA_RO unknown and then, twice, the script."""
 _TIMEOUT_S: Final = 2.0
 """For everything but the lookups of decisions."""
+_NUM_ROUNDS: Final = 4
+"""Rounds of the event loop in which a reply passes from the socket to who waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,3 +379,33 @@ class Shard:
         self._hvals_refused = False
         if up:
             self._wake_probe.set()
+
+
+class LoopTimer:
+    """Calls `on_end` after `seconds`, once the running event loop has read what came in this time.
+
+    A loop that had no core for a while runs its timers first. Without some more rounds it would drop answers that came
+    in time. They take at most the same time again.
+    """
+
+    __slots__ = ("_handle", "_latest_s", "_loop", "_on_end", "_seconds")
+
+    def __init__(self, seconds: float, on_end: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._on_end = on_end
+        self._latest_s = 0.0
+        self._handle: asyncio.Handle = self._loop.call_later(seconds, self._begin_rounds)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _begin_rounds(self) -> None:
+        self._latest_s = self._loop.time() + self._seconds
+        self._handle = self._loop.call_soon(self._next_round, _NUM_ROUNDS - 1)
+
+    def _next_round(self, num_left: int) -> None:
+        if num_left and self._loop.time() < self._latest_s:
+            self._handle = self._loop.call_soon(self._next_round, num_left - 1)
+        else:
+            self._on_end()

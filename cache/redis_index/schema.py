@@ -18,8 +18,8 @@ import msgspec
 from cache.records import Count, WorkerLoad, WorkerMember
 from cache.types import TIERS, TierName, WorkerId
 
-MAX_STATE_BYTES: Final = 16 * 1024
-MAX_MEMBER_BYTES: Final = 8 * 1024
+MAX_STATE_BYTES: Final = 16 * 1024  # bounds what a forged state costs its readers
+MAX_MEMBER_BYTES: Final = 8 * 1024  # and a forged member
 MAX_MEMBERS: Final = 20_000  # bounds what forged entries cost
 MAX_NAME_BYTES: Final = 128
 """The length of a worker's id."""
@@ -27,7 +27,7 @@ MAX_TIERS: Final = 8
 """Further tiers are ignored."""
 KNOWN_ENDS: Final = ("exact", "inexact")
 """Values of `WorkerMember.ends` of pools with ends."""
-_STATE_FORMAT: Final = 1
+_STATE_FORMAT: Final = 1  # in each state: readers ignore another form
 _KEY_PART: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _MAC_BYTES: Final = 16  # no forger guesses 128 bits
 _MEMBER_MARK: Final = b',"signature":"'

@@ -9,12 +9,11 @@ from typing import Final
 
 from cache.hashing import index_entry
 from cache.redis_index import schema
-from cache.redis_index.client import Argument, RedisClient, RedisDownError, Reply
+from cache.redis_index.client import Argument, Command, RedisClient, RedisDownError, Reply, Transactions
 from cache.redis_index.connection import WriterSettings
 from cache.redis_index.hashes import HashReader
 from cache.redis_index.registry import Registry, RegistryEntry
 from cache.redis_index.schema import Keys, RegistryError, ReplyError, Signer
-from cache.redis_index.transactions import Command, Transactions
 from cache.types import BlockHash, WorkerId
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ from typing import Final, NamedTuple
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
-from cache.redis_index.client import RedisClient, Reply
+from cache.redis_index.client import Command, RedisClient, Reply, Transactions
 from cache.redis_index.connection import ClientSettings, WriterSettings
 from cache.redis_index.schema import RegistryError, ReplyError, Signer, verifies_state
-from cache.redis_index.transactions import Command, Transactions
 from cache.redis_index.upkeep import RegistryUpkeep, new_version, removal
 from cache.types import IndexEntry
 

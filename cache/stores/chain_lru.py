@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cache.events import BlockEvent, Removed, Stored
-from cache.store import ChainLink
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 
 
 @dataclass(slots=True, eq=False)

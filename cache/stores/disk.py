@@ -8,33 +8,37 @@ needs fsync. The index of the records is only in memory; a start rebuilds it fro
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import logging
 import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Final
 
 from cache.block_record import HEADER_BYTES, RecordFormat
-from cache.store import ChainLink
-from cache.stores.folder import ClaimedFolder
-from cache.stores.record_store import RecordStore
+from cache.stores.base import BlockStore
+from cache.types import ChainLink
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES: Final = 256 << 20
+SEGMENT_BYTES: Final = 256 << 20  # one file is made, under the lock, for this many
 WRITE_PAUSE_S: Final = 30.0
 """Time without writes after a failed one, so that a full disk costs no block for each attempt."""
 _NUM_SCANNERS: Final = 8
 """Threads that read headers at the start: a single one mostly waits for the disk."""
 _SEGMENT_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9]{1,18})\.blocks")
 _GONE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_LOCK: Final = "lock"
+_SHARED: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
-class DiskStore(RecordStore):
+class DiskStore(BlockStore):
     """A `BlockStore` in files of one folder, which it claims among those in a directory.
 
     A segment holds at most n records: number i is record i % n of segment i // n. Numbers of segments are used once, so
@@ -236,3 +240,57 @@ def _delete(path: Path) -> None:
             os.truncate(path, 0)
         except OSError:
             logger.error("%s keeps its blocks: delete it by hand", path)
+
+
+class ClaimedFolder:
+    """`DIR/<n>` with the lowest n that no other process has claimed, so a restarted worker finds its blocks again.
+
+    The kernel holds the lock and releases it when the process ends.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        """Claim a folder in `parent`, and create `parent` if it is missing. Raises ValueError."""
+        try:
+            with suppress(FileExistsError):
+                parent.mkdir(mode=0o700)
+            if (problem := parent_problem(parent)) is not None:
+                raise ValueError(problem)
+            self.path, self._lock = next(filter(None, (_claim(parent / str(number)) for number in itertools.count())))
+        except OSError as error:
+            raise ValueError(f"{parent} cannot hold blocks: {error.strerror or error}") from error
+
+    def release(self) -> None:
+        """Release the folder for another process. May be called again."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def parent_problem(parent: Path) -> str | None:
+    """Return why blocks must not be stored below a directory, or None. Raises OSError."""
+    status = parent.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{parent} is not a directory"
+    if status.st_uid != os.geteuid() and status.st_mode & _SHARED:
+        return f"{parent} belongs to another user, and others may write to it: name a folder in it"
+    return None
+
+
+def _claim(path: Path) -> tuple[Path, int] | None:
+    """Create and lock a folder. None: another process has locked it, or it belongs to another user."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return None
+    if stat.S_IMODE(status.st_mode) != 0o700:
+        path.chmod(0o700)
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return path, lock

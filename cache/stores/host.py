@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache.store import ChainLink
-from cache.stores.record_store import RecordStore
+from cache.stores.base import BlockStore
+from cache.types import ChainLink
 
 
-class HostStore(RecordStore):
+class HostStore(BlockStore):
     """A `BlockStore` in the caller's memory, which is pinned for copies to and from the device."""
 
     tier = "host"
@@ -41,9 +41,6 @@ class HostStore(RecordStore):
 
     def _grow(self) -> None:
         """Do nothing: all records exist from the start."""
-
-    def _usable(self, records: Sequence[int]) -> Sequence[int]:
-        return records
 
     def _reset_records(self) -> None:
         self._free = [record for record in reversed(range(len(self._records))) if record not in self._writing]

@@ -27,7 +27,7 @@ from server.models.served_model import ServedModel
 from server.schema.decoding import unsupported
 from server.text.control_tokens import any_of
 from server.text.tokenizer import Tokenizer
-from worker.common.black_image import BLACK_PNG
+from worker.common.chat_probes import BLACK_PNG
 from worker.wire import EngineCall, Rendered
 
 UNREAD: Final = frozenset({"model", "stop", "stop_sequences", "structured_outputs", "user", "metadata", "cache_salt"})

@@ -13,8 +13,7 @@ from server.models.served_model import ServedModel
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules
-from worker.common.id_lists import too_many_ids
-from worker.wire import Grammar, SamplingDefaults, SamplingParams
+from worker.wire import Grammar, SamplingDefaults, SamplingParams, too_many_ids
 
 MAX_BAD_WORDS_CHARS: Final = 1 << 18
 """The limit for all bad words of a request together."""

@@ -13,8 +13,7 @@ from typing import Final
 import cache  # noqa: F401 - refuses to run without assertions, before any part is started
 from server.cli import names
 from server.cli.common import BAD_USAGE, CommandError
-from worker.common.known_names import suggestion
-from worker.common.modules import module_command
+from worker.common.command_line import module_command, suggestion
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "serve": ("everything on this machine: Redis, workers and gateways", "server.cli.serve"),

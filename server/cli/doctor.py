@@ -39,8 +39,7 @@ from server.cli.serve import parse as parse_serve
 from server.config import parser as gateway_parser
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
-from worker.common.command_line import CommandParser
-from worker.common.modules import module_command
+from worker.common.command_line import CommandParser, module_command
 from worker.common.sockets import is_loopback
 
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))

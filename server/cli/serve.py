@@ -32,10 +32,8 @@ from typing import Any, Final
 from server.cli.child import FIRST_DELAY_S, Child
 from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_ports, fetch_json, given
 from server.cli.screen import Screen
-from worker.common.command_line import CommandParser
-from worker.common.extras import missing_extra
-from worker.common.known_names import SECRET_VARIABLE
-from worker.common.modules import module_command
+from worker.common.checks import missing_extra
+from worker.common.command_line import SECRET_VARIABLE, CommandParser, module_command
 from worker.common.sockets import listen
 
 STOP_GRACE_S: Final = 3.5

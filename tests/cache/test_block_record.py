@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.block_record import HEADER_BYTES, RecordFormat, layout_fingerprint
-from cache.store import ChainLink
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 
 LAYOUT = layout_fingerprint(
     namespace="0e60788967df6511e0ec98df046d1783",

@@ -29,7 +29,7 @@ from tests.redis_server import RedisServer, newest_redis
 from tests.tcp_sockets import check_connections, established
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import RECORD
-from worker.contracts.exchange import ChainsWanted
+from worker.contracts.exchange import ChainsWanted, Handover
 from worker.kv_transfer.peers import PeerClient
 
 pytestmark = pytest.mark.e2e
@@ -69,7 +69,7 @@ def fetch_of_the_command_line(url: str) -> None:
 
 def fetch_of_a_peer(url: str) -> None:
     with suppress(OSError, HTTPException):
-        PeerClient(RECORD, "").ask_chains(url, ChainsWanted("e1", "", 1), HANG_S)
+        PeerClient(RECORD, "").ask(url, "e1", ChainsWanted("e1", "", 1), Handover, HANG_S)
 
 
 @pytest.mark.parametrize("ask", [fetch_of_the_command_line, fetch_of_a_peer])

@@ -15,8 +15,7 @@ import redis
 from cache.hashing import Namespace, hash_chain, index_entry
 from cache.records import WorkerState
 from cache.redis_index.schema import Keys, decode_state
-from cache.store import ChainLink
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 from server.auth.identity import tenant_salt
 from tests.certificates import Authority
 from tests.e2e.secure_fleet import WORKER_NAME, SecureFleet

@@ -19,8 +19,8 @@ import torch
 
 import worker.loader
 import worker.main
-from cache.store import ChainLink
 from cache.stores.disk import DiskStore
+from cache.types import ChainLink
 from worker.contracts.step import Launch, Runner, SequenceResult, Step, StepResult
 from worker.engine.engine import EngineCore
 from worker.kv_transfer.transfers import KVTransfers

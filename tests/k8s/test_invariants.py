@@ -15,7 +15,7 @@ from server.auth.identity import digest_text, parse_keys
 from tests.k8s import chart
 from tests.k8s.chart import Document, containers, of_kind, pod_templates, render
 from worker import config as worker_config
-from worker.kv_transfer.handover import HANDOVER_S
+from worker.kv_transfer.mover import HANDOVER_S
 from worker.kv_transfer.transfers import FLUSH_S
 
 each_render = pytest.mark.parametrize("name", chart.MATRIX)

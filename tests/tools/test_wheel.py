@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "cache", "server", "worker", "benchmarks")

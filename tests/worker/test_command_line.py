@@ -15,9 +15,7 @@ import pytest
 import server.cli.serve
 import server.config
 import worker.config
-from worker.common.command_line import CommandParser
-from worker.common.known_names import CONFIG_VARIABLE
-from worker.common.modules import module_command
+from worker.common.command_line import CONFIG_VARIABLE, CommandParser, module_command
 
 PARSERS: dict[str, Callable[[], CommandParser]] = {
     "serve": server.cli.serve.parser,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from worker import doctor
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.common.extras import EXTRAS, missing_extra
+from worker.common.checks import EXTRAS, missing_extra
 
 ROOT = Path(__file__).parents[2]
 HIDE = "import sys; sys.modules.update(dict.fromkeys(['torch', 'opentelemetry'])); "

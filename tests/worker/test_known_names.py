@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from benchmarks.report import option_parser
 from server.cli import COMMANDS
-from worker.common.known_names import CONFIG_VARIABLE, SECRET_VARIABLE, known_options, variable
+from worker.common.command_line import CONFIG_VARIABLE, SECRET_VARIABLE, known_options, variable
 
 OPTIONS = known_options()
 VARIABLES = {variable(command, option) for command, names in OPTIONS.items() for option in names}

@@ -90,7 +90,7 @@ def test_a_process_that_was_stopped_goes_on() -> None:
 ENGINE_THREAD = """
 import asyncio, sys, threading
 from worker.contracts.mailbox import Mailbox
-from worker.engine.watchdog import StepWatchdog, exit_on_silence
+from worker.engine.watchdog import StepWatchdog, exit_on_hang
 
 async def main():
     mailbox = Mailbox()
@@ -100,7 +100,7 @@ async def main():
             mailbox.run(wait_s=0.01)
     thread = threading.Thread(target=run)
     thread.start()
-    watching = asyncio.create_task(exit_on_silence(mailbox, StepWatchdog(), 0.2, tick_s=0.01))
+    watching = asyncio.create_task(exit_on_hang(mailbox, StepWatchdog(), 0.2, tick_s=0.01))
     await asyncio.sleep(1.0)
     assert not watching.done()
     ends.set()

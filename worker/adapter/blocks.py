@@ -26,7 +26,7 @@ from worker.adapter.block_tree import BlockTree, with_descendants
 from worker.adapter.groups import KvGroups
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
-from worker.files.part_kind import PartKind
+from worker.files.model_files import PartKind
 
 MIN_WALKED: Final = 100_000
 WALKS_PER_NODE: Final = 4

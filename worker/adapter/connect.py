@@ -36,7 +36,7 @@ from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
-from worker.files.part_kind import part_kind
+from worker.files.model_files import part_kind
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, EngineCall, SamplingDefaults, TokenizerBundle
 

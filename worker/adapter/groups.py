@@ -22,7 +22,7 @@ from typing import Final
 from worker.adapter.block_names import Node
 from worker.adapter.block_tree import BlockTree
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EngineHash
-from worker.files.part_kind import PartKind
+from worker.files.model_files import PartKind
 
 FULL_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attention")
 """Kinds of a group in which every block of a prefix is needed, and kept, in order."""

@@ -22,7 +22,7 @@ from worker.adapter.http import (
     refused,
     understood,
 )
-from worker.common.black_image import BLACK_PNG
+from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
 CHAT: Final = "/v1/chat/completions"

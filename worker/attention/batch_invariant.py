@@ -22,7 +22,7 @@ from worker.attention.base import AttentionShape, ForwardBatch, Span, show_nonfi
 from worker.attention.kv_cache import KVCache
 from worker.kernels.device import to_device
 
-TILE: Final = 16
+TILE: Final = 16  # fixes how every product rounds: another number, other bits
 
 
 @dataclass(frozen=True, slots=True)

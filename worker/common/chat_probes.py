@@ -86,6 +86,10 @@ CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
     for name, bodies in _both(f"effort_{effort}", (_USER,), _PLAIN, reasoning_effort=effort).items()
 }
 """By class."""
+BLACK_PNG: Final = (
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
+)
+"""An image in base64, to find out whether an engine takes any: some models take none below 64 by 64 pixels."""
 
 
 def digests(prompts: Mapping[str, Sequence[Sequence[int] | None]]) -> tuple[tuple[str, str], ...]:

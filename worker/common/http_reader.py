@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, Protocol
 
 MAX_FIELDS: Final = 100  # a browser sends 20
-MAX_CHUNKS: Final = 4096
+MAX_CHUNKS: Final = 4096  # a body may have this many small ones
 MIN_CHUNK_BYTES: Final = 16
 """Beyond MAX_CHUNKS, the chunks of a body have to be this large on average: a chunk costs more than its byte."""
 _MAX_LINE_BYTES: Final = 1024

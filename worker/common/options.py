@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from cache.redis_index import check_key_part, check_url
-from worker.common.command_line import CommandParser
-from worker.common.known_names import SECRET_VARIABLE
+from worker.common.command_line import SECRET_VARIABLE, CommandParser
 from worker.common.logs import LOG_FORMATS, LogFormat
 from worker.common.tls import ServerCertificate, WorkerCa
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-MAX_PORT: Final = (1 << 16) - 1
+MAX_PORT: Final = (1 << 16) - 1  # a port has 16 bits
 ENGINE_TEMPLATE: Final = (
     "--chat-template: an engine that writes the text has its own template: give it to the engine (vllm serve "
     "--chat-template FILE)"

@@ -21,7 +21,7 @@ from msgspec import Struct
 PROVE_PATH: Final = "/prove"
 EPOCH_HEADER: Final = "x-headstart-epoch"
 CHALLENGE_BYTES: Final = 32  # none ever comes twice
-MAX_PROOF_BYTES: Final = 4096
+MAX_PROOF_BYTES: Final = 4096  # a proof has some 200, and it is read before anything is verified
 _PORTS: Final = {"http": 80, "https": 443}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
-from worker.common.extras import missing_extra
+from worker.common.checks import missing_extra
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-TICK_S: Final = 1.0
+TICK_S: Final = 1.0  # the loop is woken this often: too seldom to cost anything
 MAX_MISSED: Final = 20
 """Ticks in a row without a turn of the loop. The longest work that may hold a loop takes a tenth of that."""
-EXIT_CODE: Final = 1
+EXIT_CODE: Final = 1  # a failure, after which supervisors start a process again
 _STDERR: Final = 2  # the descriptor of standard error
 
 
@@ -33,7 +33,9 @@ def watched(loop: asyncio.AbstractEventLoop, name: str, *, tick_s: float = TICK_
             if not has_run.is_set():
                 num_missed += 1
                 if num_missed >= MAX_MISSED:
-                    _end(f"headstart {name}: its event loop has not run for {num_missed * tick_s:.0f} s: it ends")
+                    end_process(
+                        f"headstart {name}: its event loop has not run for {num_missed * tick_s:.0f} s: it ends"
+                    )
                 continue
             num_missed = 0
             has_run.clear()
@@ -51,7 +53,7 @@ def watched(loop: asyncio.AbstractEventLoop, name: str, *, tick_s: float = TICK_
         thread.join()
 
 
-def _end(reason: str) -> None:
+def end_process(reason: str) -> None:
     """Write the reason and every thread's stack to stderr, and exit. Takes no lock that a hung thread may hold."""
     with contextlib.suppress(OSError):
         is_blocking = os.get_blocking(_STDERR)

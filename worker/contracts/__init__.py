@@ -2,5 +2,5 @@
 
 engine       an engine as the HTTP side sees it        exchange   blocks between workers: messages and an engine's side
 step         a step, between scheduler and runner      mailbox    commands for the engine thread
-metrics      the worker's metrics                      rates      the rates that a worker measures
+metrics      the worker's metrics                      rates      the numbers that a worker smooths
 """

@@ -8,22 +8,22 @@ POST /adopt: Handover ->          <- {"adopted_blocks": how many came}
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol, TypeVar
 
 from msgspec import Meta, Struct
 
 from cache.block_record import HEADER_BYTES
 from cache.hashing import check_hashes, split_hashes
-from cache.store import ChainLink
-from cache.types import HASH_BYTES, BlockHash
+from cache.types import HASH_BYTES, BlockHash, ChainLink
 
-MAX_BLOCKS: Final = 1 << 16
-MAX_CHAINS: Final = 4096
+MAX_BLOCKS: Final = 1 << 16  # 1 MiB of hashes in a message
+MAX_CHAINS: Final = 4096  # with MAX_BLOCKS, an answer stays below MAX_CHAINS_BYTES
 MAX_CHAINS_BYTES: Final = 4 << 20
 """Bound of an answer to POST /chains."""
-FRAME_HEAD_BYTES: Final = 5
+FRAME_HEAD_BYTES: Final = 5  # _BIN32, and 32 bits of length
 _BIN32: Final = b"\xc6"
 
+T = TypeVar("T")
 _Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 
 
@@ -113,8 +113,10 @@ class BlockExchange(Protocol):
         If it is cancelled, blocks may still come.
         """
 
-    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
-        """Ask the worker at `url` for its chains. Blocks the thread, which is another one; may raise."""
+    async def ask(
+        self, url: str, epoch: str, message: ChainsWanted | Handover, answer: type[T], timeout_s: float
+    ) -> T | None:
+        """Send a message to the worker at `url`, in this epoch, and return its answer. None: it gives none in time."""
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
         """Return the chains used last, the latest first, with `max_blocks` different blocks at most."""
@@ -124,12 +126,6 @@ class BlockExchange(Protocol):
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
         """Fill `payload` with a block and return its record's header; None: it is not here. Any thread."""
-
-    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """Ask the worker at `url`, in this epoch, to adopt chains. Return the blocks that it took.
-
-        Blocks the thread; may raise.
-        """
 
 
 def frame_head(payload_bytes: int) -> bytes:

@@ -38,10 +38,9 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner, SamplerCache
 from worker.embedding import Pooling
-from worker.engine.inflight import InFlightBatches
-from worker.engine.outputs import OutputBuffer
+from worker.engine.inflight import InFlightBatches, OutputBuffer
 from worker.engine.reporter import Reporter, debug_state
-from worker.engine.watchdog import StepWatchdog, exit_on_silence
+from worker.engine.watchdog import StepWatchdog, exit_on_hang
 from worker.grammar import GrammarCompiler
 from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
@@ -58,13 +57,13 @@ from worker.wire import (
 
 logger = logging.getLogger(__name__)
 
-INTEGRITY_INTERVAL_S: Final = 10.0
+INTEGRITY_INTERVAL_S: Final = 10.0  # the check is linear in the pool, so it waits for idle time
 POLL_INTERVAL_S: Final = 0.0005
 """How late the end of a prefill step may be noticed while commands are awaited."""
 FETCH_POLL_S: Final = 0.05
 """Poll interval for slow fetches while idle."""
-PROBE_AFTER_IDLE_S: Final = 10.0
-PROBE_TIMEOUT_S: Final = 5.0
+PROBE_AFTER_IDLE_S: Final = 10.0  # a device may have failed while no step ran
+PROBE_TIMEOUT_S: Final = 5.0  # a step that takes longer is for `max_step_s` to judge
 MAX_IDS_IN_STEP: Final = 4096
 """Ids of a request's lists that a step may read. Longer lists are read on another thread before queueing."""
 
@@ -147,9 +146,7 @@ class EngineCore:
         self._thread.start()
 
     async def supervise(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.watchdog.exit_on_hang(self._max_step_s))
-            group.create_task(exit_on_silence(self.mailbox, self.watchdog, self._max_step_s))
+        await exit_on_hang(self.mailbox, self.watchdog, self._max_step_s)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.stop)
@@ -183,7 +180,7 @@ class EngineCore:
             constraints = await self.grammars.constraints(request)
         except ConstraintError as error:
             raise RefusedError(failed_by(error)) from error
-        if num_listed_ids(request.sampling) <= MAX_IDS_IN_STEP:
+        if sum(num_listed_ids(request.sampling).values()) <= MAX_IDS_IN_STEP:
             return PreparedParts(constraints)
         value = await asyncio.to_thread(self._runner.prepare, request.sampling, request.prompt_ids)
         return PreparedParts(constraints, SamplerCache(value))

@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -30,7 +30,6 @@ from worker.contracts.engine import (
 )
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.step import Launch, Runner, SamplingRow, SequenceStep, Step, StepResult, raised
-from worker.engine.outputs import OutputBuffer
 from worker.engine.reporter import Reporter
 from worker.engine.watchdog import StepWatchdog
 from worker.scheduler.plan import StepPlan
@@ -273,3 +272,23 @@ def _kind(plan: StepPlan) -> StepKind:
 def _trace(error: Exception) -> Exception | None:
     """Return the error for the log, unless the request's fields caused it."""
     return error if failed_by(error).code == "internal_error" else None
+
+
+class OutputBuffer:
+    """Outputs of the engine thread until it has time to deliver them, those of one step together."""
+
+    def __init__(self, metrics: WorkerMetrics, deliver: Callable[[list[EngineOutput]], object]) -> None:
+        """`deliver` returns at once."""
+        self._metrics = metrics
+        self._deliver = deliver
+        self._outputs: list[EngineOutput] = []
+
+    def put(self, outputs: list[EngineOutput]) -> None:
+        self._outputs += outputs
+
+    def flush(self) -> None:
+        """Deliver what is buffered."""
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._metrics.count_outputs(outputs)
+            self._deliver(outputs)

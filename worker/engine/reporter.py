@@ -20,12 +20,12 @@ from worker.contracts.engine import EventPublisher
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, StartInterval
 from worker.kv_transfer.transfers import KVTransfers
-from worker.scheduler.batch_usage import num_growth_blocks
+from worker.scheduler.admission import num_growth_blocks
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.request import Request, TokenSequence
 from worker.scheduler.scheduler import Scheduler
 
-REPORT_INTERVAL_S: Final = 0.05
+REPORT_INTERVAL_S: Final = 0.05  # as often as the publisher sends
 
 
 class Reporter:

@@ -1,16 +1,15 @@
-"""A watchdog over the steps of the engine thread."""
+"""A watchdog over the engine thread and its steps."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
+import itertools
 import time
+from concurrent.futures import Future
 from typing import Final
 
+from worker.common.watchdog import end_process
 from worker.contracts.mailbox import Mailbox
-
-logger = logging.getLogger(__name__)
 
 PING_TICKS: Final = 30
 """Ticks between two pings of the engine thread, which wake it."""
@@ -45,30 +44,21 @@ class StepWatchdog:
         started_s = self.started_s
         return 0.0 if started_s is None else time.monotonic() - started_s
 
-    async def exit_on_hang(self, max_step_s: float, tick_s: float = 1.0) -> None:
-        """End the process when one step lasts `max_step_s`: its thread cannot be ended, and its clients wait.
 
-        Counts ticks of the event loop, so a process that was stopped and continued does not look hung.
-        """
-        step_started_s, num_ticks = None, 0
-        while True:
-            await asyncio.sleep(tick_s)
-            same = self.started_s is not None and self.started_s == step_started_s
-            num_ticks = num_ticks + 1 if same else 0
-            step_started_s = self.started_s
-            if num_ticks * tick_s > max_step_s:
-                logger.critical("a step has been running for %.0f s: the worker ends", num_ticks * tick_s)
-                os._exit(1)
+async def exit_on_hang(mailbox: Mailbox, watchdog: StepWatchdog, max_s: float, tick_s: float = 1.0) -> None:
+    """End the process when the engine thread hangs: it cannot be ended by itself, and its clients wait.
 
-
-async def exit_on_silence(mailbox: Mailbox, watchdog: StepWatchdog, max_s: float, tick_s: float = 1.0) -> None:
-    """End the process when the engine thread, outside a step, runs no command for `max_s`. Counts ticks too."""
-    while True:
-        await asyncio.sleep(PING_TICKS * tick_s)
-        ping, num_ticks = mailbox.call(lambda: None), 0
-        while not ping.done():
-            await asyncio.sleep(tick_s)
-            num_ticks = num_ticks + 1 if watchdog.started_s is None else 0
-            if num_ticks * tick_s > max_s:
-                logger.critical("the engine thread has not answered for %.0f s: the worker ends", num_ticks * tick_s)
-                os._exit(1)
+    It hangs when one step, or outside steps one command, takes `max_s`. Counts ticks of the event loop, so a process
+    that was stopped and continued does not look hung.
+    """
+    waits_for: float | Future[None] | None = None
+    num_ticks, ping = 0, mailbox.call(lambda: None)
+    for tick in itertools.count(1):
+        await asyncio.sleep(tick_s)
+        if ping.done() and tick % PING_TICKS == 0:
+            ping = mailbox.call(lambda: None)
+        before, waits_for = waits_for, watchdog.started_s or (None if ping.done() else ping)
+        num_ticks = num_ticks + 1 if waits_for is not None and waits_for == before else 0
+        if num_ticks * tick_s > max_s:
+            what = "the engine thread has not answered" if waits_for is ping else "a step has been running"
+            end_process(f"headstart worker: {what} for {num_ticks * tick_s:.0f} s: it ends")

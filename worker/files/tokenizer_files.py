@@ -1,22 +1,32 @@
-"""The files of a model that make its tokenizer: read by workers, and by adapters that load no model. Without torch."""
+"""The files of a model that make its tokenizer: read by workers, and by adapters that load no model. Without torch.
+
+Some vocabularies only an engine can read: tekken.json, ranks in tiktoken's format, and Python code for them. A gateway
+needs none where the engine renders prompts and writes answers. It needs the control tokens, and a digest of the files,
+which differs for two vocabularies.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from worker.files.engine_vocabulary import ENGINE_FILES, engine_vocabulary
 from worker.files.errors import CheckpointError
 from worker.files.model_files import sampled_digest
 from worker.wire import NO_DEFAULTS, SamplingDefaults, TokenizerBundle
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _TEXTS: Final = ("*.json", "*.jinja")
+VOCABULARY_FILES: Final = ("tekken.json", "*.tiktoken", "tiktoken.model", "tokenizer.model*")
+_CODE_FILES: Final = ("tokenization_*.py", "encoding_*.py")
+ENGINE_FILES: Final = (*VOCABULARY_FILES, *_CODE_FILES)
+"""Files of a repository that the digest needs."""
+_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def bundle_of_folder(
@@ -126,43 +136,32 @@ def fields_of_folder(folder: Path, *, is_of_engine: bool = False) -> dict[str, A
 
     `is_of_engine`: another engine serves the model, so without a tokenizer.json the vocabulary may be the engine's.
     """
-    file = folder / "tokenizer.json"
+    file, vocabulary = folder / "tokenizer.json", None
     config = _optional_json(folder / "tokenizer_config.json")
-    if not file.is_file():
-        if is_of_engine and (vocabulary := engine_vocabulary(folder, config)) is not None:
-            return _engine_fields(folder, config, vocabulary)
-        raise CheckpointError(f"{folder} has no tokenizer.json; save a fast tokenizer there (save_pretrained does)")
-    tokenizer_json = file.read_bytes()
-    try:
-        tokenizer = Tokenizer.from_buffer(tokenizer_json)
-    except Exception as error:  # the binding raises plain Exception for whatever is wrong with the file
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
     bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    if file.is_file():
+        tokenizer_json = file.read_bytes()
+        try:
+            tokenizer = Tokenizer.from_buffer(tokenizer_json)
+        except Exception as error:  # the binding raises plain Exception for whatever is wrong with the file
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        bos_id = None if bos is None else tokenizer.token_to_id(bos)
+        eos_id = None if eos is None else tokenizer.token_to_id(eos)
+        add_bos = bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id]
+    elif is_of_engine and (vocabulary := engine_vocabulary(folder, config)) is not None:
+        tokenizer_json, add_bos = b"", False
+        eos_id = {token["content"]: token["id"] for token in json.loads(vocabulary)["added_tokens"]}.get(eos)
+    else:
+        raise CheckpointError(f"{folder} has no tokenizer.json; save a fast tokenizer there (save_pretrained does)")
     template, tool_template = _chat_templates(folder, config)
-    bos_id = None if bos is None else tokenizer.token_to_id(bos)
     return {
         "tokenizer_json": tokenizer_json,
         "chat_template": template,
         "bos_token": bos,
         "eos_token": eos,
-        "eos_token_ids": _eos_token_ids(folder, None if eos is None else tokenizer.token_to_id(eos)),
-        "add_bos": bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id],
-        **({} if tool_template is None else {"tool_template": tool_template}),
-    }
-
-
-def _engine_fields(folder: Path, config: dict[str, Any], vocabulary: bytes) -> dict[str, Any]:
-    bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
-    template, tool_template = _chat_templates(folder, config)
-    ids = {token["content"]: token["id"] for token in json.loads(vocabulary)["added_tokens"]}
-    return {
-        "tokenizer_json": b"",
-        "chat_template": template,
-        "bos_token": bos,
-        "eos_token": eos,
-        "eos_token_ids": _eos_token_ids(folder, ids.get(eos)),
-        "add_bos": False,
-        "engine_vocabulary": vocabulary,
+        "eos_token_ids": _eos_token_ids(folder, eos_id),
+        "add_bos": add_bos,
+        **({} if vocabulary is None else {"engine_vocabulary": vocabulary}),
         **({} if tool_template is None else {"tool_template": tool_template}),
     }
 
@@ -221,3 +220,39 @@ def _optional_json(file: Path) -> dict[str, Any]:
 def canonical_json(tokenizer: Tokenizer) -> bytes:
     """Return tokenizer.json, the same bytes for the same tokenizer in every process."""
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def engine_vocabulary(folder: Path, config: Mapping[str, Any]) -> bytes | None:
+    """Return a JSON object with the digest and the `added_tokens`, as in tokenizer.json; None without a vocabulary.
+
+    `config`: the content of tokenizer_config.json. Raise CheckpointError for a vocabulary without control tokens.
+    """
+    if not any(path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
+        return None
+    digest = hashlib.sha256()
+    try:
+        for path in sorted({path for pattern in ENGINE_FILES for path in folder.glob(pattern)}):
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+        tekken = json.loads((folder / "tekken.json").read_bytes()) if (folder / "tekken.json").is_file() else {}
+        added = _tekken_tokens(tekken) or _config_tokens(config)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: its vocabulary cannot be read: {error}") from error
+    if not added and not tekken:  # mistral-common reads no control token in a text
+        raise CheckpointError(
+            f"{folder} names no control tokens: list them in added_tokens_decoder of tokenizer_config.json"
+        )
+    return json.dumps({"digest": digest.hexdigest(), "added_tokens": added}).encode()
+
+
+def _tekken_tokens(tekken: Mapping[str, Any]) -> list[dict[str, Any]]:
+    special = tekken.get("special_tokens") or ()
+    return [_token(int(token["rank"]), token["token_str"], bool(token["is_control"])) for token in special]
+
+
+def _config_tokens(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    decoder: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
+    return [_token(int(id_), token["content"], bool(token.get("special", False))) for id_, token in decoder.items()]
+
+
+def _token(id_: int, content: str, special: bool) -> dict[str, Any]:
+    return {"id": id_, "content": content, "special": special} | dict.fromkeys(_FLAGS, False)

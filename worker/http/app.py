@@ -37,8 +37,8 @@ from worker.common.proof import (
 from worker.common.sockets import HostNames
 from worker.contracts.engine import EngineDeadError, RefusedError
 from worker.http.blocks import BlocksEndpoint, adopt_chains, offer_chains
-from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
+from worker.http.streams import disconnected, read_body
 from worker.wire import (
     CONTENT_TYPE,
     EngineCall,
@@ -74,8 +74,8 @@ _ADVICE: Final = "start the worker with --advertise-url to name it, or give the 
 _BROWSER_HEADERS: Final = frozenset({"accept-language", "referer"})
 _UNAUTHORIZED: Final = Failed("unauthorized", "a token of this fleet's cluster secret is needed", retryable=True)
 _EPOCH_HEADER: Final = EPOCH_HEADER.encode()
-HEAD_WAIT_S: Final = 0.002
-_DEBUG_TIMEOUT_S: Final = 10.0
+HEAD_WAIT_S: Final = 0.002  # in this time an idle engine has begun
+_DEBUG_TIMEOUT_S: Final = 10.0  # the engine answers between two steps
 _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 
 

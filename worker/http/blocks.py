@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cache.records import WorkerLoad
-from cache.store import ChainLink
+from cache.types import ChainLink
 from worker.contracts.engine import RefusedError
 from worker.contracts.exchange import (
     MAX_BLOCKS,
@@ -29,15 +29,15 @@ from worker.contracts.exchange import (
     OfferedChain,
     frame_head,
 )
-from worker.http.body import disconnected, read_body
 from worker.http.service import WorkerService
+from worker.http.streams import disconnected, read_body
 from worker.wire import CONTENT_TYPE, Failed, pack, unpack
 
 MAX_FETCHES: Final = 8
 """Peers that are served at a time. Others compute."""
 MAX_BACKGROUND: Final = 4
 """The most peers that are served at a time when a further one comes for which no request waits."""
-_NUM_THREADS: Final = 2
+_NUM_THREADS: Final = 2  # peers may not take more processors from the steps
 BACKGROUND_PAUSE: Final = 3.0
 """While requests run, the pause after a background record, over the time that the record took."""
 STALL_S: Final = 10.0

@@ -1,4 +1,4 @@
-"""The stream of one request to its gateway, and the limits of the queue in front of the engine.
+"""A request's body and its stream to the gateway, and the limits of the queue in front of the engine.
 
 A queue helps only while it drains in time. Each tenant with waiting requests has an equal share of the limits, so a
 flood fills only its own share. The wait of a new request is estimated for round robin
@@ -14,11 +14,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from worker.contracts.engine import RequestKey
+from starlette.requests import Request
+from starlette.types import Receive
+
+from worker.contracts.engine import RefusedError, RequestKey
 from worker.http.tracing import StreamTrace
 from worker.wire import End, Failed, Frame, GenerateRequest, pack
 
-MAX_COALESCED_FRAMES: Final = 4096
+MAX_COALESCED_FRAMES: Final = 4096  # a long backlog is packed in parts, and the loop turns in between
+MAX_BODY_BYTES: Final = 32 * 1024 * 1024  # as much as a gateway takes by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +123,19 @@ class Stream:
         """End the stream; `take` still returns the buffered frames."""
         self.ended = True
         self._wake.set()
+
+
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Read the whole body. Raises ClientDisconnect, and RefusedError past `max_bytes`."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise RefusedError(Failed("payload_too_large", f"the body exceeds {max_bytes} bytes", retryable=False))
+    return bytes(body)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has left. Call it after the whole body is read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

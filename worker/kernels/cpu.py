@@ -33,7 +33,7 @@ MAX_ROWS: Final = 64
 """Rows of a norm or rotation that one thread handles. All threads share more."""
 _MIN_HEAD_DIM: Final = 16
 """The widest vector of any instruction set, so that each of them serves the same models."""
-_NO_WINDOW: Final = 1 << 40
+_NO_WINDOW: Final = 1 << 40  # longer than any context
 _SOURCE: Final = Path(__file__).with_name("cpu.cpp")
 _MARCH: Final = (
     {"DEFAULT": "armv8-a"} if platform.machine() == "aarch64" else {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}

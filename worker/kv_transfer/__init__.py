@@ -5,5 +5,5 @@ pool <--fetches-- host memory, disk, peers
 
 transfers    the engine's view of it all         pool_blocks   reads and writes blocks of the pool while steps run
 fetches      blocks for waiting sequences        saver         a thread that copies blocks to a store below the pool
-peers        a client that fetches blocks of other workers
+peers        a client of other workers      mover         chains of a worker that joins or leaves
 """

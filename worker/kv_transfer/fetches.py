@@ -19,16 +19,15 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 from cache.allocators.hash import HashAllocation, HashAllocator
-from cache.store import ChainLink
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 from worker.contracts.rates import PrefillRate, TransferRate
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.scheduler.request import TokenSequence
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS: Final = 4
-_LAG_FACTOR: Final = 4.0
+NUM_THREADS: Final = 4  # each waits for one place; further sequences wait their turn
+_LAG_FACTOR: Final = 4.0  # see _LAG_S
 _LAG_S: Final = 0.5
 """A fetch lags behind when it takes 4 times as long as expected and half a second."""
 

@@ -19,11 +19,11 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from cache.block_record import HEADER_BYTES, RecordFormat
-from cache.store import ChainLink
+from cache.types import ChainLink
 from worker.common.proof import EPOCH_HEADER, epoch_token
 from worker.contracts.exchange import (
     FRAME_HEAD_BYTES,
@@ -36,10 +36,11 @@ from worker.contracts.exchange import (
 )
 from worker.wire import CONTENT_TYPE, pack, unpack
 
-_CONNECT_TIMEOUT_S: Final = 1.0
+_CONNECT_TIMEOUT_S: Final = 1.0  # a machine that is gone must not hold a fetch thread
 _READ_TIMEOUT_S: Final = 5.0
 """For the head of an answer, and for each record: so a slow peer cannot block the thread."""
-_MAX_ANSWER_BYTES: Final = 4096  # the answer is one number
+
+T = TypeVar("T")
 
 
 class FetchError(Exception):
@@ -55,11 +56,12 @@ class PeerClient:
         self._token = token
         self._tls = tls
 
-    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
-        """Ask the worker at `url` for its latest chains. Raises FetchError, OSError, HTTPException or ValueError."""
-        with self._asking(url, wanted.epoch, "/chains", pack(wanted)) as answer:
+    def ask(self, url: str, epoch: str, message: ChainsWanted | Handover, answer_type: type[T], timeout_s: float) -> T:
+        """Send a message and return the answer. Raises FetchError, OSError, HTTPException or ValueError."""
+        path = "/adopt" if isinstance(message, Handover) else "/chains"
+        with self._asking(url, epoch, path, pack(message)) as answer:
             answer.begin_within(url, timeout_s)
-            return unpack(answer.read(MAX_CHAINS_BYTES), Handover)
+            return unpack(answer.read(MAX_CHAINS_BYTES), answer_type)
 
     @contextmanager
     def fetching(
@@ -70,12 +72,6 @@ class PeerClient:
         wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
         with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
             yield PeerStream(url, answer, self._record)
-
-    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """Ask the worker at `url` to adopt chains. Return the blocks that it took. Raises like `fetching`."""
-        with self._asking(url, epoch, "/adopt", pack(handover)) as answer:
-            answer.begin_within(url, timeout_s)
-            return unpack(answer.read(_MAX_ANSWER_BYTES), dict[str, int]).get("adopted_blocks", 0)
 
     @contextmanager
     def _asking(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from cache.allocators.hash import HashAllocator
 from cache.types import BlockHash, BlockId
 
-_MAX_TRIES: Final = 3
+_MAX_TRIES: Final = 3  # a pool that evicts during each of them is too busy
 
 
 class Copier(Protocol):

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Final
 
 from cache.allocators.hash import HashAllocator
-from cache.store import BlockStore, ChainLink
-from cache.types import BlockHash
+from cache.stores.base import BlockStore
+from cache.types import BlockHash, ChainLink
 from worker.kv_transfer.pool_blocks import PoolBlocks
 
 logger = logging.getLogger(__name__)

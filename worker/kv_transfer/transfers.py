@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from typing import Final
+from http.client import HTTPException
+from typing import Final, TypeVar
 
 from cache.allocators.hash import HashAllocator
 from cache.block_record import RecordFormat
 from cache.events import BlockEvent, Stored
-from cache.store import BlockStore, ChainLink
-from cache.types import BlockHash, Tier
+from cache.stores.base import BlockStore
+from cache.types import BlockHash, ChainLink, Tier
 from worker.contracts.engine import EventPublisher
 from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
 from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, TransferRate
 from worker.kv_transfer.fetches import FetchQueue, FetchSource, PrefixFetch
-from worker.kv_transfer.peers import PeerClient
+from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.pool_blocks import PoolBlocks
 from worker.kv_transfer.saver import BlockSaver
 from worker.scheduler.request import TokenSequence
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 _PEER_BYTES_PER_S: Final = 400e6
 """The rate from a peer, until a fetch is measured."""
 _NUM_VICTIMS: Final = 64
@@ -160,15 +165,16 @@ class KVTransfers:
         self._mailbox.put(begin, adopted.set_exception)
         return await asyncio.wrap_future(adopted)
 
-    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
+    async def ask(
+        self, url: str, epoch: str, message: ChainsWanted | Handover, answer: type[T], timeout_s: float
+    ) -> T | None:
+        """See `worker.contracts.exchange.BlockExchange`."""
         assert self._peers is not None, "it exchanges none"
-        return self._peers.offer(url, epoch, handover, timeout_s)
-
-    def ask_chains(self, url: str, wanted: ChainsWanted, timeout_s: float) -> Handover:
-        """See `worker.contracts.exchange.BlockExchange`. Any thread."""
-        assert self._peers is not None, "it exchanges none"
-        return self._peers.ask_chains(url, wanted, timeout_s)
+        try:
+            return await asyncio.to_thread(self._peers.ask, url, epoch, message, answer, timeout_s)
+        except (OSError, HTTPException, FetchError, ValueError) as error:
+            logger.warning("%s exchanges no blocks: %s", url, error)
+            return None
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
         """See `worker.contracts.exchange.BlockExchange`."""

@@ -23,7 +23,7 @@ _PACK_ROWS_HINT: Final = 32
 """oneDNN packs a weight for this number of rows. Within noise of the best for 1 to 1024 rows."""
 _TILE_ROWS: Final = 32
 """A single decode is hardly slower with this few, and a prefill not at all with this many."""
-_GROUP: Final = 32
+_GROUP: Final = 32  # values with one scale, in all three kinds
 PACKABLE_IN_BFLOAT16: Final = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4}
 """Most rows, by the kind of a matrix. Measured on SmolLM2's shapes: with more the dense weight is faster."""
 _ROW_ALIGNMENT: Final = 16

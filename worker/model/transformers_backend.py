@@ -30,7 +30,7 @@ from worker.model.config import LoadOptions, ModelConfig, RopeConfig
 _NUM_CHECKED: Final = 64
 _NUM_FAR: Final = 32
 """Tokens of a checked sequence that does not begin at 0."""
-_CHECK_BLOCK: Final = 8
+_CHECK_BLOCK: Final = 8  # _NUM_CHECKED tokens take several blocks
 _LENGTH: Final = re.compile("position|window|chunk|floor|length")
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the logits: rounding stays far below, a wrong computation far above."""

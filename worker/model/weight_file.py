@@ -38,7 +38,7 @@ DISK_SHARE: Final = 0.25
 _ALIGNMENT: Final = 64  # a cache line, and a vector of AVX-512
 _CHUNK_WORDS: Final = 1 << 13
 _CHECKSUM_BYTES: Final = 16  # 128 bits
-_SIZE_BYTES: Final = 8
+_SIZE_BYTES: Final = 8  # 64 bits
 
 
 def make_weight(name: str, make: Callable[[], Tensor]) -> Tensor:

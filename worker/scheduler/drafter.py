@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-_MIN_MATCH: Final = 2
+_MIN_MATCH: Final = 2  # one equal token predicts nothing
 _MAX_MATCH: Final = 16
 """Equal tokens before a source: longer matches count as equal."""
 _MAX_LOOKED_UP: Final = 1 << 16

@@ -15,7 +15,7 @@ from typing import Final
 
 from worker.scheduler.request import TokenSequence
 
-SAMPLED_WEIGHT: Final = 2.0
+SAMPLED_WEIGHT: Final = 2.0  # as in the source
 
 
 class FairShare:

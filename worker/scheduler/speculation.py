@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
+from worker.contracts.rates import StepCost
 from worker.scheduler.drafter import Drafter
 from worker.scheduler.plan import PlannedChunk, StepPlan
 from worker.scheduler.request import TokenSequence
-from worker.scheduler.step_cost import StepCost
 
 
 class Speculation:

@@ -13,17 +13,17 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from worker.scheduler.step_cost import FadedLine, StepCost
+from worker.contracts.rates import FadedLine, StepCost
 
-_FADE: Final = 0.97
+_FADE: Final = 0.97  # 23 steps halve a weight
 _PRIOR_VARIANCE: Final = 256.0**2
 """The weight of the guess that a token costs the same at every position, in squared tokens."""
 _MIN_SHARE: Final = 0.25
 """A token costs at least this share of the mean one: a steep fit would make the first tokens free."""
 _NUM_DEVIATIONS: Final = 2.33
 """Standard deviations of the normal distribution that 99 of 100 values stay below."""
-_FIRST_DEVIATION: Final = 0.1
-_MIN_DEVIATION: Final = 0.01
+_FIRST_DEVIATION: Final = 0.1  # until steps are measured
+_MIN_DEVIATION: Final = 0.01  # a row of equal steps does not promise the next one
 _MOST_TOKENS: Final = 1 << 30  # no limit, as an integer
 _MAX_RATIO: Final = 2.0
 """A step that took longer, over its prediction, counts as this: the machine stalled."""

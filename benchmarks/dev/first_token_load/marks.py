@@ -31,7 +31,7 @@ GATEWAY: Final[tuple[str, ...]] = (
     "server.router.router:Router.place end placed",
     "server.workers.connection:HttpConnection.send end sent",
     "server.workers.client:GenerateStream.read end frames",
-    "worker.common.http_answer:AnswerTransport.write begin written",
+    "worker.common.http_protocol:AnswerTransport.write begin written",
 )
 """A function, whether its begin or its end is noted, and the name of the moment. The order is that of a request."""
 WORKER: Final[tuple[str, ...]] = (

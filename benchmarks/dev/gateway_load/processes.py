@@ -17,7 +17,7 @@ from typing import AnyStr, Final
 import aiohttp
 from tokenizers import Tokenizer
 
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 from worker.model.gguf import GGUFCheckpoint
 from worker.model.load import find_checkpoint
 from worker.tokenizer_bundle import tokenizer_from_gguf

@@ -22,7 +22,7 @@ from cache.types import WorkerId
 from server.router.policies import make_policy
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
 from worker.contracts.exchange import OfferedChain
-from worker.kv_transfer.handover import ROOM_SHARE, most_offered, share_out, unique_first
+from worker.kv_transfer.mover import ROOM_SHARE, most_offered, share_out, unique_first
 
 MINUTE_S: Final = 60.0
 EVERY_S: Final = 15.0

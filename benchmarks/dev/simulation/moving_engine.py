@@ -22,7 +22,7 @@ from cache.types import BlockHash
 from server.router.fetch_plan import FetchPlan, cheapest_plan
 from worker.contracts.exchange import Handover, OfferedChain
 from worker.http.blocks import BACKGROUND_PAUSE
-from worker.kv_transfer.warm_start import NUM_FETCHES, POOL_SHARE, plan_chains
+from worker.kv_transfer.mover import NUM_FETCHES, POOL_SHARE, plan_chains
 
 
 @dataclass(slots=True, eq=False)

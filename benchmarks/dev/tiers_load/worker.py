@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.dev.gateway_load.processes import ended
+from worker.common.command_line import module_command
 from worker.common.frames import FrameReader
-from worker.common.modules import module_command
 from worker.wire import (
     BlockSource,
     ChoiceState,

@@ -14,8 +14,7 @@ from cache.records import WorkerLoad
 from cache.redis_index import ReaderSettings, RedisIndex
 from cache.redis_index.client import RedisClient
 from cache.redis_index.connection import ClientSettings
-from cache.redis_index.lookup import MAX_ALL_STATES
-from cache.redis_index.loop_timer import LoopTimer
+from cache.redis_index.lookup import MAX_ALL_STATES, LoopTimer
 from cache.redis_index.schema import Keys, encode_state
 from tests.cache.redis_index.index_parts import chain, linked
 from tests.redis_server import RedisServer

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from cache.block_record import RecordFormat
 from cache.hashing import Namespace, hash_chain
-from cache.store import BlockStore, ChainLink
+from cache.stores.base import BlockStore
 from cache.stores.disk import DiskStore
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 
 PAYLOAD_BYTES = 40
 ROOTS = tuple(Namespace("model", "main", "tokenizer", 1).root(salt=salt) for salt in (b"a", b"b"))

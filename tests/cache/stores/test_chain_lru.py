@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.store import ChainLink
 from cache.stores.chain_lru import ChainLRU
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 from tests.block_events import replay
 from tests.cache.stores.store_parts import chain, tree
 

@@ -154,7 +154,7 @@ def test_a_directory_that_others_may_write_to_is_refused(
             open_disk(tmp_path)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr("cache.stores.folder._claim", lambda path: (path, os.open(path.parent, os.O_RDONLY)))
+            patch.setattr("cache.stores.disk._claim", lambda path: (path, os.open(path.parent, os.O_RDONLY)))
             patch.setattr(DiskStore, "_recover", lambda self: None)
             open_disk(tmp_path).close()
 

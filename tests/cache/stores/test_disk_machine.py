@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cache.block_record import HEADER_BYTES
 from cache.events import Removed, Stored
-from cache.store import ChainLink
 from cache.stores.disk import DiskStore
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 from tests.block_events import replay
 from tests.cache.stores.store_parts import (
     RECORD,

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import BlockStore, ChainLink
+from cache.stores.base import BlockStore
 from cache.stores.host import HostStore
-from cache.stores.record_store import RecordStore
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 from tests.block_events import replay
 from tests.cache.stores.store_parts import (
     PAYLOAD_BYTES,
@@ -26,14 +25,14 @@ from tests.cache.stores.store_parts import (
     write,
 )
 
-MakeStore = Callable[[int], RecordStore]
+MakeStore = Callable[[int], BlockStore]
 
 
 @pytest.fixture(params=["host", "disk"])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
     """Make a store of a given number of blocks."""
 
-    def make(num_blocks: int) -> RecordStore:
+    def make(num_blocks: int) -> BlockStore:
         if request.param == "disk":
             return open_disk(tmp_path, num_blocks)
         return HostStore([memoryview(bytearray(PAYLOAD_BYTES * num_blocks + 7))], PAYLOAD_BYTES)

@@ -174,7 +174,7 @@ async def test_ids_that_are_repeated_travel_once(worker: ScriptedWorker) -> None
 async def test_lists_of_ids_are_bounded_times_the_choices(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.common.id_lists.MAX_LISTED_IDS", 100)
+    monkeypatch.setattr("worker.wire.MAX_LISTED_IDS", 100)
     async with gateway(worker) as target:
         fields: dict[str, Any] = {"allowed_token_ids": list(range(20)), "logit_bias": {"1": 1.0}}
         assert (await post(target.url, chat(n=4, **fields)))[0] == 200

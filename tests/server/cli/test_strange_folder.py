@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.common.modules import module_command
+from worker.common.command_line import module_command
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.refusals import Body, Case
 from tests.worker.adapter.rig import make_request
 from worker.adapter.text import CHAT
-from worker.http.body import MAX_BODY_BYTES
+from worker.http.streams import MAX_BODY_BYTES
 from worker.wire import EngineCall, GenerateRequest, pack, pack_request
 
 ENGINE_OPTIONS = ("--refuses-text",)

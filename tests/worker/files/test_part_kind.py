@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from worker.files.part_kind import part_kind
+from worker.files.model_files import part_kind
 
 FULL = ["full_attention"] * 4
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.store import ChainLink
+from cache.types import ChainLink
 from tests.waiting import HANG_S, until
 from tests.worker.kv_transfer.moving_engine import RECORD
 from tests.worker.kv_transfer.moving_worker import HASHES, TOKEN, moving_worker

@@ -9,8 +9,8 @@ from random import Random
 from cache.allocators.base import Allocator
 from cache.allocators.hash import HashAllocator
 from cache.block_record import RecordFormat, layout_fingerprint
-from cache.store import BlockStore, ChainLink
-from cache.types import BlockId
+from cache.stores.base import BlockStore
+from cache.types import BlockId, ChainLink
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine
 from worker.contracts.mailbox import Mailbox

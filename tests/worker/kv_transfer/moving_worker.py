@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 from cache.allocators.hash import HashAllocator
 from cache.hashing import hash_chain
-from cache.store import BlockStore, ChainLink
+from cache.stores.base import BlockStore
+from cache.types import ChainLink
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD, SECRET, TokenCopier
 from tests.worker.live_worker import LiveWorker, live_worker
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner

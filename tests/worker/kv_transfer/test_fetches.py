@@ -11,8 +11,7 @@ import pytest
 from msgspec import structs
 
 from cache.allocators.hash import HashAllocator
-from cache.store import ChainLink
-from cache.types import BlockHash, BlockId
+from cache.types import BlockHash, BlockId, ChainLink
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, BytesCopier
 from tests.worker.scheduler.engine import ROOT, generate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from http.client import IncompleteRead
 from random import Random
 
 import pytest
@@ -14,17 +15,16 @@ from hypothesis import strategies as st
 from cache.hashing import hash_chain
 from cache.records import WorkerLoad
 from cache.redis_index import RegistryEntry
-from cache.store import ChainLink
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink
 from tests.members import make_member
 from tests.running import listening
 from tests.waiting import until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, RECORD
 from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, TOKEN, moving_worker
 from tests.worker.scheduler.engine import ROOT
-from worker.contracts.exchange import Handover, OfferedChain
-from worker.kv_transfer import handover, peers
-from worker.kv_transfer.handover import hand_over, share_out
+from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
+from worker.kv_transfer import mover, peers
+from worker.kv_transfer.mover import hand_over, share_out
 from worker.kv_transfer.peers import FetchError, PeerClient
 from worker.kv_transfer.transfers import KVTransfers
 
@@ -47,9 +47,9 @@ class Exchange:
 
     layout = RECORD.fingerprint
 
-    def __init__(self, chains: list[list[ChainLink]], refuse: Exception | None = None) -> None:
+    def __init__(self, chains: list[list[ChainLink]], *, is_refused: bool = False) -> None:
         self.chains = chains
-        self.refuse = refuse
+        self.is_refused = is_refused
         self.asked: list[int] = []
         self.offers: dict[str, Handover] = {}
         self.epochs: list[str] = []
@@ -60,12 +60,14 @@ class Exchange:
         self.asked.append(max_blocks)
         return [OfferedChain.of(each) for each in self.chains] if max_blocks else []
 
-    def offer(self, url: str, epoch: str, handover: Handover, timeout_s: float) -> int:
-        self.offers[url] = handover
+    async def ask(
+        self, url: str, epoch: str, message: Handover, answer: type, timeout_s: float
+    ) -> dict[str, int] | None:
+        self.offers[url] = message
         self.epochs.append(epoch)
-        if self.refuse is not None and len(self.offers) == 1:
-            raise self.refuse
-        return sum(len(each.block_hashes()) for each in handover.chains)
+        if self.is_refused and len(self.offers) == 1:
+            return None
+        return {"adopted_blocks": sum(len(each.block_hashes()) for each in message.chains)}
 
 
 async def nowhere(entries: Sequence[RegistryEntry], hashes: Sequence[BlockHash]) -> list[bool]:
@@ -124,11 +126,25 @@ async def test_without_a_peer_nothing_is_offered(entries: Sequence[RegistryEntry
     assert exchange.offers == {}
 
 
-@pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), FetchError("503"), ValueError("port")])
-async def test_a_peer_that_refuses_does_not_stop_the_others(error: Exception) -> None:
-    exchange = Exchange([chain(1, 2), chain(3, 4)], error)
+async def test_a_peer_that_refuses_does_not_stop_the_others() -> None:
+    exchange = Exchange([chain(1, 2), chain(3, 4)], is_refused=True)
     assert await hand_over(MEMBER, exchange, [entry("a", 10), entry("b", 10)], nowhere) == 2
     assert len(exchange.offers) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionRefusedError(), TimeoutError(), FetchError("503"), ValueError("port"), IncompleteRead(b"half")],
+)
+async def test_a_peer_that_gives_no_answer_has_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PeerClient, "ask", refuse)
+    async with moving_worker() as worker:
+        exchange = worker.engine.exchange
+        assert isinstance(exchange, KVTransfers)
+        assert await exchange.ask("http://peer", "e1", ChainsWanted("e1", "", 1), Handover, 1.0) is None
 
 
 @given(
@@ -148,8 +164,8 @@ def test_no_peer_gets_more_than_its_room(chains, room) -> None:
 
 def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hand-over with one chain too many would be refused as a whole."""
-    monkeypatch.setattr(handover, "MAX_CHAINS", 3)
-    monkeypatch.setattr(handover, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(mover, "MAX_CHAINS", 3)
+    monkeypatch.setattr(mover, "MAX_BLOCKS", 2)
     made = [chain(1, 2, 3), *(chain(n) for n in range(10, 20))]
     (share,) = share_out([OfferedChain.of(each) for each in made], [100])
     assert [len(each.block_hashes()) for each in share] == [1, 1, 1]
@@ -160,7 +176,9 @@ def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch)
 
 async def adopt(worker, url: str, *chains: OfferedChain, epoch: str = "e1") -> int:
     message, own = Handover(url, epoch, RECORD.fingerprint, chains), worker.engine.member.epoch
-    return await asyncio.to_thread(PeerClient(RECORD, TOKEN).offer, worker.url, own, message, 30.0)
+    client = PeerClient(RECORD, TOKEN)
+    answer = await asyncio.to_thread(client.ask, worker.url, own, message, dict[str, int], 30.0)
+    return answer["adopted_blocks"]
 
 
 async def test_a_worker_adopts_the_chains_of_another() -> None:

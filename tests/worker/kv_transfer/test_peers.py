@@ -14,7 +14,7 @@ import pytest
 
 from cache.block_record import RecordFormat
 from cache.hashing import hash_chain
-from cache.store import ChainLink
+from cache.types import ChainLink
 from tests.certificates import Authority
 from tests.running import listening
 from tests.waiting import until

@@ -12,9 +12,9 @@ import pytest
 from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
 from cache.hashing import hash_chain
-from cache.store import BlockStore, ChainLink
+from cache.stores.base import BlockStore
 from cache.stores.host import HostStore
-from cache.types import BlockHash, BlockId
+from cache.types import BlockHash, BlockId, ChainLink
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
 from tests.worker.kv_transfer.moving_worker import HASHES, RECORD, moving_worker

@@ -8,10 +8,10 @@ import pytest
 
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine, generate
+from worker.contracts.rates import StepCost
 from worker.contracts.step import SampledToken, SequenceResult, SequenceStep
 from worker.scheduler.plan import StepPlan
 from worker.scheduler.speculation import Speculation
-from worker.scheduler.step_cost import StepCost
 
 PERIOD = [5, 6, 7, 8, 9, 10, 11, 12]
 

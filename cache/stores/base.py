@@ -1,23 +1,36 @@
-"""The common part of the stores: records of one size, indexed by a `ChainLRU`."""
+"""The base of the stores of blocks below the pool: records of one size, indexed by a `ChainLRU`.
+
+A store is a hint, like the index: any doubt about a block is a miss. The pool is not a store: its blocks are read in
+place (see `cache.allocators`).
+"""
 
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from cache.events import BlockEvent
-from cache.store import BlockStore, ChainLink
 from cache.stores.chain_lru import ChainLRU
-from cache.types import BlockHash
+from cache.types import BlockHash, ChainLink, Tier
 
 
-class RecordStore(BlockStore):
-    """Numbered records; a subclass reads and writes them.
+class BlockStore(ABC):
+    """Blocks by their hashes, in numbered records, which a subclass reads and writes; the set is prefix-closed.
+
+    Any thread may call it; only `read` and `write` do I/O. A store belongs to one worker: `clear` deletes everything in
+    it. A block is the KV of all layers, in the layout of `worker.attention.kv_cache`.
 
     The lock guards the index. It is never held while a record is read or written, so a record may be overwritten during
     a read. Its block is then no longer held: `read` checks that afterwards.
     """
+
+    tier: Tier
+    takes: Literal["all", "victims"]
+    """Which blocks the worker saves here: every full block of the pool, or only those about to be evicted."""
+    guess_bytes_per_s: float
+    """The assumed rate of reads until one is measured."""
 
     def __init__(self, payload_bytes: int) -> None:
         self._payload_bytes = payload_bytes
@@ -27,20 +40,24 @@ class RecordStore(BlockStore):
         """Numbers of the records without a block or a write in progress; the last is taken first."""
         self._writing: set[int] = set()
         self.version = 0
+        """Changes with every `clear`."""
         self._closed = False
 
     # The engine thread calls these for every request. They take no lock: operations on a dict are atomic.
 
     def __len__(self) -> int:
+        """Return the number of blocks held."""
         return len(self._chains)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._chains
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
+        """Return the number of leading `hashes` that are held. They are a chain, or the end of one."""
         return self._chains.match(hashes)
 
     def read(self, link: ChainLink, payload: memoryview) -> bool:
+        """Fill `payload` with the block. False: a miss, and `payload` is undefined; a damaged block is dropped."""
         assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
         with self._lock:
             block = self._chains.get(link.block_hash)
@@ -57,6 +74,10 @@ class RecordStore(BlockStore):
         return is_exact
 
     def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
+        """Keep the block, and evict others for it. False: not kept.
+
+        The store is full, the parent is missing, the device fails, or `clear` was called since `version` was read.
+        """
         assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
         with self._lock:
             if self._closed or version != self.version:
@@ -79,19 +100,23 @@ class RecordStore(BlockStore):
             return version == self.version and link.block_hash in self._chains
 
     def clear(self) -> None:
+        """Delete every block, even one that is being written. Emits no events: the worker begins a new epoch."""
         with self._lock:
             self._forget_all()
 
     def close(self) -> None:
+        """Release the store. Blocks on disk remain."""
         with self._lock:
             self._closed = True
             self._forget_all()
 
     def cached_hashes(self) -> Iterator[BlockHash]:
+        """Return every hash held, parents before children; for tests."""
         with self._lock:
             return iter(list(self._chains))
 
     def take_events(self) -> list[BlockEvent]:
+        """Return the events since the last call, in order. The blocks found at the start are Stored."""
         with self._lock:
             return self._chains.take_events()
 
@@ -120,9 +145,9 @@ class RecordStore(BlockStore):
     def _grow(self) -> None:
         """Add records to `_free`, if there may be more. The lock is held."""
 
-    @abstractmethod
     def _usable(self, records: Sequence[int]) -> Sequence[int]:
         """Return the records that still exist. The lock is held."""
+        return records
 
     @abstractmethod
     def _reset_records(self) -> None:

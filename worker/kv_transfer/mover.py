@@ -1,0 +1,161 @@
+"""The mover: whole chains go from one worker to another, when a worker joins and when it leaves.
+
+There is one verb: a worker adopts a chain, and fetches its blocks from the one that has it. Who joins or leaves plans:
+
+warm_start    a worker that joins adopts what its peers used last, before it registers
+hand_over     a worker that leaves offers its chains to peers with enough room, which adopt them. Chains that no peer
+              holds go first. Of these and of the others, the most recently used go first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from msgspec.structs import replace
+
+from cache.records import WorkerMember
+from cache.redis_index import RegistryEntry
+from cache.types import BlockHash
+from worker.contracts.exchange import MAX_BLOCKS, MAX_CHAINS, BlockExchange, ChainsWanted, Handover, OfferedChain
+
+logger = logging.getLogger(__name__)
+
+MAX_PEERS: Final = 8
+"""Peers that are asked, chosen at random."""
+NUM_FETCHES: Final = 2
+"""Chains that come at a time: the engine's other fetch threads stay free for requests."""
+POOL_SHARE: Final = 0.5
+"""The share of the own pool that may be filled."""
+_ASK_SHARE: Final = 0.2
+"""The share of the time after which a peer that has not answered is left out."""
+HANDOVER_S: Final = 10.0
+"""Time for a hand-over, after the last open request."""
+ROOM_SHARE: Final = 0.5
+"""The share of a peer's free blocks that a hand-over may take. They hold its least recently used blocks."""
+
+Peer = tuple[str, str]
+"""The URL of a worker that gave blocks, and its epoch."""
+Held = Callable[[Sequence[RegistryEntry], Sequence[BlockHash]], Awaitable[Sequence[bool]]]
+"""Asks the index for each block whether one of the workers has it: `RegistryUpkeep.held`."""
+
+
+def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[RegistryEntry]:
+    """Return the workers of the registry whose blocks `member` can use, and which stay."""
+    return [
+        entry
+        for entry in entries
+        if entry.member.worker_id != member.worker_id
+        and entry.member.layout == member.layout
+        and entry.lease_left_s > 0
+        and not entry.load.draining
+    ]
+
+
+async def warm_start(
+    member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], time_s: float
+) -> Counter[Peer]:
+    """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
+    begun_s, room = time.monotonic(), min(MAX_BLOCKS, int(POOL_SHARE * exchange.num_blocks))
+    peers = [entry.member for entry in peers_of(member, entries) if entry.num_entries]
+    chosen = random.sample(peers, min(MAX_PEERS, len(peers)) if room else 0)
+    wanted = [ChainsWanted(peer.epoch, exchange.layout, room) for peer in chosen]
+    asked = [
+        exchange.ask(peer.url, peer.epoch, each, Handover, _ASK_SHARE * time_s)
+        for peer, each in zip(chosen, wanted, strict=True)
+    ]
+    offers = [
+        replace(answer, url=peer.url, epoch=peer.epoch)  # the registry's: an answer must not lead elsewhere
+        for peer, answer in zip(chosen, await asyncio.gather(*asked), strict=True)
+        if answer is not None
+    ]
+    plan, fetched = plan_chains(offers, room), Counter[Peer]()
+
+    async def adopt(offer: Handover, chain: OfferedChain) -> None:
+        fetched[offer.url, offer.epoch] += 0  # a chain that is given up may still come
+        num_blocks = await exchange.adopt(offer.url, offer.epoch, chain)
+        fetched[offer.url, offer.epoch] += num_blocks
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(begun_s + time_s - time.monotonic()):
+            for start in range(0, len(plan), NUM_FETCHES):
+                await asyncio.gather(*(adopt(*move) for move in plan[start : start + NUM_FETCHES]))
+    took_s = time.monotonic() - begun_s
+    logger.info("warm start: %d blocks of %d peers in %.1f s", fetched.total(), len(chosen), took_s)
+    return fetched
+
+
+def has_purged(fetched: Counter[Peer], entries: Sequence[RegistryEntry]) -> bool:
+    """Return whether a peer that gave blocks has begun another epoch: they may have been purged there."""
+    epochs = dict(fetched.keys())
+    return any(epochs.get(entry.member.url, entry.member.epoch) != entry.member.epoch for entry in entries)
+
+
+def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, OfferedChain]]:
+    """Take the peers' chains in turn, the latest first, with at most `room` different blocks."""
+    taken: set[BlockHash] = set()
+    plan = []
+    for rank in range(max((len(offer.chains) for offer in offers), default=0)):
+        for offer in offers:
+            if rank >= len(offer.chains):
+                continue
+            new = set(offer.chains[rank].block_hashes()) - taken
+            if new and len(taken) + len(new) <= room:
+                taken |= new
+                plan.append((offer, offer.chains[rank]))
+    return plan
+
+
+async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], held: Held) -> int:
+    """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
+    peers = peers_of(member, entries)
+    room = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
+    chains = await exchange.latest_chains(exchange.num_blocks if any(room) else 0)
+    num_unused = sum(max(0, peer.load.num_blocks - peer.num_entries) for peer in peers)
+    most = most_offered(exchange.num_blocks, num_unused)
+    chains = unique_first(chains, await held(peers, [chain.tip for chain in chains]), most)
+    shares = [
+        (peer.member, Handover(member.url, member.epoch, member.layout, offered))
+        for peer, offered in zip(peers, share_out(chains, room), strict=True)
+        if offered
+    ]
+    offers = (exchange.ask(peer.url, peer.epoch, offer, dict[str, int], HANDOVER_S) for peer, offer in shares)
+    num_blocks = sum((answer or {}).get("adopted_blocks", 0) for answer in await asyncio.gather(*offers))
+    logger.info("handed %d blocks to %d peers", num_blocks, len(shares))
+    return num_blocks
+
+
+def most_offered(num_blocks: int, num_unused: int) -> int:
+    """Return how many of a pool's `num_blocks` to offer to peers with `num_unused` blocks that hold nothing.
+
+    Where blocks of peers have to go, the less recently used half is not worth them.
+    """
+    return max(num_unused, num_blocks // 2)
+
+
+def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], most: int) -> list[OfferedChain]:
+    """Return chains of at most that many blocks, those that are `held` elsewhere last."""
+    chosen = []
+    for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
+        if chain.num_blocks <= most:  # a chain that is too long leaves the room to others
+            most -= chain.num_blocks
+            chosen.append(chain)
+    return chosen
+
+
+def share_out(chains: Sequence[OfferedChain], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
+    """Give each chain to the peer with the most room left, in blocks."""
+    left = list(room)
+    shares: list[list[OfferedChain]] = [[] for _ in room]
+    for chain in chains:
+        largest = max(range(len(left)), key=left.__getitem__)
+        if left[largest] >= chain.num_blocks <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
+            left[largest] -= chain.num_blocks
+            shares[largest].append(chain)
+    return [tuple(share) for share in shares]
