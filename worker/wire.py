@@ -31,7 +31,8 @@ PROTOCOL_VERSION: Final = 1
 OLDEST_PROTOCOL: Final = 1
 """The oldest that this side speaks: gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
-MAX_FRAME_BYTES: Final = 16 * 1024 * 1024  # the logprobs of a long prompt take megabytes
+MAX_FRAME_BYTES: Final = 16 * 1024 * 1024  # of them, MAX_POSITIONS with 1,024 logprobs each take a third
+MAX_POSITIONS: Final = 256  # in a frame: its reader has only so many as objects
 MAX_BAD_WORD_IDS: Final = 65_536
 """Tokens of all bad words of a request, which are compared with the end of every output."""
 MAX_LISTED_IDS: Final = 1 << 26
@@ -259,9 +260,12 @@ class Finished(_Frame, frozen=True, tag=2):
 
 
 class PromptLogprobs(_Frame, frozen=True, tag=3):
-    """Logprobs of the prompt, sent once after the prefill; entry i belongs to prompt token i (None for the first)."""
+    """Logprobs of the prompt's next tokens, sent after the prefill in as many frames as it takes.
 
-    positions: Sequence[TokenLogprobs | None]
+    The first one begins with None, for the first token.
+    """
+
+    positions: Annotated[tuple[TokenLogprobs | None, ...], Meta(min_length=1)]
 
 
 class End(_Frame, frozen=True, tag=4):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from msgspec.structs import replace
@@ -38,6 +38,7 @@ from server.usage.account import PromptTimes
 from server.workers.client import GenerateStream
 from server.workers.connection import WorkerLost, WorkerRefused
 from worker.common.features import resume_features
+from worker.common.frames import PackedPositions
 from worker.wire import (
     PROTOCOL_VERSION,
     Embedding,
@@ -49,7 +50,6 @@ from worker.wire import (
     GenerateRequest,
     PromptLogprobs,
     Started,
-    TokenLogprobs,
     Tokens,
     shared_protocol,
 )
@@ -85,7 +85,7 @@ class Generation:
         self.fetched_tokens: Mapping[str, int] = {}
         """Those of them that it fetched into its pool, by place."""
         self.times = PromptTimes()
-        self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        self.prompt_logprobs = PackedPositions()
         self.embedding = b""
         """float32, little-endian, where the spec asks for one."""
         self.client_has_output = False
@@ -332,7 +332,7 @@ class Generation:
                     metrics = self._services.metrics
                     metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens, self.fetched_tokens)
             case PromptLogprobs():
-                self.prompt_logprobs = frame.positions
+                self.prompt_logprobs.add(frame.positions)
             case Failed():
                 raise WorkerFailed(frame)
             case End():

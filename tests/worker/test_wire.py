@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from cache.records import WorkerMember
 from cache.types import Epoch, MediaStart, WorkerId
 from worker import wire
-from worker.common.frames import FrameReader
+from worker.common.frames import FrameReader, PackedPositions
 from worker.common.proof import gateway_token
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams, TokenLogprobs
 
@@ -129,10 +129,20 @@ def test_frames_of_a_newer_worker_are_passed_over(message: list[object]) -> None
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, 1 << 20])
 def test_long_prompt_logprobs_are_read_as_they_arrive(size: int) -> None:
     positions = (None, *(TokenLogprobs(-0.5, ((number, -0.25),) * 3) for number in range(700)))
-    frames: list[wire.Frame] = [wire.Started(3), wire.PromptLogprobs(positions), wire.Tokens(0, (1, 2))]
-    frames += [wire.PromptLogprobs(()), wire.End(0.1, 0.2, 0.3)]
+    parts = [wire.PromptLogprobs(positions[start : start + 256]) for start in range(0, 701, 256)]
+    frames: list[wire.Frame] = [wire.Started(3), *parts, wire.Tokens(0, (1, 2)), wire.End(0.1, 0.2, 0.3)]
     data = b"".join(map(wire.pack, frames))
     assert read(data, size) == frames
+
+
+def test_packed_positions_are_those_of_the_last_worker() -> None:
+    """A worker that takes a request over sends the logprobs of its prompt again."""
+    positions = (None, *(TokenLogprobs(-0.5, ((number, -0.25),)) for number in range(9)))
+    packed = PackedPositions()
+    for part in (positions[:4], positions[4:6], positions[:7], positions[7:]):
+        packed.add(part)
+    assert packed == positions
+    assert (len(packed), packed[0], packed[9]) == (10, None, positions[9])
 
 
 @pytest.mark.parametrize("size", [1, 100])

@@ -8,37 +8,27 @@ from typing import Any, Final
 import msgpack
 import msgspec
 
-from worker.wire import (
-    FRAMES,
-    MAX_FRAME_BYTES,
-    Frame,
-    PromptLogprobs,
-    TokenLogprobs,
-    Tokens,
-    WireError,
-)
+from worker.wire import FRAMES, MAX_FRAME_BYTES, Frame, TokenLogprobs, Tokens, WireError
 
-_POSITIONS_HEAD: Final = b"\x92\x03"
-"""An array of two: the tag of PromptLogprobs, and its positions."""
 _BUFFER_BYTES: Final = 4096  # an unpacker that had a longer frame keeps a larger buffer
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_positions: Final = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
-_POSITIONS_AT_ONCE: Final = 256  # a reader has only this many as objects
 
 
 class PackedPositions(Sequence[TokenLogprobs | None]):
-    """The positions of PromptLogprobs as msgpack: objects take ten times the memory."""
+    """The positions of all PromptLogprobs of a prompt as msgpack: objects take ten times the memory."""
 
     __slots__ = ("_len", "_parts")
 
-    def __init__(self, positions: Sequence[TokenLogprobs | None] = ()) -> None:
+    def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._len = 0
-        self.extend(positions)
 
-    def extend(self, positions: Sequence[TokenLogprobs | None]) -> None:
-        for start in range(0, len(positions), _POSITIONS_AT_ONCE):
-            self._parts.append(_encode(positions[start : start + _POSITIONS_AT_ONCE]))
+    def add(self, positions: Sequence[TokenLogprobs | None]) -> None:
+        """Add the positions of a frame. Those that begin with None, for the first token, replace what is there."""
+        if positions and positions[0] is None:
+            self._parts, self._len = [], 0
+        self._parts.append(_encode(positions))
         self._len += len(positions)
 
     def __len__(self) -> int:
@@ -57,44 +47,10 @@ class PackedPositions(Sequence[TokenLogprobs | None]):
     __hash__ = None  # type: ignore[assignment]
 
 
-class _PositionsReader:
-    """Reads the positions of one PromptLogprobs, megabytes for a long prompt, as they arrive."""
-
-    __slots__ = ("_num_fed", "_num_missing", "_unpacker", "positions")
-
-    def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES, use_list=False)
-        self._num_fed = 0
-        self._num_missing: int | None = None
-        self.positions = PackedPositions()
-
-    def feed(self, data: bytes) -> bytes | None:
-        """Return the bytes behind the frame; None while it is incomplete."""
-        self._num_fed += len(data)
-        if self._num_fed > MAX_FRAME_BYTES:
-            raise WireError("not a frame: PromptLogprobs without an end")
-        self._unpacker.feed(data)
-        found: list[Any] = []
-        try:
-            if self._num_missing is None:
-                self._num_missing = self._unpacker.read_array_header()
-            while len(found) < self._num_missing:
-                found.append(self._unpacker.unpack())
-        except msgpack.OutOfData:
-            pass
-        if found:
-            assert self._num_missing is not None
-            self._num_missing -= len(found)
-            self.positions.extend(msgspec.convert(found, list[TokenLogprobs | None]))
-        if self._num_missing != 0:
-            return None
-        return data[len(data) - (self._num_fed - self._unpacker.tell()) :]
-
-
 class FrameReader:
     """Cuts a byte stream into frames."""
 
-    __slots__ = ("_idle", "_num_fed", "_positions", "_unpacker")
+    __slots__ = ("_idle", "_num_fed", "_unpacker")
 
     def __init__(self, idle: list[msgpack.Unpacker] | None = None) -> None:
         """`idle` keeps one unpacker for all readers of a thread: a new one costs as much as twenty frames."""
@@ -102,18 +58,11 @@ class FrameReader:
         self._unpacker: msgpack.Unpacker | None = None
         """Only while a frame is incomplete: it takes 41 KB, and a thousand streams may be open."""
         self._num_fed = 0
-        self._positions: _PositionsReader | None = None
 
     def feed(self, data: bytes) -> list[Frame]:
         """Take the next bytes, and return the frames that are complete. Raises WireError."""
         try:
             frames: list[Frame] = []
-            if self._positions is not None:
-                rest = self._positions.feed(data)
-                if rest is None:
-                    return frames
-                frames.append(PromptLogprobs(self._positions.positions))
-                self._positions, data = None, rest
             unpacker, end = self._unpacker, 0
             if unpacker is None:
                 unpacker = self._idle.pop() if self._idle else _new_unpacker()
@@ -124,11 +73,6 @@ class FrameReader:
                 if (frame := _frame(message)) is not None:
                     frames.append(frame)
                 end = unpacker.tell()
-            begun = data[len(data) - (self._num_fed - end) :] if self._num_fed - end <= len(data) else b""
-            if begun.startswith(_POSITIONS_HEAD):
-                self._positions, self._unpacker = _PositionsReader(), None
-                self._positions.feed(begun[len(_POSITIONS_HEAD) :])
-                return frames
         except WireError:
             raise
         except (ValueError, TypeError, LookupError, msgpack.UnpackException, RecursionError) as error:
@@ -154,8 +98,7 @@ def _frame(message: Any) -> Frame | None:
             return Tokens(choice, token_ids)
     match message:
         case (int(tag), *_) if 0 <= tag < len(FRAMES):
-            frame = msgspec.convert(message, FRAMES[tag])
-            return PromptLogprobs(PackedPositions(frame.positions)) if type(frame) is PromptLogprobs else frame
+            return msgspec.convert(message, FRAMES[tag])
         case (int(tag), *_) if tag > 0:
             return None
     raise WireError(f"not a frame: {message!r:.80}")

@@ -25,6 +25,7 @@ from worker.contracts.step import NoTokenLeft, SampledToken, SamplerCache
 from worker.embedding import Pooling
 from worker.scheduler.drafter import Drafter
 from worker.wire import (
+    MAX_POSITIONS,
     Embedding,
     End,
     Failed,
@@ -171,16 +172,18 @@ class Request:
         first_token_s = now_s if self.first_token_s is None else self.first_token_s
         return End(started_s - self.arrival_s, first_token_s - started_s, now_s - first_token_s)
 
-    def add_prompt_logprobs(self, found: Sequence[TokenLogprobs]) -> PromptLogprobs | None:
-        """Add those of a step, if asked for. Return the frame with all of them, once, when they are complete."""
+    def add_prompt_logprobs(self, found: Sequence[TokenLogprobs]) -> list[PromptLogprobs]:
+        """Add those of a step, if asked for. Return the frames with all of them, once, when they are complete."""
         logprobs = self.prompt_logprobs
         if logprobs is None:
-            return None
+            return []
         logprobs += found
         if len(logprobs) < len(self.prompt_ids) - 1:
-            return None
+            return []
         self.prompt_logprobs = None
-        return PromptLogprobs((None, *logprobs))
+        positions = (None, *logprobs)
+        starts = range(0, len(positions), MAX_POSITIONS)
+        return [PromptLogprobs(positions[start : start + MAX_POSITIONS]) for start in starts]
 
 
 class FetchProgress(Protocol):

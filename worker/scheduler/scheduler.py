@@ -291,9 +291,7 @@ class Scheduler:
                 self._finished_in_flight.remove(sequence)
                 sequence.release()
             return []
-        outputs = []
-        if (frame := request.add_prompt_logprobs(result.prompt_logprobs)) is not None:
-            outputs.append(EngineOutput(request.key, frame))
+        outputs = [EngineOutput(request.key, frame) for frame in request.add_prompt_logprobs(result.prompt_logprobs)]
         if result.hidden is not None:
             sequence.add_hidden(result.hidden)
         if chunk.stop == len(sequence.token_ids):

@@ -83,8 +83,9 @@ class Answer:
                 assert choice not in self.finished
                 self.finished[choice] = frame
             case PromptLogprobs():
-                assert self.prompt_logprobs is None
-                self.prompt_logprobs = frame
+                before = () if self.prompt_logprobs is None else self.prompt_logprobs.positions
+                assert (frame.positions[0] is None) is (not before), "only the first begins with None"
+                self.prompt_logprobs = PromptLogprobs((*before, *frame.positions))
             case Embedding():
                 assert self.embedding is None
                 self.embedding = frame

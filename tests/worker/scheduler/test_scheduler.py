@@ -140,6 +140,15 @@ def test_prompt_logprobs_read_no_cache_and_survive_chunks() -> None:
     assert got.tokens[0] == answer(range(10), 100, 2)
 
 
+def test_long_prompt_logprobs_come_in_several_frames() -> None:
+    engine = HandEngine(num_blocks=200, max_num_batched_tokens=100, max_num_seqs=4, max_model_len=700)
+    request = engine.submit(generate(range(600), 1, prompt_logprobs=0))
+    engine.finish()
+    got = engine.answer(request).prompt_logprobs
+    assert got is not None
+    assert [p and p.logprob for p in got.positions] == [None, *(-float(i) for i in range(1, 600))]
+
+
 @pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
 def test_prompt_logprobs_fit_into_a_pool_of_one_prompt(prefix_cache) -> None:
     """Prompt logprobs of a cached prompt fit into a pool that holds the prompt once."""
