@@ -20,6 +20,7 @@ from worker.common.options import (
     make_parser,
     num_bytes,
     option,
+    option_name,
     template_text,
 )
 from worker.common.sockets import is_loopback
@@ -32,6 +33,8 @@ Task = Literal["auto", "generate", "embed"]
 KV_DISK_BYTES: Final = 10 << 30  # the default of --kv-disk-size
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
+_OWN_OPTIONS: Final = ("kv_disk", "kv_host_memory", "max_step_ms", "speculate")
+"""Options that only the built-in engine has."""
 
 _model = partial(option, "model")
 _net = partial(option, "network")
@@ -148,16 +151,10 @@ class WorkerConfig(SharedConfig):
             raise ValueError(f"--local-rank must be below --local-world-size, got {self.local_rank}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("--num-blocks and --kv-cache-memory exclude each other: give one")
-        if (self.kv_disk is not None or self.kv_host_memory) and self.engine != "headstart":
-            raise ValueError(
-                "--kv-disk and --kv-host-memory are for the built-in engine: use the options of the other engine"
-            )
         if (self.kv_disk is not None or self.kv_host_memory) and self.prefix_cache != "hash":
             raise ValueError("--kv-disk and --kv-host-memory need --prefix-cache hash: others name no blocks")
-        if self.max_step_ms is not None and self.engine != "headstart":
-            raise ValueError("--max-step-ms is for the built-in engine: bound the steps of the other engine itself")
-        if self.speculate and self.engine != "headstart":
-            raise ValueError("--speculate is for the built-in engine: use the option of the other engine")
+        if self.engine != "headstart" and (own := next((name for name in _OWN_OPTIONS if getattr(self, name)), None)):
+            raise ValueError(f"{option_name(own)} is for the built-in engine: use the option of the other engine")
         if self.chat_template is not None and self.engine != "headstart":
             raise ValueError(ENGINE_TEMPLATE)
         if (self.engine == "headstart") != (self.engine_url == ""):

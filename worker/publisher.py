@@ -88,7 +88,7 @@ class Changes:
             if pending.setdefault(entry, before) == held.get(entry):
                 del pending[entry]
 
-    def settle(self) -> None:
+    def mark_published(self) -> None:
         """Forget the differences: the published set is what is held."""
         self._pending.clear()
         self.num_published = len(self.held)
@@ -269,7 +269,7 @@ class Publisher:
             if not await self._writer.rewrite(held, self._load, held_in_tiers, list(self._changes[None].held.values())):
                 return False
             for changes in self._changes.values():
-                changes.settle()
+                changes.mark_published()
             return True
         while True:
             room, taken = _MAX_BATCH, list[SetChange]()

@@ -32,7 +32,6 @@ class CacheStats:
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
-    query_tokens: int
     hit_tokens: int
     evictions: int
     next_victim_age: int
@@ -49,7 +48,7 @@ class Allocator(ABC):
     """
 
     __slots__ = (
-        *("_events", "_evictions", "_hit_tokens", "_live", "_owed_copies", "_query_tokens", "_refs"),
+        *("_events", "_evictions", "_hit_tokens", "_live", "_owed_copies", "_refs"),
         *("block_size", "num_blocks"),
     )
 
@@ -67,7 +66,6 @@ class Allocator(ABC):
         self._owed_copies: list[BlockCopy] = []
         self._events: list[Iterable[BlockEvent]] = []
         self._evictions = 0
-        self._query_tokens = 0
         self._hit_tokens = 0
 
     @property
@@ -96,8 +94,7 @@ class Allocator(ABC):
         The allocation holds more than `num_tokens` when more is found cached.
         """
         allocation = self._allocate(num_tokens, token_ids, root, reuse, hashes)
-        if allocation is not None and reuse:
-            self._query_tokens += len(token_ids)
+        if allocation is not None:
             self._hit_tokens += allocation.num_cached_tokens
         return allocation
 
@@ -133,7 +130,6 @@ class Allocator(ABC):
             num_blocks=self.num_blocks,
             num_free_blocks=self.num_free_blocks,
             num_cached_blocks=num_cached_blocks,
-            query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
             evictions=self._evictions,
             next_victim_age=next_victim_age,

@@ -241,7 +241,7 @@ class Shard:
         if len(workers) > MAX_WORKERS_PER_SHARD:
             self.registry.warn_once(b"shards", f"{len(workers)} workers in one shard: configure more shards")
             del workers[MAX_WORKERS_PER_SHARD:]
-        # Names cost more than unneeded states. But foreign values may be of any size and number.
+        # Reading by name costs more than reading unneeded states. But foreign values may be of any size and number.
         has_foreign_states = self.registry.has_foreign_states
         by_name = self._hvals_refused or has_foreign_states or 2 * len(workers) < len(self.registry)
         return make_query(self._evalsha, self._keys, workers, by_name=by_name, guarded=has_foreign_states)

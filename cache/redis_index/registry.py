@@ -44,12 +44,11 @@ class KnownWorker:
     def entry(self, now_ms: int) -> RegistryEntry:
         state = self.state
         lease_left_s, age_s = (state.deadline_ms - now_ms) * 1e-3, (now_ms - state.written_ms) * 1e-3
-        in_tiers = state.num_tier_entries if isinstance(state.num_tier_entries, tuple) else ()
         return RegistryEntry(
             self.member,
             state.load,
             state.num_entries,
-            {tier: num for tier, num in zip(self.member.tiers, in_tiers, strict=False) if tier in TIERS},
+            {tier: num for tier, num in zip(self.member.tiers, state.num_tier_entries, strict=False) if tier in TIERS},
             state.set_version,
             lease_left_s,
             age_s,

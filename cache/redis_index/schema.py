@@ -57,8 +57,8 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
     written_ms: Count
     num_entries: Count
     load: WorkerLoad
-    num_tier_entries: tuple[Count, ...] | bytes = ()
-    """For each of the member's tiers. Bytes: the signature of a worker whose version has no tiers."""
+    num_tier_entries: tuple[Count, ...] = ()
+    """For each of the member's tiers."""
 
 
 _decode_state: Final = msgspec.msgpack.Decoder(State).decode

@@ -369,7 +369,7 @@ class AdapterEngine:
         is_away = self._draining or self._life.problem is not None
         load = self._account.current(self._counts, self.member.block_size, is_away, self._life.is_slow)
         self.load = load = msgspec.structs.replace(load, problem=(self._life.problem or "")[:MAX_PROBLEM_CHARS])
-        stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0, 0)
+        stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0)
         self._metrics.set_state(load, stats)
         if self._sinks.publisher is not None:
             self._sinks.publisher.offer(events, load)

@@ -1,8 +1,8 @@
 """The exchange of blocks and chains between workers: the messages, and an engine's side of it.
 
 POST /blocks: BlocksWanted ->     <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
-POST /chains: ChainsWanted ->     <- Handover: the chains that the worker used last
-POST /adopt: Handover ->          <- {"adopted_blocks": how many came}
+POST /chains: ChainsWanted ->     <- Handover: the chains that the worker used last, for one that joins
+POST /adopt: Handover ->          <- {"adopted_blocks": how many came}, from a worker that leaves
 """
 
 from __future__ import annotations

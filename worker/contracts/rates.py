@@ -150,7 +150,7 @@ class StepCost:
     """Seconds of a step of decodes, as a line over its rows: a fixed part, and a part for each row."""
 
     def __init__(self, row_s: float = 0.0, fixed_rows: float = 0.0) -> None:
-        """Begin with a guess: `row_s` for a row, and a fixed part equal to `fixed_rows` of them."""
+        """The first guess: `row_s` for each row, and a fixed cost of `fixed_rows * row_s`."""
         self._guess_s = row_s
         self._line = FadedLine(0.0, row_s * fixed_rows, row_s, _COST_FADE, _PRIOR_VARIANCE)
 

@@ -1,9 +1,4 @@
-"""The exchange of blocks with other workers (see `worker.contracts.exchange`).
-
-POST /blocks   BlocksWanted -> the records of blocks that a peer asks for
-POST /chains   ChainsWanted -> Handover: the chains that this worker used last, for a worker that joins
-POST /adopt    Handover -> {"adopted_blocks": n}, when a peer that leaves offers its chains
-"""
+"""The routes for other workers: POST /blocks, /chains and /adopt (see `worker.contracts.exchange`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Blocks between workers: POST /blocks names the blocks of a chain, and the answer streams their records.
+"""The client of other workers, for the messages of `worker.contracts.exchange`.
 
-    BlocksWanted (msgpack) ->        <- a msgpack bin of each record (see `cache.block_record`), up to the first miss
-
-POST /chains asks for the chains that a peer used last, when a worker joins. POST /adopt offers the chains of a worker
-that leaves. Whoever receives chains fetches them in the same way.
+http.client, not aiohttp: a fetch thread reads each record straight into the buffer that it copies to the pool. In the
+event loop, megabytes of blocks would delay the streams.
 
 Hashes are capabilities: they carry the tenant's salt. Only a holder of the fleet's secret may ask, and is
 trusted for the contents: the MAC of each record proves that it holds the secret. A request carries a token of the

@@ -208,7 +208,7 @@ class KVTransfers:
         self._metrics.count_fetch(end, fetch.num_fetched_blocks(), self._allocator.block_size, self._pool.num_bytes)
         if (adopted := self._adoptions.pop(fetch, None)) is not None:
             num_blocks = sum(fetch.num_fetched_blocks().values())
-            # In the engine's next turn: this one reports the blocks, so a worker that joins publishes them at once.
+            # Resolve in the next turn, after this one has reported the blocks, so that a joining worker publishes them.
             self._mailbox.put(partial(adopted.set_result, num_blocks), adopted.set_exception)
         for store in self._stores:  # a damaged record is dropped
             self._report(store)

@@ -33,7 +33,7 @@ class StepObjective:
     """Bounds the prefill tokens of steps with decodes, to take at most `max_step_s`. Owned by the scheduler."""
 
     def __init__(self, max_step_s: float, block_size: int, token_s: float = 0.0, fixed_tokens: float = 0.0) -> None:
-        """Begin with a guess: `token_s` for a token, and a fixed part of a step equal to `fixed_tokens` of them."""
+        """The first guess: `token_s` for each token, and a fixed cost of `fixed_tokens * token_s` for each step."""
         self.max_step_s = max_step_s
         self.block_size = block_size
         self._decodes = StepCost(token_s, fixed_tokens)

@@ -79,7 +79,7 @@ class SimulatedWorker:
             if not await self.writer.rewrite(pool, load, tiers):
                 return False
             for changes in self.changes.values():
-                changes.settle()
+                changes.mark_published()
             return True
         return await self.writer.publish([changes.take(1000) for changes in self.changes.values()], load)
 

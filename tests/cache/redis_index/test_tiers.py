@@ -23,7 +23,6 @@ from cache.types import BlockHash, Tier, TierName
 from tests.cache.redis_index.index_parts import (
     EAGER,
     LASTING,
-    SECRET,
     becomes,
     chain,
     entries,
@@ -234,20 +233,6 @@ def test_a_member_with_other_tiers_than_ours_is_refused(tiers: object) -> None:
     record = msgspec.json.encode({**msgspec.to_builtins(member()), "tiers": tiers})
     with pytest.raises(RegistryError):
         schema.decode_member(b"w0", record)
-
-
-def test_a_state_of_a_version_without_tiers_is_read() -> None:
-    """It has its signature where a newer one has the numbers of entries."""
-    signer, own = Signer(SECRET, "headstart", 0), tiered()
-    numbers = {"set_version": 1, "batch": 1, "deadline_ms": 2000, "written_ms": 1, "num_entries": 7}
-    newer = schema.encode_state(own, WorkerLoad(), (5,), **numbers)
-    older = msgspec.msgpack.encode(msgspec.msgpack.decode(newer)[:8])
-    for state, expected in ((newer, {"disk": 5}), (older, {})):
-        registry = Registry(lambda event: None, signer)
-        record = signer.sign_member(own.worker_id, schema.encode_member(own))
-        registry.refresh([(b"w0", record)], [(b"w0", signer.sign_state(own.worker_id, state))])
-        (entry,) = registry.entries()
-        assert (entry.num_entries, entry.num_tier_entries) == (7, expected)
 
 
 def test_a_match_in_tiers_of_an_old_version_is_not_credited() -> None:
