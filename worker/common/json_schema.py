@@ -12,6 +12,7 @@ from contextlib import suppress
 from decimal import Decimal
 from math import isfinite
 from typing import Any, Final
+from urllib.parse import quote
 
 Path = tuple[str, ...]
 
@@ -46,16 +47,7 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 def pointer(tokens: Path) -> str:
     """Write a path as a reference's fragment, by RFC 6901."""
-    return "#" + "".join("/" + _escaped(token) for token in tokens)
-
-
-def _escaped(token: str) -> str:
-    plain = token.replace("~", "~0").replace("/", "~1")
-    return "".join(char if (char.isascii() and char.isalnum()) or char in "_-.~$" else _percent(char) for char in plain)
-
-
-def _percent(char: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in char.encode())
+    return "#" + "".join("/" + quote(token.replace("~", "~0").replace("/", "~1"), safe="$") for token in tokens)
 
 
 def compiler_options(*, compact: bool = False) -> dict[str, Any]:
