@@ -28,7 +28,7 @@ from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from worker.files.model_files import PartKind
 
-MIN_WALKED: Final = 100_000
+MIN_WALKED: Final = 100_000  # see WALKS_PER_NODE; a small tree has this allowance
 WALKS_PER_NODE: Final = 4
 """Bound of the nodes that one batch may visit. Beyond it, held blocks are forgotten and learnt again."""
 

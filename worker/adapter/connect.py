@@ -44,7 +44,7 @@ PROBE_TEXTS: Final = (
     "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
     "  Größe: naïve café, 日本語のテキスト, emoji 🙂🙃\n\tdef f(x):\n\t\treturn x ** 2  # 100_000\r\n",
 )
-RETRY_S: Final = 1.0
+RETRY_S: Final = 1.0  # an engine takes minutes to start, and a question a second costs nothing
 NAMES_PER_BLOCK: Final = 4
 """Names of blocks that are remembered after a gap, per block of the engine's pool."""
 

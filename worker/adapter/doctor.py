@@ -25,14 +25,14 @@ from worker.adapter.subscriber import EventSubscriber, engine_binds
 from worker.common.checks import Check, judge, print_check
 from worker.config import WorkerConfig, parse
 
-PROBE_BLOCKS: Final = 4
-MIN_PROBE_TOKENS: Final = 64
-PROBE_TIMEOUT_S: Final = 60.0
+PROBE_BLOCKS: Final = 4  # full blocks, so that there are events of some
+MIN_PROBE_TOKENS: Final = 64  # with small blocks, too
+PROBE_TIMEOUT_S: Final = 60.0  # a request may queue behind others
 LISTEN_S: Final = 2.0
 """Time to wait for a probe's event. A publisher retries a closed port a few times a second."""
-MAX_PROBES: Final = 3
-POLL_S: Final = 0.02
-MAX_NAMES: Final = 1 << 16
+MAX_PROBES: Final = 3  # the first event may come before the subscription holds
+POLL_S: Final = 0.02  # short against LISTEN_S
+MAX_NAMES: Final = 1 << 16  # a doctor reads for seconds only
 NOWHERE: Final = "tcp://127.0.0.1:0"
 """A free port that no engine uses: only the replay delivers events there."""
 EVENTS_OPTION: Final = (

@@ -48,8 +48,8 @@ ANSWER_S: Final = 1.5
 """An engine that takes longer to return its counts is slow: gateways prefer others."""
 BYPASS_AFTER: Final = 3
 """Counts in a row with more requests than this adapter has sent, until it warns."""
-WARN_AGAIN_S: Final = 60.0
-MAX_PROBLEM_CHARS: Final = 200
+WARN_AGAIN_S: Final = 60.0  # one line a minute, not one a report
+MAX_PROBLEM_CHARS: Final = 200  # it is part of each state in Redis
 
 
 class AdapterEngine:

@@ -13,16 +13,16 @@ import msgspec
 
 from worker.adapter.api import EngineLostError, EngineModel, EngineRefusedError
 
-CALL_TIMEOUT_S: Final = 5.0
+CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a step
 CONNECT_TIMEOUT_S: Final = 5.0
 KEEPALIVE_S: Final = 3.0
 """Engines close idle connections (vLLM after 5 s). This side closes first, so no request meets a closed one."""
-MAX_ANSWER_BYTES: Final = 16 << 20
-_MAX_EVENT_BYTES: Final = 4 << 20
-_MAX_ERROR_BYTES: Final = 64 << 10
+MAX_ANSWER_BYTES: Final = 16 << 20  # bounds what an engine can make this process hold
+_MAX_EVENT_BYTES: Final = 4 << 20  # and an event of it
+_MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX_MESSAGE
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
-_READ_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 1 << 20  # aiohttp stops reading when twice this waits
 _JSON: Final = {"content-type": "application/json"}
 
 

@@ -33,7 +33,7 @@ _SALTED_EVENTS: Final = (0, 5, 20)
 """The first version whose cache events are maps with the salt of their requests."""
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
-_RENDER_TIMEOUT_S: Final = 60.0
+_RENDER_TIMEOUT_S: Final = 60.0  # the prompt may have megabytes
 _CONVERSATION: Final = ({"role": "user", "content": "Hi"},)
 _SENT: Final = frozenset(
     {

@@ -24,9 +24,9 @@ import zmq.asyncio
 from worker.adapter.api import EventSource
 from worker.adapter.kv_events import EventBatch, EventError, decode_batch
 
-_NUMBER_BYTES: Final = 8
+_NUMBER_BYTES: Final = 8  # of a batch, as vLLM writes it
 _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
-_MAX_MESSAGE_BYTES: Final = 256 * 2**20
+_MAX_MESSAGE_BYTES: Final = 256 * 2**20  # bounds what a publisher can make this process hold
 _MAX_QUEUED: Final = 100_000
 """Batches that wait here, as many as the engine keeps. Further batches are lost and fetched again."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")

@@ -32,7 +32,7 @@ RESPONSES: Final = "/v1/responses"
 TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 """Types of the last event of a stream without [DONE]."""
-_RENDER_TIMEOUT_S: Final = 60.0
+_RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megabytes
 _RENDER_ATTEMPTS: Final = 3
 _CLOSING_S: Final = 0.05
 """Time until the ends of connections that the engine has closed are known."""

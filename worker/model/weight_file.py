@@ -36,7 +36,7 @@ MAX_BYTES: Final = 8 << 30
 DISK_SHARE: Final = 0.25
 """Part of the free disk space that a file may take."""
 _ALIGNMENT: Final = 64  # a cache line, and a vector of AVX-512
-_CHUNK_WORDS: Final = 1 << 13
+_CHUNK_WORDS: Final = 1 << 13  # 64 KiB
 _CHECKSUM_BYTES: Final = 16  # 128 bits
 _SIZE_BYTES: Final = 8  # 64 bits
 

@@ -28,7 +28,7 @@ Replay = Callable[[], Tensor]
 Recorder = Callable[[Replay], Replay]
 """Returns a function that repeats `Replay` on the same memory, and returns the same tensor."""
 
-_WARM_UP_RUNS: Final = 2
+_WARM_UP_RUNS: Final = 2  # the first one allocates and compiles
 MAX_CHUNK_READS: Final = 1 << 17
 """Tokens that the rows of a step's chunks see together. Each row reads them again; a launched chunk reads them once."""
 
