@@ -58,4 +58,4 @@ def test_a_child_looks_for_modules_where_they_are_installed(folder: Path) -> Non
 def test_every_module_that_we_start_goes_through_one_function() -> None:
     sources = [file for part in ("server", "worker", "cache", "benchmarks") for file in (ROOT / part).rglob("*.py")]
     others = [file for file in sources if re.search(r"""sys\.executable,[^\])]*["']-m["']""", file.read_text())]
-    assert [file.relative_to(ROOT).as_posix() for file in others] == ["worker/common/modules.py"]
+    assert [file.relative_to(ROOT).as_posix() for file in others] == ["worker/common/command_line.py"]
