@@ -181,7 +181,7 @@ class Request:
         if len(logprobs) < len(self.prompt_ids) - 1:
             return []
         self.prompt_logprobs = None
-        positions = (None, *logprobs)
+        positions: tuple[TokenLogprobs | None, ...] = (None, *logprobs)
         starts = range(0, len(positions), MAX_POSITIONS)
         return [PromptLogprobs(positions[start : start + MAX_POSITIONS]) for start in starts]
 
