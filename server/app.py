@@ -65,8 +65,8 @@ class PublicApi:
     def routes(self) -> list[Route]:
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
-            Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count_tokens, methods=["POST"]),
-            Route(f"{RESPONSES_PATH}/input_tokens", self._responses.input_tokens, methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count, methods=["POST"]),
+            Route(f"{RESPONSES_PATH}/input_tokens", self._responses.count, methods=["POST"]),
             Route(f"{RESPONSES_PATH}/compact", self._responses.compact, methods=["POST"]),
             Route(MODELS_PATH, self._model_list.list, methods=["GET"]),
             Route(f"{MODELS_PATH}/{{model:path}}", self._model_list.get, methods=["GET"]),

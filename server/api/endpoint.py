@@ -34,7 +34,6 @@ from server.request.request import Deliver, Generation
 from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
-from server.schema.intent import Conversation
 from server.usage.account import Account
 from worker.common.tracing import Tracing, mark_failed
 
@@ -80,8 +79,6 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     """One per prompt."""
     formatter: ResponseFormatter
     stream: bool
-    conversation: Conversation | None = None
-    """The conversation that the prompt was rendered from."""
     ignored: str = ""
     """The tools left out and the hints without effect, for a header."""
 
