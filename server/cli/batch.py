@@ -35,7 +35,7 @@ from worker.common.command_line import CommandParser
 
 PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make the prompt, in the order in which templates write them."""
-CHUNK_BYTES: Final = 64
+CHUNK_BYTES: Final = 64  # about a block of 16 tokens: what is cached of a prompt are blocks
 MAX_ANSWER_BYTES: Final = 256 << 20  # more than any answer has, and bounds a wrong server's
 MAX_WAIT_S: Final = 30.0  # a server that is back is found within it
 REPORT_S: Final = 10.0  # a log of hours stays short
