@@ -21,7 +21,7 @@ from server.api.embeddings import EmbeddingEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
 from server.api.formatting import json_response
 from server.api.messages import MessagesEndpoint
-from server.api.model_list import ModelsApi
+from server.api.models import ModelsApi
 from server.api.pooling import ENGINE_PATHS, PoolingEndpoint
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi

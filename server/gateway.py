@@ -32,11 +32,11 @@ import uvloop
 
 from cache.redis_index import GatewayRecords, RedisIndex
 from cache.types import GatewayId
-from server.api.client_lines import CLIENT_LINES
 from server.api.endpoint import EndpointServices
-from server.api.engine_text import EngineTexts
-from server.api.ignored_tools import IgnoredTools
-from server.api.images import ImageRules
+from server.api.engine.text import EngineTexts
+from server.api.prompts.client_lines import CLIENT_LINES
+from server.api.prompts.ignored_tools import IgnoredTools
+from server.api.prompts.images import ImageRules
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.fleet_limits import FleetLimits

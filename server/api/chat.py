@@ -18,8 +18,6 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api import params
-from server.api.client_lines import without_client_lines
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
@@ -30,9 +28,11 @@ from server.api.formatting import (
     json_response,
     response_id,
 )
-from server.api.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
-from server.api.ignored_tools import ignored_header
-from server.api.limits import TokenLimits, check_text, encode_any
+from server.api.prompts import params
+from server.api.prompts.client_lines import without_client_lines
+from server.api.prompts.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
+from server.api.prompts.ignored_tools import ignored_header
+from server.api.prompts.limits import TokenLimits, check_text, encode_any
 from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from server.api import params
-from server.api.batches import Prompt, batch_specs
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
@@ -20,8 +18,10 @@ from server.api.formatting import (
     response_id,
     token_text,
 )
-from server.api.grammars import answer_grammar
-from server.api.limits import TokenLimits, in_vocabulary
+from server.api.prompts import params
+from server.api.prompts.batches import Prompt, batch_specs
+from server.api.prompts.grammars import answer_grammar
+from server.api.prompts.limits import TokenLimits, in_vocabulary
 from server.auth.identity import Identity
 from server.http.stream import sse
 from server.models.served_model import ServedModel

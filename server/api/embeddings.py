@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from server.api.batches import Prompt, batch_specs
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import LazyJson, ResponseFormatter, json_parts, response_id
-from server.api.limits import in_vocabulary
-from server.api.params import new_spec
+from server.api.prompts.batches import Prompt, batch_specs
+from server.api.prompts.limits import in_vocabulary
+from server.api.prompts.params import new_spec
 from server.auth.identity import Identity
 from server.errors import ContextLengthError
 from server.models.served_model import ServedModel

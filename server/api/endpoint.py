@@ -21,7 +21,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
-from server.api.ignored_tools import IgnoredTools, ignored_header
+from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
 from server.event_loop import TimeSlice, sliced

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from server.api.chat import ConversationEndpoint
 from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
-from server.api.items import messages_of_items, tools_of_items
+from server.api.prompts.items import messages_of_items, tools_of_items
 from server.errors import ApiError, responses_error
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream

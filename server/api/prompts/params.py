@@ -6,7 +6,7 @@ import os
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
-from server.api.limits import in_vocabulary
+from server.api.prompts.limits import in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
 from server.event_loop import sliced

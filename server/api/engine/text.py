@@ -23,17 +23,17 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from cache.records import Candidate
-from server.api.client_lines import without_line
 from server.api.endpoint import PreparedRequest
-from server.api.engine_control import check_control_tokens
-from server.api.engine_media import CHAT_PATH, Media, read_media
-from server.api.engine_prompts import EnginePrompts
-from server.api.engine_shapes import LEADS, TEXTS, EngineShapes
+from server.api.engine.control import check_control_tokens
+from server.api.engine.media import CHAT_PATH, Media, read_media
+from server.api.engine.prompts import EnginePrompts
+from server.api.engine.shapes import LEADS, TEXTS, EngineShapes
 from server.api.formatting import ResponseFormatter, encode_json, response_id
-from server.api.ignored_tools import IgnoredTools
-from server.api.images import ImageRules
-from server.api.params import choice_seeds, new_spec
 from server.api.pooling import ENGINE_PATHS, head_of
+from server.api.prompts.client_lines import without_line
+from server.api.prompts.ignored_tools import IgnoredTools
+from server.api.prompts.images import ImageRules
+from server.api.prompts.params import choice_seeds, new_spec
 from server.auth.identity import Identity, request_salt
 from server.errors import (
     MESSAGES_PATH,
@@ -120,7 +120,7 @@ class _Known(Struct):
 
 
 class _Asked(NamedTuple):
-    """A body of a client for an engine, as far as the gateway reads it."""
+    """The part of a body for an engine that the gateway reads."""
 
     path: str
     """The engine's route."""
