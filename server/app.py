@@ -21,7 +21,7 @@ from server.api.embeddings import EmbeddingEndpoint
 from server.api.endpoint import EndpointServices, GenerateEndpoint
 from server.api.formatting import json_response
 from server.api.messages import MessagesEndpoint
-from server.api.model_list import ModelsApi
+from server.api.models import ModelsApi
 from server.api.pooling import ENGINE_PATHS, PoolingEndpoint
 from server.api.responses import ResponsesEndpoint
 from server.api.tokenize import TokenizeApi
@@ -65,8 +65,8 @@ class PublicApi:
     def routes(self) -> list[Route]:
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
-            Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count_tokens, methods=["POST"]),
-            Route(f"{RESPONSES_PATH}/input_tokens", self._responses.input_tokens, methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count, methods=["POST"]),
+            Route(f"{RESPONSES_PATH}/input_tokens", self._responses.count, methods=["POST"]),
             Route(f"{RESPONSES_PATH}/compact", self._responses.compact, methods=["POST"]),
             Route(MODELS_PATH, self._model_list.list, methods=["GET"]),
             Route(f"{MODELS_PATH}/{{model:path}}", self._model_list.get, methods=["GET"]),

@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar
 
 log = logging.getLogger(__name__)
 
-SLICE_S: Final = 0.005
-SAMPLE_S: Final = 0.01
-RESTART_PAUSE_S: Final = 1.0
+SLICE_S: Final = 0.005  # other requests wait this long for one that is prepared
+SAMPLE_S: Final = 0.01  # thousands in a minute show its p99
+RESTART_PAUSE_S: Final = 1.0  # a task that always fails takes little time of the loop
 COLLECTED_BYTES: Final = 256 << 20
 """A collection takes some milliseconds; these bytes take a second to arrive and be read."""
 

@@ -32,11 +32,11 @@ import uvloop
 
 from cache.redis_index import GatewayRecords, RedisIndex
 from cache.types import GatewayId
-from server.api.client_lines import CLIENT_LINES
 from server.api.endpoint import EndpointServices
-from server.api.engine_text import EngineTexts
-from server.api.ignored_tools import IgnoredTools
-from server.api.images import ImageRules
+from server.api.engine.text import EngineTexts
+from server.api.prompts.client_lines import CLIENT_LINES
+from server.api.prompts.ignored_tools import IgnoredTools
+from server.api.prompts.images import ImageRules
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.fleet_limits import FleetLimits
@@ -76,13 +76,13 @@ from worker.common.watchdog import watched
 
 log = logging.getLogger("server.gateway")  # also where it runs as __main__
 
-FOLLOW_INTERVAL_S: Final = 0.1
+FOLLOW_INTERVAL_S: Final = 0.1  # a new model serves at once for a reader
 SHUTDOWN_NOTICE_S: Final = 1.0
 """The last part of the drain grace, in which open answers end with an error."""
 NUM_THREADS: Final = 2
 """Threads that tokenise long texts: the library releases the GIL."""
-GC_THRESHOLD: Final = 20_000
-BAD_USAGE: Final = 2
+GC_THRESHOLD: Final = 20_000  # requests leave no cycles, and make more objects than the default
+BAD_USAGE: Final = 2  # argparse's, too
 
 
 class Gateway:

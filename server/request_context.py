@@ -99,11 +99,6 @@ class RequestContext:
     """0: the response never began."""
     key_headers: Callable[[], list[tuple[bytes, bytes]]] = list
     """Returns the headers on the limits of the request's key."""
-    worker: str = ""
-    """The worker of the request; for several prompts their workers, joined by commas."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
     account: Account | None = None
     """The use of a request to a model's route."""
     removed_line: str = ""
@@ -137,9 +132,10 @@ class RequestContext:
             span.set_attribute("http.response.status_code", self.status)
         if not self.status or self.status >= 500:
             mark_failed(span)
-        span.set_attribute("gen_ai.usage.input_tokens", self.num_prompt_tokens)
-        span.set_attribute("gen_ai.usage.output_tokens", self.num_output_tokens)
-        span.set_attribute("headstart.cached_tokens", self.num_cached_tokens)
+        if self.account is not None:
+            span.set_attribute("gen_ai.usage.input_tokens", self.account.prompt_tokens)
+            span.set_attribute("gen_ai.usage.output_tokens", self.account.output_tokens)
+            span.set_attribute("headstart.cached_tokens", self.account.num_cached_tokens)
         span.end()
 
 

@@ -9,24 +9,39 @@ one function  the same, once      the same; that function's arguments where the 
 
 from __future__ import annotations
 
+import dataclasses
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
-from server.api import params
-from server.api.client_lines import without_client_lines
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ChunkFormatter, LazyJson, chat_logprobs, encode_json, response_id
-from server.api.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
-from server.api.limits import TokenLimits, check_text
-from server.auth.identity import Identity, allowed_priority, request_salt
+from server.api.formatting import (
+    ChunkFormatter,
+    LazyJson,
+    ResponseFormatter,
+    chat_logprobs,
+    encode_json,
+    json_response,
+    response_id,
+)
+from server.api.prompts import params
+from server.api.prompts.client_lines import without_client_lines
+from server.api.prompts.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
+from server.api.prompts.ignored_tools import ignored_header
+from server.api.prompts.limits import TokenLimits, check_text, encode_any
+from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError, InvalidRequestError
 from server.http.stream import sse
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import invalid
+from server.schema.decoding import invalid, require_json
+from server.schema.fields import ModelFields
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, ChatRequest
 from server.text.control_tokens import RenderedPrompt
@@ -35,20 +50,60 @@ from server.text.formats.reasoning import THINK
 from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 
+RequestT = TypeVar("RequestT", bound=ModelFields)
 
-class ChatEndpoint(GenerateEndpoint):
-    route = "chat"
+
+class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
+    """A route of any API for chats: its body becomes a `ChatIntent`."""
+
+    prefix: ClassVar[str]
+    """The beginning of its answers' ids."""
+
+    @abstractmethod
+    async def read(self, body: bytes) -> tuple[RequestT, ChatIntent]:
+        """Decode and check a body. Raises ApiError."""
+
+    async def read_to_count(self, body: bytes) -> ChatIntent:
+        """Decode and check a body of which only the prompt counts. Raises ApiError."""
+        return (await self.read(body))[1]
+
+    @abstractmethod
+    def formatter(self, request: RequestT, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
+        """Return the writer of an answer."""
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request = await CHAT.read(body, self._models.text_limit)
-            intent = request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+            request, intent = await self.read(body)
             ignored = self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
-            spec, rules = await chat_spec(intent, model, identity, response_id("chatcmpl-"))
-        formatter = ChatFormatter(spec.request_id, request, model, rules)
-        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
+            spec, rules = await chat_spec(intent, model, identity, response_id(self.prefix))
+        return PreparedRequest((spec,), self.formatter(request, spec, rules), bool(request.stream), ignored)
+
+    async def count(self, http_request: Request) -> Response:
+        """Count the prompt that a body would send, even one that no context holds. Raises ApiError."""
+        require_json(http_request.scope["headers"])
+        intent = await self.read_to_count(await http_request.body())
+        ignored, param = self._services.ignored_tools.take(intent), intent.names.messages
+        model = self._model(intent.fields.model, identity_of(http_request.scope))
+        rendered = await render_chat(intent.conversation, model)
+        ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
+        counted = {"input_tokens": len(TokenLimits(intent.fields, param).truncated(ids))}
+        return json_response(self.counted | counted, ignored_header(ignored))
+
+    counted: ClassVar[dict[str, Any]] = {}
+    """Further fields of the answer of `count`."""
+
+
+class ChatEndpoint(ConversationEndpoint[ChatRequest]):
+    route, prefix = "chat", "chatcmpl-"
+
+    async def read(self, body: bytes) -> tuple[ChatRequest, ChatIntent]:
+        request = await CHAT.read(body, self._models.text_limit)
+        return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+
+    def formatter(self, request: ChatRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
+        return ChatFormatter(request, spec, rules)
 
 
 async def chat_spec(
@@ -62,11 +117,9 @@ async def chat_spec(
     max_tokens = limits.token_budget(model, len(prompt_ids))
     rules = output_rules(intent, model, rendered.text)
     held = await chat_grammar(intent, model, rules)
-    spec = GenerationSpec(
-        request_id=id_,
-        model=model,
+    spec = replace(
+        params.new_spec(id_, model, identity, fields, names.messages),
         prompt_ids=prompt_ids,
-        root=model.root(request_salt(identity, fields.cache_salt)),
         seeds=params.choice_seeds(fields.seed, intent.num_choices),
         sampling=await params.sampling_params(
             fields,
@@ -78,14 +131,9 @@ async def chat_spec(
             grammar=held.grammar,
         ),
         rules=params.text_rules(fields, intent.stops, model, rules.markers(), shows_special=rules.shows_special),
-        prompt_param=names.messages,
         grammar_param=held.param,
         relaxed=held.relaxed,
         clamps_max_tokens=limits.clamps or limits.max_tokens is None,
-        priority=allowed_priority(identity, fields.priority),
-        tenant=identity.tag,
-        weight=identity.key.weight,
-        affinity_key=intent.affinity_key,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
     )
     return spec, rules
@@ -133,8 +181,8 @@ def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputR
     tools = model.tool_format
     rules = OutputRules(reasoning=reasoning, thoughts=model.thoughts or THINK, thought_fields=model.thought_fields)
     if intent.tool_mode == "none":
-        return replace(rules, tools=tools if tools is not None and tools.has_channels else None)
-    return replace(
+        return dataclasses.replace(rules, tools=tools if tools is not None and tools.has_channels else None)
+    return dataclasses.replace(
         rules,
         tools=tools,
         tool_names=names if intent.named_tool is None else frozenset({intent.named_tool.name}),
@@ -152,9 +200,9 @@ class ChatFormatter(ChunkFormatter):
 
     prompt_per_choice = False
 
-    def __init__(self, id_: str, request: ChatRequest, model: ServedModel, rules: OutputRules) -> None:
+    def __init__(self, request: ChatRequest, spec: GenerationSpec, rules: OutputRules) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__(id_, kind, request, model.tokenizer.token_bytes, request.num_top_logprobs)
+        super().__init__(kind, request, spec, request.num_top_logprobs)
         if request.service_tier is not None:
             self._head["service_tier"] = "default"
         self._rules = rules

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from server.api import params
-from server.api.batches import Prompt, batch_specs
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import (
     ChunkFormatter,
@@ -20,9 +18,11 @@ from server.api.formatting import (
     response_id,
     token_text,
 )
-from server.api.grammars import answer_grammar
-from server.api.limits import TokenLimits, in_vocabulary
-from server.auth.identity import Identity, allowed_priority, request_salt
+from server.api.prompts import params
+from server.api.prompts.batches import Prompt, batch_specs
+from server.api.prompts.grammars import answer_grammar
+from server.api.prompts.limits import TokenLimits, in_vocabulary
+from server.auth.identity import Identity
 from server.http.stream import sse
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
@@ -60,7 +60,6 @@ async def prepare_completion(
     num_sampled = max(request.best_of or 1, request.num_choices)
     if len(prompts) * num_sampled > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
-    id_ = response_id("cmpl-")
     held = await answer_grammar(request.response_format, request.structured_outputs)
     sampling = await params.sampling_params(
         request,
@@ -74,21 +73,14 @@ async def prepare_completion(
     _check_batch_fields(sampling, len(prompts))
     clamps = clamps_max_tokens or request.max_tokens is None
     limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
-    shared = GenerationSpec(
-        request_id=id_,
-        model=model,
-        root=model.root(request_salt(identity, request.cache_salt)),
+    shared = replace(
+        params.new_spec(response_id("cmpl-"), model, identity, request, "prompt"),
         seeds=params.choice_seeds(request.seed, num_sampled),
         sampling=sampling,
         rules=params.text_rules(request, request.stop_strings, model),
-        prompt_param="prompt",
         grammar_param=held.param,
         relaxed=held.relaxed,
         clamps_max_tokens=clamps,
-        priority=allowed_priority(identity, request.priority),
-        tenant=identity.tag,
-        weight=identity.key.weight,
-        affinity_key=request.affinity_key,
     )
     echoes: list[str] = []
 
@@ -100,7 +92,7 @@ async def prepare_completion(
         return replace(spec, sampling=own, seeds=params.choice_seeds(request.seed, num_sampled))
 
     specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), complete)
-    formatter = CompletionFormatter(id_, request, model, echoes, num_sampled)
+    formatter = CompletionFormatter(request, shared, echoes, num_sampled)
     return PreparedRequest(specs, formatter, bool(request.stream), ignored=", ".join(request.ignored_hints))
 
 
@@ -135,10 +127,8 @@ class CompletionFormatter(ChunkFormatter):
 
     prompt_per_choice = True
 
-    def __init__(
-        self, id_: str, request: CompletionRequest, model: ServedModel, echoes: list[str], num_sampled: int
-    ) -> None:
-        super().__init__(id_, "text_completion", request, model.tokenizer.token_bytes, request.logprobs)
+    def __init__(self, request: CompletionRequest, spec: GenerationSpec, echoes: list[str], num_sampled: int) -> None:
+        super().__init__("text_completion", request, spec, request.logprobs)
         self._num_shown = request.num_choices
         self._echoes = echoes
         self._num_sampled = num_sampled

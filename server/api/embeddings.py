@@ -9,14 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from server.api.batches import Prompt, batch_specs
+from msgspec.structs import replace
+
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import LazyJson, ResponseFormatter, json_parts, response_id
-from server.api.limits import in_vocabulary
-from server.auth.identity import Identity, allowed_priority, request_salt
+from server.api.prompts.batches import Prompt, batch_specs
+from server.api.prompts.limits import in_vocabulary
+from server.api.prompts.params import new_spec
+from server.auth.identity import Identity
 from server.errors import ContextLengthError
 from server.models.served_model import ServedModel
-from server.request.choice import ChoiceDelta, GenerationSpec
+from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
@@ -47,17 +50,7 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
     inputs = request.inputs()
     if len(inputs) > MAX_INPUTS:
         raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
-    shared = GenerationSpec(
-        request_id=response_id("embd-"),
-        model=model,
-        root=model.root(request_salt(identity, request.cache_salt)),
-        prompt_param="input",
-        priority=allowed_priority(identity, request.priority),
-        tenant=identity.tag,
-        weight=identity.key.weight,
-        affinity_key=request.affinity_key,
-        embed=Embed(request.dimensions),
-    )
+    shared = replace(new_spec(response_id("embd-"), model, identity, request, "input"), embed=Embed(request.dimensions))
     specs = await batch_specs(shared, inputs, partial(_input_ids, model))
     return PreparedRequest(specs, EmbeddingFormatter(request), stream=False, ignored=", ".join(request.ignored_hints))
 

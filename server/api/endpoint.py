@@ -21,11 +21,12 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from server.api.formatting import ResponseFormatter
-from server.api.ignored_tools import IgnoredTools, ignored_header
+from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
 from server.auth.identity import Identity, identity_of
 from server.errors import NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
 from server.event_loop import TimeSlice, sliced
 from server.http.stream import CancelOnDisconnect, ClientGoneError, KeepAlive, SseWriter, client_of
+from server.metrics import GatewayMetrics
 from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
@@ -34,7 +35,6 @@ from server.request.request import Deliver, Generation
 from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
-from server.schema.intent import Conversation
 from server.usage.account import Account
 from worker.common.tracing import Tracing, mark_failed
 
@@ -80,8 +80,6 @@ class PreparedRequest(Struct, frozen=True, eq=False):
     """One per prompt."""
     formatter: ResponseFormatter
     stream: bool
-    conversation: Conversation | None = None
-    """The conversation that the prompt was rendered from."""
     ignored: str = ""
     """The tools left out and the hints without effect, for a header."""
 
@@ -89,21 +87,14 @@ class PreparedRequest(Struct, frozen=True, eq=False):
         return [(name.encode(), names.encode()) for name, names in ignored_header(self.ignored).items()]
 
 
-class Preparation:
-    """Prepares one request from its body, until the body is dropped."""
+Prepare = Callable[[], Awaitable[PreparedRequest]]
 
-    def __init__(self, prepare: Callable[[], Awaitable[PreparedRequest]]) -> None:
-        self._prepare: Callable[[], Awaitable[PreparedRequest]] | None = prepare
 
-    async def request(self) -> PreparedRequest:
-        """Prepare it for the revision that serves now. Raises ApiError."""
-        while self._prepare is not None:
-            with suppress(RevisionGoneError):  # gone while its engine renders the prompt
-                return await self._prepare()
-        raise RevisionGoneError
-
-    def drop(self) -> None:
-        self._prepare = None
+async def prepared(prepare: Prepare) -> PreparedRequest:
+    """Prepare a request for the revision that serves now. Raises ApiError."""
+    while True:
+        with suppress(RevisionGoneError):  # gone while its engine renders the prompt
+            return await prepare()
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +103,8 @@ class Answer:
 
     formatter: ResponseFormatter
     response: ResponseStream
-    preparation: Preparation
+    prepare: Prepare | None
+    """Prepares the request again, from its body; None: output has been sent to the client."""
     begin: Callable[[PreparedRequest], Awaitable[list[Generation]]]
 
     async def run(self, deliver: Deliver | None = None) -> None:
@@ -121,14 +113,29 @@ class Answer:
             try:
                 return await self.response.run(deliver)
             except RevisionGoneError:
-                again = await self.preparation.request()
+                if self.prepare is None:
+                    raise
+                again = await prepared(self.prepare)
                 self.formatter, self.response.generations = again.formatter, await self.begin(again)
                 del again
 
     def commit(self) -> None:
         """Record that output has been sent to the client: the request is not prepared again."""
         self.response.commit()
-        self.preparation.drop()
+        self.prepare = None
+
+    def close(self, account: Account, metrics: GatewayMetrics, elapsed_s: float) -> None:
+        """Write what the request has used into its account, and count it."""
+        response = self.response
+        response.charge(account)
+        account.worker = response.worker_ids()
+        if not self.formatter.shows_output:
+            account.output_tokens = 0
+        metrics.output_tokens.inc(response.model, by=response.num_output_tokens)
+        if num_pooled_tokens := response.num_pooled_tokens:
+            metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
+        if response.finished:
+            metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
 
 
 class GenerateEndpoint(ABC):
@@ -154,20 +161,19 @@ class GenerateEndpoint(ABC):
         if services.tracing is not None:
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
-        preparation = Preparation(partial(self._prepared, scope["path"], await read_body(receive), identity))
+        prepare = partial(self._prepared, scope["path"], await read_body(receive), identity)
         with CancelOnDisconnect(client_of(scope), services.request_timeout_s):
-            request = await preparation.request()
+            request = await prepared(prepare)
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         account.model = request.specs[0].model.name
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
-        self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
-        context.num_prompt_tokens = num_prompt_tokens
+        self._metrics.prompt_tokens.inc(account.model, by=num_prompt_tokens)
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
-        generations = await begin(request)
-        answer = Answer(request.formatter, ResponseStream(generations, deadline_s), preparation, begin)
-        headers, is_streamed, response = request.headers(), request.stream, answer.response
-        del request, generations
+        response = ResponseStream(await begin(request), deadline_s)
+        answer = Answer(request.formatter, response, prepare, begin)
+        headers, is_streamed = request.headers(), request.stream
+        del request, prepare  # the body
         services.open_responses.add(response)
         try:
             if is_streamed:
@@ -176,21 +182,9 @@ class GenerateEndpoint(ABC):
                 await self._respond(answer, headers, scope, send)
         finally:
             services.open_responses.discard(response)
-            context.num_output_tokens = response.num_output_tokens
-            context.num_cached_tokens = response.num_cached_tokens
-            context.worker = response.worker_ids()
-            response.charge(account)
-            if not answer.formatter.shows_output:
-                account.output_tokens = 0
-            self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
-            if num_pooled_tokens := response.num_pooled_tokens:
-                context.num_prompt_tokens = num_pooled_tokens
-                self._metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
-            if response.finished:
-                elapsed_s = time.perf_counter() - context.started_s
-                self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
+            answer.close(account, self._metrics, time.perf_counter() - context.started_s)
             if usage is not None:
-                usage.add_tokens(context.num_output_tokens + response.num_pooled_tokens)
+                usage.add_tokens(response.num_output_tokens + response.num_pooled_tokens)
 
     async def _prepared(self, path: str, body: bytes, identity: Identity) -> PreparedRequest:
         engine_text = self._services.engine_text

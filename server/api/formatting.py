@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from server.errors import ApiError
 from server.http.stream import DONE, PING, sse
-from server.request.choice import ChoiceDelta, TokenEntry
+from server.request.choice import ChoiceDelta, GenerationSpec, TokenEntry
 from server.request.request import Generation
 from server.request.response import ResponseStream
 from server.request_context import CURRENT
@@ -83,13 +83,11 @@ class ChunkFormatter(ResponseFormatter):
     prompt_per_choice: ClassVar[bool]
     """The fields of a prompt are shown in each of its choices, not in the response."""
 
-    def __init__(
-        self, id_: str, kind: str, request: SamplingFields, token_bytes: TokenBytes, num_top: int | None
-    ) -> None:
+    def __init__(self, kind: str, request: SamplingFields, spec: GenerationSpec, num_top: int | None) -> None:
         """`num_top`: the best tokens shown at each position; None: no log probabilities are asked for."""
         options = request.stream_options
-        self._head = {"id": id_, "object": kind, "created": int(time.time()), "model": request.model}
-        self._token_bytes = token_bytes
+        self._head = {"id": spec.request_id, "object": kind, "created": int(time.time()), "model": request.model}
+        self._token_bytes = spec.model.tokenizer.token_bytes
         self._num_top = num_top
         self._num_prompt_logprobs = request.prompt_logprobs
         self._token_ids = bool(request.return_token_ids)

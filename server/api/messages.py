@@ -19,23 +19,17 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
-from server.api.chat import chat_spec
-from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ResponseFormatter, encode_json, json_response, response_id
-from server.api.ignored_tools import ignored_header
-from server.api.tokenize import num_prompt_tokens
-from server.auth.identity import Identity, identity_of
+from server.api.chat import ConversationEndpoint
+from server.api.formatting import ResponseFormatter, encode_json
 from server.errors import ApiError, anthropic_error
 from server.event_loop import sliced
-from server.request.choice import ChoiceDelta
+from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
-from server.request_context import CURRENT, trace_stage
+from server.request_context import CURRENT
 from server.schema import fields as schema
 from server.schema.blocks import NOT_TEXT
-from server.schema.decoding import decode_text, invalid, require_json
+from server.schema.decoding import decode_text, invalid
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.messages import (
     COUNT_TOKENS,
@@ -43,6 +37,7 @@ from server.schema.messages import (
     ContentBlock,
     CountTokensRequest,
     InputMessage,
+    MessagesRequest,
     ThinkingConfig,
 )
 from server.schema.thoughts import thought_text
@@ -57,34 +52,18 @@ _OLDER_NAMES: Final = replace(_NAMES, response_format="output_format")
 _MODES: Final[dict[str, ToolMode]] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
-class MessagesEndpoint(GenerateEndpoint):
-    route = "messages"
+class MessagesEndpoint(ConversationEndpoint[MessagesRequest]):
+    route, prefix = "messages", "msg_"
 
-    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
-        id_ = response_id("msg_")
-        with trace_stage("validate"):
-            request = await MESSAGES.read(body, self._models.text_limit)
-            intent = await messages_intent(request, request.max_tokens or 1)
-            ignored = self._services.ignored_tools.take(intent)
-        with trace_stage("tokenise"):
-            model = self._model(request.model, identity)
-            spec, rules = await chat_spec(intent, model, identity, id_)
-        shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
-        formatter = MessagesFormatter(
-            id_, request.model, rules, shows_thoughts=shows_thoughts, is_empty=request.max_tokens == 0
-        )
-        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
+    async def read(self, body: bytes) -> tuple[MessagesRequest, ChatIntent]:
+        request = await MESSAGES.read(body, self._models.text_limit)
+        return request, await messages_intent(request, request.max_tokens or 1)
 
-    async def count_tokens(self, http_request: Request) -> Response:
-        """Count the prompt that /v1/messages would send, even one that no context holds. Raises ApiError."""
-        scope = http_request.scope
-        require_json(scope["headers"])
-        request = await COUNT_TOKENS.read(await http_request.body(), self._models.text_limit)
-        intent = await messages_intent(request)
-        ignored = self._services.ignored_tools.take(intent)
-        model = self._model(request.model, identity_of(scope))
-        num_tokens = await num_prompt_tokens(intent, model)
-        return json_response({"input_tokens": num_tokens}, ignored_header(ignored))
+    async def read_to_count(self, body: bytes) -> ChatIntent:
+        return await messages_intent(await COUNT_TOKENS.read(body, self._models.text_limit))
+
+    def formatter(self, request: MessagesRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
+        return MessagesFormatter(request, spec.request_id, rules)
 
 
 async def messages_intent(request: CountTokensRequest, max_tokens: int | None = None) -> ChatIntent:
@@ -123,7 +102,6 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         dropped_items=tuple(dropped),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         response_format=_format(request),
-        affinity_key=request.affinity_key,
     )
     intent.check()
     return intent
@@ -223,13 +201,13 @@ class MessagesFormatter(ResponseFormatter):
 
     ping = _event("ping")
 
-    def __init__(self, id_: str, model: str, rules: OutputRules, *, shows_thoughts: bool, is_empty: bool) -> None:
-        """`is_empty`: the one token that was generated is not shown."""
+    def __init__(self, request: MessagesRequest, id_: str, rules: OutputRules) -> None:
         self._id = id_
-        self._model = model
+        self._model = request.model
         self._parser = OutputParser(rules)
-        self._shows_thoughts = shows_thoughts
-        self._is_empty = is_empty
+        self._shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
+        self._is_empty = request.max_tokens == 0
+        """The one token that was generated is not shown."""
         self._started = False
         self._open: str | None = None
         """The type of the open block."""

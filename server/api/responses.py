@@ -11,25 +11,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.chat import chat_spec
-from server.api.endpoint import GenerateEndpoint, PreparedRequest
-from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json, json_response
-from server.api.ignored_tools import ignored_header
-from server.api.items import messages_of_items, tools_of_items
-from server.api.tokenize import num_prompt_tokens
-from server.auth.identity import Identity, identity_of
+from server.api.chat import ConversationEndpoint
+from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
+from server.api.prompts.items import messages_of_items, tools_of_items
 from server.errors import ApiError, responses_error
-from server.request.choice import ChoiceDelta
+from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
-from server.request_context import trace_stage
 from server.schema import fields as schema
-from server.schema.decoding import invalid, require_json, unsupported
+from server.schema.decoding import invalid, unsupported
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.requests import RESPONSES, ResponsesRequest, TextOptions
 from server.schema.tools import ToolName, make_toolbox, read_choice, read_tools
@@ -44,30 +39,17 @@ _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc
 _CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
 
-class ResponsesEndpoint(GenerateEndpoint):
-    route = "responses"
+class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
+    route, prefix = "responses", "resp_"
+    counted: ClassVar = {"object": "response.input_tokens"}
 
-    async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
-        id_ = f"resp_{uuid.uuid4().hex}"
-        with trace_stage("validate"):
-            request = await RESPONSES.read(body, self._models.text_limit)
-            intent = responses_intent(request)
-            ignored = self._services.ignored_tools.take(intent)
-        with trace_stage("tokenise"):
-            model = self._model(request.model, identity)
-            spec, rules = await chat_spec(intent, model, identity, id_)
-        formatter = ResponsesFormatter(id_, request, rules, spec.sampling, model.tokenizer.token_bytes)
-        return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
+    async def read(self, body: bytes) -> tuple[ResponsesRequest, ChatIntent]:
+        request = await RESPONSES.read(body, self._models.text_limit)
+        return request, responses_intent(request)
 
-    async def input_tokens(self, http_request: Request) -> Response:
-        """Count the prompt that /v1/responses would send, even one that no context holds. Raises ApiError."""
-        scope = http_request.scope
-        require_json(scope["headers"])
-        request = await RESPONSES.read(await http_request.body(), self._models.text_limit)
-        intent = responses_intent(request)
-        ignored = self._services.ignored_tools.take(intent)
-        num_tokens = await num_prompt_tokens(intent, self._model(request.model, identity_of(scope)))
-        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens}, ignored_header(ignored))
+    def formatter(self, request: ResponsesRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
+        token_bytes = spec.model.tokenizer.token_bytes
+        return ResponsesFormatter(spec.request_id, request, rules, spec.sampling, token_bytes)
 
     async def compact(self, http_request: Request) -> Response:
         """Raises InvalidRequestError: nothing is kept here that a compaction could stand for."""
@@ -99,7 +81,6 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
         dropped_items=dropped,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         response_format=_format(request.text),
-        affinity_key=request.affinity_key,
     )
     intent.check()
     return intent

@@ -5,7 +5,6 @@ They return the tokens that the model would see, the text of tokens, and the tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -15,21 +14,15 @@ from starlette.responses import Response
 
 from server.api.chat import render_chat
 from server.api.formatting import encode_json, json_response, token_text
-from server.api.ignored_tools import IgnoredTools, ignored_header
-from server.api.limits import TokenLimits, in_vocabulary
+from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
+from server.api.prompts.limits import MAX_COUNTED_TOKENS, encode_any, in_vocabulary
 from server.auth.identity import Identity, identity_of
-from server.errors import ContextLengthError
 from server.event_loop import sliced
 from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit, invalid, read_json, require_json
 from server.schema.fields import TokenId
-from server.schema.intent import ChatIntent
 from server.schema.requests import CHAT
-from server.text.tokenizer import TooManyTokensError
-
-MAX_TOKENS: Final = 1 << 16
-"""The limit for one text to or from ids, or the model's context where that is more."""
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -86,7 +79,7 @@ class TokenizeApi:
         """Return the text of ids, special tokens included. Raises ApiError."""
         request: DetokenizeRequest = await self._read(http_request, _IDS)
         model = self._model(request.model, identity_of(http_request.scope))
-        if len(request.tokens) > (limit := max(MAX_TOKENS, model.max_model_len)):
+        if len(request.tokens) > (limit := max(MAX_COUNTED_TOKENS, model.max_model_len)):
             raise invalid("tokens", f"holds {len(request.tokens)} ids, at most {limit} are taken: send them in parts")
         in_vocabulary(request.tokens, model.bundle.vocab_size, "tokens")
         return json_response({"prompt": model.tokenizer.decode(request.tokens)})
@@ -121,23 +114,3 @@ class TokenizeApi:
         model = next(iter(models.values()))
         model.check_readable(model.name)
         return model
-
-
-async def num_prompt_tokens(intent: ChatIntent, model: ServedModel) -> int:
-    """Count the prompt that a chat would send, even one that no context holds. Raises ApiError."""
-    param = intent.names.messages
-    rendered = await render_chat(intent.conversation, model)
-    ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
-    return len(TokenLimits(intent.fields, param).truncated(ids))
-
-
-async def encode_any(
-    text: str, model: ServedModel, param: str, *, add_bos: bool = False, client_offsets: Sequence[int] | None = None
-) -> list[int]:
-    """Tokenise a text that may be longer than a context. Raises ContextLengthError."""
-    limit = max(MAX_TOKENS, model.max_model_len)
-    try:
-        return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=limit)
-    except TooManyTokensError as error:
-        message = f"{param} has more than the {limit} tokens that are counted in one request: send it in parts"
-        raise ContextLengthError(message, model.max_model_len, num_tokens=error.at_least, param=param) from None

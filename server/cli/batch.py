@@ -27,15 +27,13 @@ from zlib import crc32
 import aiohttp
 import msgspec
 from msgspec import Meta, Raw, Struct
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from server.cli.common import CommandError, RedirectError, between, read_answer, reason, secret_file
 from worker.common.command_line import CommandParser
 
 PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make the prompt, in the order in which templates write them."""
-CHUNK_BYTES: Final = 64
+CHUNK_BYTES: Final = 64  # about a block of 16 tokens: what is cached of a prompt are blocks
 MAX_ANSWER_BYTES: Final = 256 << 20  # more than any answer has, and bounds a wrong server's
 MAX_WAIT_S: Final = 30.0  # a server that is back is found within it
 REPORT_S: Final = 10.0  # a log of hours stays short
@@ -259,17 +257,11 @@ def seconds(retry_after: str) -> float:
         return 0.0
 
 
-async def show(tally: Tally, console: Console) -> None:
-    """Draw a bar on a terminal; otherwise print a line at intervals."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.1f} lines/s"), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=tally.num_lines, rate=0.0)
-        while True:
-            rate = tally.num_answered / (time.monotonic() - tally.started_s)
-            progress.update(task, completed=tally.num_before + tally.num_answered, rate=rate)
-            await asyncio.sleep(0.2 if console.is_terminal else REPORT_S)
-            if not console.is_terminal:
-                print(f"headstart batch: {tally.text()}", file=sys.stderr, flush=True)
+async def show(tally: Tally) -> None:
+    """Print a line at intervals."""
+    while True:
+        await asyncio.sleep(REPORT_S)
+        print(f"headstart batch: {tally.text()}", file=sys.stderr, flush=True)
 
 
 async def run(args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile, places: Sequence[Place]) -> Tally:
@@ -281,7 +273,7 @@ async def run(args: argparse.Namespace, requests: BinaryIO, answers: AnswerFile,
         headers["authorization"] = f"Bearer {args.api_key_file}"
     connector = aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=args.ca_file))
     timeout = aiohttp.ClientTimeout(total=args.timeout_s)
-    shown = asyncio.create_task(show(tally, Console(stderr=True)))
+    shown = asyncio.create_task(show(tally))
     try:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
             await Batch(args, requests, answers, tally).run(session, places, args.concurrency)

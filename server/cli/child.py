@@ -16,7 +16,7 @@ from typing import Final
 
 from server.cli.common import BAD_USAGE, CommandError
 
-FIRST_DELAY_S: Final = 0.5
+FIRST_DELAY_S: Final = 0.5  # a child that died once is back soon
 MAX_DELAY_S: Final = 15.0  # a child that can start again does so soon
 STABLE_AFTER_S: Final = 60.0
 """A child that has lived this long restarts after `FIRST_DELAY_S` again."""

@@ -53,7 +53,7 @@ def between(least: float, most: float = float("inf"), kind: Callable[[str], floa
 
 
 PORT: Final = between(0, 65535)
-FIRST_PORTS: Final = (8000, 8001)
+FIRST_PORTS: Final = (8000, 8001)  # the first is vLLM's default, too
 OTHER_PORTS: Final = (8080, 8081)
 
 

@@ -46,7 +46,7 @@ TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 MIN_OPEN_FILES: Final = 4096
 """A stream takes two sockets of the gateway."""
 MIN_FREE_BYTES: Final = 1 << 30
-GOOD_REDIS: Final = (7,)
+GOOD_REDIS: Final = (7,)  # has read-only scripts and finer ACLs
 OLDEST_REDIS: Final = (6, 2)
 SLOW_PING_S: Final = 0.002
 TIMEOUT_S: Final = 3.0  # a silent part is the problem to show

@@ -38,7 +38,7 @@ from worker.common.sockets import listen
 
 STOP_GRACE_S: Final = 3.5
 """Every child is gone 5 s after Ctrl-C: this much for SIGTERM, the rest for SIGKILL and for Redis."""
-REDIS_GRACE_S: Final = 1.0
+REDIS_GRACE_S: Final = 1.0  # it writes nothing at its end
 DRAIN_GRACE_S: Final = 2.0
 """The part of it for open requests, at gateways and workers."""
 POLL_S: Final = 0.1  # a ready part is noticed at once to a reader

@@ -31,14 +31,13 @@ from server.errors import (
 from server.http.stream import ClientGoneError
 from server.metrics import GatewayMetrics
 from server.request_context import CURRENT, RequestContext
-from server.usage.account import Account
+from server.usage.account import CLIENT_LEFT, Account
 from worker.common.sockets import HostNames
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("server.access")
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-CLIENT_GONE_STATUS: Final = 499
 REPAIRED_HEADER: Final = b"x-headstart-repaired"
 """Names the changes to the messages for their template."""
 ALWAYS_TAKEN_BYTES: Final = 1 << 20
@@ -113,9 +112,9 @@ class RequestMiddleware:
             await self._app(scope, receive, send_with_headers)
         except (ClientGoneError, ClientDisconnect) as error:
             forget(error)
-            context.status = CLIENT_GONE_STATUS
+            context.status = CLIENT_LEFT
             metrics.disconnects.inc()
-            log.info("%s: the client has gone (%d)", context.request_id, CLIENT_GONE_STATUS)
+            log.info("%s: the client has gone (%d)", context.request_id, CLIENT_LEFT)
         except Exception as error:
             failure = as_api_error(error)
             if isinstance(failure, InternalError) and failure is not error:
@@ -140,7 +139,7 @@ class RequestMiddleware:
                 metrics.removed_lines.inc(context.removed_line)
             context.end_trace()
             if (account := context.account) is not None:
-                account.end(context.request_id, context.status, context.worker, elapsed_s)
+                account.end(context.request_id, context.status, elapsed_s)
                 self._count_usage(account)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s, scope)
@@ -156,15 +155,16 @@ async def send_error(error: ApiError, send: Send, answer: tuple[int, bytes] | No
 
 def _log_answer(context: RequestContext, elapsed_s: float, scope: Scope) -> None:
     """Log a line for a finished request: the client's address, status, seconds, tokens."""
+    account = context.account or Account(tenant="", key="", route=context.route)
     fields = {
         "client": (scope.get("client") or ("unknown",))[0],
         "route": context.route,
         "status": context.status,
         "seconds": round(elapsed_s, 6),
-        "worker": context.worker,
-        "prompt_tokens": context.num_prompt_tokens,
-        "cached_tokens": context.num_cached_tokens,
-        "output_tokens": context.num_output_tokens,
+        "worker": account.worker,
+        "prompt_tokens": account.prompt_tokens,
+        "cached_tokens": account.num_cached_tokens,
+        "output_tokens": account.output_tokens,
     }
     line = " ".join(f"{name}={value}" for name, value in fields.items())
     access.info("%s: %s", context.request_id, line, extra=fields)

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ESCAPED_BYTES: Final = 6
 """JSON bytes for a byte of text: `\\u0061` is the longest way to write `a`; a letter of four bytes takes twelve."""
-BATCH_TEXT_BYTES: Final = 20 << 20
+BATCH_TEXT_BYTES: Final = 20 << 20  # a batch has more text than one prompt
 OTHER_TEXT_BYTES: Final = 12 << 20
 """Room for strings outside prompts: schemas, grammars, bad words, thoughts that a template drops."""
 RETRY_S: Final = 5.0

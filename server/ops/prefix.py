@@ -47,11 +47,11 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
     differing = [path for path in fields[0] | fields[1] if fields[0].get(path) != fields[1].get(path)]
     texts = [decode(ids) for ids in prompts]
     at = _shared_length(*texts)
-    reach = {path: _reach([each.get(path) for each in fields], texts, at) for path in differing}
-    field = max(reach, key=lambda path: reach[path], default="")
+    both = list(zip(fields, texts, strict=True))
+    reach = {path: min(_reach(each.get(path, ""), text, at) for each, text in both) for path in differing}
+    field = max(filter(reach.get, reach), key=reach.__getitem__, default=None)
     if not same_root:
         field = "cache_salt" if name == (a.model.adapter or a.model.name) else "model"
-        reach[field] = 1
     return {
         "model": name,
         "block_size": size,
@@ -61,7 +61,7 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
         # Whole blocks, and never the last token.
         "num_cached_tokens": max(0, min(shared, len(b.prompt_ids) - 1)) // size * size,
         "goes_on": same_root and at == min(map(len, texts)),
-        "field": field if reach.get(field) else None,
+        "field": field,
         "differing": differing[:MAX_NAMED],
         "around": [
             [decode(ids[max(0, shared - NUM_BEFORE) : shared]), decode(ids[shared : shared + NUM_AFTER])]
@@ -90,16 +90,8 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, value if isinstance(value, str) else json.dumps(value)
 
 
-def _reach(values: Sequence[str | None], texts: Sequence[str], at: int) -> int:
-    """Return how many characters of a field reach over a place of both prompts; 0 if it does not stand there."""
-    reach = []
-    for value, text in zip(values, texts, strict=True):
-        if value is not None:
-            forms = (value.strip(), json.dumps(value, ensure_ascii=False)[1:-1])
-            found = [
-                form
-                for form in forms
-                if form and form in text[max(0, at - MAX_CHANCE_CHARS - len(form)) : at + len(form)]
-            ]
-            reach.append(max(map(len, found), default=0))
-    return min(reach)
+def _reach(value: str, text: str, at: int) -> int:
+    """Return how many characters of a field reach over a place of a prompt; 0 if it does not stand there."""
+    forms = (value.strip(), json.dumps(value, ensure_ascii=False)[1:-1])
+    around = (text[max(0, at - MAX_CHANCE_CHARS - len(form)) : at + len(form)] for form in forms)
+    return max(len(form) if form in part else 0 for form, part in zip(forms, around, strict=True))

@@ -76,7 +76,6 @@ class ChatIntent:
     """Items of the history that only a vendor's server could read."""
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
-    affinity_key: str | None = None
 
     @property
     def names(self) -> FieldNames:

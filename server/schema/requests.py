@@ -106,7 +106,6 @@ class ChatRequest(SamplingFields, kw_only=True):
             toolbox=toolbox,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
-            affinity_key=self.affinity_key,
         )
         intent.check()
         return intent

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from msgspec import Struct, field
+
+CLIENT_LEFT: Final = 499  # nginx's status for a client that closed its connection
 
 
 class Account(Struct, eq=False, kw_only=True):
@@ -45,6 +48,11 @@ class Account(Struct, eq=False, kw_only=True):
     seconds: float = 0.0
     """From the first byte of the request to the last of the answer."""
     worker: str = ""
+    """The worker of the request; for several prompts their workers, joined by commas."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self.cached_tokens.values())
 
     def add_cached(self, num_tokens: int, fetched: Mapping[str, int]) -> None:
         """Add cached tokens; `fetched`: those that were not in the pool, by place."""
@@ -59,7 +67,7 @@ class Account(Struct, eq=False, kw_only=True):
             "requests": 1,
             "unfinished": int(not self.finished),
             "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": sum(self.cached_tokens.values()),
+            "cached_tokens": self.num_cached_tokens,
             "output_tokens": self.output_tokens,
             "queue_s": self.queue_s,
             "wire_s": self.wire_s,
@@ -69,11 +77,10 @@ class Account(Struct, eq=False, kw_only=True):
             **self.cached_tokens,
         }
 
-    def end(self, request_id: str, status: int, worker: str, elapsed_s: float) -> None:
+    def end(self, request_id: str, status: int, elapsed_s: float) -> None:
         self.ended_at = round(time.time(), 3)
         self.request_id = request_id
         self.status = status
-        self.worker = worker
         self.seconds = round(elapsed_s, 6)
         self.queue_s, self.wire_s, self.block_s = round(self.queue_s, 6), round(self.wire_s, 6), round(self.block_s, 6)
         self.prefill_s, self.prefill_saved_s = round(self.prefill_s, 6), round(self.prefill_saved_s, 6)

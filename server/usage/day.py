@@ -7,10 +7,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from server.usage.account import Account
+from server.usage.account import CLIENT_LEFT, Account
 
 MINUTES: Final = 24 * 60  # a day
-CLIENT_LEFT: Final = 499  # nginx's status for a client that closed its connection
 COLUMNS: Final = (
     *("answered", "refused", "failed", "left"),
     *("prompt_tokens", "cached_tokens", "output_tokens", "queue_s", "prefill_s", "prefill_saved_s"),

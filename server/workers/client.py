@@ -47,8 +47,8 @@ ADOPT_TIMEOUT_S: Final = 15.0
 """More than the worker's own time for it."""
 BUNDLE_TIMEOUT_S: Final = 30.0  # for a tokenizer over a slow network
 RENDER_TIMEOUT_S: Final = 60.0  # an engine may be busy, and takes seconds for a long chat
-NUM_PROBES: Final = 2
-NO_SUCCESSOR_TIMEOUT_S: Final = 60.0
+NUM_PROBES: Final = 2  # one may be lost by chance
+NO_SUCCESSOR_TIMEOUT_S: Final = 60.0  # a paused fleet comes back, and no other worker could go on
 MAX_PROBED: Final = 8
 """Workers that could resume a stream, probed at a time."""
 T = TypeVar("T")

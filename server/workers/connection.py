@@ -39,7 +39,7 @@ from worker.common.proof import (
 )
 from worker.wire import CONTENT_TYPE, Failed, WireError, unpack
 
-_LARGE_BYTES: Final = 64 * 1024
+_LARGE_BYTES: Final = 64 * 1024  # a copy of a smaller body costs less than a second write
 HIGH_WATER_BYTES: Final = 256 * 1024
 """At this many unread bytes the worker must wait, so that a slow client does not fill the gateway's memory."""
 MAX_IDLE_S: Final = 20.0  # workers close idle connections after 120 s
@@ -48,7 +48,7 @@ MAX_WORKERS: Final = 10_000  # bounds what forged entries can add
 CONNECT_TIMEOUT_S: Final = 2.0  # a lost SYN packet is sent again after 1 s
 PROOF_TIMEOUT_S: Final = 2.0  # a proof is one round trip
 MAX_HEAD_BYTES: Final = 64 * 1024  # bounds what an unknown server's answer takes
-LAST_CHUNK_TIMEOUT_S: Final = 2.0
+LAST_CHUNK_TIMEOUT_S: Final = 2.0  # it follows the last frame at once
 _TIMEOUT_SLICES: Final = 8  # a pause of the loop counts as one of them
 T = TypeVar("T")
 

@@ -33,11 +33,11 @@ FetchState = Callable[[str], Coroutine[Any, Any, WorkerState]]
 POLL_S: Final = 1.0  # the registry changes by leases of seconds
 FIRST_POLL_S: Final = 0.05  # a gateway that starts is ready as soon as a worker is
 FORGET_S: Final = 600.0  # a worker that restarts is back within minutes
-FIRST_BREAK_S: Final = 1.0
+FIRST_BREAK_S: Final = 1.0  # a worker that failed once is tried again soon
 MAX_BREAK_S: Final = 30.0  # bounds how late a worker that is back is used
 MAX_MISSED: Final = 2
 """A worker is silent after this many polls in a row without an answer."""
-MAX_CONTRADICTED: Final = 16
+MAX_CONTRADICTED: Final = 16  # bounds the memory for a worker that restarts again and again
 MAX_ASKING: Final = 64
 """Workers polled at a time: each takes a connection."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.params import choice_seeds
+from server.api.prompts.params import choice_seeds
 from tests.e2e.serving import Serve
 from tests.waiting import HANG_S
 

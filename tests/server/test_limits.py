@@ -18,9 +18,9 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from benchmarks.dev.gateway_load.processes import free_ports, until_ready
 from benchmarks.dev.limits import SPARE_BYTES, Case, Site, cases, measure
-from server.api import params
 from server.api.formatting import LazyJson, json_parts
-from server.api.limits import TEXT_ROOM
+from server.api.prompts import params
+from server.api.prompts.limits import TEXT_ROOM
 from server.event_loop import Steps, run_now, run_sliced, sample_delay
 from server.metrics import GatewayMetrics
 from server.request.response import MAX_AT_ONCE

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from server.api.client_lines import CLIENT_LINES, MAX_LINE_CHARS, without_client_lines
+from server.api.prompts.client_lines import CLIENT_LINES, MAX_LINE_CHARS, without_client_lines
 from server.schema.fields import Message, TextPart
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from server.api.engine_shapes import _body, _turns
+from server.api.engine.shapes import _body, _turns
 from server.text.shapes import Shapes, repaired
 from tests.server.text.conversations import BODIES, Call, Step, strange
 from tests.server.text.template_families import RULES

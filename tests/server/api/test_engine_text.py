@@ -17,7 +17,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from cache.records import WorkerMember
-from server.api import engine_text
+from server.api.engine import text as engine_text
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import Die, Refuse, ScriptedWorker
 from tests.server.sse_grammar import events

@@ -20,8 +20,8 @@ from urllib3.util import parse_url
 
 from cache.hashing import hash_chain
 from cache.types import MediaStart
-from server.api.engine_media import read_media
-from server.api.images import ImageRules, image_name
+from server.api.engine.media import read_media
+from server.api.prompts.images import ImageRules, image_name
 from server.errors import InvalidRequestError
 from server.event_loop import run_now
 from tests.server.api.seeing_engine import (

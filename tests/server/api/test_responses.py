@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from server.api.items import messages_of_items
+from server.api.prompts.items import messages_of_items
 from server.schema.requests import InputItem, ResponsesRequest
 from server.schema.tools import Toolbox
 from tests.server.api.test_tools import CALL, WEATHER, Says

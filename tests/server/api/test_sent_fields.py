@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw, ValidationError
 
-from server.api.engine_text import _check, _is_sent, _known_of
+from server.api.engine.text import _check, _is_sent, _known_of
 from server.config import GatewayConfig
 from server.errors import InvalidRequestError
 from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS

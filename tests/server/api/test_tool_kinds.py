@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from server.api.items import messages_of_items
+from server.api.prompts.items import messages_of_items
 from server.api.responses import ResponsesFormatter
 from server.request.choice import ChoiceDelta
 from server.schema.requests import ChatRequest, ResponsesRequest

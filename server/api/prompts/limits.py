@@ -14,6 +14,8 @@ from server.text.tokenizer import TooManyTokensError
 
 TEXT_ROOM: Final = 4
 """The limit, in contexts, for a text that will be cut to `truncate_prompt_tokens`."""
+MAX_COUNTED_TOKENS: Final = 1 << 16
+"""The limit for one text to or from ids, or the model's context where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,18 @@ class TokenLimits:
             total = num_tokens + asked
             message = f"you requested {total} tokens ({num_tokens} in the {what}, {asked} in the completion)"
         return ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param=self.prompt_param)
+
+
+async def encode_any(
+    text: str, model: ServedModel, param: str, *, add_bos: bool = False, client_offsets: Sequence[int] | None = None
+) -> list[int]:
+    """Tokenise a text that may be longer than a context. Raises ContextLengthError."""
+    limit = max(MAX_COUNTED_TOKENS, model.max_model_len)
+    try:
+        return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=limit)
+    except TooManyTokensError as error:
+        message = f"{param} has more than the {limit} tokens that are counted in one request: send it in parts"
+        raise ContextLengthError(message, model.max_model_len, num_tokens=error.at_least, param=param) from None
 
 
 def check_text(num_chars: int, model: ServedModel, param: str) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from server.api.formatting import encode_json
-from server.api.images import ImageRules, base64_image_name, first_char, image_name
+from server.api.prompts.images import ImageRules, base64_image_name, first_char, image_name
 from server.errors import MESSAGES_PATH, RESPONSES_PATH
 from server.event_loop import Steps
 from server.schema.blocks import MEDIA

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from server.api.limits import in_vocabulary
+from server.api.prompts.limits import in_vocabulary
+from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
 from server.event_loop import sliced
 from server.models.served_model import ServedModel
+from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 from server.schema.fields import ModelFields
 from server.text.detokenizer import TextRules
@@ -26,6 +28,31 @@ _SAME_FIELDS: Final = (
 )
 """The fields that are sent to a worker unchanged, with the same defaults."""
 _SEED_MASK: Final = 2**63 - 1  # seeds travel as signed 64-bit numbers
+
+
+class CallerFields(Protocol):
+    """The fields of a body about its caller, of whatever API."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def affinity_key(self) -> str | None: ...
+
+
+def new_spec(id_: str, model: ServedModel, identity: Identity, fields: CallerFields, param: str) -> GenerationSpec:
+    """Return what every request has, without its prompt, which is in the field `param`. Raises ForbiddenError."""
+    return GenerationSpec(
+        request_id=id_,
+        model=model,
+        root=model.root(request_salt(identity, fields.cache_salt)),
+        prompt_param=param,
+        priority=allowed_priority(identity, fields.priority),
+        tenant=identity.tag,
+        weight=identity.key.weight,
+        affinity_key=fields.affinity_key,
+    )
 
 
 def choice_seeds(seed: int | None, num_choices: int) -> tuple[int, ...]:

@@ -15,26 +15,26 @@ import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from cache.records import Candidate
-from server.api.client_lines import without_line
 from server.api.endpoint import PreparedRequest
-from server.api.engine_control import check_control_tokens
-from server.api.engine_media import CHAT_PATH, Media, read_media
-from server.api.engine_prompts import EnginePrompts
-from server.api.engine_shapes import LEADS, TEXTS, EngineShapes
+from server.api.engine.control import check_control_tokens
+from server.api.engine.media import CHAT_PATH, Media, read_media
+from server.api.engine.prompts import EnginePrompts
+from server.api.engine.shapes import LEADS, TEXTS, EngineShapes
 from server.api.formatting import ResponseFormatter, encode_json, response_id
-from server.api.ignored_tools import IgnoredTools
-from server.api.images import ImageRules
-from server.api.params import choice_seeds
-from server.api.pooling import ENGINE_PATHS, head_of, prepared_pooling
-from server.auth.identity import Identity, allowed_priority, request_salt
+from server.api.pooling import ENGINE_PATHS, head_of
+from server.api.prompts.client_lines import without_line
+from server.api.prompts.ignored_tools import IgnoredTools
+from server.api.prompts.images import ImageRules
+from server.api.prompts.params import choice_seeds, new_spec
+from server.auth.identity import Identity, request_salt
 from server.errors import (
     MESSAGES_PATH,
     RESPONSES_PATH,
@@ -70,7 +70,12 @@ log = logging.getLogger(__name__)
 MAX_CHOICES: Final = 16_384
 """More are left to the engine to refuse."""
 MAX_RENDER_ATTEMPTS: Final = 3  # as many workers may be lost
-_PREFIXES: Final = {CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"}
+_PREFIXES: Final = {
+    **{CHAT_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-", RESPONSES_PATH: "resp_", MESSAGES_PATH: "msg_"},
+    **dict.fromkeys(POOLING_PATHS, "pool-"),
+}
+"""The beginnings of answers' ids, by the engine's route."""
+_BYTES_PER_TOKEN: Final = 4  # of usual English, as a guess before the engine has counted
 _OWN_FIELDS: Final = ("model", "priority", "request_id", "return_token_ids", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
 _HINTS: Final = frozenset(RequestFields.__struct_fields__)
@@ -109,6 +114,25 @@ class _Known(Struct):
     prompt_cache_key: str | None = None
     user: str | None = None
 
+    @property
+    def affinity_key(self) -> str | None:
+        return self.prompt_cache_key or self.user
+
+
+class _Asked(NamedTuple):
+    """The part of a body for an engine that the gateway reads."""
+
+    path: str
+    """The engine's route."""
+    name: str
+    """The model, as the client calls it."""
+    model: ServedModel
+    known: _Known
+    fields: Mapping[str, Raw]
+    media: Media
+    wrong: msgspec.ValidationError | None
+    """Why the known fields could not be read: the engine refuses them in its own words."""
+
 
 _known_of: Final = msgspec.json.Decoder(_Known, strict=False).decode
 
@@ -144,62 +168,76 @@ class EngineTexts:
         Raises ApiError.
         """
         path = ENGINE_PATHS.get(path, path)
-        if not self._models.has_engine_text or path not in (*_PREFIXES, *POOLING_PATHS):
+        if not self._models.has_engine_text or path not in _PREFIXES:
             return None
         with trace_stage("validate"):
-            limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
-            head = await read_json(body, head_of, lambda: self._image_rules.widened(limit()))
+            asked = await self._read(path, body, identity)
+        if asked is None:
+            return None
+        sent, ignored = await self._repaired(asked)
+        call = EngineCall(path, encode_json(sent), bool(asked.known.stream) and path not in POOLING_PATHS)
+        if asked.wrong is not None and call.pools:
+            raise located(str(asked.wrong))
+        rendered = None
+        if not call.pools:
+            with trace_stage("tokenise"):
+                rendered = await self._prompt(call, sent, asked)
+            if len(rendered.prompts) != 1:
+                why = "takes one prompt where the engine writes the text: send several requests"
+                raise unsupported("prompt", why)
+        spec = _spec(call, asked, identity, rendered)
+        return PreparedRequest((spec,), EngineFormatter(path), call.streams, ignored)
+
+    async def _read(self, path: str, body: bytes, identity: Identity) -> _Asked | None:
+        """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
+        limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
+        name = (await read_json(body, head_of, lambda: self._image_rules.widened(limit()))).model
+        try:
+            model = self._models.allowed(name, identity)
+        except (NotFoundError, UnavailableError):
+            return None
+        if not self._models.engine_writes(path, model):
+            return None
+        rules = self._image_rules if self._models.takes_images(path, model) else None
+        with _decoding():
+            fields, wrong = _fields_of(body), None
             try:
-                model = self._models.allowed(head.model, identity)
-            except (NotFoundError, UnavailableError):
-                return None
-            if not self._models.engine_writes(path, model):
-                return None
-            sees = self._models.takes_images(path, model)
-            with _decoding():
-                fields, wrong = _fields_of(body), None
-                try:
-                    known = _known_of(body)
-                except msgspec.ValidationError as error:  # the engine refuses it in its own words
-                    known, wrong = _Known(), error
-                salt = request_salt(identity, known.cache_salt)
-                media = await run_sliced(read_media(fields, path, self._image_rules if sees else None, salt))
-            await _check_text(body, media, limit())
-            _check(path, known, fields, self._xargs)
-        sent = _body(path, known, media.fields, model, keeps_all=wrong is not None)
-        repairs, ignored = tuple[str, ...](), ""
-        if path in TEXTS and wrong is None:
-            render = partial(self._render, model=model, has_images=False)
-            able = _able(self._fleet.candidates(model.name, None, model.fingerprint), path)
-            digests = frozenset(each.member.chat_probes for each in able)
-            with _decoding():
-                sent, ignored = self._without_vendors(path, sent, model)
-                sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
-            if repairs and (context := CURRENT.get(None)) is not None:
-                context.repairs = repairs
-        call = EngineCall(path, encode_json(sent), bool(known.stream) and path not in POOLING_PATHS)
-        if path in POOLING_PATHS:
-            if wrong is not None:
-                raise located(str(wrong))
-            form, salt_name, user = EngineFormatter(path), known.cache_salt, known.user
-            return prepared_pooling(
-                call, head.model, model, identity, form, cache_salt=salt_name, priority=known.priority, user=user
-            )
-        with trace_stage("tokenise"):
-            own = None
-            if path == CHAT_PATH and wrong is None and not media.images:
-                candidates = self._fleet.candidates(model.name, None, model.fingerprint)
-                own = await self._prompts.render(sent, model, _able(candidates, path))
-            rendered = own or await self._rendered(call, media, model)
-            if wrong is not None:
-                raise located(str(wrong))
-            if own is None and path != COMPLETIONS_PATH and not self._keeps_control_tokens:
-                render = partial(self._render, model=model, has_images=bool(media.images))
-                await check_control_tokens(call, sent, rendered, model, render)
-        if len(rendered.prompts) != 1:
-            raise unsupported("prompt", "takes one prompt where the engine writes the text: send several requests")
-        prepared = _prepared(call, head.model, model, known, fields, rendered, identity)
-        return msgspec.structs.replace(prepared, ignored=ignored)
+                known = _known_of(body)
+            except msgspec.ValidationError as error:  # the engine refuses it in its own words
+                known, wrong = _Known(), error
+            salt = request_salt(identity, known.cache_salt)
+            media = await run_sliced(read_media(fields, path, rules, salt))
+        await _check_text(body, media, limit())
+        _check(path, known, fields, self._xargs)
+        return _Asked(path, name, model, known, fields, media, wrong)
+
+    async def _repaired(self, asked: _Asked) -> tuple[dict[str, Any], str]:
+        """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
+        path, model = asked.path, asked.model
+        sent = _body(asked)
+        if path not in TEXTS or asked.wrong is not None:
+            return sent, ""
+        render = partial(self._render, model=model, has_images=False)
+        digests = frozenset(each.member.chat_probes for each in self._able(model, path))
+        with _decoding():
+            sent, ignored = self._without_vendors(path, sent, model)
+            sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
+        if repairs and (context := CURRENT.get(None)) is not None:
+            context.repairs = repairs
+        return sent, ignored
+
+    async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _Asked) -> Rendered:
+        """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
+        model, own = asked.model, None
+        if call.path == CHAT_PATH and asked.wrong is None and not asked.media.images:
+            own = await self._prompts.render(sent, model, self._able(model, call.path))
+        rendered = own or await self._rendered(call, asked.media, model)
+        if asked.wrong is not None:
+            raise located(str(asked.wrong))
+        if own is None and call.path != COMPLETIONS_PATH and not self._keeps_control_tokens:
+            render = partial(self._render, model=model, has_images=bool(asked.media.images))
+            await check_control_tokens(call, sent, rendered, model, render)
+        return rendered
 
     def _without_vendors(self, path: str, sent: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], str]:
         """Leave out what only a vendor's server can use: lines of agents, and tools, which are named."""
@@ -228,15 +266,18 @@ class EngineTexts:
             raise InvalidRequestError(message, param=media.images[0].place)
         return rendered
 
+    def _able(self, model: ServedModel, path: str, has_images: bool = False) -> list[Candidate]:
+        """Return the workers whose engine has the route."""
+        return _able(self._fleet.candidates(model.name, None, model.fingerprint), path, has_images)
+
     async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError.
 
         Silent workers, and another revision that is learnt, are waited for.
         """
-        workers_of = partial(_able, path=call.path, has_images=has_images)
         num_lost = num_waits = 0
         while num_lost < MAX_RENDER_ATTEMPTS and num_waits <= MAX_WAITS:
-            candidates = workers_of(self._fleet.candidates(model.name, None, model.fingerprint))
+            candidates = self._able(model, call.path, has_images)
             candidates.sort(key=lambda each: (each.load.num_waiting, each.load.num_running, random.random()))
             for candidate in candidates[:MAX_RENDER_ATTEMPTS]:
                 try:
@@ -248,14 +289,13 @@ class EngineTexts:
                     log.info("worker %s rendered no prompt: %s", candidate.member.worker_id, error)
             if not self._models.is_served(model):
                 raise RevisionGoneError
-            silent = workers_of(self._fleet.silent(model.name, model.fingerprint))
-            num_waits += not (silent or self._models.is_learning(model.name))
+            silent = self._fleet.silent(model.name, model.fingerprint)
+            num_waits += not (_able(silent, call.path, has_images) or self._models.is_learning(model.name))
             await asyncio.sleep(WORKER_WAIT_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 
-def _able(candidates: Sequence[Candidate], path: str, has_images: bool = False) -> list[Candidate]:
-    """Return the workers whose engine has the route."""
+def _able(candidates: Sequence[Candidate], path: str, has_images: bool) -> list[Candidate]:
     found = [each for each in candidates if path in each.member.text_apis]
     return [each for each in found if "image" in each.member.media] if has_images else found
 
@@ -272,7 +312,7 @@ def _decoding() -> Iterator[None]:
 async def _check_text(body: bytes, media: Media, limit: TextLimit) -> None:
     """Raises ContextLengthError for more text than the limit, next to the images."""
     if limit.num_bytes is not None and len(body) > limit.num_bytes:
-        limit = replace(limit, num_bytes=limit.num_bytes + media.num_bytes)
+        limit = TextLimit(limit.num_bytes + media.num_bytes, limit.max_model_len)
         await read_json(body, head_of, lambda: limit)
 
 
@@ -308,11 +348,10 @@ def _not_sent(place: str, name: str, why: str = "is not sent on to the model's e
     return unsupported(f"{place}{name:.64}", _NOT_SENT.get(name, why))
 
 
-def _body(
-    path: str, known: _Known, fields: Mapping[str, Any], model: ServedModel, *, keeps_all: bool
-) -> dict[str, Any]:
-    """Return the client's fields that are the engine's business. `keeps_all`: with the others too."""
-    own = ("model",) if keeps_all else _OWN_FIELDS
+def _body(asked: _Asked) -> dict[str, Any]:
+    """Return the client's fields that are the engine's business; of a wrong body also the others."""
+    path, model, known, fields = asked.path, asked.model, asked.known, asked.media.fields
+    own = _OWN_FIELDS if asked.wrong is None else ("model",)
     body: dict[str, Any] = {name: value for name, value in fields.items() if name not in own and _is_sent(path, name)}
     if model.adapter:
         body["model"] = model.adapter
@@ -328,46 +367,36 @@ def _body(
     return body
 
 
-def _prepared(
-    call: EngineCall,
-    name: str,
-    model: ServedModel,
-    known: _Known,
-    fields: Mapping[str, Raw],
-    rendered: Rendered,
-    identity: Identity,
-) -> PreparedRequest:
-    id_, options = response_id(_PREFIXES[call.path]), known.stream_options
-    num_choices = min(max(1, known.n or 1), MAX_CHOICES)
-    echoes = bytes(fields.get("echo", b"null")) == b"true"
-    is_stateful = any(bytes(fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
-    media = rendered.media[0] if rendered.media else ()
+def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendered | None) -> GenerationSpec:
+    """Return the request of a call. `rendered`: None without text; then its length is estimated."""
+    known, model, options = asked.known, asked.model, asked.known.stream_options
+    num_choices = 1 if rendered is None else min(max(1, known.n or 1), MAX_CHOICES)
+    media = rendered.media[0] if rendered is not None and rendered.media else ()
+    shows_usage = options is not None and bool(options.include_usage)
+    is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
+    id_ = response_id(_PREFIXES[call.path])
+    head = {"id": _raw(id_), "model": _raw(asked.name)}
     ask = EngineAsk(
         call=call,
-        head={"id": _raw(id_), "created": _raw(int(time.time())), "model": _raw(name)},
-        shows_usage=options is not None and bool(options.include_usage),
-        has_usage=num_choices == 1 or (options is not None and bool(options.include_usage)),
-        shows_ids=bool(known.return_token_ids) or echoes,
+        head=head if rendered is None else head | {"created": _raw(int(time.time()))},
+        shows_usage=shows_usage or rendered is None,
+        has_usage=num_choices == 1 or shows_usage,
+        shows_ids=bool(known.return_token_ids) or bytes(asked.fields.get("echo", b"null")) == b"true",
         is_resumable=call.path in (CHAT_PATH, COMPLETIONS_PATH) and num_choices == 1 and not (is_stateful or media),
+        num_tokens=0 if rendered else min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
     )
-    spec = GenerationSpec(
-        request_id=id_,
-        model=model,
+    if rendered is None:
+        return replace(new_spec(id_, model, identity, known, "input"), ask=ask)
+    return replace(
+        new_spec(id_, model, identity, known, "prompt" if call.path == COMPLETIONS_PATH else "messages"),
         prompt_ids=rendered.prompts[0],
-        root=model.root(request_salt(identity, known.cache_salt)),
         seeds=choice_seeds(0, num_choices),
         sampling=SamplingParams(max_tokens=rendered.max_tokens[0]),
-        prompt_param="prompt" if call.path == COMPLETIONS_PATH else "messages",
         grammar_param="response_format",
         clamps_max_tokens=True,
-        priority=allowed_priority(identity, known.priority),
-        tenant=identity.tag,
-        weight=identity.key.weight,
-        affinity_key=known.prompt_cache_key or known.user,
         ask=ask,
         media=media,
     )
-    return PreparedRequest((spec,), EngineFormatter(call.path), bool(known.stream))
 
 
 def _raw(value: object) -> Raw:

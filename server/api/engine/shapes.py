@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from server.api.engine_media import CHAT_PATH
-from server.api.engine_prompts import Digests, EnginePrompts
+from server.api.engine.media import CHAT_PATH
+from server.api.engine.prompts import Digests, EnginePrompts
 from server.api.formatting import encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced

@@ -1,0 +1,1 @@
+"""How prompts are made of bodies, and what bounds them."""
