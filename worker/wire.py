@@ -186,9 +186,9 @@ class GenerateRequest(Struct, frozen=True):
     source: BlockSource | None = None
     """Where the worker may fetch blocks that it does not hold, if that is faster than to compute them."""
     embed: Embed | None = None
-    """Ask for an embedding; only of a worker whose member has an `embedding_size`."""
+    """Ask for an embedding."""
     call: EngineCall | None = None
-    """Ask for the engine's own text; only of a worker whose member has the path among its `text_apis`."""
+    """Ask for the engine's own text."""
     media: tuple[MediaStart, ...] = ()
     """The media in the prompt, in order, which the engine reads from the call."""
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0

@@ -63,6 +63,7 @@ from server.schema.fields import RequestFields
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
+from worker.common.capabilities import IMAGES
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -256,8 +257,8 @@ class EngineTexts:
 
 def _able(candidates: Sequence[Candidate], path: str, has_images: bool = False) -> list[Candidate]:
     """Return the workers whose engine has the route."""
-    found = [each for each in candidates if path in each.member.text_apis]
-    return [each for each in found if "image" in each.member.media] if has_images else found
+    needs = {path, IMAGES} if has_images else {path}
+    return [each for each in candidates if needs.issubset(each.member.capabilities)]
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class Overview(Collector):
             "max_model_len": member.max_model_len,
             "step_objective_s": member.step_objective_s or None,
             "state": "lost" if candidate is None else self._state(candidate)[0],
-            "hit_rate": self.router.scorer.hit_rate(member.worker_id),
+            "hit_rate": self.router.scorer.loads.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
             "load": load,
@@ -143,7 +143,7 @@ class Overview(Collector):
         The vllm gauges follow the model server protocol of the Gateway API inference extension. There the gateway
         counts as the server of its models. Models without a live worker are included.
         """
-        blind, num_outstanding = self.router.index_state()["blind"], self.router.scorer.num_outstanding()
+        blind, num_outstanding = self.router.index_state()["blind"], self.router.scorer.loads.num_outstanding()
         yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
         num_inexact = sum(worker.ends not in ("", "exact") for worker in self.fleet.workers())
         yield _gauge(

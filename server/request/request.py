@@ -37,7 +37,6 @@ from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.usage.account import PromptTimes
 from server.workers.client import GenerateStream
 from server.workers.connection import WorkerLost, WorkerRefused
-from worker.common.features import resume_features
 from worker.wire import (
     PROTOCOL_VERSION,
     Embedding,
@@ -185,10 +184,9 @@ class Generation:
         if full or history.excluded:
             request = replace(request, excluded=history.excluded.union(full))
         if resumed:
-            required = (*request.required, *resume_features(self.spec.sampling))
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
-            request = replace(request, numerics=self._numerics, required=required, num_context_tokens=num_tokens)
+            request = replace(request, numerics=self._numerics, num_context_tokens=num_tokens)
         return request
 
     def _placed(self, placement: Placement, *, resumed: bool) -> None:

@@ -23,11 +23,11 @@ from cache.records import Candidate, PrefixIndex, WorkerMember
 from cache.types import BlockHash, GatewayId
 from server.metrics import GatewayMetrics
 from server.router.copies import CopyPlan, CopyPlanner
-from server.router.cost import WorkerView
+from server.router.cost import SLOW, TOO_SHORT, WorkerView, guard_of
 from server.router.decisions import DecisionLog
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.index_accuracy import IndexAccuracy
-from server.router.placement import OTHER_TASK, SLOW, TOO_SHORT, UNSUPPORTED, Decision, Placement, Scorer, guard_of
+from server.router.placement import Decision, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.router.workers_needed import INTERVAL_S, WorkersNeeded
@@ -291,12 +291,7 @@ def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError:
     if not workers:
         message = f"no worker of model {model!r} is {'ready' if fleet.workers(model) else 'known'}"
         return NoWorkerError(message, retry_after_s=RETRY_AFTER_S)
-    reasons = sorted({str(worker.guard) for worker in workers if worker.guard != OTHER_TASK} or {OTHER_TASK})
-    if reasons == [UNSUPPORTED]:
-        lacking = [name for name in decision.request.required if any(name in w.member.unsupported for w in workers)]
-        lacking += ["images"] if decision.request.has_images else []
-        message = f"{', '.join(lacking)}: no worker of model {model!r} can serve this"
-        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, unsupported=lacking)
+    reasons = sorted({str(worker.guard) for worker in workers})
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
     longest = max(worker.member.max_model_len for worker in workers) if reasons == [TOO_SHORT] else None
     return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, longest_context=longest)

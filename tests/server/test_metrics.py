@@ -115,7 +115,7 @@ def fleet_metrics(
         broken=lambda: set(broken),
         refused=list,
     )
-    scorer = SimpleNamespace(num_outstanding=lambda: 0)
+    scorer = SimpleNamespace(loads=SimpleNamespace(num_outstanding=lambda: 0))
     router = SimpleNamespace(
         fleet=fleet,
         index_state=lambda: {"blind": blind},

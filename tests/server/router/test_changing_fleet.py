@@ -69,7 +69,7 @@ async def test_a_worker_that_is_gone_for_good_is_forgotten_everywhere(three: Fle
     await three.fleet.poll()
     assert {member.worker_id for member in three.fleet.workers("m")} == set("ab")
     three.router.closed(placement)
-    assert three.router.scorer.num_outstanding() == 0
+    assert three.router.scorer.loads.num_outstanding() == 0
 
 
 async def test_estimates_of_workers_that_are_gone_do_not_pile_up() -> None:
@@ -79,7 +79,7 @@ async def test_estimates_of_workers_that_are_gone_do_not_pile_up() -> None:
         await fleets.worker(chain(1))
         fleets.index.memory.retire(WorkerId(f"w{number}"))
         fleets.clock.now_s += 60.0
-    assert len(fleets.router.scorer._estimates) <= 64
+    assert len(fleets.router.scorer.loads._estimates) <= 64
 
 
 async def test_workers_from_the_command_line_need_no_registry() -> None:

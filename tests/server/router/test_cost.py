@@ -202,7 +202,7 @@ def test_a_placement_promises_fetched_tokens() -> None:
     assert placement.source is not None
     assert (placement.source.url, placement.source.epoch, placement.source.num_blocks) == ("http://full:8000", "e", 40)
     assert placement.promised_tokens == 40 * BLOCK
-    estimate = scorer.estimate(placement.worker)
+    estimate = scorer.loads.of(placement.worker)
     assert estimate.queued_s == pytest.approx(0.01 + (10 * BLOCK + 1) / RATE), "its engine loads nothing"
     assert estimate.num_held_blocks(WorkerLoad()) == 51, "no live request holds any of them"
 

@@ -111,7 +111,7 @@ async def test_a_held_request_goes_where_the_index_says_by_then(fleets: Fleets) 
     hashes = chain(40)
     waiting = asyncio.create_task(fleets.place(hashes))
     await held(fleets, 1)
-    assert fleets.router.scorer.num_outstanding() == 0
+    assert fleets.router.scorer.loads.num_outstanding() == 0
     assert fleets.router.held_prefills_s("m") == [pytest.approx(0.65, abs=0.02)]
     fleets.index.memory.publish(WorkerId("b"), hashes[:30])
     pass_time(fleets, 8.0, left_s=1.0)
@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(fleets: Fleets) -> Non
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert len(fleets.router.held) == 0
-    assert fleets.router.scorer.num_outstanding() == 0
+    assert fleets.router.scorer.loads.num_outstanding() == 0
 
 
 async def test_a_placement_that_comes_as_its_client_leaves_is_closed(fleets: Fleets) -> None:
@@ -177,7 +177,7 @@ async def test_a_placement_that_comes_as_its_client_leaves_is_closed(fleets: Fle
     await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     assert decided.result().worker.worker_id in "ab"
-    assert fleets.router.scorer.num_outstanding() == 0
+    assert fleets.router.scorer.loads.num_outstanding() == 0
 
 
 async def test_the_last_worker_goes_while_a_request_is_held(fleets: Fleets) -> None:

@@ -56,7 +56,7 @@ async def test_a_report_is_aged(three: Fleets) -> None:
 async def test_requests_at_a_worker_include_those_of_other_gateways(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("b"), load=WorkerLoad(num_running=3, num_waiting=2))
     for num_own, expected in ((0, (5, 2)), (4, (5, 4)), (6, (6, 6))):  # what is reported may hold the own among it
-        while three.router.scorer.num_outstanding() < num_own:
+        while three.router.scorer.loads.num_outstanding() < num_own:
             await three.place(chain(1), excluded=incarnations("a", "c"))
         b = await row(three, "b", chain(1))
         assert (b["outstanding"], b["waiting"]) == expected
@@ -82,13 +82,13 @@ async def test_a_worker_without_a_measured_rate_has_the_median(three: Fleets) ->
 async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     placement = await three.place(chain(40), num_prompt_tokens=800)
     worker_id = placement.worker.worker_id
-    assert three.router.scorer.hit_rate(worker_id) is None
+    assert three.router.scorer.loads.hit_rate(worker_id) is None
     for _ in range(2):  # counted once
         three.router.started(placement, 200)
-    assert three.router.scorer.hit_rate(worker_id) == pytest.approx(0.25)
+    assert three.router.scorer.loads.hit_rate(worker_id) == pytest.approx(0.25)
     assert three.router.index_state()["recall"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
-    assert three.router.scorer.hit_rate(worker_id) is None
+    assert three.router.scorer.loads.hit_rate(worker_id) is None
 
 
 async def test_a_mostly_cached_prompt_passes_a_long_prefill(three: Fleets) -> None:
@@ -114,7 +114,7 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
         three.clock.now_s += 0.1
         three.router.first_token(placement)
         three.router.closed(placement)
-    assert three.router.scorer.num_outstanding() == 0
+    assert three.router.scorer.loads.num_outstanding() == 0
     explained = await three.router.explain(make_request(chain(20)))
     assert [(worker["wait_s"], worker["num_displaced"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
