@@ -63,8 +63,30 @@ class Placement:
     """The load of this incarnation of the worker."""
     active: ActiveRequest
     """Its entry there."""
+    index_answered: bool = True
     num_cached_tokens: int | None = None
     """Prompt tokens that the worker found cached; None before its prefill."""
+    queue_s: float | None = None
+    """Its time in the worker's queue; None: unknown."""
+
+
+class Listener:
+    """Hears of each placement, in this order. It subscribes where the gateway is put together."""
+
+    def placed(self, placement: Placement, decision: Decision) -> None:
+        """A request goes to a worker."""
+
+    def started(self, placement: Placement) -> None:
+        """The worker has found `num_cached_tokens`, and its prefill begins."""
+
+    def corrected(self, placement: Placement) -> None:
+        """The engine's own count has replaced the worker's guess of `num_cached_tokens`."""
+
+    def first_token(self, placement: Placement) -> None:
+        """The prefill has ended."""
+
+    def closed(self, placement: Placement) -> None:
+        """The request has ended, with or without an answer."""
 
 
 class Placer(Protocol):
@@ -167,7 +189,7 @@ class Scorer:
             worker.guard, worker.score = None, score
         return Decision(request, workers, _best(request, eligible), num_candidates)
 
-    def place(self, decision: Decision) -> Placement:
+    def place(self, decision: Decision, *, index_answered: bool = True) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
         request, best, now_s = decision.request, decision.best, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
@@ -195,13 +217,15 @@ class Scorer:
             prefill_tokens_per_s=chosen.prefill_tokens_per_s,
             estimate=chosen.estimate,
             active=active,
+            index_answered=index_answered,
         )
 
-    def started(self, placement: Placement, num_cached_tokens: int) -> bool:
+    def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> bool:
         """Record that the prefill begins, with `num_cached_tokens` found cached. Return False if it began before."""
         if placement.num_cached_tokens is not None:
             return False
-        placement.num_cached_tokens = num_cached_tokens
+        placement.num_cached_tokens, placement.queue_s = num_cached_tokens, queue_s
+        self.ledger.found(placement.request, placement.worker, num_cached_tokens)
         num_prompt_tokens, now_s = placement.request.num_prompt_tokens, self._clock()
         num_uncached = max(0, num_prompt_tokens - num_cached_tokens)
         prefill_s = self._cost.prefill_s(num_uncached, placement.prefill_tokens_per_s)
@@ -225,16 +249,20 @@ class Scorer:
         self.ledger.computed(placement.request, placement.worker)
         return True
 
-    def closed(self, placement: Placement) -> None:
-        """Record the end of the request. Without a first token its blocks stop counting as cached."""
+    def closed(self, placement: Placement) -> bool:
+        """Record the end of the request. Without a first token its blocks stop counting as cached.
+
+        Return False if it had ended.
+        """
         active, member, hashes = placement.active, placement.worker, placement.request.hashes
         if active.closed:
-            return
+            return False
         now_s = self._clock()
         num_gone = self.ledger.closed((member.worker_id, member.epoch), active, hashes)
         placement.estimate.close(active, now_s, len(hashes) - num_gone)
         if active.started_s is not None:
             self._residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
+        return True
 
     def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
         """Return the least loaded holder. Equal ones are drawn at random; a dry run takes the first."""

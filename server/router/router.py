@@ -14,33 +14,24 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
-from cache.records import Candidate, PrefixIndex, WorkerMember
-from cache.types import BlockHash, GatewayId
+from cache.records import Candidate, PrefixIndex
+from cache.types import GatewayId
 from server.metrics import GatewayMetrics
-from server.router.copies import CopyPlan, CopyPlanner
-from server.router.cost import SLOW, TOO_SHORT, WorkerView, guard_of
-from server.router.decisions import DecisionLog
+from server.router.cost import SLOW, TOO_SHORT, guard_of
 from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
-from server.router.index_accuracy import IndexAccuracy
-from server.router.placement import Decision, Placement, Scorer
+from server.router.placement import Decision, Listener, Placement, Scorer
 from server.router.policies import make_policy
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
-from server.router.workers_needed import INTERVAL_S, WorkersNeeded
-from server.workers.connection import WorkerLost
 from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 1.0
-
-
-SendCopy = Callable[[str, WorkerMember, BlockHash, Sequence[BlockHash]], Awaitable[int]]
-"""`WorkerClient.adopt`."""
 
 
 class _Waiting(msgspec.Struct, eq=False):
@@ -64,33 +55,25 @@ class Router:
         *,
         policy: str = "headstart",
         hold_s: float = 0.0,
-        scale_objective_s: float = 3.0,
-        send_copy: SendCopy | None = None,
-        max_copies: int = 0,
+        listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """Raises ValueError for an unknown policy.
 
         `hold_s`: requests that would wait longer at their worker wait here (see `HeldRequests`); 0.0: none does.
-        `scale_objective_s`: see `WorkersNeeded`.
-        `send_copy` makes copies of hot chains, of which `max_copies` are in flight.
+        `listeners`: in the order in which they hear of a placement.
         """
         self._index = index
         self.fleet = fleet
         self.policy = policy
         self._metrics = metrics
         self._clock = clock
-        self.decisions = DecisionLog()
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random())
-        self.copies = CopyPlanner(clock, max_copies if send_copy is not None else 0)
-        self._send_copy = send_copy
-        self._copying: set[asyncio.Task[None]] = set()
+        self._listeners = listeners
         self.held = HeldRequests[_Waiting](hold_s)
         self._releasing: asyncio.Task[None] | None = None
         """Runs while requests are held."""
-        self.workers_needed = WorkersNeeded(scale_objective_s, clock)
-        self._accuracy = IndexAccuracy()
         self._failed_s = self._answered_s = -math.inf
         """When a lookup last failed, and when one succeeded."""
 
@@ -117,26 +100,10 @@ class Router:
         """Raises NoWorkerError."""
         if not decision.best:
             raise _no_worker(decision, self.fleet)
-        placement = self.scorer.place(decision)
-        self.decisions.decided(decision, placement, self._clock(), index_answered=found is not None)
-        if (plan := self.copies.placed(decision)) is not None:
-            self.copies.begun(plan)
-            task = asyncio.create_task(self._copy(plan))
-            self._copying.add(task)
-            task.add_done_callback(self._copying.discard)
+        placement = self.scorer.place(decision, index_answered=found is not None)
+        for listener in self._listeners:
+            listener.placed(placement, decision)
         return placement
-
-    async def _copy(self, plan: CopyPlan) -> None:
-        """Make a copy. One that fails changes nothing."""
-        assert self._send_copy is not None, "copies are planned without a sender"
-        num_blocks = 0
-        try:
-            num_blocks = await self._send_copy(plan.target.url, plan.source, plan.root, plan.hashes)
-        except WorkerLost as error:
-            logger.info("no copy to %s: %s", plan.target.worker_id, error)
-        finally:
-            self.copies.ended(plan)
-            self._metrics.copies.inc("made" if num_blocks else "failed")
 
     async def _wait(self, held: HeldRequest[_Waiting]) -> Placement:
         """Wait for a held request's placement. Raises NoWorkerError."""
@@ -166,104 +133,49 @@ class Router:
                     placed.set_exception(error)
             await asyncio.sleep(RETRY_S)
 
-    async def explain(self, request: RouteRequest) -> dict[str, Any]:
-        """Return how `place` would score each worker, and which it would choose. Places nothing."""
+    async def consider(self, request: RouteRequest) -> tuple[Decision, bool]:
+        """Decide without placing. Also return whether the index has answered."""
         found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
-        decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken(), dry_run=True)
-        plan = self.copies.plan(decision)
-        return {
-            "policy": self.policy,
-            "index": "answered" if found is not None else "no answer: own recent placements used",
-            "prompt_tokens": request.num_prompt_tokens,
-            "prompt_blocks": len(request.hashes),
-            "choice": [worker.member.worker_id for worker in decision.best],
-            "copy": None if plan is None else plan.describe() | {"in_flight": self.copies.is_in_flight(plan)},
-            "workers": [self._explained(worker) for worker in decision.workers],
-        }
+        candidates = self._candidates(request, found)
+        return self.scorer.decide(request, candidates, self.fleet.broken(), dry_run=True), found is not None
 
     def held_prefills_s(self, model: str) -> list[float]:
         """Return the prefill seconds of each held request."""
         return [held.item.prefill_s for held in self.held if held.item.request.model == model]
 
-    async def observe_load(self) -> None:
-        """Keep `workers_needed` up to date, until cancelled."""
-        while True:
-            self.observe_workers()
-            await asyncio.sleep(INTERVAL_S)
-
-    def observe_workers(self) -> None:
-        """Apply the reports of all workers to `workers_needed`."""
-        models = {worker.model for worker in self.fleet.workers()}
-        workers = {model: self.fleet.candidates(model, None) for model in models}
-        self.workers_needed.observe(workers, lambda model: sum(self.held_prefills_s(model)))
-
     def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None:
         """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""
-        if self.scorer.started(placement, num_cached_tokens):
-            self._accuracy.add(placement.promised_tokens, num_cached_tokens)
-            self.scorer.ledger.found(placement.request, placement.worker, num_cached_tokens)
-            self.decisions.started(placement.request.request_id, num_cached_tokens, queue_s)
+        if self.scorer.started(placement, num_cached_tokens, queue_s):
+            for listener in self._listeners:
+                listener.started(placement)
 
     def corrected(self, placement: Placement, num_cached_tokens: int) -> None:
         """Record the engine's own count of the cached tokens, which its worker could only guess."""
         if self.scorer.corrected(placement, num_cached_tokens):
-            self._accuracy.add(placement.promised_tokens, num_cached_tokens)
+            for listener in self._listeners:
+                listener.corrected(placement)
 
     def first_token(self, placement: Placement) -> None:
         """Mark the worker healthy and record that it holds the prompt's blocks."""
         if not self.scorer.first_token(placement):
             return
-        self.decisions.reached(placement.request.request_id, "first_token")
-        member = placement.worker
-        self.fleet.report_success(member.worker_id)
+        self.fleet.report_success(placement.worker.worker_id)
         actual_s = self._clock() - placement.placed_s
         if actual_s > 0.0:
             self._metrics.predicted_over_actual_ttft.observe(placement.predicted_ttft_s / actual_s)
+        for listener in self._listeners:
+            listener.first_token(placement)
 
     def closed(self, placement: Placement) -> None:
         """Record the end of the request."""
-        self.scorer.closed(placement)
-        self.decisions.reached(placement.request.request_id, "end")
+        if self.scorer.closed(placement):
+            for listener in self._listeners:
+                listener.closed(placement)
 
-    def index_state(self) -> dict[str, Any]:
-        """Return the index's health as JSON: precision and recall; blind if it is wrong or does not answer."""
-        accuracy = self._accuracy
-        failed = self._failed_s > max(self._answered_s, self.fleet.index_answered_s)
-        return {
-            "blind": failed or accuracy.blind,
-            "reason": "the last lookup got no answer" if failed else accuracy.reason,
-            "precision": accuracy.precision,
-            "recall": accuracy.recall,
-        }
-
-    def _explained(self, worker: WorkerView) -> dict[str, Any]:
-        plan, peers = worker.plan, worker.peers
-        peer = None if peers is None else self.scorer.choose_peer(peers.holders, dry_run=True).worker_id
-        return {
-            "worker": worker.member.worker_id,
-            "epoch": worker.member.epoch,
-            "matched_tokens": worker.matched_tokens,
-            "index_tokens": worker.index_tokens,
-            "pending_tokens": worker.pending_tokens,
-            "ends": worker.member.ends,
-            "index_problem": worker.member.index_problem,
-            "wait_s": worker.queue_s,
-            "kv_wait_s": worker.kv_wait_s,
-            "eviction_s": worker.eviction_s,
-            "decode_s": worker.decode_s,
-            "num_displaced": worker.num_displaced,
-            "loaded_tokens": {} if plan is None else dict(zip(worker.member.tiers, plan.tier_tokens, strict=False)),
-            "fetched_tokens": 0 if plan is None else plan.peer_tokens,
-            "fetch_from": peer,
-            "fetch_s": worker.fetch_s,
-            "prefill_s": worker.prefill_s,
-            "predicted_ttft_s": worker.predicted_ttft_s,
-            "assigned_s": worker.assigned_s,
-            "outstanding": worker.num_outstanding,
-            "waiting": worker.num_waiting,
-            "guard": worker.guard,
-            "cost": worker.score,
-        }
+    @property
+    def lookup_failed(self) -> bool:
+        """True if the last lookup got no answer."""
+        return self._failed_s > max(self._answered_s, self.fleet.index_answered_s)
 
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
         """Return the workers of the model. Without an answer of the index, match own recent placements.
