@@ -54,14 +54,14 @@ from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview, RoutingParts
-from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState, WorkerReports
 from server.request.services import RequestServices
 from server.request_context import add_ids
 from server.router.copies import Copies, CopyPlanner
 from server.router.decisions import DecisionLog
 from server.router.index_accuracy import IndexAccuracy
-from server.router.placement import Placer
+from server.router.placement import Placement, Placer
+from server.router.queue import RequestQueue
 from server.router.router import Router
 from server.router.workers_needed import WorkersNeeded
 from server.schema.field_table import SENT_XARGS
@@ -128,6 +128,7 @@ class Gateway:
             networks=networks,
         )
 
+        queue = RequestQueue[asyncio.Future[Placement]](config.hold_s, config.max_queued_tokens)
         planner = CopyPlanner(time.monotonic, config.max_copies)
         routing = RoutingParts(
             DecisionLog(),
@@ -141,7 +142,7 @@ class Gateway:
             gateway_id,
             self.metrics,
             policy=config.policy,
-            hold_s=config.hold_s,
+            queue=queue,
             listeners=(routing.accuracy, routing.decisions, routing.copies),
         )
         self.workers_needed = routing.workers_needed
@@ -152,8 +153,8 @@ class Gateway:
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
-            retry=RetryState(reports or self.fleet, self.metrics),
-            limiter=PromptTokenLimiter(config.max_queued_tokens),
+            retry=RetryState(reports or self.fleet, self.metrics, queue),
+            queue=queue,
             is_served=self.models.is_served,
             is_learning=self.models.is_learning,
         )

@@ -53,10 +53,10 @@ from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_ask import EngineAsk
-from server.request.request import WORKER_WAIT_S
 from server.request.response import ResponseStream
 from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
+from server.router.queue import PAUSE_S
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
 from server.schema.field_table import IGNORED, SENT_FIELDS
 from server.schema.fields import RequestFields
@@ -251,7 +251,7 @@ class EngineTexts:
                 raise RevisionGoneError
             silent = workers_of(self._fleet.silent(model.name, model.fingerprint))
             num_waits += not (silent or self._models.is_learning(model.name))
-            await asyncio.sleep(WORKER_WAIT_S)
+            await asyncio.sleep(PAUSE_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 

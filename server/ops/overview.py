@@ -212,7 +212,7 @@ class Overview(Collector):
             states.update(dict.fromkeys([(model, state) for state in STATES], 0))
             states.update([(model, self._state(candidate)[0]) for candidate in candidates])
             loads = [candidate.load for candidate in candidates]
-            held_prefills_s = self.router.held_prefills_s(model)
+            held_prefills_s = self.router.queue.prefills_s(model)
             held.add_metric((model,), len(held_prefills_s))
             held_s.add_metric((model,), sum(held_prefills_s))
             waiting.add_metric((model,), len(held_prefills_s) + sum(load.num_waiting for load in loads))

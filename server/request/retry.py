@@ -29,7 +29,8 @@ from server.errors import (
     as_api_error,
 )
 from server.request.choice import GenerationSpec
-from server.request.retry_state import Refusals, RetryState
+from server.request.retry_state import RetryState
+from server.router.queue import Refusals
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerAbsent, WorkerLost, WorkerRefused
 from worker.wire import Failed
@@ -167,7 +168,7 @@ class AttemptHistory:
         refusal = WorkerRefused(refusal.status, failed)  # without a traceback, which would keep the request alive
         state.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
-            state.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
+            state.queue.refused((worker.worker_id, worker.epoch), spec.tenant, refusal)
         is_replaced = failed.code in _REPLACED
         if is_replaced:
             state.fleet.report_wrong_epoch(worker)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
 from server.models.served_model import ServedModel
-from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState
 from server.router.placement import Placer
+from server.router.queue import RequestQueue
 from server.workers.client import StallWatch, WorkerClient
 
 
@@ -24,7 +25,7 @@ class RequestServices:
     watch: StallWatch
     metrics: GatewayMetrics
     retry: RetryState
-    limiter: PromptTokenLimiter
+    queue: RequestQueue[Any]
     is_served: Callable[[ServedModel], bool] = lambda model: True
     """Returns whether requests are still prepared for this revision of a model."""
     is_learning: Callable[[str], bool] = lambda name: False

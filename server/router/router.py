@@ -17,30 +17,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
-
 from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
 from server.router.cost import SLOW, TOO_SHORT, guard_of
-from server.router.held_requests import RETRY_S, HeldRequest, HeldRequests
 from server.router.placement import Decision, Listener, Placement, Scorer
 from server.router.policies import make_policy
+from server.router.queue import RETRY_S, HeldRequest, RequestQueue
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 1.0
-
-
-class _Waiting(msgspec.Struct, eq=False):
-    """A held request, and its future placement."""
-
-    request: RouteRequest
-    prefill_s: float
-    """Its prefill at the worker of the last decision."""
-    placed: asyncio.Future[Placement]
 
 
 class Router:
@@ -54,14 +43,14 @@ class Router:
         metrics: GatewayMetrics,
         *,
         policy: str = "headstart",
-        hold_s: float = 0.0,
+        queue: RequestQueue[asyncio.Future[Placement]] | None = None,
         listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """Raises ValueError for an unknown policy.
 
-        `hold_s`: requests that would wait longer at their worker wait here (see `HeldRequests`); 0.0: none does.
+        `queue`: where requests wait that would wait long at their worker.
         `listeners`: in the order in which they hear of a placement.
         """
         self._index = index
@@ -71,7 +60,7 @@ class Router:
         self._clock = clock
         self.scorer = Scorer(gateway_id, make_policy(policy), clock, rng or random.Random())
         self._listeners = listeners
-        self.held = HeldRequests[_Waiting](hold_s)
+        self.queue = RequestQueue() if queue is None else queue
         self._releasing: asyncio.Task[None] | None = None
         """Runs while requests are held."""
         self._failed_s = self._answered_s = -math.inf
@@ -80,9 +69,10 @@ class Router:
     async def place(self, request: RouteRequest) -> Placement:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
         found, decision = await self._decide(request)
-        if request.may_be_held and (wait_s := decision.wait_s) > 0.0:
-            waiting = _Waiting(request, decision.best[0].prefill_s, asyncio.get_running_loop().create_future())
-            if (held := self.held.add(waiting, request, wait_s, self._clock())) is not None:
+        if (wait_s := decision.wait_s) > self.queue.hold_s:
+            placed = asyncio.get_running_loop().create_future()
+            held = self.queue.hold(placed, request, wait_s, self._clock(), decision.best[0].prefill_s)
+            if held is not None:
                 return await self._wait(held)
         return self._place(decision, found)
 
@@ -105,9 +95,9 @@ class Router:
             listener.placed(placement, decision)
         return placement
 
-    async def _wait(self, held: HeldRequest[_Waiting]) -> Placement:
+    async def _wait(self, held: HeldRequest[asyncio.Future[Placement]]) -> Placement:
         """Wait for a held request's placement. Raises NoWorkerError."""
-        placed = held.item.placed
+        placed = held.item
         if self._releasing is None or self._releasing.done():
             self._releasing = asyncio.create_task(self._release())
         try:
@@ -117,15 +107,15 @@ class Router:
                 self.closed(placed.result())
             raise
         finally:
-            self.held.remove(held)
+            self.queue.remove(held)
 
     async def _release(self) -> None:
         """Place held requests as workers become free, until none is left."""
-        while self.held:
-            for held in self.held.due(self._clock()):
-                request, placed = held.item.request, held.item.placed
-                found, decision = await self._decide(request)
-                if placed.done() or self.held.stays(held, decision.wait_s, self._clock()):
+        while self.queue:
+            for held in self.queue.due(self._clock()):
+                placed = held.item
+                found, decision = await self._decide(held.request)
+                if placed.done() or self.queue.stays(held, decision.wait_s, self._clock()):
                     continue
                 try:
                     placed.set_result(self._place(decision, found))
@@ -138,10 +128,6 @@ class Router:
         found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         candidates = self._candidates(request, found)
         return self.scorer.decide(request, candidates, self.fleet.broken(), dry_run=True), found is not None
-
-    def held_prefills_s(self, model: str) -> list[float]:
-        """Return the prefill seconds of each held request."""
-        return [held.item.prefill_s for held in self.held if held.item.request.model == model]
 
     def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None:
         """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""

@@ -44,6 +44,10 @@ class NoWorkerError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class QueueFullError(NoWorkerError):
+    """Too many prompt tokens wait already."""
+
+
 class TtftBudgetError(NoWorkerError):
     """No worker is predicted to give the first token within `budget_s`."""
 
@@ -78,6 +82,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens that the worker's context must hold: the prompt, and the requested length of the answer."""
     ttft_budget_s: float | None = None
     """Only workers whose predicted time to first token is not longer."""
+    is_retry: bool = False
+    """A worker has refused it, or was lost: it goes before new requests."""
     priority: int = 0
     """Lower is earlier."""
     tenant: str = ""

@@ -52,7 +52,7 @@ class WorkersNeeded:
         """Apply the reports of all workers."""
         models = {worker.model for worker in router.fleet.workers()}
         workers = {model: router.fleet.candidates(model, None) for model in models}
-        self.observe(workers, lambda model: sum(router.held_prefills_s(model)))
+        self.observe(workers, lambda model: sum(router.queue.prefills_s(model)))
 
     def observe(self, workers: Mapping[str, Sequence[Candidate]], held_s: Callable[[str], float]) -> None:
         """Apply the reports of each model's live workers, every `INTERVAL_S`.

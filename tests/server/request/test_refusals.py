@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from server.request import retry_state
 from server.request.retry_state import RetryBudget
+from server.router import queue
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
@@ -76,7 +76,7 @@ async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
 
 async def test_a_flood_does_not_reach_full_workers(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     pause_s = 2.0  # long enough for a slow machine to send the whole flood
-    monkeypatch.setattr(retry_state, "BACKPRESSURE_S", pause_s)
+    monkeypatch.setattr(queue, "FULL_S", pause_s)
     workers = make(), make()
     for worker, retry_after_s in zip(workers, (2.0, 5.0), strict=True):
         worker.behave = refuses(429, "queue_full", retry_after_s=retry_after_s)

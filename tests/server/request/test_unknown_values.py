@@ -151,7 +151,7 @@ def newer(member: WorkerMember, place: Place, value: str) -> dict[str, Any]:
     """Return a member as a newer worker sends it."""
     example, fields = _Example(WorkerMember).message[place[0]], msgspec.to_builtins(member)
     own = fields[str(place[0])]
-    return with_value(fields | {str(place[0]): [*own, *example] if isinstance(own, list) else example}, place, value)
+    return with_value(fields | {str(place[0]): [*own, *example] if isinstance(own, tuple) else example}, place, value)
 
 
 @pytest.mark.parametrize(("kind", "place"), places(WorkerMember))

@@ -18,6 +18,7 @@ from server.router.copies import Copies, CopyPlanner, SendCopy
 from server.router.decisions import DecisionLog
 from server.router.index_accuracy import IndexAccuracy
 from server.router.placement import Placement
+from server.router.queue import RequestQueue
 from server.router.router import Router
 from server.router.types import RouteRequest
 from server.router.workers_needed import WorkersNeeded
@@ -114,7 +115,7 @@ class Fleets:
             GatewayId("g"),
             self.metrics,
             policy=policy,
-            hold_s=hold_s,
+            queue=RequestQueue(hold_s, clock=self.clock),
             listeners=(self.routing.accuracy, self.routing.decisions, self.routing.copies),
             clock=self.clock,
             rng=random.Random(1),
