@@ -215,7 +215,7 @@ class Started(_Frame, frozen=True, tag=0):
     """The request left the queue and its prefill begins. Sent once, first."""
 
     num_cached_tokens: int
-    loaded_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
+    fetched_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
     """Those of the cached tokens that came into the pool for this request, by place."""
     queue_s: float | None = None
     """From the request's arrival to its start; None: unknown."""

@@ -33,7 +33,7 @@ STATES: Final = ("serving", "standby", "learning", "draining", "broken")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingParts:
-    """What follows the router's placements, or its fleet."""
+    """The parts that follow the router's placements, or its fleet."""
 
     decisions: DecisionLog
     accuracy: IndexAccuracy

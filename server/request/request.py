@@ -326,7 +326,7 @@ class Generation:
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
-                    self.fetched_tokens = known_places(frame.loaded_tokens or {})
+                    self.fetched_tokens = known_places(frame.fetched_tokens or {})
                     metrics = self._services.metrics
                     metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens, self.fetched_tokens)
             case PromptLogprobs():

@@ -13,8 +13,8 @@
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
-`views` computes the terms of each worker from the index's match, its report, the estimate of its load
-(`load_tracker`), and own requests' blocks (`ledger`). The policy `headstart` adds jitter and affinity (`policies`).
+`views` computes the terms of each worker, with the estimates of its load (`load_tracker`) and the blocks of own requests
+(`ledger`). The policy `headstart` adds jitter and affinity (`policies`).
 """
 
 from __future__ import annotations
@@ -259,6 +259,14 @@ class WorkerView(msgspec.Struct, eq=False):
     def cached_tokens(self) -> int:
         """Prompt tokens that it need not compute: in the pool or fetched."""
         return self.matched_tokens if self.plan is None else self.plan.end_tokens
+
+    @property
+    def fetched_tokens(self) -> dict[str, int]:
+        """Prompt tokens that it would fetch, by place."""
+        if self.plan is None:
+            return {}
+        places = dict(zip(self.member.tiers, self.plan.tier_tokens, strict=False)) | {"peer": self.plan.peer_tokens}
+        return {place: num_tokens for place, num_tokens in places.items() if num_tokens}
 
     @property
     def fetch_s(self) -> float:

@@ -156,7 +156,7 @@ def explained(decision: Decision, scorer: Scorer) -> list[dict[str, Any]]:
 
 
 def _explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
-    plan, peers = worker.plan, worker.peers
+    peers = worker.peers
     return {
         "worker": worker.member.worker_id,
         "epoch": worker.member.epoch,
@@ -170,8 +170,7 @@ def _explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
         "eviction_s": worker.eviction_s,
         "decode_s": worker.decode_s,
         "num_displaced": worker.num_displaced,
-        "loaded_tokens": {} if plan is None else dict(zip(worker.member.tiers, plan.tier_tokens, strict=False)),
-        "fetched_tokens": 0 if plan is None else plan.peer_tokens,
+        "fetched_tokens": worker.fetched_tokens,
         "fetch_from": None if peers is None else scorer.choose_peer(peers.holders, dry_run=True).worker_id,
         "fetch_s": worker.fetch_s,
         "prefill_s": worker.prefill_s,

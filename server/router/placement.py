@@ -71,7 +71,7 @@ class Placement:
 
 
 class Listener:
-    """Hears of each placement, in this order. It subscribes where the gateway is put together."""
+    """Follows each placement, by calls in this order. It subscribes where the gateway is put together."""
 
     def placed(self, placement: Placement, decision: Decision) -> None:
         """A request goes to a worker."""

@@ -51,7 +51,7 @@ class Router:
         """Raises ValueError for an unknown policy.
 
         `queue`: where requests wait that would wait long at their worker.
-        `listeners`: in the order in which they hear of a placement.
+        `listeners`: those that follow placements, in the order of their calls.
         """
         self._index = index
         self.fleet = fleet

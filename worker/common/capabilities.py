@@ -1,7 +1,7 @@
-"""What a worker can and a request needs: names, compared as sets. A new feature adds a name here, and no field.
+"""Names of what a worker can and a request needs, compared as sets. A new feature adds a name here, and no field.
 
-A name is one of these constants, the path of an engine's API that reads prompts and writes answers itself, or that of
-a LoRA adapter.
+A name is a constant, the path of an engine's API, or that of a LoRA adapter. Such an API reads prompts and writes
+answers itself.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_pending_blocks_are_not_there_to_be_fetched() -> None:
         first = await fleets.place(hashes)
         assert first.source is None
         explained = await fleets.explain(make_request(hashes))
-        assert [worker["fetched_tokens"] for worker in explained["workers"]] == [0, 0]
+        assert [worker["fetched_tokens"] for worker in explained["workers"]] == [{}, {}]
 
     asyncio.run(scenario())
 
@@ -228,7 +228,7 @@ def test_explain_shows_the_way_of_every_worker() -> None:
     explained = asyncio.run(fleets.explain(make_request(hashes)))
     rows = {row["worker"]: row for row in explained["workers"]}
     assert rows["a"]["fetch_from"] is None
-    assert (rows["b"]["fetch_from"], rows["b"]["fetched_tokens"], rows["b"]["loaded_tokens"]) == ("a", 40 * BLOCK, {})
+    assert (rows["b"]["fetch_from"], rows["b"]["fetched_tokens"]) == ("a", {"peer": 40 * BLOCK})
     assert rows["b"]["fetch_s"] == pytest.approx(40 * BLOCK / (20 * RATE))
     others = asyncio.run(fleets.explain(make_request(chain(50))))
     assert {row["fetch_from"] for row in others["workers"]} == {None}, "another tenant's prompt finds nothing of it"

@@ -109,7 +109,7 @@ def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
     assert RequestQueue[str](0.0).hold("x", request(), 1e9, 0.0) is None
 
 
-def test_retries_go_before_new_requests_of_any_tenant_and_priority() -> None:
+def test_retries_go_before_new_requests_of_any_tenant() -> None:
     """The first is decided at every turn, whatever it would wait."""
     queue = RequestQueue[str](1.0)
     for number in range(3):
