@@ -54,13 +54,13 @@ from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview, RoutingParts
-from server.request.retry_state import RetryState, WorkerReports
+from server.request.retry_state import RetryState
 from server.request.services import RequestServices
 from server.request_context import add_ids
 from server.router.copies import Copies, CopyPlanner
 from server.router.decisions import DecisionLog
 from server.router.index_accuracy import IndexAccuracy
-from server.router.placement import Placement, Placer
+from server.router.placement import Placement
 from server.router.queue import RequestQueue
 from server.router.router import Router
 from server.router.workers_needed import WorkersNeeded
@@ -93,9 +93,7 @@ BAD_USAGE: Final = 2
 class Gateway:
     """The parts of one gateway process. Build it inside the event loop, then `run` it to its end."""
 
-    def __init__(
-        self, config: GatewayConfig, *, placer: Placer | None = None, reports: WorkerReports | None = None
-    ) -> None:
+    def __init__(self, config: GatewayConfig, *, placer: Router | None = None, reports: Fleet | None = None) -> None:
         """`placer` and `reports` replace router and fleet for generations. Raises ValueError and OSError."""
         self._config = config
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
@@ -154,7 +152,6 @@ class Gateway:
             watch=self.watch,
             metrics=self.metrics,
             retry=RetryState(reports or self.fleet, self.metrics, queue),
-            queue=queue,
             is_served=self.models.is_served,
             is_learning=self.models.is_learning,
         )

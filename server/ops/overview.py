@@ -139,7 +139,7 @@ class Overview(Collector):
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return how the router would score each worker, and which it would choose. Places nothing."""
-        decision, index_answered = await self.router.consider(request)
+        decision, index_answered = await self.router.decide(request, dry_run=True)
         return {
             "policy": self.router.policy,
             "index": "answered" if index_answered else "no answer: own recent placements used",

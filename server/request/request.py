@@ -124,7 +124,7 @@ class Generation:
         if spec in services.retry.poison:
             raise InternalError("This request has failed recently and is not tried again.")
         try:
-            services.queue.enter(spec.tenant, len(spec.prompt_ids))
+            services.retry.queue.enter(spec.tenant, len(spec.prompt_ids))
         except QueueFullError as error:
             raise as_api_error(error) from error
         self._is_waiting = True
@@ -168,7 +168,7 @@ class Generation:
 
     def _full_workers(self) -> Refusals:
         """Return the workers that are full for the tenant. Raises ApiError if all are."""
-        full = self._services.queue.full(self.spec.tenant)
+        full = self._services.retry.queue.full(self.spec.tenant)
         fleet, revision = self._services.retry.fleet, self.spec.model.fingerprint
         workers = fleet.workers(self.spec.model.name) if full else ()
         if full and all((each.worker_id, each.epoch) in full for each in workers if each.namespace == revision):
@@ -210,9 +210,9 @@ class Generation:
         elif not resumed and not self._services.is_served(self.spec.model):
             raise RevisionGoneError from error
         elif error.is_silent or self._services.is_learning(self.spec.model.name):
-            await self._services.queue.pause(4)  # as often as workers are polled
+            await self._services.retry.queue.pause(4)  # as often as workers are polled
         elif not full and history.may_search(error):
-            await self._services.queue.pause()
+            await self._services.retry.queue.pause()
         else:
             raise history.no_worker_error(error, full, resumed=resumed) from error
 
@@ -357,7 +357,7 @@ class Generation:
     def _release(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._services.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
+            self._services.retry.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
         """Abort a choice that a stop string ended: workers see only tokens, so this one still generates."""

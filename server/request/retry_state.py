@@ -7,16 +7,15 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
-from cache.records import WorkerMember
-from cache.types import WorkerId
 from server.metrics import GatewayMetrics
 from server.rates import TokenBucket
 from server.request.choice import GenerationSpec
 from server.router.queue import RequestQueue
+from server.workers.fleet import Fleet
 
 MAX_RETRIES: Final = 100.0
 RETRIES_PER_REQUEST: Final = 0.1
@@ -81,21 +80,11 @@ def _poison_key(spec: GenerationSpec) -> bytes:
     return digest.digest()
 
 
-class WorkerReports(Protocol):
-    """The fleet, as generations report to it."""
-
-    def workers(self, model: str | None = None) -> list[WorkerMember]: ...
-
-    def report_failure(self, worker_id: WorkerId) -> None: ...
-
-    def report_wrong_epoch(self, member: WorkerMember) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class RetryState:
     """The state shared by every generation of this process, for judging failed attempts."""
 
-    fleet: WorkerReports
+    fleet: Fleet
     metrics: GatewayMetrics
     queue: RequestQueue[Any]
     budget: RetryBudget = field(default_factory=RetryBudget)

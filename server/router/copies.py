@@ -88,7 +88,7 @@ class CopyPlanner:
         self._in_flight: dict[BlockHash, WorkerId] = {}
 
     def placed(self, decision: Decision) -> CopyPlan | None:
-        """Count a request that has been placed. Return the copy to make of its longest match, if one is due."""
+        """Count a request that has been placed. Return the copy of its longest match that begins now, or None."""
         if not self._max_copies or not decision.request.root or not decision.best[0].load.fetch_tokens_per_s:
             return None
         num_blocks, holders = _longest_match(decision)
@@ -103,7 +103,9 @@ class CopyPlanner:
             del self._demands[next(iter(self._demands))]
         if len(self._in_flight) >= self._max_copies or last in self._in_flight or demand.rests_until_s > now_s:
             return None
-        return self._plan(decision, num_blocks, holders, now_s)
+        if (plan := self._plan(decision, num_blocks, holders, now_s)) is not None:
+            self._in_flight[last] = plan.target.worker_id
+        return plan
 
     def explain(self, decision: Decision) -> dict[str, Any] | None:
         """Return the copy of the request's longest match that its demand asks for, in flight or not. Counts nothing."""
@@ -142,9 +144,6 @@ class CopyPlanner:
             copy_s,
         )
 
-    def begun(self, plan: CopyPlan) -> None:
-        self._in_flight[plan.hashes[-1]] = plan.target.worker_id
-
     def ended(self, plan: CopyPlan) -> None:
         """Record that the blocks have come, or will not."""
         del self._in_flight[plan.hashes[-1]]
@@ -163,7 +162,6 @@ class Copies(Listener):
 
     def placed(self, placement: Placement, decision: Decision) -> None:
         if (plan := self.planner.placed(decision)) is not None:
-            self.planner.begun(plan)
             task = asyncio.create_task(self._copy(plan))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

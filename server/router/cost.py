@@ -13,8 +13,8 @@
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
-`views` computes the terms of each worker, with the estimates of its load (`load_tracker`) and the blocks of own requests
-(`ledger`). The policy `headstart` adds jitter and affinity (`policies`).
+`views` computes the terms of each worker, with its load (`load_tracker`) and the blocks of own requests (`ledger`). The
+policy `headstart` adds jitter and affinity (`policies`).
 """
 
 from __future__ import annotations

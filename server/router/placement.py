@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -87,21 +87,6 @@ class Listener:
 
     def closed(self, placement: Placement) -> None:
         """The request has ended, with or without an answer."""
-
-
-class Placer(Protocol):
-    """The router, as generations use it. The calls about a placement may come in any state; each takes effect once."""
-
-    async def place(self, request: RouteRequest) -> Placement:
-        """Raises NoWorkerError."""
-
-    def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None: ...
-
-    def corrected(self, placement: Placement, num_cached_tokens: int) -> None: ...
-
-    def first_token(self, placement: Placement) -> None: ...
-
-    def closed(self, placement: Placement) -> None: ...
 
 
 class Scorer:

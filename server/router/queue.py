@@ -39,7 +39,6 @@ FULL_S: Final = 0.1
 """Short compared with the full queue: the worker is asked again long before it is idle."""
 THROUGHPUT_WINDOW_S: Final = 10.0
 MAX_DRAIN_S: Final = 60.0
-MAX_TOKENS: Final = 4_000_000
 Refusals = Mapping[WorkerIncarnation, WorkerRefused]
 _by_order: Final = attrgetter("order")
 
@@ -63,7 +62,7 @@ class RequestQueue(Generic[T]):
     """Owned by the gateway's event loop."""
 
     def __init__(
-        self, hold_s: float = 0.0, max_tokens: int = MAX_TOKENS, clock: Callable[[], float] = time.monotonic
+        self, hold_s: float = 0.0, max_tokens: int = 4_000_000, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`hold_s`: requests with a longer wait at their worker are held; 0.0: none is. `max_tokens`: the bound."""
         self.hold_s = hold_s

@@ -68,29 +68,30 @@ class Router:
 
     async def place(self, request: RouteRequest) -> Placement:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
-        found, decision = await self._decide(request)
+        decision, index_answered = await self.decide(request)
         if (wait_s := decision.wait_s) > self.queue.hold_s:
             placed = asyncio.get_running_loop().create_future()
             held = self.queue.hold(placed, request, wait_s, self._clock(), decision.best[0].prefill_s)
             if held is not None:
                 return await self._wait(held)
-        return self._place(decision, found)
+        return self._place(decision, index_answered=index_answered)
 
-    async def _decide(self, request: RouteRequest) -> tuple[Sequence[Candidate] | None, Decision]:
-        """Return the candidates from the index, None without an answer, and the decision made with them."""
+    async def decide(self, request: RouteRequest, *, dry_run: bool = False) -> tuple[Decision, bool]:
+        """Decide, and place nothing. Also return whether the index has answered. `dry_run`: see `Scorer.decide`."""
         begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         found_s = self._clock()
         self._metrics.route_s.observe(found_s - begun_s, "lookup")
-        decision = self.scorer.decide(request, self._candidates(request, found), self.fleet.broken())
+        candidates = self._candidates(request, found)
+        decision = self.scorer.decide(request, candidates, self.fleet.broken(), dry_run=dry_run)
         self._metrics.route_s.observe(self._clock() - found_s, "choose")
-        return found, decision
+        return decision, found is not None
 
-    def _place(self, decision: Decision, found: Sequence[Candidate] | None) -> Placement:
+    def _place(self, decision: Decision, *, index_answered: bool) -> Placement:
         """Raises NoWorkerError."""
         if not decision.best:
             raise _no_worker(decision, self.fleet)
-        placement = self.scorer.place(decision, index_answered=found is not None)
+        placement = self.scorer.place(decision, index_answered=index_answered)
         for listener in self._listeners:
             listener.placed(placement, decision)
         return placement
@@ -114,20 +115,14 @@ class Router:
         while self.queue:
             for held in self.queue.due(self._clock()):
                 placed = held.item
-                found, decision = await self._decide(held.request)
+                decision, index_answered = await self.decide(held.request)
                 if placed.done() or self.queue.stays(held, decision.wait_s, self._clock()):
                     continue
                 try:
-                    placed.set_result(self._place(decision, found))
+                    placed.set_result(self._place(decision, index_answered=index_answered))
                 except NoWorkerError as error:
                     placed.set_exception(error)
             await asyncio.sleep(RETRY_S)
-
-    async def consider(self, request: RouteRequest) -> tuple[Decision, bool]:
-        """Decide without placing. Also return whether the index has answered."""
-        found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
-        candidates = self._candidates(request, found)
-        return self.scorer.decide(request, candidates, self.fleet.broken(), dry_run=True), found is not None
 
     def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None:
         """Record that the prefill begins: the worker took the request from its queue and looked up its blocks."""

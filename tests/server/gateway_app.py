@@ -126,7 +126,7 @@ async def gateway(
         router = PlainRouter([worker.member() for worker in workers])
         urls = tuple(worker.url for worker in workers) or ("http://127.0.0.1:9",)
         config = GatewayConfig(workers=urls, stall_s=silent_s, max_body_bytes=max_body_bytes, **options)
-        built = Gateway(config, placer=router, reports=router)
+        built = Gateway(config, placer=router, reports=router)  # type: ignore[arg-type]
         built.watch._no_successor_timeout_s = no_successor_timeout_s
         if budget is not None:
             built.requests.retry.budget = budget
@@ -142,11 +142,11 @@ async def gateway(
         await until(lambda: server.started)
         try:
             url = f"http://{server.address}"
-            parts = built.metrics, built.models, built.requests.queue, built.ops, built.fleet, built.public
+            parts = built.metrics, built.models, built.requests.retry.queue, built.ops, built.fleet, built.public
             yield RunningGateway(url, router, list(workers), *parts)
             # However the requests have ended, nothing of them is left.
             await until(
-                lambda: not (built.requests.queue.num_tokens or built.watch._streams or built.keep_alive._writers)
+                lambda: not (built.requests.retry.queue.num_tokens or built.watch._streams or built.keep_alive._writers)
             )
             await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses))
         finally:

@@ -231,7 +231,6 @@ class Replay:
         """Copy the request's longest match to another worker, if that is due."""
         if (plan := planner.placed(decision)) is None:
             return
-        planner.begun(plan)
         target, source = self._workers[plan.target.worker_id], self._workers[plan.source.worker_id]
         assert isinstance(target, MovingWorker), "it fetches"
         assert isinstance(source, MovingWorker), "it gives"
