@@ -121,7 +121,7 @@ def fleet_metrics(
         fleet=fleet,
         lookup_failed=blind,
         scorer=scorer,
-        held_prefills_s=lambda model: list(held_prefills_s),
+        queue=SimpleNamespace(prefills_s=lambda model: list(held_prefills_s)),
     )
     needs = SimpleNamespace(needed=lambda model: needed)
     routing = SimpleNamespace(accuracy=IndexAccuracy(), workers_needed=needs)
