@@ -80,25 +80,16 @@ class WorkerMember:
 
     An unknown order counts as "shared".
     """
-    unsupported: tuple[str, ...] = ()
-    """Features of requests that it cannot serve (`worker.common.features`); none at the built-in engine."""
-    adapters: tuple[str, ...] = ()
-    """LoRA adapters that it serves, by name."""
+    capabilities: tuple[str, ...] = ("tokens",)
+    """The names of what it can do (`worker.common.capabilities`): a request goes where all that it needs is."""
     layout: str = ""
     """`RecordFormat.fingerprint`: blocks move only between workers with equal ones. Empty: it moves none."""
     tiers: tuple[TierName, ...] = ()
     """Its stores below the pool, the fastest first. A store with an unknown name counts as empty."""
     embedding_size: Count = 0
-    """Numbers in an embedding, for a worker that only makes embeddings. 0: it only generates text.
-
-    1 for an engine that classifies or ranks texts.
-    """
-    text_apis: tuple[str, ...] = ()
-    """Paths of its engine's APIs that read prompts and write answers themselves; none at the built-in engine."""
+    """Numbers in an embedding that it makes of token ids; 0: it makes none."""
     chat_probes: tuple[tuple[str, str], ...] = ()
     """Digests of the engine's own ids of `worker.common.chat_probes`, by class; without those not known."""
-    media: tuple[str, ...] = ()
-    """Kinds of parts that its engine's chats, Messages and Responses take next to text: "image", or none."""
     ends: Annotated[str, Literal["", "exact", "inexact"]] = ""
     """Set if a hit may stop before the end of a match: its model keeps only windows or states of some layers.
 

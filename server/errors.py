@@ -14,7 +14,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from server.router.types import NoWorkerError, TtftBudgetError
+from server.router.types import NoWorkerError, QueueFullError, TtftBudgetError
 
 _NO_ROUTE: Final = (
     "There is no such route here. The API's port has /v1/chat/completions, /v1/completions, /v1/responses, "
@@ -211,6 +211,8 @@ def as_api_error(error: BaseException) -> ApiError:
             message = f"{error} Ask again later, or with a longer {TTFT_BUDGET}."
             headers, retry_after_s = (predicted,), error.retry_after_s
             return OverloadedError(message, code="ttft_budget_exceeded", retry_after_s=retry_after_s, headers=headers)
+        case QueueFullError():
+            return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
         case NoWorkerError():
             return UnavailableError(str(error), retry_after_s=error.retry_after_s)
         case HTTPException(status_code=404):

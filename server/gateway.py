@@ -20,6 +20,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -52,13 +53,17 @@ from server.metrics import GatewayMetrics
 from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
-from server.ops.overview import Overview
-from server.request.queue_limit import PromptTokenLimiter
-from server.request.retry_state import RetryState, WorkerReports
+from server.ops.overview import Overview, RoutingParts
+from server.request.retry_state import RetryState
 from server.request.services import RequestServices
 from server.request_context import add_ids
-from server.router.placement import Placer
+from server.router.copies import Copies, CopyPlanner
+from server.router.decisions import DecisionLog
+from server.router.index_accuracy import IndexAccuracy
+from server.router.placement import Placement
+from server.router.queue import RequestQueue
 from server.router.router import Router
+from server.router.workers_needed import WorkersNeeded
 from server.schema.field_table import SENT_XARGS
 from server.text.shapes import REPAIRS
 from server.usage.account import Account
@@ -88,9 +93,7 @@ BAD_USAGE: Final = 2  # argparse's, too
 class Gateway:
     """The parts of one gateway process. Build it inside the event loop, then `run` it to its end."""
 
-    def __init__(
-        self, config: GatewayConfig, *, placer: Placer | None = None, reports: WorkerReports | None = None
-    ) -> None:
+    def __init__(self, config: GatewayConfig, *, placer: Router | None = None, reports: Fleet | None = None) -> None:
         """`placer` and `reports` replace router and fleet for generations. Raises ValueError and OSError."""
         self._config = config
         gateway_id = GatewayId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
@@ -123,17 +126,24 @@ class Gateway:
             networks=networks,
         )
 
+        queue = RequestQueue[asyncio.Future[Placement]](config.hold_s, config.max_queued_tokens)
+        planner = CopyPlanner(time.monotonic, config.max_copies)
+        routing = RoutingParts(
+            DecisionLog(),
+            IndexAccuracy(),
+            Copies(planner, self._client.adopt, self.metrics),
+            WorkersNeeded(config.scale_objective_s, time.monotonic),
+        )
         self.router = Router(
             self._index,
             self.fleet,
             gateway_id,
             self.metrics,
             policy=config.policy,
-            hold_s=config.hold_s,
-            scale_objective_s=config.scale_objective_s,
-            send_copy=self._client.adopt,
-            max_copies=config.max_copies,
+            queue=queue,
+            listeners=(routing.accuracy, routing.decisions, routing.copies),
         )
+        self.workers_needed = routing.workers_needed
         self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(
             gateway_id=gateway_id,
@@ -141,8 +151,7 @@ class Gateway:
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
-            retry=RetryState(reports or self.fleet, self.metrics),
-            limiter=PromptTokenLimiter(config.max_queued_tokens),
+            retry=RetryState(reports or self.fleet, self.metrics, queue),
             is_served=self.models.is_served,
             is_learning=self.models.is_learning,
         )
@@ -178,7 +187,7 @@ class Gateway:
             self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
         parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
         self.public = public_app(config, *parts)
-        overview = Overview(self.api, self.endpoint, self.router, self._index, self.usage, self.day)
+        overview = Overview(self.api, self.endpoint, self.router, routing, self._index, self.usage, self.day)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)
         operations = OpsApi(overview, self.feed, partial(tenant_identity, secret), self.drain)
@@ -245,7 +254,7 @@ class Gateway:
         """Yield each background task with the name under which its failures are counted."""
         yield "fleet", self.fleet.run
         yield "feed", self.feed.run
-        yield "workers needed", self.router.observe_load
+        yield "workers needed", lambda: self.workers_needed.follow(self.router)
         yield "models", lambda: self.models.follow(self.fleet.present, FOLLOW_INTERVAL_S)
         yield "stall watch", self.watch.run
         yield "keep-alive", self.keep_alive.run

@@ -35,9 +35,9 @@ PLACES: Final = ("pool", *get_args(Tier), "peer")
 """The places from which a worker may take cached blocks."""
 
 
-def known_places(loaded_tokens: Mapping[str, int]) -> dict[str, int]:
+def known_places(fetched_tokens: Mapping[str, int]) -> dict[str, int]:
     """Return the tokens that a worker reports as loaded, without unknown places."""
-    return {place: loaded_tokens[place] for place in PLACES[1:] if loaded_tokens.get(place, 0) > 0}
+    return {place: fetched_tokens[place] for place in PLACES[1:] if fetched_tokens.get(place, 0) > 0}
 
 
 class Metric(Collector):

@@ -23,6 +23,7 @@ from cache.stores.disk import DiskStore
 from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
+from worker.common.capabilities import EMBEDDINGS, TOKENS
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
@@ -203,6 +204,7 @@ def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTra
         oldest_protocol=OLDEST_PROTOCOL,
         layout="" if transfers is None else transfers.layout,
         tiers=() if transfers is None else transfers.tiers,
+        capabilities=(TOKENS if parts.pooling is None else EMBEDDINGS,),
         embedding_size=0 if parts.pooling is None else parts.model.config.hidden_size,
         step_objective_s=0.0 if config.max_step_ms is None else config.max_step_ms / 1000.0,
     )

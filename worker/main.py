@@ -27,6 +27,7 @@ import uvicorn
 
 from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
+from worker.common.capabilities import CHAT, TOKENS
 from worker.common.checks import missing_extra
 from worker.common.cores import bound_spinning
 from worker.common.http_protocol import StrictProtocol
@@ -334,9 +335,9 @@ def _slower(config: WorkerConfig) -> str:
 
 def _route(member: WorkerMember) -> str:
     """Return the gateway's route for requests to this worker."""
-    if not member.embedding_size:
-        return "/v1/chat/completions"
-    return next((path for path in POOLING_PATHS if path in member.text_apis), POOLING_PATHS[0])
+    if TOKENS in member.capabilities:
+        return CHAT
+    return next((path for path in (CHAT, *POOLING_PATHS) if path in member.capabilities), POOLING_PATHS[0])
 
 
 def _announce(**fields: str) -> None:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from cache.records import WorkerMember
+from worker.common.capabilities import needs_of
 from worker.wire import Failed, GenerateRequest, too_many_ids
 
 
 def refusal(
     request: GenerateRequest,
+    member: WorkerMember,
     max_model_len: int,
     pool_tokens: int,
     vocab_size: int,
     max_total_tokens: int | None = None,
-    embedding_size: int = 0,
-    text_apis: Sequence[str] = (),
 ) -> Failed | None:
     """Return why this worker can never serve the request. None: it can be submitted.
 
     `pool_tokens`: tokens that fit into the whole KV pool. `max_total_tokens`: TGI's `max_batch_total_tokens`.
-    `embedding_size`, `text_apis`: see `WorkerMember`.
     """
-    if request.call is not None and request.call.path not in text_apis:
-        return Failed("unsupported", f"{request.call.path!r:.80}: no API of this worker's engine", retryable=True)
-    if (problem := _task_problem(request, embedding_size)) is not None:
+    if missing := needs_of(request.call, request.embed, request.media, request.adapter).difference(member.capabilities):
+        message = f"this worker does not serve {', '.join(sorted(missing)):.200}"
+        return Failed("unsupported", message, retryable=True)
+    if (problem := _embed_problem(request, member.embedding_size)) is not None:
         return Failed("invalid_request", problem, retryable=False)
     limits = {"the context": max_model_len, "the KV pool": pool_tokens, "max_batch_total_tokens": max_total_tokens}
     if (problem := next(_problems(request, vocab_size), None)) is not None:
@@ -32,12 +33,10 @@ def refusal(
     return None if problem is None else Failed("context_length_exceeded", problem, retryable=False)
 
 
-def _task_problem(request: GenerateRequest, embedding_size: int) -> str | None:
+def _embed_problem(request: GenerateRequest, embedding_size: int) -> str | None:
     embed, sampling = request.embed, request.sampling
     if embed is None:
-        return "model: it only makes embeddings; ask another model for text" if embedding_size else None
-    if not embedding_size:
-        return "model: it generates text and makes no embeddings; ask an embedding model"
+        return None
     if sampling.max_tokens or sampling.prompt_logprobs is not None or len(request.choices) > 1:
         return "embed: an embedding has one choice, with max_tokens 0, and no logprobs"
     if embed.dimensions is not None and embed.dimensions > embedding_size:

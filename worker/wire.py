@@ -207,9 +207,9 @@ class GenerateRequest(Struct, frozen=True):
     source: BlockSource | None = None
     """Where the worker may fetch blocks that it does not hold, if that is faster than to compute them."""
     embed: Embed | None = None
-    """Ask for an embedding; only of a worker whose member has an `embedding_size`."""
+    """Ask for an embedding."""
     call: EngineCall | None = None
-    """Ask for the engine's own text; only of a worker whose member has the path among its `text_apis`."""
+    """Ask for the engine's own text."""
     media: tuple[MediaStart, ...] = ()
     """The media in the prompt, in order, which the engine reads from the call."""
     weight: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
@@ -236,7 +236,7 @@ class Started(_Frame, frozen=True, tag=0):
     """The request left the queue and its prefill begins. Sent once, first."""
 
     num_cached_tokens: int
-    loaded_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
+    fetched_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
     """Those of the cached tokens that came into the pool for this request, by place."""
     queue_s: float | None = None
     """From the request's arrival to its start; None: unknown."""

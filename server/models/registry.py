@@ -20,8 +20,6 @@ from cache.records import WorkerMember
 from server.auth.identity import Identity
 from server.config import GatewayConfig
 from server.errors import (
-    MESSAGES_PATH,
-    RESPONSES_PATH,
     ForbiddenError,
     InvalidRequestError,
     NotFoundError,
@@ -33,6 +31,7 @@ from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TokenizerError
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerError
+from worker.common.capabilities import GENERATING, IMAGES, adapters_in
 from worker.wire import POOLING_PATHS
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ MAX_LEARNING_OF_ONE: Final = 2
 """The limit for one model: the first worker may be slow."""
 MAX_ASKED: Final = 10_000  # bounds the memory for invented names
 COMPLETIONS_PATH: Final = "/v1/completions"
-_GENERATING: Final = frozenset({COMPLETIONS_PATH, "/v1/chat/completions", MESSAGES_PATH, RESPONSES_PATH})
 NUM_NAMED: Final = 8
 """Models that an error lists."""
 
@@ -126,18 +124,16 @@ class Models:
 
     def embedding_size(self, name: str, model: ServedModel) -> int:
         """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
-        facts = model.facts
-        size = 0 if facts.text_apis else max(facts.embedding_sizes, default=0)
-        if not size or model.adapter:
+        if not model.facts.embedding_size or model.adapter:
             message = f"The model {name!r:.200} makes no embeddings: ask for an embedding model."
             raise InvalidRequestError(message, param="model")
-        return size
+        return model.facts.embedding_size
 
     def check_generates(self, name: str, model: ServedModel) -> None:
         """Raises InvalidRequestError when no known worker of the model generates text."""
-        sizes = model.facts.embedding_sizes
-        if sizes and 0 not in sizes:
-            paths = ", ".join(sorted(model.facts.text_apis)) or "/v1/embeddings"
+        facts = model.facts
+        if facts.capabilities and facts.capabilities.isdisjoint(GENERATING):
+            paths = ", ".join(facts.engine_paths) or POOLING_PATHS[0]
             message = f"The model {name!r:.200} generates no text: use {paths}, or ask for another model."
             raise InvalidRequestError(message, param="model")
 
@@ -146,9 +142,9 @@ class Models:
 
         Another engine writes all text of its model.
         """
-        apis = model.facts.text_apis
-        if path not in apis and path not in POOLING_PATHS and not apis.isdisjoint(_GENERATING):
-            served = ", ".join(sorted(apis.intersection(_GENERATING)))
+        apis = model.facts.engine_paths
+        if path not in apis and path not in POOLING_PATHS and (text_apis := GENERATING.intersection(apis)):
+            served = ", ".join(sorted(text_apis))
             raise InvalidRequestError(f"The engine of the model {model.name!r:.200} offers {served}, not {path}.")
         return path in apis
 
@@ -160,17 +156,16 @@ class Models:
     @property
     def has_images(self) -> bool:
         """Return whether any request may have images."""
-        return any(model.facts.has_images for model in self._by_name.values())
+        return any(IMAGES in model.facts.capabilities for model in self._by_name.values())
 
     def takes_images(self, path: str, model: ServedModel) -> bool:
         """Return whether a request of this route for the model may have images, which an engine reads."""
-        is_offered = path in model.facts.text_apis and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
-        return is_offered and model.facts.has_images
+        return {path, IMAGES} <= model.facts.capabilities and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
 
     @property
     def has_engine_text(self) -> bool:
         """Return whether an engine may answer requests."""
-        return any(model.facts.text_apis for model in self._by_name.values())
+        return any(model.facts.engine_paths for model in self._by_name.values())
 
     def names(self, identity: Identity | None = None) -> list[tuple[str, ServedModel]]:
         """Return every name that a request may use, aliases last; with an identity, those that its key may use."""
@@ -241,7 +236,7 @@ class Models:
             learnt = self._revisions[_revision(member)] = replace(model, facts=WorkerFacts.of([member]))
             self._by_name.setdefault(member.model, learnt)
             log.info("model %s learnt from worker %s (%s)", member.model, member.worker_id, member.namespace)
-            if member.text_apis and self._config.template_of(member.model) is not None:
+            if learnt.facts.engine_paths and self._config.template_of(member.model) is not None:
                 log.warning(
                     "model %s: --chat-template has no effect, as its engine renders: give it there", member.model
                 )
@@ -321,7 +316,7 @@ class Models:
         bases = {name: self._by_name[model.name] for name, model in before.items() if model.name in alone}
         for model in self._by_name.values():
             for member in members_of.get((model.name, model.fingerprint), ()):
-                bases |= dict.fromkeys(member.adapters, model)
+                bases |= dict.fromkeys(adapters_in(member.capabilities), model)
         self._adapters = {}
         for name, base in bases.items():
             known = before.get(name)

@@ -31,12 +31,9 @@ MAX_ROOTS: Final = 10_000  # bounds the memory for salts of clients
 class WorkerFacts:
     """The abilities of a model's workers, together."""
 
-    embedding_sizes: frozenset[int] = frozenset()
-    """The numbers in an embedding of each worker; 0: it generates text."""
-    text_apis: frozenset[str] = frozenset()
-    """APIs of their engines, by path."""
-    has_images: bool = False
-    """An engine takes images."""
+    capabilities: frozenset[str] = frozenset()
+    embedding_size: int = 0
+    """The most numbers in an embedding of token ids; 0: none makes one."""
     aliases: frozenset[str] = frozenset()
     """Further names of the model, at its engines."""
 
@@ -44,11 +41,15 @@ class WorkerFacts:
     def of(members: Iterable[WorkerMember]) -> WorkerFacts:
         members = list(members)
         return WorkerFacts(
-            frozenset([member.embedding_size for member in members]),
-            frozenset([path for member in members for path in member.text_apis]),
-            any("image" in member.media for member in members),
+            frozenset([name for member in members for name in member.capabilities]),
+            max([member.embedding_size for member in members], default=0),
             frozenset([name for member in members for name in member.aliases]),
         )
+
+    @property
+    def engine_paths(self) -> list[str]:
+        """Return the APIs of their engines."""
+        return sorted(name for name in self.capabilities if name.startswith("/"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -114,7 +114,7 @@ class Feed:
 
     def __init__(self, overview: Overview) -> None:
         self._overview = overview
-        self._decisions = overview.router.decisions
+        self._decisions = overview.routing.decisions
         self._traffic = Traffic(overview.metrics.ttft_s.bounds)
         self._viewers: set[Frames] = set()
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import msgspec
@@ -16,8 +16,13 @@ from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
 from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
+from server.router.copies import Copies
+from server.router.decisions import DecisionLog, explained
+from server.router.index_accuracy import IndexAccuracy
 from server.router.ledger import SharedPrefix
 from server.router.router import Router
+from server.router.types import RouteRequest
+from server.router.workers_needed import WorkersNeeded
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex, state_of
@@ -26,14 +31,25 @@ REFUSED: Final = "refused"
 STATES: Final = ("serving", "standby", "learning", "draining", "broken")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingParts:
+    """The parts that follow the router's placements, or its fleet."""
+
+    decisions: DecisionLog
+    accuracy: IndexAccuracy
+    copies: Copies
+    workers_needed: WorkersNeeded
+
+
 class Overview(Collector):
-    """Reads the parts of one gateway. Only `index_report` waits."""
+    """Reads the parts of one gateway. Only `explain` and `index_report` wait."""
 
     def __init__(
         self,
         api: PublicApi,
         services: EndpointServices,
         router: Router,
+        routing: RoutingParts,
         index: RedisIndex | NoIndex,
         usage: UsageTotals,
         day: DayHistory,
@@ -43,6 +59,7 @@ class Overview(Collector):
         self.index = index
         self.metrics = services.requests.metrics
         self.router = router
+        self.routing = routing
         self.fleet = router.fleet
         self.usage = usage
         self.day = day
@@ -58,7 +75,7 @@ class Overview(Collector):
         for url, member, reason in self.fleet.refused():
             about = {"worker_id": "", "epoch": "", "url": url} if member is None else asdict(member)
             workers.append({**about, "load": None, "state": _absence(member), "reason": reason})
-        return {"workers": workers, "index": self.router.index_state()}
+        return {"workers": workers, "index": self._index_health()}
 
     def _state(self, candidate: Candidate) -> tuple[str, str]:
         """Return the state of a live worker, and why it gets no new requests."""
@@ -101,7 +118,7 @@ class Overview(Collector):
             "max_model_len": member.max_model_len,
             "step_objective_s": member.step_objective_s or None,
             "state": "lost" if candidate is None else self._state(candidate)[0],
-            "hit_rate": self.router.scorer.hit_rate(member.worker_id),
+            "hit_rate": self.router.scorer.loads.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
             "load": load,
@@ -109,13 +126,29 @@ class Overview(Collector):
 
     def workers_needed(self) -> dict[str, int]:
         """Return the workers that each model needs, where that is known."""
-        numbers = {model: self.router.workers_needed.needed(model) for model in self._models()}
+        numbers = {model: self.routing.workers_needed.needed(model) for model in self._models()}
         return {model: number for model, number in numbers.items() if number is not None}
 
     def index_state(self) -> dict[str, Any]:
         """Return the health of the shared index and of each of its shards."""
         shards = self.index.health() if isinstance(self.index, RedisIndex) else []
-        return {**self.router.index_state(), "shards": [asdict(shard) for shard in shards]}
+        return {**self._index_health(), "shards": [asdict(shard) for shard in shards]}
+
+    def _index_health(self) -> dict[str, Any]:
+        return self.routing.accuracy.state(lookup_failed=self.router.lookup_failed)
+
+    async def explain(self, request: RouteRequest) -> dict[str, Any]:
+        """Return how the router would score each worker, and which it would choose. Places nothing."""
+        decision, index_answered = await self.router.decide(request, dry_run=True)
+        return {
+            "policy": self.router.policy,
+            "index": "answered" if index_answered else "no answer: own recent placements used",
+            "prompt_tokens": request.num_prompt_tokens,
+            "prompt_blocks": len(request.hashes),
+            "choice": [worker.member.worker_id for worker in decision.best],
+            "copy": self.routing.copies.planner.explain(decision),
+            "workers": explained(decision, self.router.scorer),
+        }
 
     async def index_report(self) -> dict[str, Any]:
         """Read the registry. Raises NotFoundError without a Redis, UnavailableError when it does not answer."""
@@ -143,7 +176,7 @@ class Overview(Collector):
         The vllm gauges follow the model server protocol of the Gateway API inference extension. There the gateway
         counts as the server of its models. Models without a live worker are included.
         """
-        blind, num_outstanding = self.router.index_state()["blind"], self.router.scorer.num_outstanding()
+        blind, num_outstanding = self._index_health()["blind"], self.router.scorer.loads.num_outstanding()
         yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
         num_inexact = sum(worker.ends not in ("", "exact") for worker in self.fleet.workers())
         yield _gauge(
@@ -179,7 +212,7 @@ class Overview(Collector):
             states.update(dict.fromkeys([(model, state) for state in STATES], 0))
             states.update([(model, self._state(candidate)[0]) for candidate in candidates])
             loads = [candidate.load for candidate in candidates]
-            held_prefills_s = self.router.held_prefills_s(model)
+            held_prefills_s = self.router.queue.prefills_s(model)
             held.add_metric((model,), len(held_prefills_s))
             held_s.add_metric((model,), sum(held_prefills_s))
             waiting.add_metric((model,), len(held_prefills_s) + sum(load.num_waiting for load in loads))

@@ -16,7 +16,7 @@ from server.request.hints import NO_HINTS, RoutingHints
 from server.request_context import CURRENT
 from server.router.types import RouteRequest, short_key
 from server.text.detokenizer import Detokenizer, TextRules
-from worker.common.features import sampling_features
+from worker.common.capabilities import needs_of
 from worker.wire import ChoiceState, Embed, SamplingParams, TokenLogprobs, Tokens
 
 MAX_PENDING_IDS: Final = 1024
@@ -74,15 +74,11 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size, self.media),
             affinity_key=short_key(f"{self.tenant}/{session}") if session else None,
             hard_affinity=hints.hard_affinity,
-            lora=self.model.adapter,
-            required=tuple(sampling_features(self.sampling)),
+            needs=needs_of(None if self.ask is None else self.ask.call, self.embed, self.media, self.model.adapter),
             priority=self.priority,
             tenant=self.tenant,
             weight=self.weight,
-            embeds=self.embed is not None or (self.ask is not None and self.ask.call.pools),
-            has_images=bool(self.media),
             root=self.root,
-            text_api="" if self.ask is None else self.ask.call.path,
             num_context_tokens=num_tokens + num_demanded,
             client_id=short_key("" if context is None else context.client_id),
         )

@@ -18,26 +18,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
 
 from msgspec.structs import replace
 
 from cache.records import WorkerMember
-from server.errors import InternalError, RevisionGoneError, WorkerLostError
+from server.errors import InternalError, RevisionGoneError, WorkerLostError, as_api_error
 from server.metrics import known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.engine_answer import EngineAnswer, EngineChoice
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_error
-from server.request.retry_state import Refusals
 from server.request.services import RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
-from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
+from server.router.queue import Refusals
+from server.router.types import NoWorkerError, QueueFullError, RouteRequest, TtftBudgetError
 from server.usage.account import PromptTimes
 from server.workers.client import GenerateStream
 from server.workers.connection import WorkerLost, WorkerRefused
-from worker.common.features import resume_features
 from worker.common.frames import PackedPositions
 from worker.wire import (
     PROTOCOL_VERSION,
@@ -55,9 +53,6 @@ from worker.wire import (
 )
 
 log = logging.getLogger(__name__)
-
-WORKER_WAIT_S: Final = 0.25
-"""Pause before the next search for a worker: one may have returned or started in the pause."""
 
 Deliver = Callable[[list[ChoiceDelta]], Awaitable[None]]
 
@@ -128,7 +123,10 @@ class Generation:
         services.retry.budget.earn()
         if spec in services.retry.poison:
             raise InternalError("This request has failed recently and is not tried again.")
-        services.limiter.reserve(spec.tenant, len(spec.prompt_ids))
+        try:
+            services.retry.queue.enter(spec.tenant, len(spec.prompt_ids))
+        except QueueFullError as error:
+            raise as_api_error(error) from error
         self._is_waiting = True
         self.times.wait()
         try:
@@ -170,9 +168,9 @@ class Generation:
 
     def _full_workers(self) -> Refusals:
         """Return the workers that are full for the tenant. Raises ApiError if all are."""
-        retry = self._services.retry
-        full = retry.backpressure.refusals(self.spec.tenant)
-        workers, revision = retry.fleet.workers(self.spec.model.name) if full else (), self.spec.model.fingerprint
+        full = self._services.retry.queue.full(self.spec.tenant)
+        fleet, revision = self._services.retry.fleet, self.spec.model.fingerprint
+        workers = fleet.workers(self.spec.model.name) if full else ()
         if full and all((each.worker_id, each.epoch) in full for each in workers if each.namespace == revision):
             raise soonest_error(full.values(), self.spec)
         return full
@@ -182,13 +180,13 @@ class Generation:
         request, history = self.route, self._history
         if self._ttft_budget_s is not None and not (resumed or self.client_has_output or history.num_losses):
             request = replace(request, ttft_budget_s=self._ttft_budget_s)
-        if full or history.excluded:
-            request = replace(request, excluded=history.excluded.union(full))
+        if full or self.worker is not None:
+            excluded, is_retry = history.excluded.union(full), self.worker is not None
+            request = replace(request, excluded=excluded, is_retry=is_retry)
         if resumed:
-            required = (*request.required, *resume_features(self.spec.sampling))
             longest = max(len(choice.output_ids) for choice in self.choices if not choice.done)
             num_tokens = max(request.num_context_tokens, len(self.spec.prompt_ids) + longest + 1)
-            request = replace(request, numerics=self._numerics, required=required, num_context_tokens=num_tokens)
+            request = replace(request, numerics=self._numerics, num_context_tokens=num_tokens)
         return request
 
     def _placed(self, placement: Placement, *, resumed: bool) -> None:
@@ -212,9 +210,9 @@ class Generation:
         elif not resumed and not self._services.is_served(self.spec.model):
             raise RevisionGoneError from error
         elif error.is_silent or self._services.is_learning(self.spec.model.name):
-            await asyncio.sleep(4 * WORKER_WAIT_S)  # as often as workers are polled
+            await self._services.retry.queue.pause(4)  # as often as workers are polled
         elif not full and history.may_search(error):
-            await asyncio.sleep(WORKER_WAIT_S)
+            await self._services.retry.queue.pause()
         else:
             raise history.no_worker_error(error, full, resumed=resumed) from error
 
@@ -328,7 +326,7 @@ class Generation:
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
-                    self.fetched_tokens = known_places(frame.loaded_tokens or {})
+                    self.fetched_tokens = known_places(frame.fetched_tokens or {})
                     metrics = self._services.metrics
                     metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens, self.fetched_tokens)
             case PromptLogprobs():
@@ -359,7 +357,7 @@ class Generation:
     def _release(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._services.limiter.release(self.spec.tenant, len(self.spec.prompt_ids))
+            self._services.retry.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
         """Abort a choice that a stop string ended: workers see only tokens, so this one still generates."""

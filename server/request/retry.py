@@ -29,7 +29,8 @@ from server.errors import (
     as_api_error,
 )
 from server.request.choice import GenerationSpec
-from server.request.retry_state import Refusals, RetryState
+from server.request.retry_state import RetryState
+from server.router.queue import Refusals
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerAbsent, WorkerLost, WorkerRefused
 from worker.wire import Failed
@@ -44,8 +45,8 @@ MAX_READMISSIONS: Final = 2
 MAX_WAITS: Final = 12
 """Three seconds: a worker that has just become ready is found by the next poll."""
 _RETRIED_STATUSES: Final = frozenset({409, 429, 502, 503, 504})
-_REPLACED: Final = frozenset({"wrong_epoch", "not_ready", "wrong_protocol"})
-"""Refusals by another process, or another epoch, at the address of the chosen worker."""
+_REPLACED: Final = frozenset({"wrong_epoch", "not_ready", "wrong_protocol", "unsupported"})
+"""Refusals by another process, or another epoch, at the address of the chosen worker. Its record here is old."""
 
 
 class WorkerFailed(Exception):
@@ -127,8 +128,7 @@ class AttemptHistory:
 
     def may_search(self, error: NoWorkerError) -> bool:
         """Return whether to search for a worker again: one may be replaced, or one lost earlier may be tried again."""
-        can_help = not error.unsupported and error.longest_context is None
-        return can_help and (self.readmit_lost() or self.may_wait())
+        return error.longest_context is None and (self.readmit_lost() or self.may_wait())
 
     def readmit_lost(self) -> bool:
         """Allow workers lost earlier to be tried again. Return False if that is not allowed."""
@@ -150,9 +150,6 @@ class AttemptHistory:
         if resumed:
             message = "The worker was lost and no other can continue its answer."
             return WorkerLostError(message, retry_after_s=error.retry_after_s)
-        if error.unsupported:
-            param = self._spec.grammar_param if error.unsupported[0].startswith("grammar:") else error.unsupported[0]
-            return InvalidRequestError(f"{error} Leave it out, or ask for another model.", param=param)
         if error.longest_context is not None:
             num_tokens = len(self._spec.prompt_ids)
             message = f"your prompt resulted in {num_tokens} tokens, next to those that you asked for"
@@ -171,7 +168,7 @@ class AttemptHistory:
         refusal = WorkerRefused(refusal.status, failed)  # without a traceback, which would keep the request alive
         state.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
-            state.backpressure.add((worker.worker_id, worker.epoch), spec.tenant, refusal)
+            state.queue.refused((worker.worker_id, worker.epoch), spec.tenant, refusal)
         is_replaced = failed.code in _REPLACED
         if is_replaced:
             state.fleet.report_wrong_epoch(worker)

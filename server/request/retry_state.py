@@ -1,59 +1,28 @@
-"""Shared state of failed attempts in one gateway process: retry budget, full workers, poison requests."""
+"""Shared state of failed attempts in one gateway process: retry budget, poison requests."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
-from cache.records import WorkerMember
-from cache.types import WorkerId, WorkerIncarnation
 from server.metrics import GatewayMetrics
 from server.rates import TokenBucket
 from server.request.choice import GenerationSpec
-from server.workers.connection import WorkerRefused
+from server.router.queue import RequestQueue
+from server.workers.fleet import Fleet
 
-BACKPRESSURE_S: Final = 0.1
-"""Short compared with the full queue: the worker is asked again long before it is idle."""
 MAX_RETRIES: Final = 100.0
 RETRIES_PER_REQUEST: Final = 0.1
 RETRIES_PER_S: Final = 2.0
 POISON_TTL_S: Final = 60.0
 """Long enough to end a client's retries; short, because the fault may be the worker's."""
 MAX_POISON_ENTRIES: Final = 10_000
-Refusals = Mapping[WorkerIncarnation, WorkerRefused]
-
-
-class BackpressureCache:
-    """Recent queue-full refusals, by tenant and worker, so that the gateway answers a flood by itself.
-
-    Under overload, one call per request would take event-loop time that the worker needs for admitted requests.
-    """
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._by_tenant: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
-
-    def add(self, worker: WorkerIncarnation, tenant: str, refusal: WorkerRefused) -> None:
-        """Remember that the worker's queue is full for the tenant."""
-        until_s = self._clock() + min(BACKPRESSURE_S, refusal.retry_after_s)
-        self._by_tenant.setdefault(tenant, {})[worker] = (until_s, refusal)
-
-    def refusals(self, tenant: str) -> Refusals:
-        """Return the workers that are still full for the tenant, each with its last refusal."""
-        known = self._by_tenant.get(tenant)
-        if known is None:
-            return {}
-        now_s = self._clock()
-        full = {worker: refusal for worker, (until_s, refusal) in known.items() if until_s > now_s}
-        if not full:
-            del self._by_tenant[tenant]
-        return full
 
 
 class RetryBudget:
@@ -111,22 +80,12 @@ def _poison_key(spec: GenerationSpec) -> bytes:
     return digest.digest()
 
 
-class WorkerReports(Protocol):
-    """The fleet, as generations report to it."""
-
-    def workers(self, model: str | None = None) -> list[WorkerMember]: ...
-
-    def report_failure(self, worker_id: WorkerId) -> None: ...
-
-    def report_wrong_epoch(self, member: WorkerMember) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class RetryState:
     """The state shared by every generation of this process, for judging failed attempts."""
 
-    fleet: WorkerReports
+    fleet: Fleet
     metrics: GatewayMetrics
+    queue: RequestQueue[Any]
     budget: RetryBudget = field(default_factory=RetryBudget)
     poison: PoisonCache = field(default_factory=PoisonCache)
-    backpressure: BackpressureCache = field(default_factory=BackpressureCache)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
 from server.models.served_model import ServedModel
-from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryState
-from server.router.placement import Placer
+from server.router.router import Router
 from server.workers.client import StallWatch, WorkerClient
 
 
@@ -19,12 +18,12 @@ class RequestServices:
     """The parts that every generation of this process shares."""
 
     gateway_id: GatewayId
-    router: Placer
+    router: Router
+    """Its calls about a placement may come in any state; each takes effect once."""
     client: WorkerClient
     watch: StallWatch
     metrics: GatewayMetrics
     retry: RetryState
-    limiter: PromptTokenLimiter
     is_served: Callable[[ServedModel], bool] = lambda model: True
     """Returns whether requests are still prepared for this revision of a model."""
     is_learning: Callable[[str], bool] = lambda name: False

@@ -9,8 +9,10 @@ The chain is copied if wait_s exceeds copy_s. A fetch plan moves the same blocks
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,10 +20,16 @@ import msgspec
 
 from cache.records import WorkerMember
 from cache.types import BlockHash, WorkerId
+from server.metrics import GatewayMetrics
 from server.rates import DecayedSum
 from server.router.cost import WorkerView
-from server.router.placement import Decision
+from server.router.placement import Decision, Listener, Placement
+from server.workers.connection import WorkerLost
 
+logger = logging.getLogger(__name__)
+
+SendCopy = Callable[[str, WorkerMember, BlockHash, Sequence[BlockHash]], Awaitable[int]]
+"""`WorkerClient.adopt`."""
 FULL: Final = 0.5
 """The share of a holder's time that the requests of one chain may take: the other half is for others."""
 HORIZON_S: Final = 10.0
@@ -69,7 +77,7 @@ class _Demand:
 
 
 class CopyPlanner:
-    """Follows the demand for each chain, and plans copies. Owned by the router."""
+    """Follows the demand for each chain, and plans copies."""
 
     def __init__(self, clock: Callable[[], float], max_copies: int) -> None:
         """`max_copies`: in flight, of which each worker gets one."""
@@ -80,7 +88,7 @@ class CopyPlanner:
         self._in_flight: dict[BlockHash, WorkerId] = {}
 
     def placed(self, decision: Decision) -> CopyPlan | None:
-        """Count a request that has been placed. Return the copy to make of its longest match, if one is due."""
+        """Count a request that has been placed. Return the copy of its longest match that begins now, or None."""
         if not self._max_copies or not decision.request.root or not decision.best[0].load.fetch_tokens_per_s:
             return None
         num_blocks, holders = _longest_match(decision)
@@ -95,15 +103,15 @@ class CopyPlanner:
             del self._demands[next(iter(self._demands))]
         if len(self._in_flight) >= self._max_copies or last in self._in_flight or demand.rests_until_s > now_s:
             return None
-        return self._plan(decision, num_blocks, holders, now_s)
+        if (plan := self._plan(decision, num_blocks, holders, now_s)) is not None:
+            self._in_flight[last] = plan.target.worker_id
+        return plan
 
-    def plan(self, decision: Decision) -> CopyPlan | None:
+    def explain(self, decision: Decision) -> dict[str, Any] | None:
         """Return the copy of the request's longest match that its demand asks for, in flight or not. Counts nothing."""
         num_blocks, holders = _longest_match(decision)
-        return self._plan(decision, num_blocks, holders, self._clock()) if num_blocks else None
-
-    def is_in_flight(self, plan: CopyPlan) -> bool:
-        return plan.hashes[-1] in self._in_flight
+        plan = self._plan(decision, num_blocks, holders, self._clock()) if num_blocks else None
+        return None if plan is None else plan.describe() | {"in_flight": plan.hashes[-1] in self._in_flight}
 
     def _plan(
         self, decision: Decision, num_blocks: int, holders: Sequence[WorkerView], now_s: float
@@ -136,14 +144,38 @@ class CopyPlanner:
             copy_s,
         )
 
-    def begun(self, plan: CopyPlan) -> None:
-        self._in_flight[plan.hashes[-1]] = plan.target.worker_id
-
     def ended(self, plan: CopyPlan) -> None:
         """Record that the blocks have come, or will not."""
         del self._in_flight[plan.hashes[-1]]
         if (demand := self._demands.get(plan.hashes[-1])) is not None:
             demand.rests_until_s = self._clock() + REST_S
+
+
+class Copies(Listener):
+    """Makes the planned copies. Owned by the gateway's event loop."""
+
+    def __init__(self, planner: CopyPlanner, send: SendCopy, metrics: GatewayMetrics) -> None:
+        self.planner = planner
+        self._send = send
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def placed(self, placement: Placement, decision: Decision) -> None:
+        if (plan := self.planner.placed(decision)) is not None:
+            task = asyncio.create_task(self._copy(plan))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _copy(self, plan: CopyPlan) -> None:
+        """Make a copy. One that fails changes nothing."""
+        num_blocks = 0
+        try:
+            num_blocks = await self._send(plan.target.url, plan.source, plan.root, plan.hashes)
+        except WorkerLost as error:
+            logger.info("no copy to %s: %s", plan.target.worker_id, error)
+        finally:
+            self.planner.ended(plan)
+            self._metrics.copies.inc("made" if num_blocks else "failed")
 
 
 def _longest_match(decision: Decision) -> tuple[int, Sequence[WorkerView]]:

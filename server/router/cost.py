@@ -13,8 +13,8 @@
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
-`view` computes the terms of one worker from the index's match, its report, and the estimate of its load
-(`load_tracker`). The policy `headstart` adds jitter and affinity (`policies`).
+`views` computes the terms of each worker, with its load (`load_tracker`) and the blocks of own requests (`ledger`). The
+policy `headstart` adds jitter and affinity (`policies`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from typing import Final
 import msgspec
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.types import WorkerId
+from cache.types import GatewayId, WorkerId
 from server.router.fetch_plan import FetchPlan, cheapest_plan
-from server.router.ledger import OwnBlocks
-from server.router.load_tracker import PrefillQueue, WorkerLoadEstimate
+from server.router.ledger import Ledger
+from server.router.load_tracker import LoadTracker, PrefillQueue, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
+DEFAULT_PREFILL_TOKENS_PER_S: Final = 2000.0
+"""For a fleet in which no worker has measured its rate. One without a rate counts with the fleet's median."""
+TOO_SHORT: Final = "context too short"
+SLOW: Final = "slow to answer"
+BREAKER: Final = "breaker open"
 MIN_TOKENS_PER_S: Final = 1e-3
 """The lowest prefill rate: forged reports in Redis could otherwise make sums of seconds infinite."""
 SIMILAR_RATE: Final = 1.5
@@ -171,20 +176,19 @@ def _num_held_blocks(candidate: Candidate) -> int:
 
 
 def plan_fetch(
-    candidate: Candidate, matched_tokens: int, tokens_per_s: float, context: DecisionContext
+    candidate: Candidate, matched_tokens: int, tokens_per_s: float, all_peers: PeersByLayout, num_tokens: int
 ) -> tuple[FetchPlan | None, Peers | None]:
     """Return the worker's cheapest plan, and the peers that it fetches from; None where there is neither."""
-    member, load, most_tokens = candidate.member, candidate.load, context.most_tokens
-    block_size = member.block_size
+    member, load, most_tokens = candidate.member, candidate.load, max(0, num_tokens - 1)
+    block_size, fetch_rate = member.block_size, load.fetch_tokens_per_s
     tiers: Iterable[tuple[int, float]] = ()
     if candidate.tier_blocks:
         ends = [min(num_blocks * block_size, most_tokens) for num_blocks in candidate.tier_blocks]
         tiers = zip(ends, load.tier_tokens_per_s, strict=False)
     peers, peer_end_tokens = None, 0
-    if context.peers and load.fetch_tokens_per_s:
-        peers = context.peers.get((member.model, member.layout))
+    if all_peers and fetch_rate:
+        peers = all_peers.get((member.model, member.layout))
         peer_end_tokens = 0 if peers is None else min(peers.num_blocks * block_size, most_tokens)
-    num_tokens, fetch_rate = context.request.num_prompt_tokens, load.fetch_tokens_per_s
     plan = cheapest_plan(num_tokens, matched_tokens, tokens_per_s, tiers, peer_end_tokens, fetch_rate)
     return plan, peers if plan is not None and plan.peer_tokens else None
 
@@ -257,6 +261,14 @@ class WorkerView(msgspec.Struct, eq=False):
         return self.matched_tokens if self.plan is None else self.plan.end_tokens
 
     @property
+    def fetched_tokens(self) -> dict[str, int]:
+        """Prompt tokens that it would fetch, by place."""
+        if self.plan is None:
+            return {}
+        places = dict(zip(self.member.tiers, self.plan.tier_tokens, strict=False)) | {"peer": self.plan.peer_tokens}
+        return {place: num_tokens for place, num_tokens in places.items() if num_tokens}
+
+    @property
     def fetch_s(self) -> float:
         """How long it fetches blocks before its prefill, while its engine computes for others."""
         return 0.0 if self.plan is None else self.plan.fetch_s
@@ -298,12 +310,11 @@ class DecisionContext(msgspec.Struct, frozen=True):
     """Inputs of one decision that are the same for every worker."""
 
     request: RouteRequest
+    broken: Container[WorkerId]
     cost: CostModel
-    peers: PeersByLayout
-    most_tokens: int
-    """Prompt tokens that may be cached: the last one is always computed."""
-    median_tokens_per_s: float
-    """Prefill rate of a worker that has measured none, so that a new worker is not preferred."""
+    loads: LoadTracker
+    ledger: Ledger
+    gateway_id: GatewayId
     mean_residency_s: float
     """How long recent requests held a block; 0.0 if unknown."""
     return_odds: float
@@ -311,19 +322,42 @@ class DecisionContext(msgspec.Struct, frozen=True):
     now_s: float
 
 
-def view(candidate: Candidate, estimate: WorkerLoadEstimate, own: OwnBlocks, context: DecisionContext) -> WorkerView:
-    """Compute the terms of the cost at one worker."""
-    member, cost, most_tokens, now_s = candidate.member, context.cost, context.most_tokens, context.now_s
-    block_size = member.block_size
+def views(candidates: Sequence[Candidate], context: DecisionContext) -> list[WorkerView]:
+    """Compute the terms of the cost at each worker, and whether it can take the request."""
+    request, now_s = context.request, context.now_s
+    loads = [candidate.load for candidate in candidates]
+    rates = sorted([load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0.0])
+    median_tokens_per_s = rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S
+    peers: PeersByLayout = {}
+    if any([load.fetch_tokens_per_s for load in loads]):  # noqa: C419 - a generator takes twice the time
+        peers = find_peers(candidates, context.broken, request)
+    found = []
+    for candidate in candidates:
+        estimate = context.loads.of(candidate.member)
+        estimate.observe(candidate.load, now_s - candidate.load_age_s, context.gateway_id)
+        tokens_per_s = max(MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(median_tokens_per_s, now_s))
+        found.append(_view(candidate, estimate, tokens_per_s, peers, context))
+    return found
+
+
+def _view(
+    candidate: Candidate,
+    estimate: WorkerLoadEstimate,
+    tokens_per_s: float,
+    all_peers: PeersByLayout,
+    context: DecisionContext,
+) -> WorkerView:
+    member, request, cost, now_s = candidate.member, context.request, context.cost, context.now_s
+    block_size, most_tokens = member.block_size, max(0, request.num_prompt_tokens - 1)  # the last one is computed
+    own = context.ledger.own_blocks(member, request.hashes, estimate)
     matched_tokens = min(max(candidate.matched_blocks, own.num_cached) * block_size, most_tokens)
-    tokens_per_s = max(MIN_TOKENS_PER_S, estimate.prefill_tokens_per_s(context.median_tokens_per_s, now_s))
     if bounded := candidate.load.bounded_prefill_tokens_per_s:  # its steps are short while decodes run
         tokens_per_s = max(MIN_TOKENS_PER_S, min(tokens_per_s, bounded))
     plan = peers = None
-    if context.peers or candidate.tier_blocks:
-        plan, peers = plan_fetch(candidate, matched_tokens, tokens_per_s, context)
+    if all_peers or candidate.tier_blocks:
+        plan, peers = plan_fetch(candidate, matched_tokens, tokens_per_s, all_peers, request.num_prompt_tokens)
     cached_tokens = matched_tokens if plan is None else plan.end_tokens
-    prefill_s = cost.prefill_s(context.request.num_prompt_tokens - cached_tokens, tokens_per_s)
+    prefill_s = cost.prefill_s(request.num_prompt_tokens - cached_tokens, tokens_per_s)
     queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
     if own.num_cached > candidate.matched_blocks:  # its prefix is there when their prefill ends
         queue_s = max(queue_s, own.ready_s)
@@ -351,7 +385,27 @@ def view(candidate: Candidate, estimate: WorkerLoadEstimate, own: OwnBlocks, con
         0.0 if plan is None else cost.fetch_cost_s(plan, tokens_per_s),
         plan,
         peers,
+        guard_of(request, member, candidate.load, context.broken),
     )
+
+
+def guard_of(
+    request: RouteRequest, member: WorkerMember, load: WorkerLoad, broken: Container[WorkerId] = ()
+) -> str | None:
+    """Return why the worker cannot take the request, or None."""
+    if (member.worker_id, member.epoch) in request.excluded:
+        return "has failed this request"
+    if request.numerics is not None and member.numerics != request.numerics:
+        return "another numerics class"
+    if missing := request.needs.difference(member.capabilities):
+        return f"does not serve {', '.join(sorted(missing))}"
+    if max(request.num_prompt_tokens, request.num_context_tokens) > member.max_model_len:
+        return TOO_SHORT
+    if load.draining:
+        return "draining"
+    if member.worker_id in broken:
+        return BREAKER
+    return SLOW if load.is_slow else None
 
 
 def _pool_terms(

@@ -10,12 +10,13 @@ import math
 import re
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final
 
 from server.rates import TokenBucket
 from server.router.cost import WorkerView
-from server.router.placement import Decision, Placement
+from server.router.placement import Decision, Listener, Placement, Scorer
 
 PER_S: Final = 16.0
 BURST: Final = 8.0
@@ -31,25 +32,26 @@ _DIGITS: Final = re.compile(r"(?:^|[_-])([0-9a-f]{32})(?:-\d+)?$")
 """The common part of the ids of a request and of its answer."""
 
 
-class DecisionLog:
+class DecisionLog(Listener):
     """Drained by the feed of the ops port while that has viewers."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.has_viewers = False
         self.num_decisions = 0
         """All decisions, recorded or not."""
         self.recent: dict[str, dict[str, Any]] = {}
         """By request id, the oldest first."""
         self._new: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
-        self._found: dict[str, int] = {}
+        self._found: dict[str, int | None] = {}
         self._times: dict[str, dict[str, float]] = {}
         self._bucket = TokenBucket(PER_S, BURST)
 
-    def decided(self, decision: Decision, placement: Placement, now_s: float, *, index_answered: bool) -> None:
+    def placed(self, placement: Placement, decision: Decision) -> None:
         self.num_decisions += 1
-        if self._bucket.take(now_s):
+        if self._bucket.take(self._clock()):
             return
-        entry = describe(decision, placement, index_answered=index_answered)
+        entry = describe(decision, placement)
         self.recent.pop(entry["request"], None)
         self.recent[entry["request"]] = entry
         if len(self.recent) > MAX_RECENT:
@@ -75,18 +77,26 @@ class DecisionLog:
         digits = _DIGITS.search(id_)
         return [entry for key, entry in self.recent.items() if key == id_ or (digits and digits[1] in key)]
 
-    def started(self, request_id: str, num_cached_tokens: int, queue_s: float | None) -> None:
-        """Record the start of the prefill, after `queue_s` in the worker's queue (None: unknown)."""
-        if (entry := self.recent.get(request_id)) is not None:
-            entry["found_tokens"] = num_cached_tokens
-            if self.has_viewers:
-                self._found[request_id] = num_cached_tokens
-            self.reached(request_id, "prefill")
-            if queue_s is not None:
-                entry["times"]["queue"] = max(0.0, round(entry["times"]["prefill"] - queue_s, 4))
+    def started(self, placement: Placement) -> None:
+        request_id, queue_s = placement.request.request_id, placement.queue_s
+        if (entry := self.recent.get(request_id)) is None:
+            return
+        entry["found_tokens"] = placement.num_cached_tokens
+        if self.has_viewers:
+            self._found[request_id] = placement.num_cached_tokens
+        self._reached(placement, "prefill")
+        if queue_s is not None:
+            entry["times"]["queue"] = max(0.0, round(entry["times"]["prefill"] - queue_s, 4))
 
-    def reached(self, request_id: str, stage: str) -> None:
-        """Record the seconds from the decision to this stage: queue, prefill, first_token, end."""
+    def first_token(self, placement: Placement) -> None:
+        self._reached(placement, "first_token")
+
+    def closed(self, placement: Placement) -> None:
+        self._reached(placement, "end")
+
+    def _reached(self, placement: Placement, stage: str) -> None:
+        """Record the seconds from the decision to this stage."""
+        request_id = placement.request.request_id
         if (entry := self.recent.get(request_id)) is not None:
             entry["times"][stage] = round(time.time() - entry["at"], 4)
             if self.has_viewers:
@@ -102,7 +112,7 @@ class DecisionLog:
         return news
 
 
-def describe(decision: Decision, placement: Placement, *, index_answered: bool) -> dict[str, Any]:
+def describe(decision: Decision, placement: Placement) -> dict[str, Any]:
     """List the chosen worker first, then the cheapest others; guarded ones come last."""
     request, chosen = decision.request, placement.worker
 
@@ -133,8 +143,41 @@ def describe(decision: Decision, placement: Placement, *, index_answered: bool) 
         "matched_tokens": placement.promised_tokens,
         "found_tokens": None,
         "times": {},
-        "index_answered": index_answered,
+        "index_answered": placement.index_answered,
         "resumed": request.numerics is not None,
         "num_candidates": decision.num_candidates,
         "candidates": candidates,
+    }
+
+
+def explained(decision: Decision, scorer: Scorer) -> list[dict[str, Any]]:
+    """Return every term of the cost at each worker."""
+    return [_explained(worker, scorer) for worker in decision.workers]
+
+
+def _explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
+    peers = worker.peers
+    return {
+        "worker": worker.member.worker_id,
+        "epoch": worker.member.epoch,
+        "matched_tokens": worker.matched_tokens,
+        "index_tokens": worker.index_tokens,
+        "pending_tokens": worker.pending_tokens,
+        "ends": worker.member.ends,
+        "index_problem": worker.member.index_problem,
+        "wait_s": worker.queue_s,
+        "kv_wait_s": worker.kv_wait_s,
+        "eviction_s": worker.eviction_s,
+        "decode_s": worker.decode_s,
+        "num_displaced": worker.num_displaced,
+        "fetched_tokens": worker.fetched_tokens,
+        "fetch_from": None if peers is None else scorer.choose_peer(peers.holders, dry_run=True).worker_id,
+        "fetch_s": worker.fetch_s,
+        "prefill_s": worker.prefill_s,
+        "predicted_ttft_s": worker.predicted_ttft_s,
+        "assigned_s": worker.assigned_s,
+        "outstanding": worker.num_outstanding,
+        "waiting": worker.num_waiting,
+        "guard": worker.guard,
+        "cost": worker.score,
     }

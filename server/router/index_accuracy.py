@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Final
+from typing import Any, Final
+
+from server.router.placement import Listener, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -12,7 +14,7 @@ BLIND_BELOW: Final = 0.4
 SEEING_ABOVE: Final = 0.6
 
 
-class IndexAccuracy:
+class IndexAccuracy(Listener):
     """Precision and recall over a window of requests, with `common` = sum(min(predicted, found)):
 
         precision = common / sum(predicted)    the share of predicted tokens that was cached
@@ -32,6 +34,18 @@ class IndexAccuracy:
         self._num_common = 0
         self.blind = False
         self.reason = ""
+
+    def started(self, placement: Placement) -> None:
+        assert placement.num_cached_tokens is not None, "it has started"
+        self.add(placement.promised_tokens, placement.num_cached_tokens)
+
+    corrected = started
+
+    def state(self, *, lookup_failed: bool) -> dict[str, Any]:
+        """Return the index's health as JSON: precision and recall; blind if it is wrong or does not answer."""
+        reason = "the last lookup got no answer" if lookup_failed else self.reason
+        blind = lookup_failed or self.blind
+        return {"blind": blind, "reason": reason, "precision": self.precision, "recall": self.recall}
 
     def add(self, predicted: int, found: int) -> None:
         """Count one request: the tokens that were predicted, and those that its worker found cached."""

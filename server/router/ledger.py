@@ -19,9 +19,10 @@ from typing import Any, Final, NamedTuple
 from cache.hashing import index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, WorkerId, WorkerIncarnation
-from server.router.load_tracker import ActiveRequest
+from server.router.load_tracker import ActiveRequest, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
+PUBLISH_DELAY_S: Final = 0.3
 MAX_BYTES: Final = 64 << 20
 _BLOCK_BYTES: Final = 120
 """A hash, its entry in a table, and its place in a chain."""
@@ -79,11 +80,22 @@ NO_BLOCKS: Final = OwnBlocks(0, 0, 0.0)
 class Ledger:
     """Owned by one gateway's scorer."""
 
-    def __init__(self, clock: Callable[[], float], publish_delay_s: float, max_bytes: int = MAX_BYTES) -> None:
-        """`publish_delay_s`: this time after a prefill the index has its blocks."""
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        publish_delay_s: float = PUBLISH_DELAY_S,
+        max_bytes: int = MAX_BYTES,
+        *,
+        count_pending: bool = True,
+    ) -> None:
+        """`publish_delay_s`: this time after a prefill the index has its blocks.
+
+        `count_pending`: blocks of requests just routed count as cached.
+        """
         self._clock = clock
         self._publish_delay_s = publish_delay_s
         self._max_bytes = max_bytes
+        self._count_pending = count_pending
         self.num_bytes = 0
         """Chains only: the blocks of live requests are bounded by the requests."""
         self._live: dict[WorkerIncarnation, _Live] = {}
@@ -96,9 +108,18 @@ class Ledger:
         self._recent: dict[BlockHash, _Chain] = {}
         """The last chain computed with each block."""
 
-    def __contains__(self, incarnation: WorkerIncarnation) -> bool:
-        """Return whether blocks of own requests may be there."""
-        return incarnation in self._live or incarnation in self._ended
+    def own_blocks(self, member: WorkerMember, hashes: Sequence[BlockHash], estimate: WorkerLoadEstimate) -> OwnBlocks:
+        """Return what own requests have of a prompt at a worker."""
+        incarnation = member.worker_id, member.epoch
+        if incarnation not in self._live and incarnation not in self._ended:
+            return NO_BLOCKS
+        num_live = self.num_live(incarnation, hashes)
+        if member.ends or not self._count_pending:  # where a hit in own blocks may stop is not known
+            return OwnBlocks(num_live, 0, 0.0)
+        ready_s = 0.0
+        if num_live:
+            ready_s = estimate.ready_s(self._live[incarnation].computed_by[hashes[num_live - 1]], self._clock())
+        return OwnBlocks(num_live, max(num_live, self.num_unpublished(incarnation, hashes)), ready_s)
 
     def opened(self, incarnation: WorkerIncarnation, request: ActiveRequest, hashes: Sequence[BlockHash]) -> int:
         """Count a request's blocks as live. Return how many no other live request has there."""
@@ -151,10 +172,6 @@ class Ledger:
             return 0
         counts = live.num_requests
         return bisect_left(hashes, True, 1, key=lambda block_hash: block_hash not in counts)
-
-    def computing(self, incarnation: WorkerIncarnation, block_hash: BlockHash) -> ActiveRequest:
-        """Return the request that computes a live block, or has computed it."""
-        return self._live[incarnation].computed_by[block_hash]
 
     def num_unpublished(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that ended requests have left there, unknown to the index."""

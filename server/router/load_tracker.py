@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 
-from cache.records import WorkerLoad
-from cache.types import Epoch, GatewayId
+from cache.records import WorkerLoad, WorkerMember
+from cache.types import Epoch, GatewayId, WorkerId
 from server.rates import DecayedRatio, DecayedSum
 
 _MAX_UNREPORTED_S = 2.0
@@ -27,6 +27,10 @@ _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
 _HIT_RATE_WINDOW_S = 120.0
 _MAX_CHANGES = 1024
+_FORGET_S = 600.0
+"""The estimate of an idle worker may be dropped after this time without a report."""
+_MIN_ESTIMATES = 64
+"""With fewer, none is dropped."""
 _MAX_COMPARED = 128
 """At most this many queued requests are examined; the rest is extrapolated."""
 
@@ -269,3 +273,42 @@ class FifoLoadEstimate(WorkerLoadEstimate):
                 own_s -= min(now_s - request.started_s, request.prefill_s)
                 break
         return PrefillQueue([max(0.0, own_s)], self._others_left_s(own_s, now_s), is_fifo=True)
+
+
+class LoadTracker:
+    """The estimates of all workers. Owned by one gateway's scorer."""
+
+    def __init__(self, clock: Callable[[], float], window_s: float) -> None:
+        self._clock = clock
+        self._window_s = window_s
+        self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
+        self._max_estimates = _MIN_ESTIMATES
+
+    def of(self, member: WorkerMember) -> WorkerLoadEstimate:
+        """Return the estimate of this incarnation. Requests sent to an earlier one keep their own."""
+        known = self._estimates.get(member.worker_id)
+        if known is not None and known.epoch == member.epoch:
+            return known
+        if len(self._estimates) >= self._max_estimates:
+            before_s, estimates = self._clock() - _FORGET_S, self._estimates.items()
+            self._estimates = {name: e for name, e in estimates if e.num_outstanding or e.reported_s > before_s}
+            self._max_estimates = max(_MIN_ESTIMATES, 2 * len(self._estimates))
+        kind = FifoLoadEstimate if member.prefill_order == "fifo" else WorkerLoadEstimate
+        estimate = self._estimates[member.worker_id] = kind(member.epoch, self._window_s)
+        if known is not None:
+            estimate.hit_rate = known.hit_rate
+        return estimate
+
+    def queued_s(self, worker_id: WorkerId) -> float:
+        """Return the prefill seconds that this gateway has in the worker's queue."""
+        estimate = self._estimates.get(worker_id)
+        return 0.0 if estimate is None else estimate.queued_s
+
+    def num_outstanding(self) -> int:
+        """Return the number of placed requests that have not ended, at the workers' present incarnations."""
+        return sum(estimate.num_outstanding for estimate in self._estimates.values())
+
+    def hit_rate(self, worker_id: WorkerId) -> float | None:
+        """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
+        estimate = self._estimates.get(worker_id)
+        return None if estimate is None else estimate.hit_rate.at(self._clock(), min_denominator=1.0)

@@ -11,44 +11,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
-from cache.records import Candidate, WorkerLoad, WorkerMember
+from cache.records import Candidate, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
-from server.router.cost import (
-    CostModel,
-    DecisionContext,
-    PeersByLayout,
-    WorkerView,
-    find_peers,
-    num_outstanding,
-    view,
-)
-from server.router.ledger import NO_BLOCKS, Ledger, OwnBlocks
-from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
+from server.router.cost import BREAKER, SLOW, CostModel, DecisionContext, WorkerView, num_outstanding, views
+from server.router.ledger import PUBLISH_DELAY_S, Ledger
+from server.router.load_tracker import ActiveRequest, LoadTracker, WorkerLoadEstimate
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
 from server.router.types import RouteRequest
 from worker.wire import BlockSource
 
-DEFAULT_PREFILL_TOKENS_PER_S: Final = 2000.0
-"""For a fleet in which no worker has measured its rate."""
 MIN_RELEASED_BLOCKS: Final = 1e-3
 """With fewer, after decay, the mean residency is unknown."""
-PUBLISH_DELAY_S: Final = 0.3
-"""After this time from the first token, the index has the prompt's blocks."""
-FORGET_S: Final = 600.0
-"""The estimate of an idle worker may be dropped after this time without a report."""
-MIN_ESTIMATES: Final = 64
-"""With fewer, none is dropped."""
-UNSUPPORTED: Final = "cannot serve a field of this request"
-TOO_SHORT: Final = "context too short"
-OTHER_TASK: Final = "does not serve this task (text or embeddings)"
-SLOW: Final = "slow to answer"
-BREAKER: Final = "breaker open"
 
 
 class Decision(msgspec.Struct, frozen=True, eq=False):
@@ -84,23 +63,30 @@ class Placement:
     """The load of this incarnation of the worker."""
     active: ActiveRequest
     """Its entry there."""
+    index_answered: bool = True
     num_cached_tokens: int | None = None
     """Prompt tokens that the worker found cached; None before its prefill."""
+    queue_s: float | None = None
+    """Its time in the worker's queue; None: unknown."""
 
 
-class Placer(Protocol):
-    """The router, as generations use it. The calls about a placement may come in any state; each takes effect once."""
+class Listener:
+    """Follows each placement, by calls in this order. It subscribes where the gateway is put together."""
 
-    async def place(self, request: RouteRequest) -> Placement:
-        """Raises NoWorkerError."""
+    def placed(self, placement: Placement, decision: Decision) -> None:
+        """A request goes to a worker."""
 
-    def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None: ...
+    def started(self, placement: Placement) -> None:
+        """The worker has found `num_cached_tokens`, and its prefill begins."""
 
-    def corrected(self, placement: Placement, num_cached_tokens: int) -> None: ...
+    def corrected(self, placement: Placement) -> None:
+        """The engine's own count has replaced the worker's guess of `num_cached_tokens`."""
 
-    def first_token(self, placement: Placement) -> None: ...
+    def first_token(self, placement: Placement) -> None:
+        """The prefill has ended."""
 
-    def closed(self, placement: Placement) -> None: ...
+    def closed(self, placement: Placement) -> None:
+        """The request has ended, with or without an answer."""
 
 
 class Scorer:
@@ -120,8 +106,8 @@ class Scorer:
         """`count_pending`: blocks of requests just routed count as cached."""
         self._clock = clock
         self._cost = cost or CostModel()
-        self._count_pending = count_pending
-        self.ledger = Ledger(clock, publish_delay_s)
+        self.ledger = Ledger(clock, publish_delay_s, count_pending=count_pending)
+        self.loads = LoadTracker(clock, self._cost.window_s)
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
         self._return_share = DecayedRatio(self._cost.window_s)
@@ -129,8 +115,6 @@ class Scorer:
         self._gateway_id = gateway_id
         self._policy = policy
         self._rng = rng
-        self._estimates: dict[WorkerId, WorkerLoadEstimate] = {}
-        self._max_estimates = MIN_ESTIMATES
         self._short_lists: dict[str, ShortList] = {}
         """By model."""
 
@@ -175,12 +159,8 @@ class Scorer:
 
     def _short_list(self, model: str) -> ShortList:
         if (known := self._short_lists.get(model)) is None:
-            known = self._short_lists[model] = ShortList(self._cost.recent_weight, self._queued_s)
+            known = self._short_lists[model] = ShortList(self._cost.recent_weight, self.loads.queued_s)
         return known
-
-    def _queued_s(self, worker_id: WorkerId) -> float:
-        estimate = self._estimates.get(worker_id)
-        return 0.0 if estimate is None else estimate.queued_s
 
     def _decision(
         self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView, num_candidates: int
@@ -194,7 +174,7 @@ class Scorer:
             worker.guard, worker.score = None, score
         return Decision(request, workers, _best(request, eligible), num_candidates)
 
-    def place(self, decision: Decision) -> Placement:
+    def place(self, decision: Decision, *, index_answered: bool = True) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
         request, best, now_s = decision.request, decision.best, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
@@ -222,13 +202,15 @@ class Scorer:
             prefill_tokens_per_s=chosen.prefill_tokens_per_s,
             estimate=chosen.estimate,
             active=active,
+            index_answered=index_answered,
         )
 
-    def started(self, placement: Placement, num_cached_tokens: int) -> bool:
+    def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> bool:
         """Record that the prefill begins, with `num_cached_tokens` found cached. Return False if it began before."""
         if placement.num_cached_tokens is not None:
             return False
-        placement.num_cached_tokens = num_cached_tokens
+        placement.num_cached_tokens, placement.queue_s = num_cached_tokens, queue_s
+        self.ledger.found(placement.request, placement.worker, num_cached_tokens)
         num_prompt_tokens, now_s = placement.request.num_prompt_tokens, self._clock()
         num_uncached = max(0, num_prompt_tokens - num_cached_tokens)
         prefill_s = self._cost.prefill_s(num_uncached, placement.prefill_tokens_per_s)
@@ -252,118 +234,36 @@ class Scorer:
         self.ledger.computed(placement.request, placement.worker)
         return True
 
-    def closed(self, placement: Placement) -> None:
-        """Record the end of the request. Without a first token its blocks stop counting as cached."""
+    def closed(self, placement: Placement) -> bool:
+        """Record the end of the request. Without a first token its blocks stop counting as cached.
+
+        Return False if it had ended.
+        """
         active, member, hashes = placement.active, placement.worker, placement.request.hashes
         if active.closed:
-            return
+            return False
         now_s = self._clock()
         num_gone = self.ledger.closed((member.worker_id, member.epoch), active, hashes)
         placement.estimate.close(active, now_s, len(hashes) - num_gone)
         if active.started_s is not None:
             self._residency_s.add(active.num_blocks * (now_s - active.started_s), active.num_blocks, now_s)
+        return True
 
     def choose_peer(self, holders: Sequence[Candidate], *, dry_run: bool = False) -> WorkerMember:
         """Return the least loaded holder. Equal ones are drawn at random; a dry run takes the first."""
-        loads = [num_outstanding(self.estimate(each.member), each.load) for each in holders]
+        loads = [num_outstanding(self.loads.of(each.member), each.load) for each in holders]
         least = min(loads)
         best = [each.member for each, load in zip(holders, loads, strict=True) if load == least]
         return best[0] if dry_run or len(best) == 1 else self._rng.choice(best)
 
-    def estimate(self, member: WorkerMember) -> WorkerLoadEstimate:
-        """Return the estimate of this incarnation. Requests sent to an earlier one keep their own."""
-        known = self._estimates.get(member.worker_id)
-        if known is not None and known.epoch == member.epoch:
-            return known
-        if len(self._estimates) >= self._max_estimates:
-            before_s, estimates = self._clock() - FORGET_S, self._estimates.items()
-            self._estimates = {name: e for name, e in estimates if e.num_outstanding or e.reported_s > before_s}
-            self._max_estimates = max(MIN_ESTIMATES, 2 * len(self._estimates))
-        kind = FifoLoadEstimate if member.prefill_order == "fifo" else WorkerLoadEstimate
-        estimate = self._estimates[member.worker_id] = kind(member.epoch, self._cost.window_s)
-        if known is not None:
-            estimate.hit_rate = known.hit_rate
-        return estimate
-
-    def num_outstanding(self) -> int:
-        """Return the number of placed requests that have not ended, at the workers' present incarnations."""
-        return sum(estimate.num_outstanding for estimate in self._estimates.values())
-
-    def hit_rate(self, worker_id: WorkerId) -> float | None:
-        """Return the share of recent prompt tokens that the worker found cached; None if unknown."""
-        estimate = self._estimates.get(worker_id)
-        return None if estimate is None else estimate.hit_rate.at(self._clock(), min_denominator=1.0)
-
     def _views(
-        self,
-        request: RouteRequest,
-        candidates: Sequence[Candidate],
-        broken: Container[WorkerId],
+        self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
     ) -> list[WorkerView]:
         now_s = self._clock()
-        loads = [candidate.load for candidate in candidates]
-        rates = sorted([load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0.0])
-        peers: PeersByLayout = {}
-        if any([load.fetch_tokens_per_s for load in loads]):  # noqa: C419 - a generator takes twice the time
-            peers = find_peers(candidates, broken, request)
-        context = DecisionContext(
-            request,
-            self._cost,
-            peers,
-            max(0, request.num_prompt_tokens - 1),
-            rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S,
-            self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0,
-            self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0),
-            now_s,
-        )
-        views = []
-        for candidate in candidates:
-            member = candidate.member
-            estimate = self.estimate(member)
-            estimate.observe(candidate.load, now_s - candidate.load_age_s, self._gateway_id)
-            worker = view(candidate, estimate, self._own_blocks(request, member, estimate), context)
-            worker.guard = guard_of(request, member, candidate.load, broken)
-            views.append(worker)
-        return views
-
-    def _own_blocks(self, request: RouteRequest, member: WorkerMember, estimate: WorkerLoadEstimate) -> OwnBlocks:
-        incarnation, hashes, ledger = (member.worker_id, member.epoch), request.hashes, self.ledger
-        if incarnation not in ledger:
-            return NO_BLOCKS
-        num_live = ledger.num_live(incarnation, hashes)
-        if member.ends or not self._count_pending:  # where a hit in own blocks may stop is not known
-            return OwnBlocks(num_live, 0, 0.0)
-        ready_s = 0.0
-        if num_live:
-            ready_s = estimate.ready_s(ledger.computing(incarnation, hashes[num_live - 1]), self._clock())
-        return OwnBlocks(num_live, max(num_live, ledger.num_unpublished(incarnation, hashes)), ready_s)
-
-
-def guard_of(
-    request: RouteRequest, member: WorkerMember, load: WorkerLoad, broken: Container[WorkerId] = ()
-) -> str | None:
-    """Return why the worker cannot take the request, or None."""
-    if (member.worker_id, member.epoch) in request.excluded:
-        return "has failed this request"
-    if request.numerics is not None and member.numerics != request.numerics:
-        return "another numerics class"
-    if (member.embedding_size > 0) != request.embeds:
-        return OTHER_TASK
-    if request.text_api and request.text_api not in member.text_apis:
-        return UNSUPPORTED
-    if request.has_images and "image" not in member.media:
-        return UNSUPPORTED
-    if member.unsupported and not set(request.required).isdisjoint(member.unsupported):
-        return UNSUPPORTED
-    if request.lora and request.lora not in member.adapters:
-        return "without this adapter"
-    if max(request.num_prompt_tokens, request.num_context_tokens) > member.max_model_len:
-        return TOO_SHORT
-    if load.draining:
-        return "draining"
-    if member.worker_id in broken:
-        return BREAKER
-    return SLOW if load.is_slow else None
+        residency_s = self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
+        return_odds = self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0)
+        about = self._cost, self.loads, self.ledger, self._gateway_id, residency_s, return_odds, now_s
+        return views(candidates, DecisionContext(request, broken, *about))
 
 
 def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:

@@ -9,6 +9,7 @@ from typing import Final, NewType
 import msgspec
 
 from cache.types import BlockHash, WorkerIncarnation
+from worker.common.capabilities import TOKENS
 
 MAX_KEY_CHARS: Final = 128
 Key = NewType("Key", str)
@@ -30,20 +31,21 @@ class NoWorkerError(Exception):
         message: str,
         *,
         retry_after_s: float,
-        unsupported: Sequence[str] = (),
         longest_context: int | None = None,
         is_silent: bool = False,
     ) -> None:
-        """Retrying does not help if `unsupported` or `longest_context` is given.
+        """`longest_context`: the workers' longest context, if the request fits into none: retrying does not help.
 
-        `unsupported`: features of the request that no worker has. `longest_context`: the workers' longest context, if
-        the request fits into none. `is_silent`: a worker that could take the request does not answer now.
+        `is_silent`: a worker that could take the request does not answer now.
         """
         super().__init__(message)
         self.is_silent = is_silent
-        self.unsupported = unsupported
         self.longest_context = longest_context
         self.retry_after_s = retry_after_s
+
+
+class QueueFullError(NoWorkerError):
+    """Too many prompt tokens wait already."""
 
 
 class TtftBudgetError(NoWorkerError):
@@ -74,20 +76,14 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The conversation, with its tenant."""
     hard_affinity: bool = False
     """Only the affinity key's own worker, among those that may take the request."""
-    lora: str = ""
-    """Only workers that serve this LoRA adapter."""
-    required: tuple[str, ...] = ()
-    """Features that the worker must have (`worker.common.features.required_features`)."""
-    text_api: str = ""
-    """Only workers whose engine has this API, by its path."""
-    has_images: bool = False
-    """Only workers whose engine takes images."""
-    embeds: bool = False
-    """Only workers that make embeddings; else only those that generate text."""
+    needs: frozenset[str] = frozenset({TOKENS})
+    """Only workers with all of these `WorkerMember.capabilities`."""
     num_context_tokens: int = 0
     """Tokens that the worker's context must hold: the prompt, and the requested length of the answer."""
     ttft_budget_s: float | None = None
     """Only workers whose predicted time to first token is not longer."""
+    is_retry: bool = False
+    """A worker has refused it, or was lost: it goes before new requests."""
     priority: int = 0
     """Lower is earlier."""
     tenant: str = ""

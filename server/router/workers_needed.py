@@ -10,6 +10,7 @@ the whole fleet's work, so each has the same number.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Final
 from cache.records import Candidate
 from cache.types import Epoch, WorkerId
 from server.rates import DecayedRatio
+from server.router.router import Router
 
 INTERVAL_S: Final = 5.0
 WARM_UP_S: Final = 60.0
@@ -39,6 +41,18 @@ class WorkersNeeded:
     def __init__(self, objective_s: float, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._models = defaultdict[str, _Model](lambda: _Model(objective_s, clock()))
+
+    async def follow(self, router: Router) -> None:
+        """Observe the router's fleet and what it holds, until cancelled."""
+        while True:
+            self.observe_fleet(router)
+            await asyncio.sleep(INTERVAL_S)
+
+    def observe_fleet(self, router: Router) -> None:
+        """Apply the reports of all workers."""
+        models = {worker.model for worker in router.fleet.workers()}
+        workers = {model: router.fleet.candidates(model, None) for model in models}
+        self.observe(workers, lambda model: sum(router.queue.prefills_s(model)))
 
     def observe(self, workers: Mapping[str, Sequence[Candidate]], held_s: Callable[[str], float]) -> None:
         """Apply the reports of each model's live workers, every `INTERVAL_S`.

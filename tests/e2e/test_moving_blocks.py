@@ -169,7 +169,7 @@ def test_blocks_outlive_a_worker_by_its_peer_and_by_its_disk(fleet: Moving) -> N
     fleet.post(holder, "/drain")
     wait_until(lambda: fleet.view(draining, holder.name)["guard"] == "draining")
     view = fleet.view(draining, other.name)
-    assert (view["fetch_from"], view["fetched_tokens"]) == (holder.name, first.num_tokens)
+    assert (view["fetch_from"], view["fetched_tokens"]) == (holder.name, {"peer": first.num_tokens})
     fetched = fleet.ask(draining)
     assert (fetched.worker, fetched.places) == (other.name, {"pool": 0, "peer": first.num_tokens})
     assert fetched.drawn == first.drawn
@@ -183,7 +183,7 @@ def test_blocks_outlive_a_worker_by_its_peer_and_by_its_disk(fleet: Moving) -> N
     first = fleet.compute(dying)
     holder, other = fleet.named(first.worker), fleet.other(first.worker)
     fleet.restart(holder, signal.SIGKILL)
-    wait_until(lambda: fleet.view(dying, holder.name)["loaded_tokens"] == {"disk": first.num_tokens})
+    wait_until(lambda: fleet.view(dying, holder.name)["fetched_tokens"] == {"disk": first.num_tokens})
     fleet.post(other, "/drain")
     wait_until(lambda: fleet.view(dying, other.name)["guard"] == "draining")
     loaded = fleet.ask(dying)
@@ -213,7 +213,7 @@ def test_nothing_comes_back_after_a_purge(fleet: Moving) -> None:
 
 
 def found(view: dict[str, Any]) -> int:
-    return int(view["matched_tokens"] + view["fetched_tokens"] + sum(view["loaded_tokens"].values()))
+    return int(view["matched_tokens"] + sum(view["fetched_tokens"].values()))
 
 
 def test_a_worker_joins_with_what_its_peer_used_last(fleet: Moving) -> None:

@@ -288,7 +288,7 @@ def test_blocks_on_disk_and_of_peers_open_to_their_tenant_alone(fleet: SecureFle
     fleet.ask_worker(worker, "/drain", b"")
     wait_until(lambda: any(view["guard"] == "draining" for view in explained(fleet, prompt, "one")))
     for view in explained(fleet, prompt, "two"):
-        assert (view["matched_tokens"], view["fetched_tokens"], view["loaded_tokens"]) == (0, 0, {})
+        assert (view["matched_tokens"], view["fetched_tokens"]) == (0, {})
         assert view["fetch_from"] is None
     for salt in (None, "one", tenant_salt(fleet.secret, "one").hex()):
         other = fleet.post("two", completion(prompt, seed=3, temperature=1, **({"cache_salt": salt} if salt else {})))

@@ -19,10 +19,11 @@ from server.router.short_list import SCORE_ALL
 from tests.e2e.serving import free_ports
 from tests.faults.part import Gateway
 from tests.redis_server import RedisServer, newest_redis
-from tests.server.api.test_embeddings import SIZE, embeds
+from tests.server.api.test_embeddings import embeds
 from tests.server.api.test_engine_text import APIS, EngineWorker
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.waiting import HANG_S
+from worker.common.capabilities import TOKENS
 from worker.wire import (
     POOLING_PATHS,
     End,
@@ -53,7 +54,8 @@ class AnyWorker(EngineWorker):
     """The writer of the text; pooling: the model has none."""
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), text_apis={"gateway": (), "engine": APIS, "pooling": POOLING_PATHS}[self.text])
+        names = {"gateway": (TOKENS,), "engine": APIS, "pooling": POOLING_PATHS}
+        return replace(super().member(), capabilities=names[self.text])
 
     async def _render(self, http: Request) -> Response:
         await http.body()
@@ -86,9 +88,7 @@ async def fleet(
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(RedisServer(folder, newest_redis()))
         for number in range(num_workers):
-            worker = AnyWorker(
-                bundle, f"w{number}", reply=[5], text=text, embedding_size=SIZE if text == "pooling" else 0
-            )
+            worker = AnyWorker(bundle, f"w{number}", reply=[5], text=text)
             worker.url = await stack.enter_async_context(listening(worker.app()))
             _register(redis, worker.member())
         gateway = Gateway("g0", port, ops_port, folder / "g0.log", ["--redis", redis.url, *options])

@@ -195,7 +195,7 @@ class Gateway:
             raise AssertionError(f"no worker: {error} {self._debug()}") from None
         assert math.isfinite(placement.promised_tokens)
         self.router.closed(placement)
-        await self.router.explain(request)
+        await self.router.decide(request, dry_run=True)
 
     def _debug(self) -> str:
         now_s = time.monotonic()

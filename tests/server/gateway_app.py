@@ -19,10 +19,10 @@ from server.http.middleware import Application
 from server.http.server import Listener
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
-from server.request.queue_limit import PromptTokenLimiter
 from server.request.retry_state import RetryBudget
 from server.router.load_tracker import WorkerLoadEstimate
 from server.router.placement import Placement
+from server.router.queue import RequestQueue
 from server.router.types import NoWorkerError, RouteRequest
 from server.workers.fleet import Fleet
 from tests.server.scripted_worker import QuietServer, ScriptedWorker, listening
@@ -102,7 +102,7 @@ class RunningGateway:
     workers: list[ScriptedWorker]
     metrics: GatewayMetrics
     models: Models
-    limiter: PromptTokenLimiter
+    queue: RequestQueue[Any]
     ops: ASGIApp
     """The app of the ops port."""
     fleet: Fleet
@@ -126,7 +126,7 @@ async def gateway(
         router = PlainRouter([worker.member() for worker in workers])
         urls = tuple(worker.url for worker in workers) or ("http://127.0.0.1:9",)
         config = GatewayConfig(workers=urls, stall_s=silent_s, max_body_bytes=max_body_bytes, **options)
-        built = Gateway(config, placer=router, reports=router)
+        built = Gateway(config, placer=router, reports=router)  # type: ignore[arg-type]
         built.watch._no_successor_timeout_s = no_successor_timeout_s
         if budget is not None:
             built.requests.retry.budget = budget
@@ -142,11 +142,11 @@ async def gateway(
         await until(lambda: server.started)
         try:
             url = f"http://{server.address}"
-            parts = built.metrics, built.models, built.requests.limiter, built.ops, built.fleet, built.public
+            parts = built.metrics, built.models, built.requests.retry.queue, built.ops, built.fleet, built.public
             yield RunningGateway(url, router, list(workers), *parts)
             # However the requests have ended, nothing of them is left.
             await until(
-                lambda: not (built.requests.limiter.num_tokens or built.watch._streams or built.keep_alive._writers)
+                lambda: not (built.requests.retry.queue.num_tokens or built.watch._streams or built.keep_alive._writers)
             )
             await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses))
         finally:

@@ -23,6 +23,7 @@ from cache.hashing import Namespace
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
 from tests.members import make_member
 from tests.waiting import until as until
+from worker.common.capabilities import EMBEDDINGS, TOKENS
 from worker.common.proof import PROVE_PATH, gateway_token, new_instance, prove
 from worker.contracts.exchange import Handover
 from worker.wire import (
@@ -75,7 +76,6 @@ class ScriptedWorker:
     num_probed: int = 0
     namespace: str = ""
     embedding_size: int = 0
-    unsupported: tuple[str, ...] = ()
     layout: str = ""
     adopted: list[Handover] = field(default_factory=list)
 
@@ -92,7 +92,7 @@ class ScriptedWorker:
             block_size=b.block_size,
             max_model_len=b.max_model_len,
             embedding_size=self.embedding_size,
-            unsupported=self.unsupported,
+            capabilities=(EMBEDDINGS if self.embedding_size else TOKENS,),
             layout=self.layout,
         )
 

@@ -90,7 +90,7 @@ class TemplateEngine(ScriptedWorker):
     tokenizer: Tokenizer | None = None
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), text_apis=tuple(BODIES))
+        return replace(super().member(), capabilities=tuple(BODIES))
 
     def app(self) -> Any:
         app = super().app()
@@ -140,7 +140,7 @@ async def refusals(
         httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
     ):
         if by_engine:
-            await until(lambda: all(model.facts.text_apis for _, model in running.models.names()))
+            await until(lambda: all(model.facts.engine_paths for _, model in running.models.names()))
         for names, path, stream in itertools.product(shapes, BODIES, streams):
             body = BODIES[path](steps_of(names), has_tools=True) | {"stream": stream}
             answer = await client.post(path, json=body)

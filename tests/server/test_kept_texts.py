@@ -15,7 +15,7 @@ from server.request.hints import SESSION_HEADERS
 from server.router.short_list import ShortList
 from server.router.types import MAX_KEY_CHARS, RouteRequest, short_key
 from server.schema.fields import RequestFields
-from tests.server.api.test_engine_text import APIS, EngineWorker
+from tests.server.api.test_engine_text import EngineWorker
 from tests.server.api.test_pooling import BODY
 from tests.server.gateway_app import gateway
 from tests.server.router.test_short_list import fleet
@@ -48,9 +48,7 @@ def kept(request: RouteRequest) -> int:
 def test_the_router_gets_the_known_texts() -> None:
     """A new one needs a bound: only `short_key` makes a Key."""
     plain = {name for name in ROUTE_TEXTS if "Key" not in str(RouteRequest.__annotations__[name])}
-    assert plain == {"request_id", "model", "numerics", "revision", "lora", "required", "text_api", "tenant"}, (
-        "all are the gateway's"
-    )
+    assert plain == {"request_id", "model", "numerics", "revision", "needs", "tenant"}, "all are the gateway's"
 
 
 @pytest.mark.parametrize("text", ["", "k", "k" * MAX_KEY_CHARS, "k" * (MAX_KEY_CHARS + 1), LONG, "\ud800" * 999])
@@ -77,9 +75,8 @@ class TextsOfEngines(EngineWorker):
     """A worker whose engine writes the text, and ranks too."""
 
     def member(self) -> WorkerMember:
-        return replace(
-            super().member(), text_apis=(*(APIS if self.apis is None else ()), "/v1/embeddings", "/rerank", "/score")
-        )
+        member = super().member()
+        return replace(member, capabilities=(*member.capabilities, "/v1/embeddings", "/rerank", "/score"))
 
 
 @pytest.mark.parametrize("text", ["gateway", "engine"])

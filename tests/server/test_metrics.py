@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from cache.records import Candidate, WorkerLoad
 from cache.types import GatewayId
 from server.ops.overview import Overview
+from server.router.index_accuracy import IndexAccuracy
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex
@@ -115,17 +116,18 @@ def fleet_metrics(
         broken=lambda: set(broken),
         refused=list,
     )
-    scorer = SimpleNamespace(num_outstanding=lambda: 0)
+    scorer = SimpleNamespace(loads=SimpleNamespace(num_outstanding=lambda: 0))
     router = SimpleNamespace(
         fleet=fleet,
-        index_state=lambda: {"blind": blind},
+        lookup_failed=blind,
         scorer=scorer,
-        held_prefills_s=lambda model: list(held_prefills_s),
-        workers_needed=SimpleNamespace(needed=lambda model: needed),
+        queue=SimpleNamespace(prefills_s=lambda model: list(held_prefills_s)),
     )
+    needs = SimpleNamespace(needed=lambda model: needed)
+    routing = SimpleNamespace(accuracy=IndexAccuracy(), workers_needed=needs)
     models_seen = SimpleNamespace(state_of=lambda member: ("serving", ""))
     services = SimpleNamespace(requests=SimpleNamespace(metrics=None), models=models_seen)
-    return Overview(None, services, router, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
+    return Overview(None, services, router, routing, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
 
 
 def test_a_model_without_workers_counts_as_zero() -> None:

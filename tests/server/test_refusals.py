@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from server.auth.limits import AuthThrottle
-from server.request import request
 from server.request.request import Generation
 from server.workers.fleet import Fleet
 from tests.refusals import GOOD_KEY, KEYS, Case, cases, sent
@@ -125,7 +124,7 @@ async def ports(tmp_path: Path, worker: ScriptedWorker) -> AsyncIterator[Ports]:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No probes of workers, which may fail as they like, and no log records, which pytest keeps with exceptions."""
     monkeypatch.setattr(Fleet, "run", lambda fleet: asyncio.Event().wait())
-    monkeypatch.setattr(request, "WORKER_WAIT_S", 0.01)
+    monkeypatch.setattr("server.router.queue.PAUSE_S", 0.01)
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

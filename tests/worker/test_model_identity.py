@@ -147,7 +147,7 @@ async def test_blocks_on_disk_serve_their_own_model_alone(
         await first.saved()
     async with worker(copy, *disk) as second:
         found = await second.ask()
-        assert (found.started.loaded_tokens or {}).get("disk", 0) > 0
+        assert (found.started.fetched_tokens or {}).get("disk", 0) > 0
         assert found.token_ids == want.token_ids
     async with worker(twin) as cold:
         want_of_twin = await cold.ask()
@@ -163,7 +163,7 @@ async def test_blocks_of_a_peer_serve_its_own_model_alone(original: Path, copy: 
         want = await peer.ask()
         async with worker(copy) as second:
             found = await second.ask(peer.as_source())
-            assert (found.started.loaded_tokens or {}).get("peer", 0) > 0
+            assert (found.started.fetched_tokens or {}).get("peer", 0) > 0
             assert found.token_ids == want.token_ids
         async with worker(twin) as third:
             assert third.member.layout != peer.member.layout

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from tests.members import make_member
 from tests.worker.scheduler.engine import generate
+from worker.common.capabilities import EMBEDDINGS, TOKENS
 from worker.scheduler.budget import BatchLimits
 from worker.validation import refusal
 from worker.wire import ChoiceState, Embed, GenerateRequest, WireError, pack_request, unpack_request
@@ -18,7 +20,7 @@ def problem(request: GenerateRequest, limits: BatchLimits, pool_tokens: int) -> 
     except WireError as error:
         return str(error)
     total = limits.max_batch_total_tokens
-    refused = refusal(received, limits.max_model_len, pool_tokens, 50, total)
+    refused = refusal(received, make_member(), limits.max_model_len, pool_tokens, 50, total)
     return None if refused is None else refused.message
 
 
@@ -94,7 +96,7 @@ def test_lists_are_bounded_together_and_times_the_choices() -> None:
     def refused(n: int, num_allowed: int, num_biased: int) -> str | None:
         biases = tuple((token, 0.5) for token in whole[:num_biased])
         wire = generate([1], 4, n, logit_bias=biases, allowed_token_ids=whole[:num_allowed])
-        failed = refusal(wire, 4096, 1000, vocab_size)
+        failed = refusal(wire, make_member(), 4096, 1000, vocab_size)
         return None if failed is None else failed.message
 
     assert refused(128, vocab_size, vocab_size) is None
@@ -117,8 +119,8 @@ def test_choices_out_of_range_are_refused() -> None:
     ("embed", "size", "fields", "problem"),
     [
         (None, 0, {"max_tokens": 4}, None),
-        (None, 64, {"max_tokens": 4}, "model"),
-        (Embed(), 0, {}, "model"),
+        (None, 64, {"max_tokens": 4}, "this worker does not serve tokens"),
+        (Embed(), 0, {}, "this worker does not serve embeddings"),
         (Embed(), 64, {}, None),
         (Embed(64), 64, {}, None),
         (Embed(65), 64, {}, "dimensions"),
@@ -131,5 +133,6 @@ def test_a_worker_does_its_own_task_alone(
     embed: Embed | None, size: int, fields: dict[str, int], problem: str | None
 ) -> None:
     request = replace(generate([1, 2], **{"max_tokens": 0, **fields}), embed=embed)
-    refused = refusal(request, 100, 80, 50, None, size)
+    member = make_member(capabilities=(EMBEDDINGS if size else TOKENS,), embedding_size=size)
+    refused = refusal(request, member, 100, 80, 50)
     assert problem == (None if refused is None else refused.message.partition(":")[0])

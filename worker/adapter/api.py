@@ -150,11 +150,8 @@ class EngineApi(Protocol):
     async def text_apis(self) -> tuple[str, ...]:
         """Return the paths of the APIs whose answers the engine can write for gateways."""
 
-    async def media(self) -> tuple[str, ...]:
-        """Return what these APIs take next to text (`WorkerMember.media`)."""
-
-    async def embedding_size(self) -> int:
-        """Return the numbers in an embedding: 0 for an engine that generates text, 1 if it ranks or classifies."""
+    async def takes_images(self) -> bool:
+        """Return whether these APIs take images next to text."""
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""

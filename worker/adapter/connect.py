@@ -28,8 +28,8 @@ from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.adapter.life import EngineLife, facts_of
 from worker.adapter.sglang import SglangApi
-from worker.adapter.text import CHAT
 from worker.adapter.vllm import VllmApi
+from worker.common.capabilities import CHAT, GENERATING, IMAGES, adapter_names
 from worker.common.chat_probes import CHAT_PROBES, digests
 from worker.common.options import read_secret
 from worker.config import WorkerConfig
@@ -75,7 +75,8 @@ async def connect(
             if facts_of(await api.load(), await api.model()) == facts:
                 break
             report("the engine has restarted: its facts are read again")
-        source = None if member.embedding_size or member.index_problem else await event_source(api, config)
+        has_events = not (member.index_problem or GENERATING.isdisjoint(member.capabilities))
+        source = await event_source(api, config) if has_events else None
         events = "no cache events" if source is None else f"cache events from {source.endpoint}"
         report(f"{api.kind} {member.numerics}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
         if member.index_problem:
@@ -104,12 +105,14 @@ async def _member(
     api: EngineApi, config: WorkerConfig, bundle: TokenizerBundle, model: EngineModel, url: str, worker_id: str
 ) -> WorkerMember:
     """Return the registry entry, without its signature. Raises ValueError for an engine without text."""
-    apis, embedding_size = await api.text_apis(), await api.embedding_size()
+    apis = await api.text_apis()
     if not apis:
         raise ValueError(f"--engine-url: this {api.kind} offers no API that renders prompts and writes answers")
-    index_problem = await api.index_problem() or ""
-    if config.events == "none":
-        index_problem = "the engine publishes no cache events (--events none)"
+    index_problem = ""
+    if not GENERATING.isdisjoint(apis):
+        index_problem = await api.index_problem() or ""
+        if config.events == "none":
+            index_problem = "the engine publishes no cache events (--events none)"
     has_dates = "strftime_now" in (bundle.chat_template or "strftime_now")
     return WorkerMember(
         worker_id=WorkerId(worker_id),
@@ -124,12 +127,13 @@ async def _member(
         epoch_started_ms=time.time_ns() // 1_000_000,
         oldest_protocol=OLDEST_PROTOCOL,
         prefill_order="fifo",
-        adapters=model.loras,
-        embedding_size=embedding_size,
-        text_apis=apis,
+        capabilities=(
+            *apis,
+            *([IMAGES] if CHAT in apis and await api.takes_images() else []),
+            *adapter_names(model.loras),
+        ),
         chat_probes=await probe_digests(api) if CHAT in apis and not has_dates else (),
-        media=await api.media() if CHAT in apis else (),
-        index_problem="" if embedding_size else index_problem,
+        index_problem=index_problem,
         aliases=model.aliases,
     )
 

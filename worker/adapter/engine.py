@@ -33,6 +33,7 @@ from worker.adapter.life import IS_LOST, EngineLife, Sign, State, facts_of
 from worker.adapter.load import LoadAccount
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
+from worker.common.capabilities import adapter_names, adapters_in
 from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
@@ -159,16 +160,11 @@ class AdapterEngine:
     def refusal(self, request: GenerateRequest) -> Failed | None:
         if self._life.problem is not None:
             return Failed("not_ready", self._life.problem, retryable=True)
-        if request.adapter and request.adapter not in self.member.adapters:
-            return Failed("not_ready", f"LoRA adapter {request.adapter!r:.200} is not loaded here", retryable=True)
-        if request.call is None:
-            return Failed("unsupported", "this engine writes its own text, and takes no bare tokens", retryable=True)
         pool_tokens = self.load.num_blocks * self.member.block_size or self.bundle.max_model_len
-        bundle, apis = self.bundle, self.member.text_apis
-        return refusal(request, bundle.max_model_len, pool_tokens, bundle.vocab_size, text_apis=apis)
+        return refusal(request, self.member, self.bundle.max_model_len, pool_tokens, self.bundle.vocab_size)
 
     async def render(self, call: EngineCall) -> Rendered:
-        if call.path not in self.member.text_apis:
+        if call.path not in self.member.capabilities:
             raise RefusedError(Failed("unsupported", f"{call.path!r:.80}: no API of the engine", retryable=True))
         try:
             return await self._api.render(call)
@@ -293,10 +289,12 @@ class AdapterEngine:
             self._sinks.on_death(EngineDeadError(f"this worker was started for another engine: {life.why}"))
 
     def _take_loras(self, loras: Sequence[str]) -> None:
-        if tuple(loras) != self.member.adapters:
+        known = adapters_in(self.member.capabilities)
+        if list(loras) != known:
             logger.info("LoRA adapters of the engine: %s", ", ".join(loras) or "none")
-            self._blocks.forget_adapters(set(self.member.adapters).difference(loras))
-            self.member = replace(self.member, adapters=tuple(loras))
+            self._blocks.forget_adapters(set(known).difference(loras))
+            others = [name for name in self.member.capabilities if name not in adapter_names(known)]
+            self.member = replace(self.member, capabilities=(*others, *adapter_names(loras)))
             self._begin_epoch(self._blocks.visible_events())
 
     def _warn_bypass(self, counts: EngineLoad, num_open: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.adapter.connect import open_api, wait_for
+from worker.common.capabilities import GENERATING
 from worker.config import WorkerConfig, parse
 
 
@@ -21,7 +22,8 @@ async def ask(config: WorkerConfig) -> dict[str, object]:
     api = open_api(config)
     try:
         await wait_for(api, config, lambda line: print(line, file=sys.stderr, flush=True))
-        publishes = await api.event_source() is not None or await api.embedding_size() > 0 or await api.index_problem()
+        pools = GENERATING.isdisjoint(await api.text_apis())
+        publishes = await api.event_source() is not None or pools or await api.index_problem()
         return {"ranks": await api.ranks(), "publishes": bool(publishes)}
     finally:
         await api.close()

@@ -18,7 +18,8 @@ import msgspec
 
 from worker.adapter.api import EngineLoad, EngineModel, EngineRefusedError, EventSource, TextPart
 from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
-from worker.adapter.text import CHAT, LENGTHS, answer_of, decode_body, shorten
+from worker.adapter.text import LENGTHS, answer_of, decode_body, shorten
+from worker.common.capabilities import CHAT
 from worker.wire import EngineCall, GenerateRequest, Rendered, SamplingDefaults
 
 _COUNTS: Final = (
@@ -132,11 +133,8 @@ class SglangApi(EngineServer):
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None
 
-    async def media(self) -> tuple[str, ...]:
-        return ()
-
-    async def embedding_size(self) -> int:
-        return 0
+    async def takes_images(self) -> bool:
+        return False
 
     async def ranks(self) -> tuple[int, ...]:
         info = await self._info()

@@ -22,10 +22,10 @@ from worker.adapter.http import (
     refused,
     understood,
 )
+from worker.common.capabilities import CHAT
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
-CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 MESSAGES: Final = "/v1/messages"
 RESPONSES: Final = "/v1/responses"
@@ -36,7 +36,6 @@ _RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megaby
 _RENDER_ATTEMPTS: Final = 3
 _CLOSING_S: Final = 0.05
 """Time until the ends of connections that the engine has closed are known."""
-_PROBE: Final = b'{"input": "a"}'
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
 """vLLM's names for them."""
 _ABSENT: Final = frozenset({404, 405, 501})
@@ -76,14 +75,6 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
-class _Embedding(msgspec.Struct):
-    embedding: tuple[float, ...]
-
-
-class _Embeddings(msgspec.Struct):
-    data: tuple[_Embedding, ...]
-
-
 class _Sampling(msgspec.Struct):
     max_tokens: int | None = None
 
@@ -116,7 +107,6 @@ class _Prompt(msgspec.Struct):
 
 _decode_answer: Final = msgspec.json.Decoder(_Answer).decode
 decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_embeddings: Final = msgspec.json.Decoder(_Embeddings).decode
 _decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
 
 
@@ -138,16 +128,6 @@ class TextCalls:
     async def pools(self) -> bool:
         """Return whether the engine's model generates no text."""
         return not await self._has(CHAT) and any([await self._has(path) for path in POOLING_PATHS])
-
-    async def embedding_size(self) -> int:
-        """Return the numbers in an embedding: 1 for an engine that ranks or classifies, 0 for one that generates."""
-        if not await self.pools():
-            return 0
-        status, answer = await self._server.post(POOLING_PATHS[0], _PROBE, _RENDER_TIMEOUT_S)
-        if status != 200:
-            return 1
-        with understood(POOLING_PATHS[0]):
-            return len(_decode_embeddings(answer).data[0].embedding)
 
     async def embed_one(self) -> None:
         """Wait for one answer of a model without text, which may be a refusal."""
@@ -184,15 +164,15 @@ class TextCalls:
             await asyncio.sleep(_CLOSING_S)
         raise AssertionError
 
-    async def media(self) -> tuple[str, ...]:
-        """Return what chats take next to text: `image`, if the engine renders one."""
+    async def takes_images(self) -> bool:
+        """Return whether the engine renders an image in a chat."""
         part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BLACK_PNG}"}}
         body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
         try:
             rendered = await self.render(EngineCall(CHAT, msgspec.json.encode(body)))
         except EngineRefusedError:
-            return ()
-        return ("image",) if rendered.media else ()
+            return False
+        return bool(rendered.media)
 
     async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""

@@ -51,7 +51,7 @@ class VllmApi(EngineServer):
         self._rank = rank or 0
         self._calls = calls = TextCalls(self)
         self.text_apis, self.render, self.text = calls.apis, calls.render, calls.answer
-        self.embedding_size, self.media = calls.embedding_size, calls.media
+        self.takes_images = calls.takes_images
 
     async def version(self) -> str:
         status, _ = await self.call("GET", f"{COMPLETIONS}/render")  # 405: it takes POST only

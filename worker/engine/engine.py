@@ -165,11 +165,11 @@ class EngineCore:
         limits = self._scheduler.limits
         return refusal(
             request,
+            self.member,
             limits.max_model_len,
             pool_tokens,
             self.bundle.vocab_size,
             limits.max_batch_total_tokens,
-            self.member.embedding_size,
         )
 
     async def render(self, call: EngineCall) -> Rendered:

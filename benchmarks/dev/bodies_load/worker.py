@@ -15,6 +15,7 @@ import uvloop
 
 from benchmarks.dev.gateway_load import stub
 from benchmarks.dev.gateway_load.processes import make_bundle
+from worker.common.capabilities import EMBEDDINGS, TOKENS
 from worker.wire import (
     Embedding,
     End,
@@ -51,7 +52,9 @@ async def serve(contexts: list[int]) -> None:
                 server = await loop.create_server(partial(Connection, worker), "127.0.0.1", 0)
                 urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
                 worker.member = dataclasses.replace(
-                    stub.make_member(bundle, f"stub-{context}-{size}", "1", urls[-1]), embedding_size=size
+                    stub.make_member(bundle, f"stub-{context}-{size}", "1", urls[-1]),
+                    capabilities=(EMBEDDINGS if size else TOKENS,),
+                    embedding_size=size,
                 )
                 group.create_task(server.serve_forever())
             print(*urls, flush=True)

@@ -30,9 +30,9 @@ from cache.events import BlockEvent, Removed, Stored
 from cache.records import Candidate
 from cache.types import BlockHash, GatewayId, WorkerId
 from server.router.copies import CopyPlanner
-from server.router.held_requests import RETRY_S, HeldRequests
 from server.router.placement import Decision, Scorer
 from server.router.policies import Policy
+from server.router.queue import RETRY_S, RequestQueue
 from server.router.types import RouteRequest, short_key
 
 DEATH_SHARE: Final = 0.4
@@ -88,7 +88,7 @@ class Replay:
             for number, policy in enumerate(self._policies)
         ]
         self._scorers = dict(self._gateways)
-        self._held = [HeldRequests[Arrival](settings.hold_s) for _ in self._gateways]
+        self._held = [RequestQueue[Arrival](settings.hold_s) for _ in self._gateways]
         self._ttft_s: dict[int, float] = {}
         self._predicted: dict[int, float] = {}
         self._cached: dict[int, tuple[int, int]] = {}
@@ -190,12 +190,12 @@ class Replay:
 
     def _submit(self, arrival: Arrival) -> None:
         decision, held = self._decide(arrival), self._held[arrival.gateway]
-        if held.add(arrival, decision.request, decision.wait_s, self._now_s) is None:
+        if held.hold(arrival, decision.request, decision.wait_s, self._now_s) is None:
             self._place(arrival, decision)
         elif len(held) == 1:
             self._at(self._now_s + RETRY_S, partial(self._retry, held))
 
-    def _retry(self, held: HeldRequests[Arrival]) -> None:
+    def _retry(self, held: RequestQueue[Arrival]) -> None:
         """Place the held requests that need not wait any more."""
         for each in held.due(self._now_s):
             decision = self._decide(each.item)
@@ -231,7 +231,6 @@ class Replay:
         """Copy the request's longest match to another worker, if that is due."""
         if (plan := planner.placed(decision)) is None:
             return
-        planner.begun(plan)
         target, source = self._workers[plan.target.worker_id], self._workers[plan.source.worker_id]
         assert isinstance(target, MovingWorker), "it fetches"
         assert isinstance(source, MovingWorker), "it gives"

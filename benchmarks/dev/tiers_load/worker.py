@@ -42,12 +42,12 @@ _READ_BYTES: Final = 1 << 16
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one prompt. `loaded_tokens`: those that came into the pool for it, by place."""
+    """The answer to one prompt. `fetched_tokens`: those that came into the pool for it, by place."""
 
     ttft_s: float = 0.0
     queue_s: float = 0.0
     cached_tokens: int = 0
-    loaded_tokens: dict[str, int] | None = None
+    fetched_tokens: dict[str, int] | None = None
     token_ids: tuple[int, ...] = ()
     gaps_s: list[float] = field(default_factory=list)
     """Times between tokens."""
@@ -57,7 +57,7 @@ class Answer:
         """Take a frame that arrived `now_s` after the request. Raises SystemExit for a failure."""
         match frame:
             case Started():
-                self.cached_tokens, self.loaded_tokens = frame.num_cached_tokens, frame.loaded_tokens
+                self.cached_tokens, self.fetched_tokens = frame.num_cached_tokens, frame.fetched_tokens
             case Tokens():
                 if self.ttft_s:
                     self.gaps_s.append(now_s - self.last_s)

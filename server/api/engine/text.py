@@ -53,16 +53,17 @@ from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_ask import EngineAsk
-from server.request.request import WORKER_WAIT_S
 from server.request.response import ResponseStream
 from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
+from server.router.queue import PAUSE_S
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
 from server.schema.field_table import IGNORED, SENT_FIELDS
 from server.schema.fields import RequestFields
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
+from worker.common.capabilities import IMAGES
 from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -291,13 +292,14 @@ class EngineTexts:
                 raise RevisionGoneError
             silent = self._fleet.silent(model.name, model.fingerprint)
             num_waits += not (_able(silent, call.path, has_images) or self._models.is_learning(model.name))
-            await asyncio.sleep(WORKER_WAIT_S)
+            await asyncio.sleep(PAUSE_S)
         raise UnavailableError("No worker could render the prompt.", retry_after_s=1.0)
 
 
-def _able(candidates: Sequence[Candidate], path: str, has_images: bool) -> list[Candidate]:
-    found = [each for each in candidates if path in each.member.text_apis]
-    return [each for each in found if "image" in each.member.media] if has_images else found
+def _able(candidates: Sequence[Candidate], path: str, has_images: bool = False) -> list[Candidate]:
+    """Return the workers whose engine has the route."""
+    needs = {path, IMAGES} if has_images else {path}
+    return [each for each in candidates if needs.issubset(each.member.capabilities)]
 
 
 @contextmanager

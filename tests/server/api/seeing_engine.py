@@ -18,6 +18,7 @@ from cache.records import WorkerMember
 from cache.types import MediaStart
 from tests.server.api.test_engine_text import EngineWorker
 from tests.server.scripted_worker import ScriptedWorker
+from worker.common.capabilities import IMAGES
 from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, pack, unpack
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -98,12 +99,13 @@ def texts_in(value: Any) -> Iterator[str]:
 class SeeingWorker(EngineWorker):
     """Renders the texts of a body, and a run of placeholders for each image before them."""
 
-    media: tuple[str, ...] = ("image",)
+    sees: bool = True
     seen: list[tuple[str, str | None]] = field(default_factory=list)
     """The URLs of images in bodies, with the names that they were given."""
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), media=self.media)
+        member = super().member()
+        return replace(member, capabilities=(*member.capabilities, IMAGES)) if self.sees else member
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
         """Answer as the engine, or with tokens to a prompt of the gateway."""

@@ -16,6 +16,7 @@ from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Die, ScriptedWorker
 from tests.server.test_app import chat, client, post
+from worker.common.capabilities import EMBEDDINGS
 from worker.wire import Embed, Embedding, End, Finished, Frame, GenerateRequest, SamplingParams, Started
 
 PATH = "/v1/embeddings"
@@ -75,7 +76,7 @@ async def test_the_worker_is_asked_for_an_embedding_and_no_token(
     }
     assert target.router.placements[0].calls == ["started 16", "first token", "close"]
     asked = target.router.placements[0].request
-    assert asked.embeds
+    assert asked.needs == {EMBEDDINGS}
     assert str(asked.affinity_key).endswith("/u")
 
 

@@ -23,6 +23,7 @@ from tests.server.scripted_worker import Die, Refuse, ScriptedWorker
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post
 from tests.waiting import until
+from worker.common.capabilities import TOKENS
 from worker.wire import (
     End,
     EngineCall,
@@ -70,7 +71,7 @@ class EngineWorker(ScriptedWorker):
     """The engine's; by default all. Without any, the worker is one with Headstart's engine."""
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), text_apis=APIS if self.apis is None else self.apis)
+        return replace(super().member(), capabilities=(APIS if self.apis is None else self.apis) or (TOKENS,))
 
     def app(self) -> Starlette:
         app = super().app()
@@ -132,7 +133,7 @@ def engines(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> list[EngineWor
 @asynccontextmanager
 async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterator[RunningGateway]:
     async with gateway(*workers, **options) as target:
-        await until(lambda: any(model.facts.text_apis for _, model in target.models.names()))
+        await until(lambda: any(model.facts.engine_paths for _, model in target.models.names()))
         yield target
 
 

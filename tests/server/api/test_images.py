@@ -41,6 +41,7 @@ from tests.server.api.seeing_engine import (
 from tests.server.api.test_engine_text import engine_gateway
 from tests.server.test_app import post
 from tests.waiting import HANG_S
+from worker.common.capabilities import IMAGES
 from worker.wire import Failed, Rendered, TokenizerBundle, pack
 
 ROUTES = (CHAT, MESSAGES, RESPONSES)
@@ -69,7 +70,7 @@ async def test_images_are_part_of_the_prompts_hashes(engine: SeeingWorker, path:
         (request,), (placed,) = engine.received, target.router.placements
     assert [start.position for start in request.media] == [0, NUM_PLACEHOLDERS]
     assert placed.request.hashes == hash_chain(request.root, request.prompt_ids, 16, request.media)
-    assert placed.request.has_images
+    assert IMAGES in placed.request.needs
     assert request.call is not None
     assert [url for url, _ in engine.seen] == [data_url(image) for image in images]
     names = [start.identity for start in request.media]
@@ -192,7 +193,7 @@ async def test_too_many_images_are_refused(engine: SeeingWorker) -> None:
 
 async def test_images_go_to_workers_that_take_them(engine: SeeingWorker, bundle: TokenizerBundle) -> None:
     """The others render no image. A fleet without one refuses them."""
-    blind = SeeingWorker(bundle, "w1", tokenizer=engine.tokenizer, media=())
+    blind = SeeingWorker(bundle, "w1", tokenizer=engine.tokenizer, sees=False)
     body = body_of(CHAT, part_of(CHAT, data_url(png())))
     async with engine_gateway(blind, engine) as target:
         target.router.members = [engine.member()]

@@ -31,7 +31,7 @@ class PoolingWorker(ScriptedWorker):
     asked: list[GenerateRequest] = field(default_factory=list)
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), text_apis=PATHS, embedding_size=64)
+        return replace(super().member(), capabilities=PATHS)
 
     async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
         self.asked.append(request)

@@ -39,7 +39,7 @@ async def test_a_client_that_leaves_is_an_abort_at_once(make: MakeWorker, stream
             request = asyncio.create_task(session.post(target.url + "/v1/chat/completions", json=chat(stream=stream)))
             await until(lambda: worker.num_running)
             num_waiting = len(worker.received[0].prompt_ids) if when == "queued" else 0
-            await until(lambda: target.limiter.num_tokens == num_waiting)
+            await until(lambda: target.queue.num_tokens == num_waiting)
             if stream and when == "running":
                 response = await request
                 await response.content.readany()

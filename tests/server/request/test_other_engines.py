@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
-from server.router.types import NoWorkerError
-from tests.server.gateway_app import RecordedPlacement, RunningGateway, gateway
+from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Script, ScriptedWorker
 from tests.server.test_app import ANSWER, chat, post
@@ -73,31 +71,6 @@ async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWork
             assert status == (429 if code == "queue_full" else 503), raw
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"typical_p": 0.5}, "typical_p"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-    ],
-)
-async def test_a_field_that_no_worker_serves_is_the_clients_error(
-    make: MakeWorker, fields: dict[str, Any], param: str
-) -> None:
-    async with gateway(make()) as target:
-
-        async def place(request: Any) -> RecordedPlacement:
-            assert request.required
-            message = f"{request.required[0]}: no worker of model 'tiny' can serve this"
-            raise NoWorkerError(message, retry_after_s=1.0, unsupported=request.required)
-
-        target.router.place = place  # type: ignore[method-assign]
-        for stream in (False, True):
-            status, _, raw = await post(target.url, chat(stream=stream, **fields))
-            error = json.loads(raw)["error"]
-            assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
-
-
 async def test_a_read_stream_stays_in_its_numerics_class(make: MakeWorker) -> None:
     """The client has output, so the answer cannot start again in another class."""
     own, other = make(pace_s=0.005), make(numerics="vllm-0.32.0")
@@ -128,12 +101,3 @@ async def test_a_stream_goes_on_in_its_class(make: MakeWorker) -> None:
         assert status == 200
         assert b"error" not in raw
         assert len(second.received[0].choices[0].output_ids) == 3
-
-
-async def test_a_resumed_request_asks_for_the_state_of_its_sampling(make: MakeWorker) -> None:
-    first, second = make(), make()
-    first.behave = dies_after(first, 3)
-    async with gateway(first, second) as target:
-        await post(target.url, chat(frequency_penalty=0.5))
-        required = [placement.request.required for placement in target.router.placements]
-        assert required == [(), ("resume:penalties",)]

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from server.request import retry_state
 from server.request.retry_state import RetryBudget
+from server.router import queue
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Refuse, Script
 from tests.server.test_app import chat, post
+from tests.waiting import until
 from worker.wire import Failed, Frame, GenerateRequest, Started
 
 
@@ -76,7 +77,7 @@ async def test_retries_are_a_part_of_the_requests(make: MakeWorker) -> None:
 
 async def test_a_flood_does_not_reach_full_workers(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     pause_s = 2.0  # long enough for a slow machine to send the whole flood
-    monkeypatch.setattr(retry_state, "BACKPRESSURE_S", pause_s)
+    monkeypatch.setattr(queue, "FULL_S", pause_s)
     workers = make(), make()
     for worker, retry_after_s in zip(workers, (2.0, 5.0), strict=True):
         worker.behave = refuses(429, "queue_full", retry_after_s=retry_after_s)
@@ -89,6 +90,26 @@ async def test_a_flood_does_not_reach_full_workers(make: MakeWorker, monkeypatch
         for worker in workers:
             worker.behave = worker.answer
         await asyncio.sleep(pause_s)
+        assert (await post(target.url, chat()))[0] == 200
+
+
+async def test_prompts_at_a_worker_count_in_the_bound(make: MakeWorker) -> None:
+    """Until their first token, also where no request is held."""
+    worker, may_answer = make(), asyncio.Event()
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        async for frame in worker.answer(request):
+            yield frame
+            await may_answer.wait()
+
+    worker.behave = behave
+    async with gateway(worker, hold_s=0.0, max_queued_tokens=1) as target:
+        first = asyncio.create_task(post(target.url, chat()))
+        await until(lambda: worker.num_running)
+        status, _, raw = await post(target.url, chat())
+        may_answer.set()
+        assert (await first)[0] == 200
+        assert (status, json.loads(raw)["error"]["code"]) == (429, "queue_full")
         assert (await post(target.url, chat()))[0] == 200
 
 

@@ -20,6 +20,7 @@ from server.request.retry import (
     error_of,
 )
 from server.request.retry_state import RetryState
+from server.router.queue import RequestQueue
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
 from tests.members import make_member
@@ -40,7 +41,7 @@ FLEET: Any = SimpleNamespace(report_failure=lambda worker_id: None, report_wrong
 
 
 def new_history() -> AttemptHistory:
-    return AttemptHistory(SPEC, RetryState(FLEET, GatewayMetrics()))
+    return AttemptHistory(SPEC, RetryState(FLEET, GatewayMetrics(), RequestQueue()))
 
 
 def failure(

@@ -1,51 +1,18 @@
-"""Shared state of failed attempts: full workers, the retry budget, poison requests."""
+"""Shared state of failed attempts: the retry budget, poison requests."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from cache.types import Epoch, WorkerId
 from server.request.retry_state import (
-    BACKPRESSURE_S,
     MAX_POISON_ENTRIES,
     MAX_RETRIES,
     POISON_TTL_S,
-    BackpressureCache,
     PoisonCache,
     RetryBudget,
 )
-from server.workers.connection import WorkerRefused
-from worker.wire import Failed, SamplingParams
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-A, B = (WorkerId("a"), Epoch("1")), (WorkerId("b"), Epoch("1"))
-
-
-def refusal(retry_after_s: float | None) -> WorkerRefused:
-    return WorkerRefused(429, Failed("queue_full", "full", retryable=True, retry_after_s=retry_after_s))
-
-
-def test_only_the_refused_tenant_stays_away_and_only_for_a_while() -> None:
-    clock = Clock()
-    cache = BackpressureCache(clock=clock)
-    first, second = refusal(2.0), refusal(0.01)
-    cache.add(A, "flood", first)
-    cache.add(B, "flood", second)
-    assert cache.refusals("flood") == {A: first, B: second}
-    assert cache.refusals("weak") == {}
-    clock.now_s += 0.02
-    assert cache.refusals("flood") == {A: first}, "B has room sooner"
-    clock.now_s += BACKPRESSURE_S
-    assert cache.refusals("flood") == {}
-    assert not cache._by_tenant, "nothing is kept of a tenant that may never come again"
+from worker.wire import SamplingParams
 
 
 def test_requests_and_time_earn_retries_up_to_a_limit() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from server.request import request
 from server.router.placement import Placement
 from server.router.types import NoWorkerError, RouteRequest
 from tests.server.conftest import ANSWER
@@ -26,7 +25,7 @@ Place = Callable[[RouteRequest], Any]
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "WORKER_WAIT_S", 0.01)
+    monkeypatch.setattr("server.router.queue.PAUSE_S", 0.01)
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:

@@ -6,14 +6,22 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from benchmarks.dev.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.metrics import GatewayMetrics
+from server.ops.overview import Overview, RoutingParts
+from server.router.copies import Copies, CopyPlanner, SendCopy
+from server.router.decisions import DecisionLog
+from server.router.index_accuracy import IndexAccuracy
 from server.router.placement import Placement
-from server.router.router import Router, SendCopy
+from server.router.queue import RequestQueue
+from server.router.router import Router
 from server.router.types import RouteRequest
+from server.router.workers_needed import WorkersNeeded
 from server.workers.connection import WorkerAbsent, WorkerLost
 from server.workers.fleet import Fleet
 from tests.members import make_member
@@ -74,6 +82,10 @@ def make_request(hashes: Sequence[BlockHash], **changes: object) -> RouteRequest
     return RouteRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+async def no_copy(url: str, source: WorkerMember, root: BlockHash, hashes: Sequence[BlockHash]) -> int:
+    raise AssertionError("nothing is copied")
+
+
 class Fleets:
     """A router over a fleet whose workers answer from a dict."""
 
@@ -90,18 +102,33 @@ class Fleets:
         self.states: dict[str, WorkerState | Exception] = {}
         self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock)
         self.metrics = GatewayMetrics()
+        planner = CopyPlanner(self.clock, max_copies if send_copy is not None else 0)
+        self.routing = RoutingParts(
+            DecisionLog(self.clock),
+            IndexAccuracy(),
+            Copies(planner, send_copy or no_copy, self.metrics),
+            WorkersNeeded(3.0, self.clock),
+        )
         self.router = Router(
             self.index,
             self.fleet,
             GatewayId("g"),
             self.metrics,
             policy=policy,
-            hold_s=hold_s,
-            send_copy=send_copy,
-            max_copies=max_copies,
+            queue=RequestQueue(hold_s, clock=self.clock),
+            listeners=(self.routing.accuracy, self.routing.decisions, self.routing.copies),
             clock=self.clock,
             rng=random.Random(1),
         )
+
+    async def explain(self, request: RouteRequest) -> dict[str, Any]:
+        """Return the ops port's explanation."""
+        services: Any = SimpleNamespace(requests=SimpleNamespace(metrics=self.metrics))
+        parts: Any = None, services, self.router, self.routing, self.index, None, None
+        return await Overview(*parts).explain(request)
+
+    def index_state(self) -> dict[str, Any]:
+        return self.routing.accuracy.state(lookup_failed=self.router.lookup_failed)
 
     async def fetch(self, url: str) -> WorkerState:
         state = self.states.get(url, WorkerLost("no answer"))

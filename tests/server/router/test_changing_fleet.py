@@ -29,18 +29,18 @@ async def test_without_the_index_a_conversation_stays_where_it_is(three: Fleets)
         assert placement.worker.worker_id == home
         assert placement.promised_tokens == 30 * BLOCK
         three.router.closed(placement)
-    assert three.router.index_state()["blind"]
+    assert three.index_state()["blind"]
     three.index.away = False
     await three.place(chain(1))
-    assert not three.router.index_state()["blind"]
+    assert not three.index_state()["blind"]
     three.index.away = True
     three.clock.now_s += 1.0
     await three.place(chain(1))
-    assert three.router.index_state()["blind"]
+    assert three.index_state()["blind"]
     three.index.away = False
     three.clock.now_s += 1.0
     await three.fleet.poll()  # a poll by itself notices that the index is back
-    assert not three.router.index_state()["blind"]
+    assert not three.index_state()["blind"]
 
 
 async def test_an_empty_registry_removes_no_worker(three: Fleets) -> None:
@@ -69,7 +69,7 @@ async def test_a_worker_that_is_gone_for_good_is_forgotten_everywhere(three: Fle
     await three.fleet.poll()
     assert {member.worker_id for member in three.fleet.workers("m")} == set("ab")
     three.router.closed(placement)
-    assert three.router.scorer.num_outstanding() == 0
+    assert three.router.scorer.loads.num_outstanding() == 0
 
 
 async def test_estimates_of_workers_that_are_gone_do_not_pile_up() -> None:
@@ -79,7 +79,7 @@ async def test_estimates_of_workers_that_are_gone_do_not_pile_up() -> None:
         await fleets.worker(chain(1))
         fleets.index.memory.retire(WorkerId(f"w{number}"))
         fleets.clock.now_s += 60.0
-    assert len(fleets.router.scorer._estimates) <= 64
+    assert len(fleets.router.scorer.loads._estimates) <= 64
 
 
 async def test_workers_from_the_command_line_need_no_registry() -> None:
@@ -133,7 +133,7 @@ async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) ->
     home = (await three.place(hashes)).worker.worker_id
     for name in "abc":
         three.index.register(member(name, epoch="e2"))
-    explained = await three.router.explain(make_request(hashes))
+    explained = await three.explain(make_request(hashes))
     assert [(worker["outstanding"], worker["wait_s"]) for worker in explained["workers"]] == [(0, 0.0)] * 3
     again = await three.place(hashes)
     assert again.promised_tokens == 0

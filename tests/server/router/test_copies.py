@@ -141,7 +141,7 @@ async def test_the_demand_of_so_many_chains_is_remembered(copies: Copies, monkey
     for prefix in prefixes:
         fleets.index.memory.publish(WorkerId("a"), prefix)
     await ask(fleets, *prefixes, num_requests=60)
-    assert list(fleets.router.copies._demands) == [prefix[-1] for prefix in prefixes[-10:]]
+    assert list(fleets.routing.copies.planner._demands) == [prefix[-1] for prefix in prefixes[-10:]]
 
 
 async def test_new_prompts_are_not_copied(copies: Copies) -> None:
@@ -185,9 +185,9 @@ async def test_a_failed_copy_changes_nothing(copies: Copies) -> None:
 async def test_explain_shows_the_copy_with_its_seconds(copies: Copies) -> None:
     fleets = fleet(copies)
     request = make_request([*hold(fleets, "a"), *chain(NUM_OWN)], root=ROOT)
-    assert (await fleets.router.explain(request))["copy"] is None
+    assert (await fleets.explain(request))["copy"] is None
     await ask(fleets, request.hashes[:NUM_SHARED])
-    plan = (await fleets.router.explain(request))["copy"]
+    plan = (await fleets.explain(request))["copy"]
     assert (plan["from"], plan["tokens"]) == ("a", NUM_SHARED * BLOCK)
     assert plan["demand"] > 0.5
     assert plan["wait_s"] > plan["copy_s"] > 1.4

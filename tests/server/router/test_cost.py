@@ -78,7 +78,7 @@ def test_a_bounded_prefill_counts_at_its_own_rate() -> None:
     fleets = Fleets()
     fleets.index.register(member("bound"), load=bound)
     fleets.index.register(member("free"))
-    ranked = asyncio.run(fleets.router.explain(make_request(free)))["workers"]
+    ranked = asyncio.run(fleets.explain(make_request(free)))["workers"]
     prefill_s = {worker["worker"]: worker["prefill_s"] for worker in ranked}
     assert prefill_s["free"] == pytest.approx(0.01 + 161 / RATE)
     assert prefill_s["bound"] == pytest.approx(0.01 + 161 / (RATE / 4))
@@ -170,8 +170,8 @@ def test_pending_blocks_are_not_there_to_be_fetched() -> None:
     async def scenario() -> None:
         first = await fleets.place(hashes)
         assert first.source is None
-        explained = await fleets.router.explain(make_request(hashes))
-        assert [worker["fetched_tokens"] for worker in explained["workers"]] == [0, 0]
+        explained = await fleets.explain(make_request(hashes))
+        assert [worker["fetched_tokens"] for worker in explained["workers"]] == [{}, {}]
 
     asyncio.run(scenario())
 
@@ -202,7 +202,7 @@ def test_a_placement_promises_fetched_tokens() -> None:
     assert placement.source is not None
     assert (placement.source.url, placement.source.epoch, placement.source.num_blocks) == ("http://full:8000", "e", 40)
     assert placement.promised_tokens == 40 * BLOCK
-    estimate = scorer.estimate(placement.worker)
+    estimate = scorer.loads.of(placement.worker)
     assert estimate.queued_s == pytest.approx(0.01 + (10 * BLOCK + 1) / RATE), "its engine loads nothing"
     assert estimate.num_held_blocks(WorkerLoad()) == 51, "no live request holds any of them"
 
@@ -225,12 +225,12 @@ def test_explain_shows_the_way_of_every_worker() -> None:
     fleets, hashes = Fleets(), chain(50)
     fleets.index.register(mover("a"), hashes[:40], report())
     fleets.index.register(mover("b"), load=report())
-    explained = asyncio.run(fleets.router.explain(make_request(hashes)))
+    explained = asyncio.run(fleets.explain(make_request(hashes)))
     rows = {row["worker"]: row for row in explained["workers"]}
     assert rows["a"]["fetch_from"] is None
-    assert (rows["b"]["fetch_from"], rows["b"]["fetched_tokens"], rows["b"]["loaded_tokens"]) == ("a", 40 * BLOCK, {})
+    assert (rows["b"]["fetch_from"], rows["b"]["fetched_tokens"]) == ("a", {"peer": 40 * BLOCK})
     assert rows["b"]["fetch_s"] == pytest.approx(40 * BLOCK / (20 * RATE))
-    others = asyncio.run(fleets.router.explain(make_request(chain(50))))
+    others = asyncio.run(fleets.explain(make_request(chain(50))))
     assert {row["fetch_from"] for row in others["workers"]} == {None}, "another tenant's prompt finds nothing of it"
 
 
@@ -238,14 +238,14 @@ def test_the_decision_log_tells_what_is_moved() -> None:
     fleets, hashes = Fleets(), chain(50)
     fleets.index.register(mover("a"), hashes[:40], report(draining=True))
     fleets.index.register(mover("b"), load=report())
-    fleets.router.decisions.has_viewers = True
+    fleets.routing.decisions.has_viewers = True
 
     async def scenario() -> None:
         placement = await fleets.place(hashes)
         assert placement.source is not None
 
     asyncio.run(scenario())
-    news = fleets.router.decisions.drain()
+    news = fleets.routing.decisions.drain()
     assert news is not None
     chosen = news["decisions"][0]["candidates"][0]
     assert (chosen["worker"], chosen["matched_tokens"], chosen["moved_tokens"]) == ("b", 0, 40 * BLOCK)

@@ -160,7 +160,7 @@ def test_blocks_live_as_long_as_a_request_with_them() -> None:
     live, hashes = Live(), random_chain(8)
     first, second = live.open(hashes[:6]), live.open(hashes[:4])
     assert live.ledger.num_live(W, hashes) == 6
-    assert live.ledger.computing(W, hashes[3]) is first[0]
+    assert live.ledger._live[W].computed_by[hashes[3]] is first[0]
     assert live.ledger.closed(W, *first) == 2
     assert live.ledger.num_live(W, hashes) == 4
     assert live.ledger.closed(W, *second) == 4
@@ -227,7 +227,7 @@ def test_chains_at_a_dead_worker_are_forgotten() -> None:
         ledger.opened(incarnation, request, chain(1, 2))
         request.first_token_s = now_s
         ledger.closed(incarnation, request, chain(1, 2))
-        assert [(WorkerId(f"w{each}"), Epoch("e")) in ledger for each in range(3)] == [
+        assert [(WorkerId(f"w{each}"), Epoch("e")) in ledger._ended for each in range(3)] == [
             each == number for each in range(3)
         ]
 

@@ -40,7 +40,7 @@ async def test_a_prefix_is_left_when_the_queue_costs_more(three: Fleets) -> None
 
 async def row(fleets: Fleets, name: str, hashes: Sequence[BlockHash], **changes: object) -> dict[str, Any]:
     """Return the explanation for one worker."""
-    explained = await fleets.router.explain(make_request(hashes, **changes))
+    explained = await fleets.explain(make_request(hashes, **changes))
     (found,) = (worker for worker in explained["workers"] if worker["worker"] == name)
     return found
 
@@ -56,7 +56,7 @@ async def test_a_report_is_aged(three: Fleets) -> None:
 async def test_requests_at_a_worker_include_those_of_other_gateways(three: Fleets) -> None:
     three.index.memory.publish(WorkerId("b"), load=WorkerLoad(num_running=3, num_waiting=2))
     for num_own, expected in ((0, (5, 2)), (4, (5, 4)), (6, (6, 6))):  # what is reported may hold the own among it
-        while three.router.scorer.num_outstanding() < num_own:
+        while three.router.scorer.loads.num_outstanding() < num_own:
             await three.place(chain(1), excluded=incarnations("a", "c"))
         b = await row(three, "b", chain(1))
         assert (b["outstanding"], b["waiting"]) == expected
@@ -82,13 +82,13 @@ async def test_a_worker_without_a_measured_rate_has_the_median(three: Fleets) ->
 async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     placement = await three.place(chain(40), num_prompt_tokens=800)
     worker_id = placement.worker.worker_id
-    assert three.router.scorer.hit_rate(worker_id) is None
+    assert three.router.scorer.loads.hit_rate(worker_id) is None
     for _ in range(2):  # counted once
         three.router.started(placement, 200)
-    assert three.router.scorer.hit_rate(worker_id) == pytest.approx(0.25)
-    assert three.router.index_state()["recall"] == 0.0, "nothing was predicted"
+    assert three.router.scorer.loads.hit_rate(worker_id) == pytest.approx(0.25)
+    assert three.index_state()["recall"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
-    assert three.router.scorer.hit_rate(worker_id) is None
+    assert three.router.scorer.loads.hit_rate(worker_id) is None
 
 
 async def test_a_mostly_cached_prompt_passes_a_long_prefill(three: Fleets) -> None:
@@ -114,8 +114,8 @@ async def test_a_burst_spreads_over_workers_that_share_their_steps(three: Fleets
         three.clock.now_s += 0.1
         three.router.first_token(placement)
         three.router.closed(placement)
-    assert three.router.scorer.num_outstanding() == 0
-    explained = await three.router.explain(make_request(chain(20)))
+    assert three.router.scorer.loads.num_outstanding() == 0
+    explained = await three.explain(make_request(chain(20)))
     assert [(worker["wait_s"], worker["num_displaced"]) for worker in explained["workers"]] == [(0.0, 0.0)] * 3
 
 
@@ -235,7 +235,7 @@ async def test_guards_are_per_candidate(three: Fleets) -> None:
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes, load=WorkerLoad(draining=True))
     assert {await three.worker(hashes) for _ in range(20)} <= {"a", "c"}
-    explained = await three.router.explain(make_request(hashes))
+    explained = await three.explain(make_request(hashes))
     assert {w["worker"]: w["guard"] for w in explained["workers"]} == {"a": None, "b": "draining", "c": None}
 
 
@@ -289,8 +289,8 @@ async def test_a_failed_worker_is_avoided_unless_it_is_the_only_one(three: Fleet
 async def test_explain_changes_nothing(three: Fleets) -> None:
     hashes = chain(40)
     three.index.memory.publish(WorkerId("b"), hashes[:30])
-    first = await three.router.explain(make_request(hashes))
-    assert first == await three.router.explain(make_request(hashes))
+    first = await three.explain(make_request(hashes))
+    assert first == await three.explain(make_request(hashes))
     assert first["choice"] == ["b"]
     costs = {w["worker"]: w["cost"] for w in first["workers"]}
     assert costs["b"] < costs["a"] == costs["c"]
@@ -379,7 +379,7 @@ async def test_the_workers_needed_follow_requests_and_reports(three: Fleets) -> 
         three.router.first_token(placement)
         three.router.closed(placement)
         await three.fleet.poll()
-        three.router.observe_workers()
-    needed = three.router.workers_needed.needed("m")
+        three.routing.workers_needed.observe_fleet(three.router)
+    needed = three.routing.workers_needed.needed("m")
     assert needed is not None
     assert 5 <= needed <= 7

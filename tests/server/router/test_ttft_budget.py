@@ -33,7 +33,7 @@ async def test_a_missed_budget_places_nothing(three: Fleets) -> None:
     """The error names the earliest prediction."""
     with pytest.raises(TtftBudgetError, match=r"predicted after 1\.61 s, and the budget is 0\.5 s"):
         await three.place(chain(100), ttft_budget_s=0.5)
-    assert three.router.scorer.num_outstanding() == 0
+    assert three.router.scorer.loads.num_outstanding() == 0
 
 
 async def test_without_a_worker_the_budget_is_not_blamed(three: Fleets) -> None:

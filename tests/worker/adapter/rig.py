@@ -46,7 +46,7 @@ VOCAB = 32_000
 BUNDLE = TokenizerBundle("f", "tiny", "r", b"{}", None, None, None, (2,), False, VOCAB, 4096, BLOCK)
 MEMBER = WorkerMember(
     *(WorkerId("w"), Epoch("e0"), "http://w", "tiny", "n", "vllm-0", BLOCK, 4096, 1),
-    text_apis=("/v1/chat/completions", "/v1/completions"),
+    capabilities=("/v1/chat/completions", "/v1/completions"),
 )
 ROOT = b"tenant-number-1."
 OTHER_ROOT = b"tenant-number-2."
@@ -319,11 +319,8 @@ class ScriptedApi:
     async def text_apis(self) -> tuple[str, ...]:
         return ("/v1/completions",)
 
-    async def media(self) -> tuple[str, ...]:
-        return ()
-
-    async def embedding_size(self) -> int:
-        return 0
+    async def takes_images(self) -> bool:
+        return False
 
     async def render(self, call: EngineCall) -> Rendered:
         raise NotImplementedError

@@ -38,9 +38,9 @@ async def test_what_is_registered(engine_folder: Path) -> None:
         engine = await connected(config(url, revision="r7"))
         member, bundle = engine.member, engine.bundle
         assert (member.model, member.numerics, member.prefill_order) == ("tiny", "vllm-9.9/unknown", "fifo")
-        assert member.adapters == ("lawyer", "pirate")
         assert member.aliases == ("small",)
-        assert set(member.text_apis) == {"/v1/chat/completions", "/v1/completions"}
+        paths = {"/v1/chat/completions", "/v1/completions"}
+        assert set(member.capabilities) == {*paths, "adapter:lawyer", "adapter:pirate"}
         assert (bundle.revision, bundle.max_model_len, bundle.vocab_size) == ("r7", 4096, 32_000)
         await engine.close()
         renamed = await connected(config(url, served_model_name="other", max_model_len=100, events="none"))

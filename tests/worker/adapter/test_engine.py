@@ -23,6 +23,7 @@ from tests.worker.adapter.rig import (
 from worker.adapter import engine as engine_module
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EventBatch
+from worker.common.capabilities import adapters_in
 from worker.wire import End
 
 
@@ -48,11 +49,11 @@ async def test_refusals(api: ScriptedApi, rig: Rig) -> None:
 
 async def test_adapters_of_the_engine_are_listed_again(api: ScriptedApi, rig: Rig) -> None:
     api.loras = ("pirate",)
-    await until(lambda: rig.engine.member.adapters)
-    assert rig.epochs[-1].adapters == ("pirate",)
+    await until(lambda: adapters_in(rig.engine.member.capabilities))
+    assert adapters_in(rig.epochs[-1].capabilities) == ["pirate"]
     assert rig.engine.refusal(make_request(adapter="pirate")) is None
     api.loras = ()
-    await until(lambda: not rig.engine.member.adapters)
+    await until(lambda: not adapters_in(rig.engine.member.capabilities))
     assert rig.engine.refusal(make_request(adapter="pirate")) is not None
 
 
@@ -196,7 +197,7 @@ async def test_a_paused_engine_is_neither_lost_nor_ready(api: ScriptedApi, rig: 
 async def test_an_unloaded_adapter_is_no_loss(api: ScriptedApi, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways ask another worker, and the next list of models comes at once."""
     api.loras = ("pirate",)
-    await until(lambda: rig.engine.member.adapters)
+    await until(lambda: adapters_in(rig.engine.member.capabilities))
     monkeypatch.setattr(engine_module, "WATCH_S", HANG_S)
     asked = api.num_asked
     await until(lambda: api.num_asked > asked)
@@ -205,7 +206,7 @@ async def test_an_unloaded_adapter_is_no_loss(api: ScriptedApi, rig: Rig, monkey
     (await api.call()).say(EngineRefusedError(404, "The model `pirate` does not exist."))
     await until(lambda: rig.is_over(key))
     assert rig.frames[key][-1].code == "not_ready"
-    await until(lambda: not rig.engine.member.adapters)
+    await until(lambda: not adapters_in(rig.engine.member.capabilities))
 
 
 async def test_a_model_with_windows_begins_an_epoch_with_ends(api: ScriptedApi, rig: Rig) -> None:

@@ -15,6 +15,7 @@ from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, is_lost, make
 from worker.adapter.api import EventSource
 from worker.adapter.life import facts_of
 from worker.adapter.vllm import VllmApi
+from worker.common.capabilities import adapters_in
 from worker.wire import End, Failed, GenerateRequest
 
 PROMPT = range(100, 300)
@@ -31,7 +32,7 @@ async def engine(engine_folder: Path) -> AsyncIterator[tuple[FakeEngine, str]]:
 async def rig(engine: tuple[FakeEngine, str], brisk: None) -> AsyncIterator[Rig]:
     fake, url = engine
     async with running(await rig_over(fake, url)) as rig:
-        await until(lambda: rig.load.num_blocks and rig.engine.member.adapters)
+        await until(lambda: rig.load.num_blocks and adapters_in(rig.engine.member.capabilities))
         yield rig
         await until(rig.is_idle)
 

@@ -23,6 +23,7 @@ from worker.adapter.connect import connect
 from worker.adapter.life import facts_of
 from worker.adapter.sglang import SglangApi, chat_body
 from worker.adapter.text import CHAT
+from worker.common.capabilities import adapters_in
 from worker.config import WorkerConfig
 from worker.contracts.metrics import WorkerMetrics
 from worker.wire import EngineCall, GenerateRequest
@@ -57,15 +58,15 @@ async def rig_over(url: str) -> AsyncIterator[Rig]:
 
 async def test_an_unloaded_adapters_blocks_are_forgotten(engine_folder: Path, brisk: None) -> None:
     async with sglang(engine_folder, "--lora", "pirate") as (fake, url), rig_over(url) as rig:
-        await until(lambda: rig.engine.member.adapters)
+        await until(lambda: adapters_in(rig.engine.member.capabilities))
         adapted, plain = make_request(range(100, 200), adapter="pirate"), make_request(range(100, 200), root=b"o" * 16)
         await rig.answer(adapted)
         await rig.answer(plain)
         await until(lambda: rig.num_published(adapted) == rig.num_published(plain) == 96)
         fake.lora_ids = {}
-        await until(lambda: not rig.engine.member.adapters)
+        await until(lambda: not adapters_in(rig.engine.member.capabilities))
         fake.lora_ids = {"pirate": "2" * 32}
-        await until(lambda: rig.engine.member.adapters)
+        await until(lambda: adapters_in(rig.engine.member.capabilities))
         assert (await rig.answer(plain))[-1].num_cached_tokens == 96
         rig.published |= {e.block_hash for e in rig.engine._blocks.visible_events()}
         assert rig.num_published(adapted) == 0

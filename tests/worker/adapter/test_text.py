@@ -116,14 +116,14 @@ async def test_render_returns_the_places_of_images(server: ScriptedHttp, api: Vl
     rendered = await api.render(EngineCall(CHAT, b"{}"))
     assert rendered.media == ((MediaStart("b", 80), MediaStart("a", 90)),)
     assert server.bodies[-1]["mm_payload"] == "none"
-    assert await api.media() == ("image",)
+    assert await api.takes_images()
     server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt | {"features": features(image=["a"], audio=["b"])})
     with pytest.raises(EngineRefusedError, match="audio and video"):
         await api.render(EngineCall(CHAT, b"{}"))
     server.answers[f"POST {CHAT}/render"] = JSONResponse(prompt)
-    assert await api.media() == ()
+    assert not await api.takes_images()
     server.answers[f"POST {CHAT}/render"] = JSONResponse({"error": "not a multimodal model"}, status_code=400)
-    assert await api.media() == ()
+    assert not await api.takes_images()
 
 
 async def test_prompts_are_rendered_again_on_another_connection() -> None:
@@ -159,7 +159,7 @@ async def test_answers_to_images_come_from_messages(server: ScriptedHttp, api: V
 @contextlib.asynccontextmanager
 async def rig_over(api: VllmApi) -> AsyncIterator[Rig]:
     rig = Rig(api, facts=facts_of(await api.load(), await api.model()))
-    rig.engine.member = replace(MEMBER, text_apis=(CHAT,))
+    rig.engine.member = replace(MEMBER, capabilities=(CHAT,))
     async with running(rig):
         yield rig
 
@@ -230,14 +230,7 @@ async def test_engines_without_text_are_served_by_their_own_apis(server: Scripte
     missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
     server.answers |= {f"POST {path}": missing for path in ("/score", "/rerank")}
     server.answers["GET /version"] = JSONResponse({"version": "0.32.0"})
-    assert (await api.version(), await api.text_apis(), await api.embedding_size()) == (
-        "0.32.0",
-        ("/score", "/rerank"),
-        1,
-    )
-    vectors = {"data": [{"index": 0, "embedding": [0.5] * 48}]}
-    server.answers["POST /v1/embeddings"] = JSONResponse(vectors)
-    assert (await api.text_apis(), await api.embedding_size()) == (("/v1/embeddings", "/score", "/rerank"), 48)
+    assert (await api.version(), await api.text_apis()) == ("0.32.0", ("/score", "/rerank"))
     request = with_fields(asking("/rerank", streams=False, query="a"), prompt_ids=())
     server.answers["POST /rerank"] = JSONResponse({"results": []})
     [part] = await parts_of(api, request)
@@ -245,12 +238,6 @@ async def test_engines_without_text_are_served_by_their_own_apis(server: Scripte
     body = server.bodies[-1]
     assert (body["query"], body["cache_salt"], body["model"]) == ("a", make_request().root.hex(), "m")
     assert not {"kv_transfer_params", "return_token_ids"}.intersection(body)
-
-
-async def test_an_engine_that_also_generates_makes_no_embeddings(server: ScriptedHttp, api: VllmApi) -> None:
-    missing = JSONResponse({"error": {"message": "field required"}}, status_code=400)
-    server.answers |= {f"POST {path}": missing for path in (CHAT, "/v1/embeddings")}
-    assert await api.embedding_size() == 0
 
 
 async def test_an_answer_that_is_too_long_is_the_clients_error(server: ScriptedHttp, api: VllmApi) -> None:

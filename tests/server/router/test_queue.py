@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.records import WorkerLoad
-from cache.types import GatewayId, WorkerId
-from server.router.held_requests import WAIT_SHARE, HeldRequests
+from cache.types import Epoch, GatewayId, WorkerId
 from server.router.placement import Placement
-from server.router.types import NoWorkerError, RouteRequest
-from tests.server.router.fleets import RATE, Fleets, chain, make_request, member
+from server.router.queue import FULL_S, WAIT_SHARE, RequestQueue
+from server.router.types import NoWorkerError, QueueFullError, RouteRequest
+from server.workers.connection import WorkerRefused
+from tests.server.router.fleets import RATE, Clock, Fleets, chain, make_request, member
 from tests.waiting import HANG_S, until
+from worker.wire import Failed
 
 OTHER = GatewayId("other")
 
@@ -42,7 +44,7 @@ def queue(fleets: Fleets, name: str, seconds: float) -> None:
 
 
 async def held(fleets: Fleets, num: int) -> None:
-    await until(lambda: len(fleets.router.held) == num)
+    await until(lambda: len(fleets.router.queue) == num)
 
 
 def pass_time(fleets: Fleets, seconds: float, left_s: float = 0.0) -> None:
@@ -54,9 +56,9 @@ def pass_time(fleets: Fleets, seconds: float, left_s: float = 0.0) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.integers(1, 1000)), min_size=1, max_size=40))
 def test_priorities_come_first_and_then_tenants_in_turn(arrivals: list[tuple[str, int, int]]) -> None:
-    queue = HeldRequests[int](1.0)
+    queue = RequestQueue[int](1.0)
     for number, (tenant, priority, num_tokens) in enumerate(arrivals):
-        assert queue.add(number, request(tenant, priority, num_tokens), 9.0, 0.0) is not None
+        assert queue.hold(number, request(tenant, priority, num_tokens), 9.0, 0.0) is not None
     order = [each.item for each in queue.due(100.0)]
     assert sorted(order) == list(range(len(arrivals)))
     assert [arrivals[i][1] for i in order] == sorted(priority for _, priority, _ in arrivals)
@@ -77,8 +79,8 @@ def test_priorities_come_first_and_then_tenants_in_turn(arrivals: list[tuple[str
 @given(st.floats(0.0, 1000.0), st.floats(0.0, 1000.0))
 def test_a_request_stays_while_its_wait_would_be_long(wait_s: float, at_s: float) -> None:
     """Long, that is, compared with its wait so far."""
-    queue = HeldRequests[str](3.0)
-    held = queue.add("x", request(), 50.0, 0.0)
+    queue = RequestQueue[str](3.0)
+    held = queue.hold("x", request(), 50.0, 0.0)
     assert held is not None
     stays = queue.stays(held, wait_s, at_s)
     assert stays == (wait_s > max(3.0, WAIT_SHARE * at_s))
@@ -93,32 +95,88 @@ def test_a_request_stays_while_its_wait_would_be_long(wait_s: float, at_s: float
 
 def test_weights_divide_the_turns() -> None:
     """A light tenant with a heavy one of weight 1:4 gets a fifth of the prompt tokens, within 5 %."""
-    queue = HeldRequests[str](1.0)
+    queue = RequestQueue[str](1.0)
     for number in range(400):
         for tenant, weight in (("light", 1.0), ("heavy", 4.0)):
             waiting = make_request([], tenant=tenant, num_prompt_tokens=50 + number % 100, weight=weight)
-            queue.add(tenant, waiting, 9.0, 0.0)
+            queue.hold(tenant, waiting, 9.0, 0.0)
     first = [each.item for each in queue.due(100.0)[:400]]
     assert first.count("light") == pytest.approx(80, rel=0.05)
 
 
 def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
-    assert HeldRequests[str](3.0).add("x", request(), 3.0, 0.0) is None
-    assert HeldRequests[str](0.0).add("x", request(), 1e9, 0.0) is None
+    assert RequestQueue[str](3.0).hold("x", request(), 3.0, 0.0) is None
+    assert RequestQueue[str](0.0).hold("x", request(), 1e9, 0.0) is None
+
+
+def test_retries_go_before_new_requests_of_any_tenant() -> None:
+    """The first is decided at every turn, whatever it would wait."""
+    queue = RequestQueue[str](1.0)
+    for number in range(3):
+        queue.hold(f"new {number}", request("a", priority=-1), 2.0, 0.0)
+    queue.hold("retry", make_request([], tenant="b", is_retry=True), 50.0, 0.0)
+    assert [each.item for each in queue.due(0.06)] == ["retry"]
+    assert [each.item for each in queue.due(1.01)] == ["retry", "new 0", "new 1", "new 2"]
+
+
+A, B = (WorkerId("a"), Epoch("1")), (WorkerId("b"), Epoch("1"))
+
+
+def refusal(retry_after_s: float | None) -> WorkerRefused:
+    return WorkerRefused(429, Failed("queue_full", "full", retryable=True, retry_after_s=retry_after_s))
+
+
+def test_only_the_refused_tenant_stays_away_and_only_for_a_while() -> None:
+    clock = Clock()
+    queue = RequestQueue[None](clock=clock)
+    first, second = refusal(2.0), refusal(0.01)
+    queue.refused(A, "flood", first)
+    queue.refused(B, "flood", second)
+    assert queue.full("flood") == {A: first, B: second}
+    assert queue.full("weak") == {}
+    clock.now_s += 0.02
+    assert queue.full("flood") == {A: first}, "B has room sooner"
+    clock.now_s += FULL_S
+    assert queue.full("flood") == {}
+    assert not queue._full, "nothing is kept of a tenant that may never come again"
+
+
+def test_each_tenant_fills_its_own_share() -> None:
+    clock = Clock()
+    queue = RequestQueue[None](max_tokens=1000, clock=clock)
+    for _ in range(10):
+        queue.enter("heavy", 100)
+    with pytest.raises(QueueFullError) as refused:
+        queue.enter("heavy", 1)
+    assert refused.value.retry_after_s == 1.0, "nothing is known of the pace"
+    for _ in range(5):
+        queue.enter("weak", 100)
+    with pytest.raises(QueueFullError):
+        queue.enter("weak", 1)
+    clock.now_s += 1
+    for tenant in ["heavy"] * 10 + ["weak"] * 5:
+        queue.leave(tenant, 100)
+    assert queue.num_tokens == 0
+    queue.enter("heavy", 5000)
+    queue.leave("heavy", 5000)
+    queue.enter("heavy", 900)
+    with pytest.raises(QueueFullError) as refused:
+        queue.enter("heavy", 200)
+    assert refused.value.retry_after_s == pytest.approx(900 / 650)
 
 
 async def test_a_held_request_goes_where_the_index_says_by_then(fleets: Fleets) -> None:
     hashes = chain(40)
     waiting = asyncio.create_task(fleets.place(hashes))
     await held(fleets, 1)
-    assert fleets.router.scorer.num_outstanding() == 0
-    assert fleets.router.held_prefills_s("m") == [pytest.approx(0.65, abs=0.02)]
+    assert fleets.router.scorer.loads.num_outstanding() == 0
+    assert fleets.router.queue.prefills_s("m") == [pytest.approx(0.65, abs=0.02)]
     fleets.index.memory.publish(WorkerId("b"), hashes[:30])
     pass_time(fleets, 8.0, left_s=1.0)
     placement = await asyncio.wait_for(waiting, HANG_S)
     assert placement.worker.worker_id == "b"
     assert placement.promised_tokens == 480
-    assert len(fleets.router.held) == 0
+    assert len(fleets.router.queue) == 0
 
 
 async def test_a_short_queue_an_affinity_and_a_budget_hold_nothing(fleets: Fleets) -> None:
@@ -158,26 +216,26 @@ async def test_a_client_that_leaves_leaves_nothing_behind(fleets: Fleets) -> Non
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert len(fleets.router.held) == 0
-    assert fleets.router.scorer.num_outstanding() == 0
+    assert len(fleets.router.queue) == 0
+    assert fleets.router.scorer.loads.num_outstanding() == 0
 
 
 async def test_a_placement_that_comes_as_its_client_leaves_is_closed(fleets: Fleets) -> None:
     waiting = asyncio.create_task(fleets.place(chain(40)))
     await held(fleets, 1)
-    (item,) = (each.item for each in fleets.router.held)
-    decided: asyncio.Future[Placement] = item.placed
+    (waiting_for,) = fleets.router.queue
+    decided: asyncio.Future[Placement] = waiting_for.item
 
     def place_and_leave(placement: Placement) -> None:
         decided.set_result(placement)
         waiting.cancel()
 
-    item.placed = SimpleNamespace(done=decided.done, set_result=place_and_leave)
+    waiting_for.item = SimpleNamespace(done=decided.done, set_result=place_and_leave)
     pass_time(fleets, 10.0)
     await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     assert decided.result().worker.worker_id in "ab"
-    assert fleets.router.scorer.num_outstanding() == 0
+    assert fleets.router.scorer.loads.num_outstanding() == 0
 
 
 async def test_the_last_worker_goes_while_a_request_is_held(fleets: Fleets) -> None:
@@ -188,4 +246,4 @@ async def test_the_last_worker_goes_while_a_request_is_held(fleets: Fleets) -> N
         fleets.index.memory.publish(WorkerId(name), load=WorkerLoad(draining=True))
     with pytest.raises(NoWorkerError, match="draining"):
         await asyncio.wait_for(waiting, HANG_S)
-    assert len(fleets.router.held) == 0
+    assert len(fleets.router.queue) == 0

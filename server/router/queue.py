@@ -1,0 +1,177 @@
+"""Every wait at this gateway for a worker, and its bound.
+
+    bound    prompt tokens that wait for a first token, here and at workers, in equal shares for tenants
+    full     workers that have just refused a tenant: the gateway answers a flood by itself
+    held     requests that would wait long at their worker
+    pause    between two searches of a request that no worker can take
+
+A held request is placed when its wait at the worker would be short: at most `hold_s`, or a tenth of its wait so far.
+The worker is chosen at that time: late binding. Short prompts seldom wait, since they pass long ones at workers.
+Retries come first, then requests by priority, then tenants in turn, by their prompt tokens over their weight.
+
+Source of the turns: Goyal et al., "Start-time Fair Queueing" (SIGCOMM 1996).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import insort
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final, Generic, TypeVar
+
+from cache.types import WorkerIncarnation
+from server.rates import DecayedSum
+from server.router.types import QueueFullError, RouteRequest
+from server.workers.connection import WorkerRefused
+
+T = TypeVar("T")
+
+RETRY_S: Final = 0.05
+"""The least time between two decisions about a held request."""
+WAIT_SHARE: Final = 0.1
+"""Release a request when its predicted wait at the worker is at most this fraction of its wait so far."""
+PAUSE_S: Final = 0.25
+"""A worker may have returned or started in the pause."""
+FULL_S: Final = 0.1
+"""Short compared with the full queue: the worker is asked again long before it is idle."""
+THROUGHPUT_WINDOW_S: Final = 10.0
+MAX_DRAIN_S: Final = 60.0
+Refusals = Mapping[WorkerIncarnation, WorkerRefused]
+_by_order: Final = attrgetter("order")
+
+
+@dataclass(slots=True, eq=False)
+class HeldRequest(Generic[T]):
+    """A request in the queue, and its owner's item."""
+
+    item: T
+    request: RouteRequest
+    prefill_s: float
+    """At the worker of the first decision."""
+    order: tuple[bool, int, float, int]
+    """Its place: new, priority, the tenant's turn, arrival."""
+    since_s: float
+    due_s: float
+    """Do not decide again before this time: the outcome cannot change."""
+
+
+class RequestQueue(Generic[T]):
+    """Owned by the gateway's event loop."""
+
+    def __init__(
+        self, hold_s: float = 0.0, max_tokens: int = 4_000_000, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`hold_s`: requests with a longer wait at their worker are held; 0.0: none is. `max_tokens`: the bound."""
+        self.hold_s = hold_s
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self.num_tokens = 0
+        """Prompt tokens without a first token."""
+        self._tokens_by_tenant: dict[str, int] = {}
+        self._released = DecayedSum(THROUGHPUT_WINDOW_S)
+        self._full: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
+        """By tenant: until when, and the refusal."""
+        self._held: list[HeldRequest[T]] = []
+        self._turn_tokens = 0.0
+        """The turn of the last request that left, in prompt tokens of virtual time."""
+        self._next_turn: dict[str, float] = {}
+        """By tenant."""
+        self._num_held = 0
+
+    # --- the bound ----------------------------------------------------------------------------------------------
+
+    def enter(self, tenant: str, num_tokens: int) -> None:
+        """Count a prompt as waiting, until it leaves once. Raises QueueFullError."""
+        own = self._tokens_by_tenant.get(tenant, 0)
+        num_tenants = len(self._tokens_by_tenant)
+        if own and num_tenants * (own + num_tokens) > self._max_tokens:
+            tokens_per_s = self._released.at(self._clock()) / THROUGHPUT_WINDOW_S
+            drain_s = min(MAX_DRAIN_S, own * num_tenants / tokens_per_s) if tokens_per_s else 1.0
+            raise QueueFullError(f"{own} prompt tokens wait already.", retry_after_s=drain_s)
+        self._tokens_by_tenant[tenant] = own + num_tokens
+        self.num_tokens += num_tokens
+
+    def leave(self, tenant: str, num_tokens: int) -> None:
+        """Count a prompt's first token, or its end."""
+        self._tokens_by_tenant[tenant] -= num_tokens
+        if not self._tokens_by_tenant[tenant]:
+            del self._tokens_by_tenant[tenant]
+        self.num_tokens -= num_tokens
+        self._released.add(num_tokens, self._clock())
+
+    # --- full workers -------------------------------------------------------------------------------------------
+
+    def refused(self, worker: WorkerIncarnation, tenant: str, refusal: WorkerRefused) -> None:
+        """Remember that the worker's queue is full for the tenant."""
+        until_s = self._clock() + min(FULL_S, refusal.retry_after_s)
+        self._full.setdefault(tenant, {})[worker] = (until_s, refusal)
+
+    def full(self, tenant: str) -> Refusals:
+        """Return the workers that are still full for the tenant, each with its last refusal."""
+        if (known := self._full.get(tenant)) is None:
+            return {}
+        now_s = self._clock()
+        full = {worker: refusal for worker, (until_s, refusal) in known.items() if until_s > now_s}
+        if not full:
+            del self._full[tenant]
+        return full
+
+    async def pause(self, num: int = 1) -> None:
+        """Wait before the next search for a worker."""
+        await asyncio.sleep(num * PAUSE_S)
+
+    # --- held requests ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldRequest[T]]:
+        return iter(self._held)
+
+    def prefills_s(self, model: str) -> list[float]:
+        """Return the prefill seconds of each held request of a model."""
+        return [held.prefill_s for held in self._held if held.request.model == model]
+
+    def hold(
+        self, item: T, request: RouteRequest, wait_s: float, now_s: float, prefill_s: float = 0.0
+    ) -> HeldRequest[T] | None:
+        """Hold a request that would wait `wait_s` at its worker. Return None if it need not be held."""
+        if not 0.0 < self.hold_s < wait_s or not request.may_be_held:
+            return None
+        turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
+        self._next_turn[request.tenant] = turn + request.num_prompt_tokens / request.weight
+        self._num_held += 1
+        order = not request.is_retry, request.priority, turn, self._num_held
+        held = HeldRequest(item, request, prefill_s, order, now_s, now_s)
+        held.due_s = self._due_s(held, wait_s, now_s)
+        insort(self._held, held, key=_by_order)
+        return held
+
+    def due(self, now_s: float) -> list[HeldRequest[T]]:
+        """Return the requests to decide again, in order. The first is decided at every turn if it is a retry."""
+        first = self._held[0] if self._held and self._held[0].request.is_retry else None
+        return [held for held in self._held if held.due_s <= now_s or held is first]
+
+    def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
+        """Return whether it stays in the queue, given that it would still wait `wait_s` at its worker."""
+        if wait_s <= max(self.hold_s, (now_s - held.since_s) * WAIT_SHARE):
+            return False
+        held.due_s = self._due_s(held, wait_s, now_s)
+        return True
+
+    def remove(self, held: HeldRequest[T]) -> None:
+        """Remove it: it is placed, or its client has left."""
+        self._held.remove(held)
+        self._turn_tokens = max(self._turn_tokens, held.order[2])
+        if not self._held:
+            self._turn_tokens = 0.0
+            self._next_turn.clear()
+
+    def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:
+        """Return the earliest time of its release: a worker computes a second of its queue in a second."""
+        waited_s = now_s - held.since_s
+        at_worker_s = min(wait_s - self.hold_s, (wait_s - WAIT_SHARE * waited_s) / (1.0 + WAIT_SHARE))
+        return now_s + max(RETRY_S, at_worker_s)
