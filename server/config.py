@@ -14,6 +14,7 @@ from typing import Any, Final
 from jinja2 import TemplateError
 
 from cache.redis_index import ClientSettings, ReaderSettings
+from server.auth.authentication import TENANT_HEADER
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
@@ -36,6 +37,7 @@ NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _IMAGE_HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _XARG: Final = re.compile(r"(?!(?:kv|ec)_)[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.IGNORECASE)
+_HEADER: Final = re.compile(r"x-(?!api-key$)[a-z0-9-]{1,60}", re.IGNORECASE)
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 
 
@@ -176,6 +178,11 @@ class GatewayConfig(SharedConfig):
         type=_comma_separated,
     )
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
+    tenant_header: str = _api(
+        TENANT_HEADER,
+        "header in which a front with a key marked `trusted_front` names the tenant (default x-headstart-tenant)",
+        "NAME",
+    )
     limits_redis_username: str | None = _api(
         None, "ACL user that writes the use of keys to Redis (default: that of the index)", "NAME"
     )
@@ -260,6 +267,8 @@ class GatewayConfig(SharedConfig):
                 ipaddress.ip_network(network)
             except ValueError as error:
                 raise ValueError(f"--trusted-proxies takes networks such as 10.0.0.0/8: {error}") from None
+        if _HEADER.fullmatch(self.tenant_header) is None:
+            raise ValueError(f"--tenant-header takes the name of a header of its own, got {self.tenant_header!r}")
         for origin in self.cors_origin:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")

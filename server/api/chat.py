@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
 
 from server.api import params
 from server.api.client_lines import without_client_lines
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import ChunkFormatter, LazyJson, chat_logprobs, encode_json, response_id
 from server.api.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
+from server.api.items import responses_intent
 from server.api.limits import TokenLimits, check_text
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import ContextLengthError, InvalidRequestError
@@ -26,14 +30,18 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import invalid
+from server.schema.decoding import invalid, read_json
+from server.schema.fields import StreamOptions
 from server.schema.intent import ChatIntent, Conversation
-from server.schema.requests import CHAT, ChatRequest
+from server.schema.requests import CHAT, RESPONSES, ChatRequest
+from server.schema.tools import converted
 from server.text.control_tokens import RenderedPrompt
 from server.text.formats import CALL_LIST
 from server.text.formats.reasoning import THINK
 from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
+
+_NULL: Final = Raw(b"null")
 
 
 class ChatEndpoint(GenerateEndpoint):
@@ -41,14 +49,39 @@ class ChatEndpoint(GenerateEndpoint):
 
     async def prepare(self, body: bytes, identity: Identity) -> PreparedRequest:
         with trace_stage("validate"):
-            request = await CHAT.read(body, self._models.text_limit)
-            intent = request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+            request, intent = await self._read(body)
             ignored = self._services.ignored_tools.take(intent)
         with trace_stage("tokenise"):
             model = self._model(request.model, identity)
             spec, rules = await chat_spec(intent, model, identity, response_id("chatcmpl-"))
         formatter = ChatFormatter(spec.request_id, request, model, rules)
         return PreparedRequest((spec,), formatter, bool(request.stream), intent.conversation, ignored)
+
+    async def _read(self, body: bytes) -> tuple[ChatRequest, ChatIntent]:
+        """Read a body of chats, or one of responses: Cursor sends those here, and reads chunks.
+
+        Raises InvalidRequestError.
+        """
+        if b'"input"' not in body or not await read_json(body, _is_of_responses):
+            request = await CHAT.read(body, self._models.text_limit)
+            return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+        given = await RESPONSES.read(body, self._models.text_limit)
+        intent = responses_intent(given)
+        request = ChatRequest(
+            model=given.model,
+            messages=intent.conversation.messages,
+            stream=given.stream,
+            stream_options=converted(given.stream_options or {}, StreamOptions, "stream_options"),
+            service_tier=given.service_tier,
+            logprobs=intent.num_top_logprobs is not None,
+            top_logprobs=intent.num_top_logprobs,
+        )
+        return request, intent
+
+
+def _is_of_responses(body: bytes) -> bool:
+    given = msgspec.json.decode(body, type=dict[str, Raw])
+    return bytes(given.get("messages", _NULL)) == b"null" != bytes(given.get("input", _NULL))
 
 
 async def chat_spec(
