@@ -131,6 +131,21 @@ async def test_what_no_grammar_holds_is_named_and_refused_with_strict(says: Says
         assert len(worker.received) == num_served
 
 
+@pytest.mark.parametrize("limit", [3.4028234663852886e38, 1.7976931348623157e308])
+@pytest.mark.parametrize("api", APIS)
+async def test_limits_of_a_float_are_taken_with_strict(says: Says, api: str, limit: float) -> None:
+    """zod writes them for `z.float32()` and `z.float64()`: they are the type, and named all the same."""
+    number = {"type": "number", "minimum": -limit, "maximum": limit}
+    schema = {"type": "object", "properties": {"x": number}, "required": ["x"], "additionalProperties": False}
+    async with gateway(says('{"x": 1}')) as target:
+        status, headers, raw = await post(target.url, body(api, schema, choice="named", strict=True), PATHS[api])
+        assert status == 200, raw
+        assert ".properties.x.minimum, " in headers["x-headstart-relaxed"]
+        schema["properties"]["x"] = number | {"maximum": 2 * 10**16}
+        status, _, raw = await post(target.url, body(api, schema, choice="named", strict=True), PATHS[api])
+        assert (status, "properties.x.maximum" in raw.decode()) == (400, True)
+
+
 @pytest.mark.parametrize("api", APIS)
 async def test_a_tool_that_the_model_may_leave_is_never_compiled(says: Says, api: str) -> None:
     worker = says("x")

@@ -317,6 +317,23 @@ async def test_a_field_that_the_template_cuts_is_listed(gateway: Process) -> Non
     assert (found["field"], found["differing"]) == (None, ["messages[2].content"])
 
 
+@pytest.mark.parametrize("gateway", ["with tools"], indirect=True)
+@IN_ONE_LOOP
+async def test_keys_of_schemas_in_another_order_are_named(
+    gateway: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = chat(), chat()
+    b["tools"][1]["function"]["parameters"]["properties"] = dict(reversed(SCHEMA["properties"].items()))
+    field = "tools[1].function.parameters.properties"
+    found = await parting(gateway, a, b)
+    assert (found["field"], found["reordered"], found["differing"]) == (field, True, [])
+    assert await asyncio.to_thread(cli.main, ["prefix", *written(tmp_path, a, b), "--ops", gateway.ops]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == f"They part in {field}"
+    assert "--sort-tool-schemas" in lines[3]
+    assert not (await parting(gateway, a, a))["reordered"]
+
+
 async def test_without_a_field_there_the_differing_ones_are_named(raw_tokenizer: Tokenizer) -> None:
     template = WITH_TOOLS.replace("{{ '<|im_start|>system", "{{ enable_thinking }}{{ '<|im_start|>system")
     worker = ScriptedWorker(bundle_of(raw_tokenizer, chat_template=template))
