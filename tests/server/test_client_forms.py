@@ -181,7 +181,7 @@ CURSOR: Any = {
     "tool_choice": {"type": "auto"},
     "reasoning": {"effort": "medium", "summary": "auto"},
     "include": ["reasoning.encrypted_content"],
-    "max_output_tokens": 9,
+    "max_output_tokens": 99,
     "user": "u",
 }
 
@@ -204,7 +204,7 @@ async def test_a_body_of_responses_at_chats_has_a_chats_answer(worker: ScriptedW
     assert chunks[-1]["usage"] == answer["usage"]
     first, again, responses = worker.received
     assert first.prompt_ids == again.prompt_ids == responses.prompt_ids
-    assert first.sampling.max_tokens == 9
+    assert first.sampling.max_tokens == 99
 
 
 async def test_a_wrong_body_of_responses_at_chats_is_named(worker: ScriptedWorker) -> None:
@@ -215,6 +215,6 @@ async def test_a_wrong_body_of_responses_at_chats_is_named(worker: ScriptedWorke
             "stream_options.include_usage"
         )
         assert (await error_of(target.url, {"model": "tiny", "input": None}))["param"] == "messages"
-        assert (await post(target.url, chat(input="not read", messages=[{"role": "user", "content": '"input"'}])))[
-            0
-        ] == 200
+        assert (await error_of(target.url, chat(input="x")))["param"] == "input", "one of both"
+        said = chat(messages=[{"role": "user", "content": '"input": 1'}], metadata={"input": "x"})
+        assert (await post(target.url, said))[0] == 200

@@ -248,7 +248,7 @@ def test_tokens_tell_the_format_where_the_template_does_not(
         ("<think>", "think"),
         ("{{ content.split('</think>') }}", "think"),
         ("thoughts between <think></think> and your response between <response></response>", "granite33"),
-        ("<think>{% if '<tool_response>' in content %}", "think"),
+        ("<think>{{ '<tool_response>' }}", "think"),
         ("Write between <response></response>", None),
         ("[THINK]", "mistral"),
         ("<|channel>thought", "gemma4"),

@@ -65,7 +65,8 @@ def test_tools_and_their_calls_as_objects() -> None:
         )
     )
     assert rendered.text == (
-        '[{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]|Köln <b>|c1'
+        '[{"type": "function", "function": {"name": "w", "description": null, "parameters": {"type": "object"}}}]'
+        "|Köln <b>|c1"
     )
 
 
