@@ -130,12 +130,9 @@ def parse_keys(text: str) -> KeyEntries:
         raise ValueError(f"not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    for name, given in (
-        ("digest", [entry.digest for entry in entries.keys]),
-        ("tenant in [[tenants]]", [entry.tenant for entry in entries.tenants]),
-    ):
-        if len(set(given)) < len(given):
-            raise ValueError(f"duplicate {name}")
+    names = [entry.digest for entry in entries.keys] + [entry.tenant for entry in entries.tenants]
+    if len(set(names)) < len(names):
+        raise ValueError("duplicate digest, or tenant in [[tenants]]")
     return entries
 
 
