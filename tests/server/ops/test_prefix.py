@@ -168,7 +168,7 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str | None]]] = {
     "chat, the order of keys": (
         chat(),
         changed(chat(), (*CHAT_TOOL, "parameters", "properties"), reordered(SCHEMA["properties"])),
-        None,
+        "tools[1].function.parameters.properties",
     ),
     "chat, a number in a schema": (
         chat(),
@@ -233,7 +233,7 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str | None]]] = {
     "messages, the order of keys": (
         messages(),
         changed(messages(), ("tools", 2, "input_schema"), reordered(SCHEMA)),
-        None,
+        "tools[2].input_schema",
     ),
     "messages, a tool's input": (
         USED,
