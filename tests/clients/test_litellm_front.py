@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import secrets
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         log = (folder / "proxy.log").open("w")
         command = [str(LITELLM / "bin/litellm"), "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)]
         env = {**os.environ, "HEADSTART_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "*"}
+        env["LITELLM_MASTER_KEY"] = f"sk-{secrets.token_hex(32)}"
         proxy = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
         try:
             wait_until(lambda: _is_ready(port, proxy, folder), what="LiteLLM", timeout_s=2 * HANG_S)
