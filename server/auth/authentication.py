@@ -42,8 +42,8 @@ class Authenticator:
     def authenticate(self, scope: Scope) -> Identity:
         """Take the header of the tenant out of the scope, and return the sender's identity.
 
-        Raises AuthenticationError, OverloadedError for a wrong key of a source that has shown too many, and
-        InvalidRequestError for a header of a trusted front that is not one name.
+        Raises AuthenticationError, or OverloadedError for a wrong key of a source that has shown too many.
+        Raises InvalidRequestError for a header of a trusted front that is not one name.
         """
         identity = self._everyone if self._keys is None else self._keys.find(_key(scope))
         if identity is None:

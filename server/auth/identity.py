@@ -18,7 +18,7 @@ API keys are in a TOML file of digests, reloaded whenever it changes:
     may_prioritise = true          # may set `priority`
     trusted_front = true           # names the tenant of each request in a header
 
-    [[tenants]]                    # one that trusted fronts name: rights and limits as above, in place of the front's
+    [[tenants]]                    # one that trusted fronts name: rights and limits as above, instead of the front's
     tenant = "acme"
 
 The format is TOML: an entry is appended as it is printed, and comments can name the owner of a key.

@@ -40,7 +40,7 @@ _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_BOUND: Final = 10**16  # the compiler writes no range of larger floats
 _FLOAT_LIMITS: Final = (3.4028234663852886e38, 1.7976931348623157e308)
-"""Largest numbers of 32 and 64 bits. zod writes them as bounds for the type alone."""
+"""Largest numbers of 32 and 64 bits. zod writes them as bounds of the type."""
 _SHOWN_PLACES: Final = 16  # with the next one, keeps the header below the limits of proxies
 _MAX_PLACE_CHARS: Final = 120
 """Keeps the header below the limits of proxies."""

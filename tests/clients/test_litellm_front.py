@@ -124,7 +124,7 @@ def test_20_teams_have_their_own_caches_limits_and_use(fleet: Fleet) -> None:
 
 
 def test_500_forged_headers_through_the_proxy(fleet: Fleet) -> None:
-    """A client's own header, in all places where LiteLLM would pass it on, names nobody."""
+    """A client's own header, in all places where LiteLLM would pass it on, names no tenant."""
     rng, sent = random.Random(11), Counter[str]()
     before = fleet.use()
     for number in range(500):

@@ -146,7 +146,7 @@ async def test_500_forged_headers_are_not_believed(worker: ScriptedWorker, gener
             key = rng.choice([CLIENT, FRONT, FRONT, "wrong", ""])
             head = f"POST /v1/chat/completions?{TENANT_HEADER}=acme HTTP/1.1\r\nHost: h\r\nConnection: close\r\n"
             head += f"Content-Type: application/json\r\nAuthorization: Bearer {key}\r\n"
-            if rng.random() < 0.2:  # in trailers, which name nobody
+            if rng.random() < 0.2:  # in trailers, which name no tenant
                 chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, lines)
                 named, sent = named and [], head.encode() + chunked
             else:
