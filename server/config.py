@@ -14,6 +14,7 @@ from typing import Any, Final
 from jinja2 import TemplateError
 
 from cache.redis_index import ClientSettings, ReaderSettings
+from server.auth.authentication import TENANT_HEADER
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
 from server.text.formats.reasoning import THINK, THOUGHT_FORMATS
@@ -36,7 +37,8 @@ NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _IMAGE_HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _XARG: Final = re.compile(r"(?!(?:kv|ec)_)[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.IGNORECASE)
-_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
+_HEADER: Final = re.compile(r"x-(?!api-key$)[a-z0-9-]{1,60}", re.IGNORECASE)
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 
 
 _net = partial(option, "network")
@@ -176,6 +178,11 @@ class GatewayConfig(SharedConfig):
         type=_comma_separated,
     )
     api_keys: str | None = _api(None, "API keys, see `headstart keys` (default: no key is asked for)", "FILE")
+    tenant_header: str = _api(
+        TENANT_HEADER,
+        "header in which a front with a key marked `trusted_front` names the tenant (default x-headstart-tenant)",
+        "NAME",
+    )
     limits_redis_username: str | None = _api(
         None, "ACL user that writes the use of keys to Redis (default: that of the index)", "NAME"
     )
@@ -246,23 +253,21 @@ class GatewayConfig(SharedConfig):
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)
         WorkerNetworks(self.worker_networks)
-        for name in self.ops_hosts:
-            if _HOST_NAME.fullmatch(name) is None:
-                raise ValueError(f"--ops-hosts takes names without scheme and port, got {name!r}")
-        for name in self.image_hosts:
-            if _IMAGE_HOST.fullmatch(name) is None:
-                raise ValueError(f"--image-hosts takes HOST or HOST:PORT, got {name!r}")
-        for name in sorted(self.engine_xargs):
-            if _XARG.fullmatch(name) is None:
-                raise ValueError(f"--engine-xargs takes names but those of transfers (kv_*, ec_*), got {name!r}")
+        for flag, values, pattern, takes in (
+            ("--ops-hosts", self.ops_hosts, _HOST_NAME, "names without scheme and port"),
+            ("--image-hosts", self.image_hosts, _IMAGE_HOST, "HOST or HOST:PORT"),
+            ("--engine-xargs", sorted(self.engine_xargs), _XARG, "names but those of transfers (kv_*, ec_*)"),
+            ("--tenant-header", [self.tenant_header], _HEADER, "the name of a header that begins with x-"),
+            ("--cors-origin", self.cors_origin, _ORIGIN, "https://NAME[:PORT] or *"),
+        ):
+            for value in values:
+                if pattern.fullmatch(value) is None:
+                    raise ValueError(f"{flag} takes {takes}, got {value!r}")
         for network in self.trusted_proxies:
             try:
                 ipaddress.ip_network(network)
             except ValueError as error:
                 raise ValueError(f"--trusted-proxies takes networks such as 10.0.0.0/8: {error}") from None
-        for origin in self.cors_origin:
-            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
-                raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")
         if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
             raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
         for source in (self.chat_template or {}).values():

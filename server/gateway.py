@@ -177,7 +177,7 @@ class Gateway:
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 
-        self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT))
+        self.authenticator = Authenticator(self._keys, tenant_identity(secret, DEFAULT_TENANT), config.tenant_header)
         self.usage = UsageTotals()
         self.day = DayHistory()
         self.metrics.registry.register(self.usage)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
+import msgspec
+from msgspec import Raw
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,6 +34,7 @@ from server.api.prompts import params
 from server.api.prompts.client_lines import without_client_lines
 from server.api.prompts.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
 from server.api.prompts.ignored_tools import ignored_header
+from server.api.prompts.items import responses_intent
 from server.api.prompts.limits import TokenLimits, check_text, encode_any
 from server.auth.identity import Identity, identity_of
 from server.errors import ContextLengthError, InvalidRequestError
@@ -40,10 +43,11 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import invalid, require_json
-from server.schema.fields import ModelFields
+from server.schema.decoding import invalid, read_json, require_json
+from server.schema.fields import ModelFields, StreamOptions
 from server.schema.intent import ChatIntent, Conversation
-from server.schema.requests import CHAT, ChatRequest
+from server.schema.requests import CHAT, RESPONSES, ChatRequest
+from server.schema.tools import converted
 from server.text.control_tokens import RenderedPrompt
 from server.text.formats import CALL_LIST
 from server.text.formats.reasoning import THINK
@@ -51,6 +55,7 @@ from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 
 RequestT = TypeVar("RequestT", bound=ModelFields)
+_NULL: Final = Raw(b"null")
 
 
 class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
@@ -99,11 +104,33 @@ class ChatEndpoint(ConversationEndpoint[ChatRequest]):
     route, prefix = "chat", "chatcmpl-"
 
     async def read(self, body: bytes) -> tuple[ChatRequest, ChatIntent]:
-        request = await CHAT.read(body, self._models.text_limit)
-        return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+        """Read a body of chats, or one of responses: Cursor sends those here, and reads chunks.
+
+        Raises InvalidRequestError.
+        """
+        if b'"input"' not in body or not await read_json(body, _is_of_responses):
+            request = await CHAT.read(body, self._models.text_limit)
+            return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
+        given = await RESPONSES.read(body, self._models.text_limit)
+        intent = responses_intent(given)
+        request = ChatRequest(
+            model=given.model,
+            messages=intent.conversation.messages,
+            stream=given.stream,
+            stream_options=converted(given.stream_options or {}, StreamOptions, "stream_options"),
+            service_tier=given.service_tier,
+            logprobs=intent.num_top_logprobs is not None,
+            top_logprobs=intent.num_top_logprobs,
+        )
+        return request, intent
 
     def formatter(self, request: ChatRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
         return ChatFormatter(request, spec, rules)
+
+
+def _is_of_responses(body: bytes) -> bool:
+    given = msgspec.json.decode(body, type=dict[str, Raw])
+    return bytes(given.get("messages", _NULL)) == b"null" != bytes(given.get("input", _NULL))
 
 
 async def chat_spec(

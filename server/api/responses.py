@@ -19,22 +19,18 @@ from starlette.responses import Response
 
 from server.api.chat import ConversationEndpoint
 from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
-from server.api.prompts.items import messages_of_items, tools_of_items
+from server.api.prompts.items import responses_intent
 from server.errors import ApiError, responses_error
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
-from server.schema import fields as schema
-from server.schema.decoding import invalid, unsupported
-from server.schema.intent import ChatIntent, Conversation, FieldNames
-from server.schema.requests import RESPONSES, ResponsesRequest, TextOptions
-from server.schema.tools import ToolName, make_toolbox, read_choice, read_tools
+from server.schema.decoding import unsupported
+from server.schema.intent import ChatIntent
+from server.schema.requests import RESPONSES, ResponsesRequest
+from server.schema.tools import ToolName
 from server.text.detokenizer import TokenBytes
 from server.text.output_parser import OutputParser, OutputRules, call_id
 from worker.wire import SamplingParams
 
-_NAMES: Final = FieldNames(
-    messages="input", max_tokens="max_output_tokens", response_format="text.format", tool_schema="parameters"
-)
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
@@ -54,48 +50,6 @@ class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
     async def compact(self, http_request: Request) -> Response:
         """Raises InvalidRequestError: nothing is kept here that a compaction could stand for."""
         raise unsupported("compaction", "is not offered: send a summary of the older items, as a message")
-
-
-def responses_intent(request: ResponsesRequest) -> ChatIntent:
-    """Raises InvalidRequestError."""
-    toolbox = make_toolbox([*read_tools(request.tools or (), nested=False), *tools_of_items(request.input)])
-    use, tools, named = toolbox.chosen(read_choice(request.tool_choice, toolbox, nested=False))
-    messages, dropped = messages_of_items(request, toolbox)
-    conversation = Conversation(
-        messages=messages,
-        tools=tools,
-        reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        template_kwargs=request.chat_template_kwargs or {},
-        names=_NAMES,
-    )
-    intent = ChatIntent(
-        conversation=conversation,
-        fields=request,
-        stops=request.stop_strings,
-        max_tokens=request.max_output_tokens,
-        clamps_max_tokens=True,
-        num_top_logprobs=request.num_top_logprobs,
-        tool_mode=use.mode,
-        named_tool=named,
-        toolbox=toolbox,
-        dropped_items=dropped,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        response_format=_format(request.text),
-    )
-    intent.check()
-    return intent
-
-
-def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
-    if text is None or text.format is None:
-        return None
-    formatted = text.format
-    if formatted.type != "json_schema":
-        return schema.ResponseFormat(type=formatted.type)
-    if formatted.schema is None or not formatted.name:
-        raise invalid("text.format", "of type json_schema needs a name and a schema")
-    json_schema = schema.JsonSchemaFormat(name=formatted.name, schema=formatted.schema, strict=formatted.strict)
-    return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 
 class ResponsesFormatter(ResponseFormatter):

@@ -20,6 +20,7 @@ from server.request_context import CURRENT
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 MAX_KEY_BYTES: Final = 1024
+TENANT_HEADER: Final = "x-headstart-tenant"
 _READING: Final = frozenset({"GET", "HEAD"})
 _QUESTIONS: Final = frozenset({"/route/explain", "/prefixes/compare"})
 """POST routes of the ops port that change nothing. A query string names a tenant, whose cache the answer describes."""
@@ -28,21 +29,30 @@ _QUESTIONS: Final = frozenset({"/route/explain", "/prefixes/compare"})
 class Authenticator:
     """Finds the identity of a request's sender by its `Authorization: Bearer KEY`, or its `x-api-key: KEY`.
 
-    A key may hold spaces.
+    A key may hold spaces. The key of a trusted front proves the header that names the tenant; no other key does.
     """
 
-    def __init__(self, keys: KeyFile | None, everyone: Identity) -> None:
+    def __init__(self, keys: KeyFile | None, everyone: Identity, tenant_header: str = TENANT_HEADER) -> None:
         """Without `keys`, all requests use the identity `everyone`."""
         self._keys = keys
         self._everyone = everyone
+        self._tenant_header = tenant_header.lower().encode()
         self.throttle = AuthThrottle()
 
     def authenticate(self, scope: Scope) -> Identity:
-        """Raises AuthenticationError, or OverloadedError for a wrong key of a source that has shown too many."""
+        """Take the header of the tenant out of the scope, and return the sender's identity.
+
+        Raises AuthenticationError, or OverloadedError for a wrong key of a source that has shown too many.
+        Raises InvalidRequestError for a header of a trusted front that is not one name.
+        """
         identity = self._everyone if self._keys is None else self._keys.find(_key(scope))
         if identity is None:
             self.throttle.failed(source_of(scope))
             raise AuthenticationError("A valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY.")
+        if named := [value for name, value in scope["headers"] if name == self._tenant_header]:
+            scope["headers"] = [header for header in scope["headers"] if header[0] != self._tenant_header]
+            if identity.key.trusted_front and self._keys is not None:
+                return self._keys.named_by(identity, named)
         return identity
 
 

@@ -16,6 +16,10 @@ API keys are in a TOML file of digests, reloaded whenever it changes:
     tokens_per_day = 5000000       # prompt and answer, by UTC
     weight = 4                     # share of a busy fleet, next to other tenants; absent: 1
     may_prioritise = true          # may set `priority`
+    trusted_front = true           # names the tenant of each request in a header
+
+    [[tenants]]                    # one that trusted fronts name: rights and limits as above, instead of the front's
+    tenant = "acme"
 
 The format is TOML: an entry is appended as it is printed, and comments can name the owner of a key.
 """
@@ -27,7 +31,7 @@ import hmac
 import logging
 import secrets
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Final
@@ -37,8 +41,8 @@ from msgspec import Meta
 from starlette.types import Scope
 
 from server.auth.fleet_limits import FleetLimits
-from server.auth.limits import KeyEntry, KeyUsage
-from server.errors import ForbiddenError
+from server.auth.limits import LABEL, KeyEntry, KeyUsage, TenantEntry
+from server.errors import ForbiddenError, InvalidRequestError
 from worker.common.tls import WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -102,8 +106,11 @@ def allowed_priority(identity: Identity, priority: int | None) -> int:
     return priority or 0
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeyEntries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key file."""
+
     keys: Annotated[tuple[KeyEntry, ...], Meta(max_length=MAX_KEYS)] = ()
+    tenants: Annotated[tuple[TenantEntry, ...], Meta(max_length=MAX_KEYS)] = ()
 
 
 def digest_of(key: bytes) -> bytes:
@@ -115,20 +122,21 @@ def digest_text(key: bytes) -> str:
     return DIGEST_PREFIX + digest_of(key).hex()
 
 
-def parse_keys(text: str) -> tuple[KeyEntry, ...]:
+def parse_keys(text: str) -> KeyEntries:
     """Parse a key file. Raises ValueError that names the field."""
     try:
-        entries = msgspec.convert(tomllib.loads(text), _File).keys
+        entries = msgspec.convert(tomllib.loads(text), KeyEntries)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    if len({entry.digest for entry in entries}) < len(entries):
-        raise ValueError("duplicate digest")
+    names = [entry.digest for entry in entries.keys] + [entry.tenant for entry in entries.tenants]
+    if len(set(names)) < len(names):
+        raise ValueError("duplicate digest, or tenant in [[tenants]]")
     return entries
 
 
-def load_keys(path: Path) -> tuple[KeyEntry, ...]:
+def load_keys(path: Path) -> KeyEntries:
     """Read a key file. Raises ValueError that names the file and the field."""
     try:
         with path.open("rb") as file:
@@ -164,22 +172,30 @@ class KeyFile(WatchedFiles):
         """By the blinded digest of the key."""
         self._limits = limits
         self._usages: dict[str, KeyUsage] = {}
+        self._tenants: dict[str, tuple[TenantEntry, KeyUsage | None]] = {}
         self._load()
 
     def _load(self) -> None:
         """Raises ValueError."""
-        entries, usages, loaded = load_keys(self.paths[0]), self._usages, {}
+        entries, usages, loaded, tenants = load_keys(self.paths[0]), self._usages, {}, {}
         self._usages = {}
-        for entry in entries:
-            digest = entry.digest.removeprefix(DIGEST_PREFIX)
+        for entry in (*entries.keys, *entries.tenants):
+            digest = (
+                entry.digest.removeprefix(DIGEST_PREFIX)
+                if isinstance(entry, KeyEntry)
+                else digest_of(b"tenant\0" + entry.tenant.encode()).hex()
+            )
             usage = usages.pop(digest, None) or KeyUsage(self._limits, digest[:16])
             usage.apply(entry)
             self._usages[digest] = usage
-            who = Identity(self._cluster_secret, entry, usage if usage.has_limits else None)
-            loaded[self._blinded(bytes.fromhex(digest))] = who
+            limits = usage if usage.has_limits else None
+            if isinstance(entry, KeyEntry):
+                loaded[self._blinded(bytes.fromhex(digest))] = Identity(self._cluster_secret, entry, limits)
+            else:
+                tenants[entry.tenant] = entry, limits
         for usage in usages.values():
             usage.apply(None)
-        self._identities = loaded
+        self._identities, self._tenants = loaded, tenants
 
     def __len__(self) -> int:
         return len(self._identities)
@@ -191,6 +207,27 @@ class KeyFile(WatchedFiles):
         nor predict a bit of that. So no time shows how much of a key, or of a digest, was right.
         """
         return self._identities.get(self._blinded(digest_of(key)))
+
+    def named_by(self, front: Identity, values: Sequence[bytes]) -> Identity:
+        """Return the tenant that a trusted front names, with its own rights and limits, or those of the front's key.
+
+        Raises InvalidRequestError unless the values of the header are one name.
+        """
+        name = values[0].decode("latin-1") if len(values) == 1 else ""
+        if LABEL.fullmatch(name) is None:
+            raise InvalidRequestError(
+                "The header of the tenant must come once, with one name: letters, digits, spaces and ._@-, at most 64."
+            )
+        rights, usage = self._tenants.get(name) or (front.key, front.usage)
+        models, own = rights.models, front.key.models
+        key = msgspec.structs.replace(
+            front.key,
+            tenant=name,
+            models=models if own is None else own if models is None else own & models,
+            weight=rights.weight,
+            may_prioritise=rights.may_prioritise,
+        )
+        return Identity(self._cluster_secret, key, usage)
 
     def _blinded(self, digest: bytes) -> bytes:
         return blake2b(digest, key=self._blinding, digest_size=16).digest()

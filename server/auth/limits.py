@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Annotated, Final, NoReturn
@@ -32,16 +33,16 @@ _LIMITS: Final = {
     "day": ("tokens_per_day", "use {} tokens a day (UTC)"),
 }
 
-_Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}$")]
+LABEL: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._@ -]{0,63}")
+"""The names of tenants and keys."""
+_Label = Annotated[str, Meta(pattern=f"^{LABEL.pattern}$")]
 _Limit = Annotated[int, Meta(ge=1, le=10**12)]
 
 
-class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[keys]]` table of the key file."""
+class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One `[[tenants]]` table of the key file."""
 
-    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
     tenant: _Label
-    name: _Label | None = None
     models: frozenset[str] | None = None
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
@@ -51,8 +52,16 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     may_prioritise: bool = False
 
 
+class KeyEntry(TenantEntry, frozen=True, kw_only=True):
+    """One `[[keys]]` table of the key file."""
+
+    digest: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+    name: _Label | None = None
+    trusted_front: bool = False
+
+
 class KeyUsage:
-    """A purse for each limit of a key."""
+    """A purse for each limit of a key, or of a tenant that fronts name."""
 
     def __init__(self, fleet: FleetLimits | None = None, name: str = "") -> None:
         """`fleet`: None if this gateway is the only one."""
@@ -65,7 +74,7 @@ class KeyUsage:
     def has_limits(self) -> bool:
         return bool(self._purses)
 
-    def apply(self, key: KeyEntry | None) -> None:
+    def apply(self, key: TenantEntry | None) -> None:
         """Apply the limits of a reloaded key file, or of none: usage stays counted."""
         for kind, (field, _) in _LIMITS.items():
             limit, purse = getattr(key, field, None), self._purses.get(kind)

@@ -228,7 +228,7 @@ def api_keys(hosts: Sequence[str], file: str | None) -> Check:
     fix = "make one with `headstart keys new --tenant NAME --file FILE`, and give the gateway --api-keys FILE"
     if file is not None:
         try:
-            num_keys = len(load_keys(Path(file)))
+            num_keys = len(load_keys(Path(file)).keys)
         except ValueError as error:
             return Check("keys", "fail", str(error), "correct it, and check it with `headstart keys check FILE`")
         return judge("keys", f"{num_keys} API keys in {file}", (num_keys == 0, "warn", fix))

@@ -62,6 +62,9 @@ def parser() -> CommandParser:
         command.add_argument("--tokens-per-day", type=int, metavar="N", help="prompt and answer (default: no limit)")
         command.add_argument("--weight", type=float, metavar="X", help="share of a busy fleet (default: 1)")
         command.add_argument("--may-prioritise", action="store_true", default=None, help="may set `priority`")
+        command.add_argument(
+            "--trusted-front", action="store_true", default=None, help="a gateway's, which names tenants in a header"
+        )
         command.add_argument("--file", type=Path, help="append the entry there instead of printing it")
     check = commands.add_parser("check", help="check whether a key file is valid")
     check.add_argument("file", type=Path)
@@ -72,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     """Return 0. Raises ValueError and OSError."""
     args = parser().parse_args(argv)
     if args.command == "check":
-        print(f"{args.file}: {len(load_keys(args.file))} keys")
+        print(f"{args.file}: {len(load_keys(args.file).keys)} keys")
         return 0
     key = new_key() if args.command == "new" else sys.stdin.readline().strip("\r\n")
     if not key:

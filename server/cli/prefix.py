@@ -42,7 +42,9 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"B finds {cached:,} tokens cached: {cached // size:,} of {-(-total // size):,} blocks of {size}",
         f"They part in {found['field'] or 'the text of the template'}",
     ]
-    if found["field"] is None:
+    if found["reordered"]:
+        lines.append("Its keys are in another order; --sort-tool-schemas at the gateway makes such prompts equal")
+    elif found["field"] is None:
         lines.append(f"The bodies differ in {', '.join(found['differing']) or 'the order of fields'}")
     for name, sides in zip("AB", found["around"], strict=True):
         before, after = (json.dumps(text, ensure_ascii=False)[1:-1] for text in sides)

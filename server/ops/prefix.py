@@ -21,6 +21,7 @@ NUM_AFTER: Final = 40
 MAX_NAMED: Final = 8  # the first differences matter, and bound the answer
 MAX_CHANCE_CHARS: Final = 32
 """Where one field ends, the template's own text may go on for these as the other field does."""
+_SCHEMA: Final = re.compile(r"\.(?:parameters|input_schema)\b")
 _MESSAGES_FIELDS: Final = frozenset({"system", "stop_sequences", "thinking", "output_config", "context_management"})
 _MESSAGES_PARTS: Final = re.compile(
     rb'(?<!\\)"(?:input_schema|cache_control|tool_use_id)"\s*:|"type"\s*:\s*"(?:tool_use|thinking|redacted_thinking)"'
@@ -52,6 +53,9 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
     field = max(filter(reach.get, reach), key=reach.__getitem__, default=None)
     if not same_root:
         field = "cache_salt" if name == (a.model.adapter or a.model.name) else "model"
+    goes_on, reordered = same_root and at == min(map(len, texts)), None
+    if not (goes_on or field):
+        reordered = next(_reordered(bodies[0].get("tools"), bodies[1].get("tools"), "tools"), None)
     return {
         "model": name,
         "block_size": size,
@@ -60,8 +64,9 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
         "num_shared_tokens": shared,
         # Whole blocks, and never the last token.
         "num_cached_tokens": max(0, min(shared, len(b.prompt_ids) - 1)) // size * size,
-        "goes_on": same_root and at == min(map(len, texts)),
-        "field": field,
+        "goes_on": goes_on,
+        "field": field or reordered,
+        "reordered": reordered is not None,
         "differing": differing[:MAX_NAMED],
         "around": [
             [decode(ids[max(0, shared - NUM_BEFORE) : shared]), decode(ids[shared : shared + NUM_AFTER])]
@@ -88,6 +93,19 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _texts(item, f"{path}[{number}]")
     else:
         yield path, value if isinstance(value, str) else json.dumps(value)
+
+
+def _reordered(a: Any, b: Any, path: str) -> Iterator[str]:
+    """Yield the schemas of two lists of tools whose keys are in another order."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        names = [name for name in a if name in b]
+        if names != [name for name in b if name in a] and _SCHEMA.search(path):
+            yield path
+        for name in names:
+            yield from _reordered(a[name], b[name], f"{path}.{name}")
+    elif isinstance(a, list) and isinstance(b, list):
+        for number, (one, other) in enumerate(zip(a, b, strict=False)):
+            yield from _reordered(one, other, f"{path}[{number}]")
 
 
 def _reach(value: str, text: str, at: int) -> int:

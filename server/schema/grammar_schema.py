@@ -1,7 +1,8 @@
 """A client's JSON Schema for a grammar: references hold wherever it is placed, and unsupported keywords are removed.
 
 An unknown `format` is an annotation, and is dropped. Any other keyword that a grammar cannot hold is refused with
-`strict: true`. Otherwise it is left to the model, and named in a header of the answer.
+`strict: true`, but for the limits of a float's type. Otherwise it is left to the model, and named in a header of the
+answer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor
 """Keywords for the reading of references. They are dropped, as all references become pointers."""
 _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_BOUND: Final = 10**16  # the compiler writes no range of larger floats
+_FLOAT_LIMITS: Final = (3.4028234663852886e38, 1.7976931348623157e308)
+"""Largest numbers of 32 and 64 bits. zod writes them as bounds of the type."""
 _SHOWN_PLACES: Final = 16  # with the next one, keeps the header below the limits of proxies
 _MAX_PLACE_CHARS: Final = 120
 """Keeps the header below the limits of proxies."""
@@ -64,7 +67,7 @@ def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> S
     for path, node in nodes:  # which grows
         for keyword in _unheld(node, references):
             place = _place(param, (*path, keyword))
-            if strict:
+            if strict and not _is_float_limit(node[keyword]):
                 why = "is nothing that a grammar can hold: leave it out, or leave strict out"
                 raise invalid(place, why)
             relaxed.append(place)
@@ -171,6 +174,10 @@ def _unheld_numbers(node: Node) -> Iterator[str]:
         yield keyword
     if not is_countable(node.get("multipleOf")):
         yield "multipleOf"
+
+
+def _is_float_limit(bound: object) -> bool:
+    return isinstance(bound, int | float) and abs(bound) in _FLOAT_LIMITS
 
 
 def _are_disjoint(node: Node, options: list[Any], references: References) -> bool:

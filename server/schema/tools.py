@@ -344,9 +344,9 @@ def _named(choice: dict[str, Any], place: str, *, nested: bool) -> ToolName:
 def _inner(given: dict[str, Any], kind: str, place: str, *, nested: bool) -> tuple[Any, str]:
     """Return what describes a tool, and its path: the value under its type, or all of the flat form.
 
-    Some agents send the flat form of responses to chats too.
+    Some agents send the form of chats to responses, or that of responses to chats.
     """
-    if not nested or (given.get(kind) is None and "name" in given):
+    if given.get(kind) is None and (not nested or "name" in given):
         return given, place
     return given.get(kind) or {}, f"{place}.{kind}"
 

@@ -20,9 +20,9 @@ from server.schema.fields import Message
 from server.schema.intent import Conversation
 from server.text.call_ids import number_calls, writes_ids
 from server.text.control_tokens import Marker, RenderedPrompt
-from server.text.shape_probes import PROBE_TOOL, find_shapes
+from server.text.shape_probes import PROBE_TOOL, PROBE_WORDS, Probe, find_shapes
 from server.text.shapes import Shapes, Turn, repaired, without_marks
-from server.text.template_input import template_messages, template_tools, texts_of, with_tools
+from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
 from server.text.template_sandbox import HeldTooLongError, RenderClock, TemplateEnvironment, TemplateError
 
 MAX_HOLD_S: Final = 0.03
@@ -84,6 +84,7 @@ class ChatTemplate:
         self._sorts_schemas = sorts_schemas
         self.shapes = self._found_shapes()
         """The conversations that it refuses or loses."""
+        self._joint = self._found_joint()
 
     def keep_as_text(self, control_tokens: Collection[str]) -> None:
         """Render control tokens that a request writes as text."""
@@ -110,7 +111,7 @@ class ChatTemplate:
 
     def _rendering(self, conversation: Conversation, clock: RenderClock) -> Steps[RenderedPrompt]:
         names = conversation.names
-        messages = yield from template_messages(conversation, knows_developer=self._knows_developer)
+        messages = yield from template_messages(conversation, knows_developer=self._knows_developer, joint=self._joint)
         if self._writes_ids:
             number_calls(messages)
         tools = template_tools(conversation.tools, sorts_schemas=self._sorts_schemas)
@@ -154,21 +155,29 @@ class ChatTemplate:
     def _found_shapes(self) -> Shapes:
         finding = find_shapes(lambda turns, has_tools: self._prepared(turns, [PROBE_TOOL] if has_tools else None))
         text: str | None = None
-        started = False
-        while True:
-            try:
-                probe = finding.send(text) if started else next(finding)
-            except StopIteration as found:
-                shapes: Shapes = found.value
-                return shapes
-            started = True
-            clock = RenderClock(MAX_PROBE_S)
-            variables = {**self._tokens, **self._defaults, **clock.variables(), "add_generation_prompt": False}
-            variables |= {"messages": probe.messages, "tools": [PROBE_TOOL] if probe.has_tools else None}
-            try:
-                text = run_now(self._run(variables, clock, "", "messages"))
-            except InvalidRequestError:
-                text = None
+        try:
+            while True:
+                text = self._probed(finding.send(text))
+        except StopIteration as found:
+            shapes: Shapes = found.value
+            return shapes
+
+    def _found_joint(self) -> str:
+        """Return what the template writes between the parts of a text: white space, or nothing."""
+        parts = [{"type": "text", "text": word} for word in PROBE_WORDS]
+        text = self._probed(Probe([{"role": "user", "content": parts}], has_tools=False)) or ""
+        joint, found, _ = text.partition(PROBE_WORDS[0])[2].partition(PROBE_WORDS[1])
+        return joint if found and not joint.strip() else LINE_END
+
+    def _probed(self, probe: Probe) -> str | None:
+        """Return the text of a probe; None: the template refuses it."""
+        clock = RenderClock(MAX_PROBE_S)
+        variables = {**self._tokens, **self._defaults, **clock.variables(), "add_generation_prompt": False}
+        variables |= {"messages": probe.messages, "tools": [PROBE_TOOL] if probe.has_tools else None}
+        try:
+            return run_now(self._run(variables, clock, "", "messages"))
+        except InvalidRequestError:
+            return None
 
     def _kwargs(self, conversation: Conversation) -> dict[str, Any]:
         """Return the switches: the client's, then those of its other fields, then the operator's."""

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from server.schema.tools import ToolKind, ToolName
 from server.text.call_syntax import InputReader
+from server.text.detokenizer import ambiguous_len
 from server.text.formats import CALL_LIST
 from server.text.formats.base import DeltaKind, Reading, TextReader, ToolFormat
 from server.text.formats.reasoning import THINK, ThoughtFormat
@@ -88,7 +89,10 @@ class OutputParser(TextReader):
         super().__init__(rules.tool_names, rules.schemas)
         self._rules = rules
         self._space = ""
-        """White space of the content, held until more content follows."""
+        """White space of the content, or the beginning of its closing text, held until more content follows."""
+        self._closing = ""
+        """The text that closes the content, until it has come. It is dropped."""
+        self._is_closed_by_text = False
         self._num_calls = 0
         self._input: InputReader | None = None
         """The reader of the last call's input, if this is a custom tool's."""
@@ -116,7 +120,7 @@ class OutputParser(TextReader):
         if self._rules.tools is not None:
             yield from self._rules.tools.read(self)
         yield from self.before((), self.emit_content)
-        if not self._num_calls:
+        if not (self._num_calls or self._is_closed_by_text):
             self.emit("content", self._space)
         self._end_input()
 
@@ -127,6 +131,9 @@ class OutputParser(TextReader):
             if thoughts.label:
                 yield from self.begins((thoughts.label,))
             yield from self._thoughts(thoughts)
+            yield from self.skip()
+        if thoughts.answer and (yield from self.begins(thoughts.answer[:1])):
+            self._closing, self._is_closed_by_text = thoughts.answer[1], True
             yield from self.skip()
 
     def _thoughts(self, thoughts: ThoughtFormat) -> Reading:
@@ -154,7 +161,13 @@ class OutputParser(TextReader):
 
     def emit_content(self, text: str) -> None:
         text = self._space + text
-        size = len(text) if self._rules.tools is None else len(text.rstrip())
+        if self._closing and self._closing in text:
+            text, self._closing = text.replace(self._closing, "", 1), ""
+        size = len(text)
+        if self._closing and not self.ended:
+            size -= ambiguous_len(text, (self._closing,))
+        if self._rules.tools is not None or self._is_closed_by_text:
+            size = len(text[:size].rstrip())
         self._space = text[size:]
         self.emit("content", text[:size])
 

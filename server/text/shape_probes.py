@@ -14,6 +14,7 @@ from server.text.shapes import Shapes, Turn, repaired
 
 _T = TypeVar("_T")
 TOOL_NAME: Final = "quokka_tool"
+PROBE_WORDS: Final = ("quokkaax", "quokkabx")
 PROBE_TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {

@@ -19,6 +19,8 @@ TEXT_BYTES_PER_TOKEN: Final = 24
 """The same for each token of the context, if that is more."""
 MAX_ARGUMENT_VALUES: Final = 20_000
 """JSON values in the tool calls of all messages."""
+LINE_END: Final = "\n"
+"""Between the parts of a text, where a template takes no parts."""
 _INSTRUCTION: Final = """You can call functions to answer the user. They are, one JSON schema a line:
 <tools>
 {tools}
@@ -29,12 +31,17 @@ To call a function, write a JSON object with its name and arguments between tags
 </tool_call>"""
 
 
-def template_messages(conversation: Conversation, *, knows_developer: bool) -> Steps[list[dict[str, Any]]]:
-    """Return the messages. Raises InvalidRequestError for arguments that no template could write."""
+def template_messages(
+    conversation: Conversation, *, knows_developer: bool, joint: str = LINE_END
+) -> Steps[list[dict[str, Any]]]:
+    """Return the messages, with `joint` between the parts of a text.
+
+    Raises InvalidRequestError for arguments that no template could write.
+    """
     messages: list[dict[str, Any]] = []
     num_values = 0
     for number, message in enumerate(conversation.messages):
-        fields = _message(message, knows_developer=knows_developer)
+        fields = _message(message, joint, knows_developer=knows_developer)
         calls = [
             (f"tool_calls[{at}].function", call.id, call.called) for at, call in enumerate(message.tool_calls or ())
         ]
@@ -56,13 +63,13 @@ def template_messages(conversation: Conversation, *, knows_developer: bool) -> S
     return messages
 
 
-def _message(message: Message, *, knows_developer: bool) -> dict[str, Any]:
+def _message(message: Message, joint: str, *, knows_developer: bool) -> dict[str, Any]:
     role = message.role
     if role == "developer" and not knows_developer:
         role = "system"
     elif role == "function":  # the deprecated spelling of a tool's answer
         role = "tool"
-    fields: dict[str, Any] = {"role": role, "content": message_text(message.content)}
+    fields: dict[str, Any] = {"role": role, "content": message_text(message.content, joint)}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             fields[name] = value
@@ -117,21 +124,22 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
             yield from (id_, function.name, function.arguments or "")
 
 
-def message_text(content: str | Sequence[TextPart] | None) -> str:
-    """Join text parts by line ends: text-only templates take one string."""
+def message_text(content: str | Sequence[TextPart] | None, joint: str = LINE_END) -> str:
+    """Join text parts: one string fits every template."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
+    return joint.join(part.text if part.text is not None else part.refusal or "" for part in content)
 
 
 def template_tools(given: Sequence[Tool], *, sorts_schemas: bool = False) -> list[dict[str, Any]] | None:
-    """Return the tools; None for none. `sorts_schemas`: equal schemas with other orders of keys are equal prompts."""
+    """Return the tools, with a null for no description, as vLLM has them; None for no tools.
+
+    `sorts_schemas`: equal schemas with other orders of keys are equal prompts.
+    """
     tools = []
     for tool in given:
         assert tool.function is not None, "checked with the request"
-        function: dict[str, Any] = {"name": tool.function.name}
-        if tool.function.description is not None:
-            function["description"] = tool.function.description
+        function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description}
         parameters = tool.function.parameters or {"type": "object", "properties": {}}
         function["parameters"] = _sorted(parameters) if sorts_schemas else parameters
         tools.append({"type": "function", "function": function})

@@ -245,7 +245,7 @@ def test_the_generated_key_is_the_one_that_the_key_file_lets_in() -> None:
     documents = render("everything-on")
     (secret,) = [d for d in of_kind(documents, "Secret") if d["metadata"]["name"].endswith("-api-keys")]
     data = {key: base64.b64decode(value) for key, value in secret["data"].items()}
-    (entry,) = parse_keys(data["keys.toml"].decode())
+    (entry,) = parse_keys(data["keys.toml"].decode()).keys
     assert len(data["api-key"]) > 40
     assert entry.digest == digest_text(data["api-key"])
     assert data["api-key"] not in data["keys.toml"]

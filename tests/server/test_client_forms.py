@@ -166,3 +166,55 @@ async def test_a_trailing_slash_is_no_other_route(worker: ScriptedWorker) -> Non
         for path in ("/v1/models/", "/v1/models/tiny/", "/health/ready/", "/version//"):
             async with session.get(target.url + path, allow_redirects=False) as response:
                 assert response.status == 200, path
+
+
+FLAT: Any = {"type": "function", **WEATHER["function"]}
+CURSOR: Any = {
+    "model": "tiny",
+    "input": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Oslo"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+    ],
+    "tools": [FLAT],
+    "tool_choice": {"type": "auto"},
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 99,
+    "user": "u",
+}
+
+
+@pytest.mark.parametrize("tool", [FLAT, WEATHER, {"type": "custom", "name": "ApplyPatch", "format": {"type": "text"}}])
+async def test_a_body_of_responses_at_chats_has_a_chats_answer(worker: ScriptedWorker, tool: dict[str, Any]) -> None:
+    """Cursor sends `input` to /chat/completions, with tools of either form, and reads chunks."""
+    body = {**CURSOR, "tools": [tool]}
+    async with gateway(worker) as target:
+        status, _, whole = await post(target.url, body)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        _, _, streamed = await post(target.url, {**body, **options})
+        assert (await post(target.url, body, "/v1/responses"))[0] == 200
+    assert status == 200, whole
+    answer, chunks = json.loads(whole), list(events(streamed))
+    assert (answer["object"], answer["choices"][0]["message"]["content"]) == ("chat.completion", ANSWER)
+    assert chunks.pop() == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert "".join(each["delta"].get("content", "") for chunk in chunks for each in chunk["choices"]) == ANSWER
+    assert chunks[-1]["usage"] == answer["usage"]
+    first, again, responses = worker.received
+    assert first.prompt_ids == again.prompt_ids == responses.prompt_ids
+    assert first.sampling.max_tokens == 99
+
+
+async def test_a_wrong_body_of_responses_at_chats_is_named(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        assert (await error_of(target.url, {**CURSOR, "max_tokens": 3}))["param"] == "max_tokens"
+        assert (await error_of(target.url, {**CURSOR, "input": []}))["param"] == "input"
+        assert (await error_of(target.url, {**CURSOR, "stream_options": {"include_usage": 3}}))["param"] == (
+            "stream_options.include_usage"
+        )
+        assert (await error_of(target.url, {"model": "tiny", "input": None}))["param"] == "messages"
+        assert (await error_of(target.url, chat(input="x")))["param"] == "input", "one of both"
+        said = chat(messages=[{"role": "user", "content": '"input": 1'}], metadata={"input": "x"})
+        assert (await post(target.url, said))[0] == 200

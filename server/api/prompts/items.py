@@ -1,4 +1,4 @@
-"""The history of /v1/responses: its items become the messages of a chat.
+"""The bodies of /v1/responses as chats: their items become messages.
 
 message                                           a message
 function_call, custom_tool_call and their outputs a call under the model's name, a tool's message
@@ -18,10 +18,24 @@ import msgspec
 from server.api.formatting import encode_json
 from server.schema import fields as schema
 from server.schema.decoding import invalid, located, unsupported
-from server.schema.requests import InputItem, ResponsesRequest
+from server.schema.intent import ChatIntent, Conversation, FieldNames
+from server.schema.requests import InputItem, ResponsesRequest, TextOptions
 from server.schema.thoughts import thought_text
-from server.schema.tools import Ignored, Offer, Toolbox, ToolKind, ToolName, input_call, read_tools
+from server.schema.tools import (
+    Ignored,
+    Offer,
+    Toolbox,
+    ToolKind,
+    ToolName,
+    input_call,
+    make_toolbox,
+    read_choice,
+    read_tools,
+)
 
+_NAMES: Final = FieldNames(
+    messages="input", max_tokens="max_output_tokens", response_format="text.format", tool_schema="parameters"
+)
 _TOOL_ITEMS: Final = ("additional_tools", "tool_search_output")
 """Items that contain tools."""
 _CLIENT_RUN: Final = ("local_shell_call", "shell_call", "apply_patch_call", "tool_search_call")
@@ -40,7 +54,49 @@ _GONE: Final = {
 }
 
 
-def tools_of_items(items: str | Sequence[InputItem]) -> list[Offer | Ignored]:
+def responses_intent(request: ResponsesRequest) -> ChatIntent:
+    """Raises InvalidRequestError."""
+    toolbox = make_toolbox([*read_tools(request.tools or (), nested=False), *_tools_of_items(request.input)])
+    use, tools, named = toolbox.chosen(read_choice(request.tool_choice, toolbox, nested=False))
+    messages, dropped = messages_of_items(request, toolbox)
+    conversation = Conversation(
+        messages=messages,
+        tools=tools,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        template_kwargs=request.chat_template_kwargs or {},
+        names=_NAMES,
+    )
+    intent = ChatIntent(
+        conversation=conversation,
+        fields=request,
+        stops=request.stop_strings,
+        max_tokens=request.max_output_tokens,
+        clamps_max_tokens=True,
+        num_top_logprobs=request.num_top_logprobs,
+        tool_mode=use.mode,
+        named_tool=named,
+        toolbox=toolbox,
+        dropped_items=dropped,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        response_format=_format(request.text),
+    )
+    intent.check()
+    return intent
+
+
+def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    formatted = text.format
+    if formatted.type != "json_schema":
+        return schema.ResponseFormat(type=formatted.type)
+    if formatted.schema is None or not formatted.name:
+        raise invalid("text.format", "of type json_schema needs a name and a schema")
+    json_schema = schema.JsonSchemaFormat(name=formatted.name, schema=formatted.schema, strict=formatted.strict)
+    return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
+
+
+def _tools_of_items(items: str | Sequence[InputItem]) -> list[Offer | Ignored]:
     """Return the tools in the items. Raises InvalidRequestError."""
     found: list[Offer | Ignored] = []
     for index, item in enumerate(() if isinstance(items, str) else items):

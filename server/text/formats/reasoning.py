@@ -17,12 +17,18 @@ class ThoughtFormat:
     ends: tuple[str, ...]
     label: str = ""
     """A text after the beginning that is no thought."""
+    answer: tuple[str, ...] = ()
+    """The texts around the answer that follows, which are no part of it."""
     is_special: bool = False
     """Its texts are tokens that only vocabularies of this family have."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.starts, *self.ends)
+        return (*self.starts, *self.ends, *self.answer)
+
+    def is_mentioned_in(self, template: str) -> bool:
+        """Return whether a chat template has one of the texts, or all of them where some are another format's."""
+        return (all if self.answer else any)(text in template for text in self.markers)
 
     def is_begun_by(self, prompt: str) -> bool:
         """Return whether the reasoning is open at the end of a prompt."""
@@ -43,6 +49,7 @@ _ALL: Final = (
     ThoughtFormat("gemma4", ("<|channel>",), ("<channel|>",), label="thought\n", is_special=True),
     ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), is_special=True),
     ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",)),
+    ThoughtFormat("granite33", THINK.starts, THINK.ends, answer=("<response>", "</response>")),
     ThoughtFormat("granite", _granite("thought process"), _granite("response")),
     THINK,
 )
@@ -53,7 +60,7 @@ THOUGHT_FORMATS: Final = {each.name: each for each in sorted((*_ALL, CHANNELS), 
 def thoughts_of(template: str, tokens: Collection[str]) -> ThoughtFormat | None:
     """Return the format that a chat template mentions, or that a vocabulary has tokens for."""
     for each in _ALL:
-        if any(text in template for text in each.markers):
+        if each.is_mentioned_in(template):
             return each
     special = (each for each in _ALL if each.is_special)
     return next((each for each in special if {*each.starts, *each.ends} <= set(tokens)), None)

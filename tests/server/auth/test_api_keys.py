@@ -383,6 +383,7 @@ def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None
 def test_the_command_makes_a_key_and_its_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     options = ["--name", "laptop", "--models", "tiny", "--requests-per-minute", "5", "--may-prioritise"]
+    options.append("--trusted-front")
     assert cli.main(["keys", "new", "--tenant", "research", *options, "--file", str(file)]) == 0
     key = capsys.readouterr().out.strip()
     assert cli.main(["keys", "new", "--tenant", "other"]) == 0
@@ -393,6 +394,7 @@ def test_the_command_makes_a_key_and_its_entry(tmp_path: Path, capsys: pytest.Ca
     keys = KeyFile(file, b"")
     found = keys.find(key.encode())
     assert found is not None
+    assert found.key.trusted_front
     assert (found.tenant, found.key.name, found.key.models, found.key.requests_per_minute) == (
         "research",
         "laptop",
@@ -408,7 +410,7 @@ def test_the_command_takes_an_existing_key(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("sys.stdin", io.StringIO("My API Key\n"))
     assert cli.main(["keys", "digest", "--tenant", "one"]) == 0
     captured = capsys.readouterr()
-    assert parse_keys(captured.out)[0].digest == digest_text(b"My API Key")
+    assert parse_keys(captured.out).keys[0].digest == digest_text(b"My API Key")
     assert "can be guessed" in captured.err
 
 

@@ -168,7 +168,7 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str | None]]] = {
     "chat, the order of keys": (
         chat(),
         changed(chat(), (*CHAT_TOOL, "parameters", "properties"), reordered(SCHEMA["properties"])),
-        None,
+        "tools[1].function.parameters.properties",
     ),
     "chat, a number in a schema": (
         chat(),
@@ -233,7 +233,7 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str | None]]] = {
     "messages, the order of keys": (
         messages(),
         changed(messages(), ("tools", 2, "input_schema"), reordered(SCHEMA)),
-        None,
+        "tools[2].input_schema",
     ),
     "messages, a tool's input": (
         USED,
@@ -315,6 +315,23 @@ async def test_what_the_template_does_not_write_is_not_named(gateway: Process) -
 async def test_a_field_that_the_template_cuts_is_listed(gateway: Process) -> None:
     found = await parting(gateway, ANSWERED, changed(ANSWERED, ("messages", 2, "content"), THOUGHT.replace("5", "61")))
     assert (found["field"], found["differing"]) == (None, ["messages[2].content"])
+
+
+@pytest.mark.parametrize("gateway", ["with tools"], indirect=True)
+@IN_ONE_LOOP
+async def test_keys_of_schemas_in_another_order_are_named(
+    gateway: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = chat(), chat()
+    b["tools"][1]["function"]["parameters"]["properties"] = dict(reversed(SCHEMA["properties"].items()))
+    field = "tools[1].function.parameters.properties"
+    found = await parting(gateway, a, b)
+    assert (found["field"], found["reordered"], found["differing"]) == (field, True, [])
+    assert await asyncio.to_thread(cli.main, ["prefix", *written(tmp_path, a, b), "--ops", gateway.ops]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == f"They part in {field}"
+    assert "--sort-tool-schemas" in lines[3]
+    assert not (await parting(gateway, a, a))["reordered"]
 
 
 async def test_without_a_field_there_the_differing_ones_are_named(raw_tokenizer: Tokenizer) -> None:

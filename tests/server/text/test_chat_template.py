@@ -65,7 +65,8 @@ def test_tools_and_their_calls_as_objects() -> None:
         )
     )
     assert rendered.text == (
-        '[{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]|Köln <b>|c1'
+        '[{"type": "function", "function": {"name": "w", "description": null, "parameters": {"type": "object"}}}]'
+        "|Köln <b>|c1"
     )
 
 
@@ -102,6 +103,38 @@ def test_equal_schemas_are_equal_prompts() -> None:
     assert written(one, other, sorts_schemas=True) == written(other, one, sorts_schemas=True)
     assert '"enum": [2, 1], "type"' in written(other, sorts_schemas=True)
     assert written(one, sorts_schemas=False) != written(other, sorts_schemas=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "joined"),
+    [
+        ("{{ m.content }}", "a\nb"),
+        ("{{ m.content | trim }}", "a\nb"),
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+            "ab",
+        ),
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'text' %}"
+            "{{ p.text + '\\n\\n' }}{% endif %}{% endfor %}{% endif %}",
+            "a\n\nb",
+        ),
+        ("{% if m.content is not string %}{{ raise_exception('text') }}{% endif %}{{ m.content }}", "a\nb"),
+        ("{{ m.content if m.content is string else m.content | tojson }}", "a\nb"),
+    ],
+)
+def test_parts_are_joined_as_the_template_does(content: str, joined: str) -> None:
+    source = "{% for m in messages %}" + content + "{% endfor %}"
+    parts = {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}
+    assert template(source).render(request(parts)).text == joined
+
+
+def test_a_tool_without_description_has_a_null() -> None:
+    """As vLLM renders it."""
+    tools = [{"type": "function", "function": {"name": "w"}}]
+    text = template("{{ tools | tojson }}").render(request(USER, tools=tools)).text
+    assert '{"name": "w", "description": null, "parameters": {"type": "object", "properties": {}}}' in text
 
 
 def test_tool_choice_none_keeps_the_tools() -> None:

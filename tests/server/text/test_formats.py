@@ -190,6 +190,12 @@ CASES = [
     Case(
         "granite3", "Here is my thought process: hm. Here is my response: yes", (), "yes", " hm. ", "maybe", "granite"
     ),
+    # Granite 3.3: its answer is between tags too
+    Case("granite3", "<think> hm </think><response> a\n\nb </response>", (), "a\n\nb", " hm ", "maybe", "granite33"),
+    Case("granite3", "<think>hm</think>\n<response>\na </b>\n</response>\n", (), "a </b>", "hm", "maybe", "granite33"),
+    Case("granite3", "<response>yes</response>", (), "yes", "", "maybe", "granite33"),
+    Case("granite3", "yes </response>", (), "yes </response>", "", "maybe", "granite33"),
+    Case("granite3", f"<think>hm</think><|tool_call|>[{objects(BOTH[0])}]", [LONG], "", "hm", "maybe", "granite33"),
     Case("phi4_mini", f"functools[{objects(*BOTH)}]", [LONG, NOW]),
     Case("phi4_mini", "use functools.reduce", (), "use functools.reduce"),
     Case("phi4", f"<|tool_call|>[{objects(*BOTH)}]<|/tool_call|>", [LONG, NOW]),
