@@ -36,6 +36,7 @@ NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _IMAGE_HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _XARG: Final = re.compile(r"(?!(?:kv|ec)_)[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.IGNORECASE)
+_WEB_PAGE: Final = re.compile(r"https?://[^\s/]+(?:/\S*)?")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 
 
@@ -242,6 +243,7 @@ class GatewayConfig(SharedConfig):
     )
     usage_log_files: int = _watch(64, "renamed usage logs that are kept (default 64)", least=1)
     access_log: bool = _watch(False, "log a line for each answer: status, seconds, tokens")
+    grafana_url: str = _watch("", "the Grafana board that the dashboard links to (default: none)", "URL")
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)
@@ -263,6 +265,8 @@ class GatewayConfig(SharedConfig):
         for origin in self.cors_origin:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"--cors-origin takes https://NAME[:PORT] or *, got {origin!r}")
+        if self.grafana_url and _WEB_PAGE.fullmatch(self.grafana_url) is None:
+            raise ValueError(f"--grafana-url takes https://NAME/PATH, got {self.grafana_url!r}")
         if self.worker_ca is not None and (plain := [url for url in self.workers if url.startswith("http:")]):
             raise ValueError(f"--workers {plain[0]}: --worker-ca asks for TLS, so give https://HOST:PORT")
         for source in (self.chat_template or {}).values():

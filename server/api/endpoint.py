@@ -161,7 +161,6 @@ class GenerateEndpoint(ABC):
         account.model = request.specs[0].model.name
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
-        self._metrics.prompt_tokens.inc(request.specs[0].model.name, by=num_prompt_tokens)
         context.num_prompt_tokens = num_prompt_tokens
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
         generations = await begin(request)
@@ -171,7 +170,7 @@ class GenerateEndpoint(ABC):
         services.open_responses.add(response)
         try:
             if is_streamed:
-                await self._stream(answer, headers, context, scope, send)
+                await self._stream(answer, headers, context, account, scope, send)
             else:
                 await self._respond(answer, headers, scope, send)
         finally:
@@ -182,10 +181,9 @@ class GenerateEndpoint(ABC):
             response.charge(account)
             if not answer.formatter.shows_output:
                 account.output_tokens = 0
-            self._metrics.output_tokens.inc(response.model, by=context.num_output_tokens)
+            self._metrics.count_use(account)
             if num_pooled_tokens := response.num_pooled_tokens:
                 context.num_prompt_tokens = num_pooled_tokens
-                self._metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
             if response.finished:
                 elapsed_s = time.perf_counter() - context.started_s
                 self._metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
@@ -244,7 +242,9 @@ class GenerateEndpoint(ABC):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def _stream(self, answer: Answer, more: Headers, context: RequestContext, scope: Scope, send: Send) -> None:
+    async def _stream(
+        self, answer: Answer, more: Headers, context: RequestContext, account: Account, scope: Scope, send: Send
+    ) -> None:
         client, response = client_of(scope), answer.response
         writer = SseWriter(send, lambda: [*more, *response.headers()], answer.formatter.ping)
         first_s = 0.0
@@ -257,7 +257,8 @@ class GenerateEndpoint(ABC):
             if events and not first_s:
                 answer.commit()
                 first_s = time.perf_counter()
-                self._metrics.ttft_s.observe(first_s - context.started_s, response.model)
+                account.first_token_s = first_s - context.started_s
+                self._metrics.ttft_s.observe(account.first_token_s, response.model)
             return events
 
         async def deliver(deltas: list[ChoiceDelta]) -> None:
@@ -281,7 +282,7 @@ class GenerateEndpoint(ABC):
             failure = as_api_error(error)
             if failure is not error:
                 log.exception("%s: unexpected error in mid-stream", context.request_id)
-            self._metrics.drops.inc(failure.code or failure.type)
+            context.error = failure.code or failure.type
             if context.trace is not None:
                 mark_failed(context.trace.span, type(failure).__name__)
             forget(error)

@@ -23,6 +23,7 @@ from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex, state_of
 
 REFUSED: Final = "refused"
+_NO_REPORT: Final = dict.fromkeys(("numerics", "hit_rate", "lease_left_s", "published_blocks", "load"))
 STATES: Final = ("serving", "standby", "learning", "draining", "broken")
 
 
@@ -37,6 +38,7 @@ class Overview(Collector):
         index: RedisIndex | NoIndex,
         usage: UsageTotals,
         day: DayHistory,
+        grafana_url: str = "",
     ) -> None:
         self.api = api
         self.services = services
@@ -46,6 +48,7 @@ class Overview(Collector):
         self.fleet = router.fleet
         self.usage = usage
         self.day = day
+        self.grafana_url = grafana_url
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, load as last reported, and state; and those not taken."""
@@ -68,15 +71,23 @@ class Overview(Collector):
         return self.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:
-        """Return a row for every worker, lost ones included, by model and name."""
+        """Return a row for every worker, by model and name: lost ones, and those that are not taken, included."""
         live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
         members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
-        return [
+        rows = [
             self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)))
             for member in members
         ]
+        known = {row["worker"] for row in rows}
+        for url, member, reason in self.fleet.refused():
+            row = _NO_REPORT | {"worker": url, "model": "", "epoch": "", "url": url}
+            if member is not None:
+                row |= {"worker": member.worker_id, "model": member.model, "epoch": member.epoch}
+            if row["worker"] not in known:
+                rows.append(row | {"state": _absence(member), "reason": reason})
+        return rows
 
     def _row(self, member: WorkerMember, candidate: Candidate | None, entry: RegistryEntry | None) -> dict[str, Any]:
         load = None
@@ -91,6 +102,7 @@ class Overview(Collector):
                 "free_blocks": candidate.load.num_free_blocks,
                 "age_s": candidate.load_age_s,
             }
+        state, reason = ("lost", "") if candidate is None else self._state(candidate)
         return {
             "worker": member.worker_id,
             "model": member.model,
@@ -100,12 +112,18 @@ class Overview(Collector):
             "block_size": member.block_size,
             "max_model_len": member.max_model_len,
             "step_objective_s": member.step_objective_s or None,
-            "state": "lost" if candidate is None else self._state(candidate)[0],
+            "state": state,
+            "reason": reason,
             "hit_rate": self.router.scorer.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
             "load": load,
         }
+
+    def turned_away(self) -> dict[tuple[str, str], float]:
+        """Return the requests since the start that were refused, failed or moved, by that and by the reason."""
+        moved = {"went on elsewhere": self.metrics.resumed.sum(), "began again elsewhere": self.metrics.restarted.sum()}
+        return {**self.day.turned_away, **{("moved", why): count for why, count in moved.items()}}
 
     def workers_needed(self) -> dict[str, int]:
         """Return the workers that each model needs, where that is known."""

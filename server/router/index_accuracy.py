@@ -42,12 +42,19 @@ class IndexAccuracy:
         self._judge()
 
     @property
-    def precision(self) -> float:
-        return self._num_common / self._num_predicted if self._num_predicted else 1.0
+    def num_requests(self) -> int:
+        """The requests in the window."""
+        return len(self._recent)
 
     @property
-    def recall(self) -> float:
-        return self._num_common / self._num_found if self._num_found else 1.0
+    def precision(self) -> float | None:
+        """None: nothing was predicted."""
+        return self._num_common / self._num_predicted if self._num_predicted else None
+
+    @property
+    def recall(self) -> float | None:
+        """None: nothing was found."""
+        return self._num_common / self._num_found if self._num_found else None
 
     def _count(self, predicted: int, found: int, sign: int) -> None:
         self._num_predicted += sign * predicted
@@ -57,10 +64,11 @@ class IndexAccuracy:
     def _judge(self) -> None:
         limit = SEEING_ABOVE if self.blind else BLIND_BELOW
         reasons = []
-        if self._num_predicted >= self._min_tokens and self.precision < limit:
-            reasons.append(f"only {self.precision:.0%} of the predicted tokens were cached")
-        if self._num_found >= self._min_tokens and self.recall < limit:
-            reasons.append(f"only {self.recall:.0%} of the cached tokens were predicted")
+        precision, recall = self.precision, self.recall
+        if precision is not None and self._num_predicted >= self._min_tokens and precision < limit:
+            reasons.append(f"only {precision:.0%} of the predicted tokens were cached")
+        if recall is not None and self._num_found >= self._min_tokens and recall < limit:
+            reasons.append(f"only {recall:.0%} of the cached tokens were predicted")
         blind = bool(reasons) and len(self._recent) >= self._min_requests
         self.reason = "; ".join(reasons) if blind else ""
         if blind and not self.blind:

@@ -226,7 +226,7 @@ class Router:
         self.decisions.reached(placement.request.request_id, "end")
 
     def index_state(self) -> dict[str, Any]:
-        """Return the index's health as JSON: precision and recall; blind if it is wrong or does not answer."""
+        """Return the index's health as JSON: blind if it is wrong or does not answer. Ratios are None until judged."""
         accuracy = self._accuracy
         failed = self._failed_s > max(self._answered_s, self.fleet.index_answered_s)
         return {
@@ -234,6 +234,7 @@ class Router:
             "reason": "the last lookup got no answer" if failed else accuracy.reason,
             "precision": accuracy.precision,
             "recall": accuracy.recall,
+            "num_requests": accuracy.num_requests,
         }
 
     def _explained(self, worker: WorkerView) -> dict[str, Any]:
