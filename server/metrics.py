@@ -84,10 +84,6 @@ class Metric(Collector):
         """Return the sum of these label values; without any, the sum of all."""
         return self._row(values)[1]
 
-    def by_label(self) -> dict[object, float]:
-        """Return the sum of each value of the only label."""
-        return {values[0]: row[1] for values, row in self._series.items()}
-
     def cumulative(self, *values: object) -> tuple[float, ...]:
         """Return the number of observations up to each bound, of these label values or of all."""
         return tuple(accumulate(self._row(values)[2:]))

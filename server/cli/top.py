@@ -117,13 +117,13 @@ def _head(view: View, problem: str) -> list[Text]:
     title = "headstart {}, gateway {}, policy {}".format(*map(about.get, ("version", "gateway", "policy")))
     title += f"{', draining' if snapshot['draining'] else ''}  {clock(snapshot['at'])}"
     traffic = snapshot["traffic"]
-    cache = f"{number(traffic['hit_rate'], '.0%')} of {number(traffic['prompt_tokens'])} prompt tokens from cache in a minute"
+    cache = f"{number(traffic['hit_rate'], '.0%')} of {number(traffic['prompt_tokens'])} prompt tokens from cache"
     ttft = f"first token {number(traffic['ttft_p50_s'], '.3f')} s, 95 % {number(traffic['ttft_p95_s'], '.3f')} s"
     tokens, decisions = (number(traffic[name], ",.1f") for name in ("output_tokens_per_s", "decisions_per_s"))
     index, style = index_state(snapshot["index"])
     return [
         line(problem or title, "bold red" if problem else "bold"),
-        line(f"{cache}   {ttft}"),
+        line(f"last minute: {cache}   {ttft}"),
         line(f"{tokens} tokens/s   {number(traffic['in_flight'])} open   {decisions} decisions/s"),
         line(f"index {index}", style),
         line(""),

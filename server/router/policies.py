@@ -19,7 +19,7 @@ from server.router.types import RouteRequest
 
 _Worker = TypeVar("_Worker", WorkerView, Candidate)
 AFFINITY: Final = 0.1
-"""What it costs to leave the affinity key's worker, as a fraction of the uncached prompt's prefill time there."""
+"""Cost of another worker than the affinity key's, as a fraction of the uncached prompt's prefill time at that one."""
 _RENDEZVOUS_SEED: Final = b"3"
 """Part of the hash: every gateway must use the same."""
 

@@ -146,7 +146,7 @@ def test_a_name_cannot_command_the_terminal() -> None:
         ({**INDEX, "precision": None, "recall": None, "shards": [SHARD]}, "not judged yet"),
         (
             {**INDEX, "precision": None, "shards": [SHARD]},
-            "healthy: hits predicted for the last 200 requests have precision -, recall 90%",
+            "healthy: hits predicted for the last 200 requests",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What operators are told of workers and requests, from snapshots of them."""
+"""Changes of workers and requests, from snapshots of them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Watched:
         self.changes.see(rows, {("refused", why): count for why, count in counts.items()})
         return rows
 
-    def told(self) -> list[tuple[str, str, int]]:
+    def shown(self) -> list[tuple[str, str, int]]:
         return [(each["worker"] or each["why"], each["what"], each["count"]) for each in self.changes.recent]
 
 
 def test_the_life_of_a_worker() -> None:
     seen = Watched()
     (row,) = seen.see(("w", "lost"))
-    assert (row["state"], seen.told()) == ("joining", [])
+    assert (row["state"], seen.shown()) == ("joining", [])
     seen.now += 1.0
     (row,) = seen.see(("w", "serving"))
-    assert (row["since"], seen.told()) == (1001.0, [("w", "joined", 1)])
+    assert (row["since"], seen.shown()) == (1001.0, [("w", "joined", 1)])
     seen.now += 1.0
     (row,) = seen.see(("w", "lost"))
     assert (row["state"], row["since"]) == ("dead", 1002.0)
@@ -48,9 +48,9 @@ def test_the_life_of_a_worker() -> None:
     (row,) = seen.see(("w", "lost"), epoch="2")
     assert row["state"] == "left"
     seen.see()
-    words = [what for _, what, _ in seen.told()]
+    words = [what for _, what, _ in seen.shown()]
     assert words == [
-        *("joined", "died", "restarted", "breaker opened", "serves again", "drains", "left after its drain"),
+        *("joined", "died", "restarted", "breaker opened", "serves again", "drains", "left"),
         "forgotten",
     ]
 
@@ -60,11 +60,11 @@ def test_requests_of_one_kind_are_one_line_for_a_minute() -> None:
     seen.see(queue_full=2)
     seen.now += SAME_S / 2
     seen.see(queue_full=5, worker_lost=1)
-    assert seen.told() == [("queue_full", "refused", 5), ("worker_lost", "refused", 1)]
+    assert seen.shown() == [("queue_full", "refused", 5), ("worker_lost", "refused", 1)]
     assert [each["last"] - each["at"] for each in seen.changes.recent] == [SAME_S / 2, 0.0]
     seen.now += SAME_S
     seen.see(queue_full=6, worker_lost=1)
-    assert seen.told()[-1] == ("queue_full", "refused", 1)
+    assert seen.shown()[-1] == ("queue_full", "refused", 1)
 
 
 @given(
