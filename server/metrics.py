@@ -21,7 +21,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from cache.types import Tier
-from server.usage.account import Account
 
 _ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
@@ -245,11 +244,11 @@ class GatewayMetrics:
             self._prompt_sizes.observe(num_prompt_tokens, model)
             self._answer_sizes.observe(num_output_tokens, model)
 
-    def count_use(self, account: Account) -> None:
-        """Count the tokens of a request that has ended."""
-        self.prompt_tokens.inc(account.model, by=account.prompt_tokens)
-        self.output_tokens.inc(account.model, by=account.output_tokens)
-        for place, num_tokens in account.cached_tokens.items():
+    def count_use(self, model: str, prompt_tokens: int, cached_tokens: Mapping[str, int], output_tokens: int) -> None:
+        """Count the tokens of a request that has ended. `cached_tokens`: by place."""
+        self.prompt_tokens.inc(model, by=prompt_tokens)
+        self.output_tokens.inc(model, by=output_tokens)
+        for place, num_tokens in cached_tokens.items():
             self.cached_tokens.inc(by=num_tokens)
             self._placed_tokens.inc(place, by=num_tokens)
 

@@ -181,7 +181,7 @@ class GenerateEndpoint(ABC):
             response.charge(account)
             if not answer.formatter.shows_output:
                 account.output_tokens = 0
-            self._metrics.count_use(account)
+            self._metrics.count_use(account.model, account.prompt_tokens, account.cached_tokens, account.output_tokens)
             if num_pooled_tokens := response.num_pooled_tokens:
                 context.num_prompt_tokens = num_pooled_tokens
             if response.finished:

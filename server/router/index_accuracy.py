@@ -26,7 +26,7 @@ class IndexAccuracy:
         self._window = window
         self._min_requests = min_requests
         self._min_tokens = min_tokens
-        self._recent: deque[tuple[int, int]] = deque()
+        self.recent: deque[tuple[int, int]] = deque()
         self._num_predicted = 0
         self._num_found = 0
         self._num_common = 0
@@ -35,16 +35,11 @@ class IndexAccuracy:
 
     def add(self, predicted: int, found: int) -> None:
         """Count one request: the tokens that were predicted, and those that its worker found cached."""
-        self._recent.append((predicted, found))
+        self.recent.append((predicted, found))
         self._count(predicted, found, 1)
-        if len(self._recent) > self._window:
-            self._count(*self._recent.popleft(), -1)
+        if len(self.recent) > self._window:
+            self._count(*self.recent.popleft(), -1)
         self._judge()
-
-    @property
-    def num_requests(self) -> int:
-        """The requests in the window."""
-        return len(self._recent)
 
     @property
     def precision(self) -> float | None:
@@ -69,10 +64,10 @@ class IndexAccuracy:
             reasons.append(f"only {precision:.0%} of the predicted tokens were cached")
         if recall is not None and self._num_found >= self._min_tokens and recall < limit:
             reasons.append(f"only {recall:.0%} of the cached tokens were predicted")
-        blind = bool(reasons) and len(self._recent) >= self._min_requests
+        blind = bool(reasons) and len(self.recent) >= self._min_requests
         self.reason = "; ".join(reasons) if blind else ""
         if blind and not self.blind:
-            logger.error("the prefix index is blind over the last %d requests: %s", len(self._recent), self.reason)
+            logger.error("the prefix index is blind over the last %d requests: %s", len(self.recent), self.reason)
         elif self.blind and not blind:
             logger.info("the prefix index sees again")
         self.blind = blind

@@ -234,7 +234,7 @@ class Router:
             "reason": "the last lookup got no answer" if failed else accuracy.reason,
             "precision": accuracy.precision,
             "recall": accuracy.recall,
-            "num_requests": accuracy.num_requests,
+            "num_requests": len(accuracy.recent),
         }
 
     def _explained(self, worker: WorkerView) -> dict[str, Any]:
