@@ -130,7 +130,7 @@ class Row {
     this.element = h(
       "tr",
       { role: "row", "data-worker": name },
-      cell({}, h("span", { class: "name" }, name), this.numerics),
+      cell({}, h("span", { class: "name", title: name }, name), this.numerics),
       cell({}, h("span", { class: "state" }, this.dot, this.word), this.more),
       this.cells.running,
       this.cells.waiting,

@@ -209,7 +209,9 @@ def test_markdown_becomes_elements(pages: Pages) -> None:
         MARKDOWN,
     )
     assert '<td>a | b</td><td class="right"><strong>12</strong></td>' in markup
-    assert re.search(r'<ol><li>One<ul><li>inner</li></ul><div class="code">.*x = 1.*</div></li><li>Two</li>', markup)
+    assert re.search(
+        r'<li><p>One</p><ul><li>inner</li></ul><div class="code">.*x = 1.*</div></li><li><p>Two</p></li>', markup
+    )
     assert '<blockquote><p>quoted <a href="https://example.com/a_b"' in markup
     assert "[bad](javascript:alert(1)) &lt;b&gt;text" in markup
 
