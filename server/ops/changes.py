@@ -33,7 +33,7 @@ class Changes:
         before, self._workers = self._workers, {}
         for row in rows:
             name, epoch, known = row["worker"], row["epoch"], before.get(row["worker"])
-            row["state"] = state = _state(row["state"], known and known[1])
+            row["state"] = state = _state(row["state"], None if known is None else known[1])
             is_same = known is not None and known[:2] == (epoch, state)
             row["since"] = known[2] if known is not None and is_same else now
             self._workers[name] = epoch, state, row["since"]
