@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
+from cache.types import WorkerId
 from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
@@ -52,9 +53,9 @@ class Overview(Collector):
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, load as last reported, and state; and those not taken."""
-        workers = []
+        workers, broken = [], self.fleet.broken()
         for each in self._live_workers():
-            state, reason = self._state(each)
+            state, reason = self._state(each, broken)
             about = {"revision": self.services.models.revision(each.member), "state": state, "reason": reason}
             load = {"load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
             workers.append({**asdict(each.member), **load, **about})
@@ -63,21 +64,22 @@ class Overview(Collector):
             workers.append({**about, "load": None, "state": _absence(member), "reason": reason})
         return {"workers": workers, "index": self.router.index_state()}
 
-    def _state(self, candidate: Candidate) -> tuple[str, str]:
+    def _state(self, candidate: Candidate, broken: Container[WorkerId]) -> tuple[str, str]:
         """Return the state of a live worker, and why it gets no new requests."""
-        state = state_of(candidate, self.fleet.broken())
+        state = state_of(candidate, broken)
         if state != "serving":
             return state, candidate.load.problem
         return self.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return a row for every worker, by model and name: lost ones, and those that are not taken, included."""
+        broken = self.fleet.broken()
         live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
         members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
         rows = [
-            self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)))
+            self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)), broken)
             for member in members
         ]
         known = {row["worker"] for row in rows}
@@ -89,7 +91,13 @@ class Overview(Collector):
                 rows.append(row | {"state": _absence(member), "reason": reason})
         return rows
 
-    def _row(self, member: WorkerMember, candidate: Candidate | None, entry: RegistryEntry | None) -> dict[str, Any]:
+    def _row(
+        self,
+        member: WorkerMember,
+        candidate: Candidate | None,
+        entry: RegistryEntry | None,
+        broken: Container[WorkerId],
+    ) -> dict[str, Any]:
         load = None
         if candidate is not None:
             load = {
@@ -102,7 +110,7 @@ class Overview(Collector):
                 "free_blocks": candidate.load.num_free_blocks,
                 "age_s": candidate.load_age_s,
             }
-        state, reason = ("lost", "") if candidate is None else self._state(candidate)
+        state, reason = ("lost", "") if candidate is None else self._state(candidate, broken)
         return {
             "worker": member.worker_id,
             "model": member.model,
@@ -192,10 +200,11 @@ class Overview(Collector):
         for model, number in self.workers_needed().items():
             needed.add_metric((model,), number)
         states = Counter(("" if each is None else each.model, _absence(each)) for _, each, _ in self.fleet.refused())
+        broken = self.fleet.broken()
         for model in self._models():
             candidates = self.fleet.candidates(model, None)
             states.update(dict.fromkeys([(model, state) for state in STATES], 0))
-            states.update([(model, self._state(candidate)[0]) for candidate in candidates])
+            states.update([(model, self._state(candidate, broken)[0]) for candidate in candidates])
             loads = [candidate.load for candidate in candidates]
             held_prefills_s = self.router.held_prefills_s(model)
             held.add_metric((model,), len(held_prefills_s))
