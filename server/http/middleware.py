@@ -77,7 +77,7 @@ class RequestMiddleware:
         access_log: bool = False,
         count_usage: Callable[[RequestContext], None] = lambda context: None,
     ) -> None:
-        """`count_usage` receives each request to a model's route, and each that ended with an error."""
+        """`count_usage` receives each request to a model's route, and each other POST that ended with an error."""
         self._app = app
         self._metrics = metrics
         self._count_usage = count_usage
@@ -142,7 +142,7 @@ class RequestMiddleware:
                 metrics.drops.inc(context.error)
             if context.account is not None:
                 context.account.end(context.request_id, context.status, context.worker, elapsed_s, context.error)
-            if context.account is not None or context.error:
+            if context.account is not None or (context.error and scope["method"] == "POST"):  # no probe of health
                 self._count_usage(context)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s, scope)

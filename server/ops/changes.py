@@ -70,4 +70,4 @@ def _what(known: tuple[str, str, float] | None, epoch: str, state: str) -> str:
         return _WORDS.get(state, state)
     if known is None or known[1] in ("joining", "unreachable", "refused"):
         return "" if state == "joining" else "joined"
-    return "restarted" if known[0] != epoch else "serves again" if state == "serving" else state
+    return "restarted" if known[0] != epoch else "serves" if state == "serving" else state

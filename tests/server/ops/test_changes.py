@@ -50,7 +50,7 @@ def test_the_life_of_a_worker() -> None:
     seen.see()
     words = [what for _, what, _ in seen.shown()]
     assert words == [
-        *("joined", "died", "restarted", "breaker opened", "serves again", "drains", "left"),
+        *("joined", "died", "restarted", "breaker opened", "serves", "drains", "left"),
         "forgotten",
     ]
 
