@@ -31,8 +31,8 @@ from server.errors import MESSAGES_PATH, MODELS_PATH, RESPONSES_PATH, Unavailabl
 from server.http.forwarded import ForwardedMiddleware
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
+from server.request_context import RequestContext
 from server.schema.decoding import MAX_VALUES, require_json
-from server.usage.account import Account
 
 ID_BYTES: Final = 8
 """Maximum bytes per token id in JSON ("999999, ")."""
@@ -139,7 +139,7 @@ def public_app(
     metrics: GatewayMetrics,
     authenticator: Authenticator,
     lifespan: Lifespan[Application],
-    count_usage: Callable[[Account], None],
+    count_usage: Callable[[RequestContext], None],
 ) -> Application:
     proxies = config.trusted_proxies
     return Application(

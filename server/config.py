@@ -39,6 +39,7 @@ _IMAGE_HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\
 _XARG: Final = re.compile(r"(?!(?:kv|ec)_)[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.IGNORECASE)
 _HEADER: Final = re.compile(r"x-(?!api-key$)[a-z0-9-]{1,60}", re.IGNORECASE)
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
+_WEB_PAGE: Final = re.compile(r"https?://[^\s/]+(?:/\S*)?")
 
 
 _net = partial(option, "network")
@@ -249,6 +250,7 @@ class GatewayConfig(SharedConfig):
     )
     usage_log_files: int = _watch(64, "renamed usage logs that are kept (default 64)", least=1)
     access_log: bool = _watch(False, "log a line for each answer: status, seconds, tokens")
+    grafana_url: str = _watch("", "the Grafana board that the dashboard links to (default: none)", "URL")
 
     def __post_init__(self) -> None:
         SharedConfig.__post_init__(self)
@@ -259,6 +261,7 @@ class GatewayConfig(SharedConfig):
             ("--engine-xargs", sorted(self.engine_xargs), _XARG, "names but those of transfers (kv_*, ec_*)"),
             ("--tenant-header", [self.tenant_header], _HEADER, "the name of a header that begins with x-"),
             ("--cors-origin", self.cors_origin, _ORIGIN, "https://NAME[:PORT] or *"),
+            ("--grafana-url", filter(None, [self.grafana_url]), _WEB_PAGE, "https://NAME/PATH"),
         ):
             for value in values:
                 if pattern.fullmatch(value) is None:

@@ -56,7 +56,7 @@ from server.ops.feed import Feed
 from server.ops.overview import Overview, RoutingParts
 from server.request.retry_state import RetryState
 from server.request.services import RequestServices
-from server.request_context import add_ids
+from server.request_context import RequestContext, add_ids
 from server.router.copies import Copies, CopyPlanner
 from server.router.decisions import DecisionLog
 from server.router.index_accuracy import IndexAccuracy
@@ -66,7 +66,6 @@ from server.router.router import Router
 from server.router.workers_needed import WorkersNeeded
 from server.schema.field_table import SENT_XARGS
 from server.text.shapes import REPAIRS
-from server.usage.account import Account
 from server.usage.day import DayHistory
 from server.usage.log import UsageLog
 from server.usage.totals import UsageTotals
@@ -187,7 +186,8 @@ class Gateway:
             self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
         parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
         self.public = public_app(config, *parts)
-        overview = Overview(self.api, self.endpoint, self.router, routing, self._index, self.usage, self.day)
+        parts_shown = self.api, self.endpoint, self.router, routing, self._index, self.usage, self.day
+        overview = Overview(*parts_shown, config.grafana_url)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)
         operations = OpsApi(overview, self.feed, partial(tenant_identity, secret), self.drain)
@@ -271,9 +271,12 @@ class Gateway:
             if files is not None:
                 yield name, files.follow
 
-    def _count_usage(self, account: Account) -> None:
+    def _count_usage(self, context: RequestContext) -> None:
+        account = context.account
+        self.day.add(context.status, context.error, account)
+        if account is None:
+            return
         self.usage.add(account)
-        self.day.add(account)
         if self._usage_log is not None:
             self._usage_log.add(account)
 

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -28,7 +27,7 @@ _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1
 _DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _RATIO = (0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
 _SIZES = (1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 PLACES: Final = ("pool", *get_args(Tier), "peer")
@@ -132,13 +131,13 @@ class GatewayMetrics:
         self.answers = metric("requests", "Answers by route and status.", "route", "status")
         """A `status` of 0: the response never began."""
         self.request_s = metric(
-            "request_seconds", "From the arrival of a request to its last byte.", "route", bounds=_LATENCY_S
+            "request_seconds", "From the arrival of a request to its last byte.", "route", bounds=LATENCY_S
         )
         self.ttft_s = by_model(
             "time_to_first_token_seconds",
             "From the arrival of a request for a stream to its first token.",
             total="time_to_first_token_seconds",
-            bounds=_LATENCY_S,
+            bounds=LATENCY_S,
         )
         self._token_s = by_model(
             "request_time_per_output_token_seconds",
@@ -151,7 +150,7 @@ class GatewayMetrics:
             "Time between tokens of a stream: each token counts, at the mean of its stream.",
             bounds=_TOKEN_S,
         )
-        self._answer_s = by_model("e2e_request_latency_seconds", "From arrival to the last token.", bounds=_LATENCY_S)
+        self._answer_s = by_model("e2e_request_latency_seconds", "From arrival to the last token.", bounds=LATENCY_S)
         self._successes = by_model("request_success", "Choices that ended, by reason.", "finished_reason")
         self._prompt_sizes = by_model("request_prompt_tokens", "Tokens of a prompt.", bounds=_SIZES)
         self._answer_sizes = by_model("request_generation_tokens", "Tokens of an answer.", bounds=_SIZES)
@@ -164,7 +163,8 @@ class GatewayMetrics:
             "Predicted over actual time from the choice of a worker to the first token.",
             bounds=_RATIO,
         )
-        self.prompt_tokens = by_model("prompt_tokens", "Prompt tokens accepted.", total="prompt_tokens")
+        # Tokens of prompts and answers are counted together, at the end of a request.
+        self.prompt_tokens = by_model("prompt_tokens", "Prompt tokens prefilled, or cached.", total="prompt_tokens")
         self.output_tokens = by_model("generation_tokens", "Tokens generated.", total="output_tokens")
         self._promised_tokens = metric("promised_cached_tokens", "Cached prompt tokens that the index promised.")
         self.cached_tokens = metric("cached_tokens", "Prompt tokens that workers found cached.")
@@ -244,19 +244,20 @@ class GatewayMetrics:
             self._prompt_sizes.observe(num_prompt_tokens, model)
             self._answer_sizes.observe(num_output_tokens, model)
 
-    def count_prompt(self, promised: int, cached: int, loaded: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Compare the index's promise with the worker's finding. `loaded`: tokens from outside its pool, by place."""
-        self._promised_tokens.inc(by=promised)
-        self.cached_tokens.inc(by=cached)
-        self._placed_tokens.inc("pool", by=max(0, cached - sum(loaded.values())))
-        for place, num_tokens in loaded.items():
+    def count_use(self, model: str, prompt_tokens: int, cached_tokens: Mapping[str, int], output_tokens: int) -> None:
+        """Count the tokens of a request that has ended. `cached_tokens`: by place."""
+        self.prompt_tokens.inc(model, by=prompt_tokens)
+        self.output_tokens.inc(model, by=output_tokens)
+        for place, num_tokens in cached_tokens.items():
+            self.cached_tokens.inc(by=num_tokens)
             self._placed_tokens.inc(place, by=num_tokens)
+
+    def count_promise(self, promised: int, cached: int) -> None:
+        """Compare the index's promise with the worker's finding."""
+        self._promised_tokens.inc(by=promised)
+        self.correct_promise(promised, cached)
+
+    def correct_promise(self, promised: int, cached: int) -> None:
+        """Compare a promise, or the worker's guess, with what is known now."""
         if promised != cached:
             self._promise_errors.inc("too_much" if promised > cached else "too_little", by=abs(promised - cached))
-
-    def correct_prompt(self, guessed: int, cached: int) -> None:
-        """Replace the worker's guess, which was counted as found, by the engine's count."""
-        self.cached_tokens.inc(by=max(0, cached - guessed))
-        self._placed_tokens.inc("pool", by=max(0, cached - guessed))
-        if guessed != cached:
-            self._promise_errors.inc("too_much" if guessed > cached else "too_little", by=abs(guessed - cached))

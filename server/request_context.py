@@ -97,6 +97,8 @@ class RequestContext:
     route: str = "other"
     status: int = 0
     """0: the response never began."""
+    error: str = ""
+    """The code of the error that ended it; empty: none did."""
     key_headers: Callable[[], list[tuple[bytes, bytes]]] = list
     """Returns the headers on the limits of the request's key."""
     account: Account | None = None

@@ -131,9 +131,7 @@ class Answer:
         account.worker = response.worker_ids()
         if not self.formatter.shows_output:
             account.output_tokens = 0
-        metrics.output_tokens.inc(response.model, by=response.num_output_tokens)
-        if num_pooled_tokens := response.num_pooled_tokens:
-            metrics.prompt_tokens.inc(response.model, by=num_pooled_tokens)
+        metrics.count_use(account.model, account.prompt_tokens, account.cached_tokens, account.output_tokens)
         if response.finished:
             metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
 
@@ -168,7 +166,6 @@ class GenerateEndpoint(ABC):
         account.model = request.specs[0].model.name
         if usage is not None:
             usage.take("tokens", num_prompt_tokens)
-        self._metrics.prompt_tokens.inc(account.model, by=num_prompt_tokens)
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
         response = ResponseStream(await begin(request), deadline_s)
         answer = Answer(request.formatter, response, prepare, begin)
@@ -177,7 +174,7 @@ class GenerateEndpoint(ABC):
         services.open_responses.add(response)
         try:
             if is_streamed:
-                await self._stream(answer, headers, context, scope, send)
+                await self._stream(answer, headers, context, account, scope, send)
             else:
                 await self._respond(answer, headers, scope, send)
         finally:
@@ -238,7 +235,9 @@ class GenerateEndpoint(ABC):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def _stream(self, answer: Answer, more: Headers, context: RequestContext, scope: Scope, send: Send) -> None:
+    async def _stream(
+        self, answer: Answer, more: Headers, context: RequestContext, account: Account, scope: Scope, send: Send
+    ) -> None:
         client, response = client_of(scope), answer.response
         writer = SseWriter(send, lambda: [*more, *response.headers()], answer.formatter.ping)
         first_s = 0.0
@@ -251,7 +250,8 @@ class GenerateEndpoint(ABC):
             if events and not first_s:
                 answer.commit()
                 first_s = time.perf_counter()
-                self._metrics.ttft_s.observe(first_s - context.started_s, response.model)
+                account.first_token_s = first_s - context.started_s
+                self._metrics.ttft_s.observe(account.first_token_s, response.model)
             return events
 
         async def deliver(deltas: list[ChoiceDelta]) -> None:
@@ -275,7 +275,7 @@ class GenerateEndpoint(ABC):
             failure = as_api_error(error)
             if failure is not error:
                 log.exception("%s: unexpected error in mid-stream", context.request_id)
-            self._metrics.drops.inc(failure.code or failure.type)
+            context.error = failure.code or failure.type
             if context.trace is not None:
                 mark_failed(context.trace.span, type(failure).__name__)
             forget(error)

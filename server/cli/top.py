@@ -31,10 +31,10 @@ SILENT_S: Final = 5.0
 MAX_EVENT_BYTES: Final = 8 << 20
 PLAIN_COLUMNS: Final = 160  # a pipe has no width of its own
 MAX_DECISIONS: Final = 50  # more rows than a screen has
-NUM_FIXED_LINES: Final = 13
+NUM_FIXED_LINES: Final = 15
 """Lines other than rows: the head, table headings and blank lines."""
 _BAR: Final = 12  # characters
-_STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "refused": "red", "lost": "dim"}
+_STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "refused": "red", "dead": "red"}
 _NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED", "LEASE")
 
 
@@ -42,7 +42,7 @@ class View:
     """State of the feed: the latest event of each name, and the latest decisions."""
 
     def __init__(self) -> None:
-        self.latest: dict[str, Any] = {"hello": {}, "prefixes": {"prefixes": []}}
+        self.latest: dict[str, Any] = {"hello": {}, "prefixes": {"prefixes": []}, "changes": {"changes": []}}
         self.decisions: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
         """The latest last."""
 
@@ -56,7 +56,8 @@ class View:
 
     def as_json(self) -> dict[str, Any]:
         about = {name: self.latest["hello"].get(name) for name in ("version", "gateway", "policy")}
-        return {**about, **self.latest["snapshot"], **self.latest["prefixes"], "decisions": list(self.decisions)}
+        shown = {**self.latest["snapshot"], **self.latest["changes"], **self.latest["prefixes"]}
+        return {**about, **shown, "decisions": list(self.decisions)}
 
 
 async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
@@ -88,18 +89,22 @@ async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
 
 
 def picture(view: View, height: int | None = None, problem: str = "") -> Group:
-    """Draw the view. With a `height`, workers come first and decisions and prefixes share the remaining rows."""
+    """Draw the view. With a `height`, workers come first and changes, decisions and prefixes share the other rows."""
     snapshot, prefixes = view.latest["snapshot"], view.latest["prefixes"]["prefixes"]
     workers, sampled = snapshot["workers"], (snapshot["traffic"]["decisions_per_s"] or 0.0) > 16
-    num_workers, num_decisions, num_prefixes = len(workers), 10, len(prefixes)
+    changes = view.latest["changes"]["changes"][::-1]
+    num_workers, num_decisions, num_prefixes, num_changes = len(workers), 10, len(prefixes), 10
     if height is not None:
-        rows = max(3, height - NUM_FIXED_LINES)
+        num_changes = max(1, height // 10)
+        rows = max(3, height - NUM_FIXED_LINES - min(num_changes, max(1, len(changes))))
         num_workers = min(num_workers, max(2, rows - 4))
         num_prefixes = min(num_prefixes, (rows - num_workers) // 2)
         num_decisions = max(1, rows - num_workers - num_prefixes)
     return Group(
         *_head(view, problem),
         *_workers(workers, num_workers, snapshot["workers_needed"]),
+        line("\nCHANGES, latest first", "bold"),
+        _grid(map(_change, changes[:num_changes])),
         line(f"\nDECISIONS, latest first{', a sample' if sampled else ''}", "bold"),
         _grid(map(_decision, list(view.decisions)[::-1][:num_decisions])),
         line("\nHOTTEST PREFIXES, and who holds them", "bold"),
@@ -118,7 +123,7 @@ def _head(view: View, problem: str) -> list[Text]:
     index, style = index_state(snapshot["index"])
     return [
         line(problem or title, "bold red" if problem else "bold"),
-        line(f"{cache}   {ttft}"),
+        line(f"last minute: {cache}   {ttft}"),
         line(f"{tokens} tokens/s   {number(traffic['in_flight'])} open   {decisions} decisions/s"),
         line(f"index {index}", style),
         line(""),
@@ -139,14 +144,17 @@ def index_state(index: dict[str, Any]) -> tuple[str, str]:
         return f"degraded: {len(down)} of {len(shards)} shards unreachable", "yellow"
     if index["blind"]:
         return f"blind: {index['reason']}", "red"
-    return f"healthy: predicted hits have precision {index['precision']:.0%}, recall {index['recall']:.0%}", "green"
+    if index["precision"] is None and index["recall"] is None:
+        return "not judged yet: no request had a cached token, predicted or found", "dim"
+    ratios = (f"{name} {number(index[name], '.0%')}" for name in ("precision", "recall"))
+    return f"healthy: hits predicted for the last {index['num_requests']} requests have {', '.join(ratios)}", "green"
 
 
 def _workers(workers: Sequence[dict[str, Any]], num_shown: int, needed: dict[str, int]) -> list[RenderableType]:
     if not workers:
         return [line("no worker yet: start one with `headstart worker --redis URL`", "yellow")]
     serving = sum(worker["state"] == "serving" for worker in workers)
-    models = ", ".join(sorted({worker["model"] for worker in workers}))
+    models = ", ".join(sorted({worker["model"] for worker in workers} - {""}))
     table = Table("WORKER", "STATE", *(Column(name, justify="right") for name in _NUMBERS), box=None, pad_edge=False)
     if num_more := len(workers) - num_shown:  # those with a problem come first
         workers = sorted(workers, key=lambda worker: worker["state"] == "serving")
@@ -163,6 +171,11 @@ def _workers(workers: Sequence[dict[str, Any]], num_shown: int, needed: dict[str
     needs = f"   needed for the objective: {wanted}" if wanted else ""
     head = line(f"{serving} of {len(workers)} workers serving {models}{needs}", "dim")
     return [head, table, *([line(f"and {num_more} more", "dim")] if num_more else [])]
+
+
+def _change(change: dict[str, Any]) -> list[Text]:
+    who = change["worker"] or f"{change['count']:,} requests"
+    return [line(clock(change["last"])), line(f"{who} {change['what']}"), line(change["why"])]
 
 
 def _decision(decision: dict[str, Any]) -> list[Text]:

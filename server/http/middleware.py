@@ -75,9 +75,9 @@ class RequestMiddleware:
         metrics: GatewayMetrics,
         *,
         access_log: bool = False,
-        count_usage: Callable[[Account], None] = lambda account: None,
+        count_usage: Callable[[RequestContext], None] = lambda context: None,
     ) -> None:
-        """`count_usage` receives the account of each request to a model's route."""
+        """`count_usage` receives each request to a model's route, and each other POST that ended with an error."""
         self._app = app
         self._metrics = metrics
         self._count_usage = count_usage
@@ -119,7 +119,7 @@ class RequestMiddleware:
             failure = as_api_error(error)
             if isinstance(failure, InternalError) and failure is not error:
                 log.exception("%s: unexpected error", context.request_id)
-            metrics.drops.inc(failure.code or failure.type)
+            context.error = failure.code or failure.type
             forget(error)
             if context.status:  # the answer has begun
                 raise
@@ -138,9 +138,12 @@ class RequestMiddleware:
             if context.removed_line:
                 metrics.removed_lines.inc(context.removed_line)
             context.end_trace()
+            if context.error:
+                metrics.drops.inc(context.error)
             if (account := context.account) is not None:
-                account.end(context.request_id, context.status, elapsed_s)
-                self._count_usage(account)
+                account.end(context.request_id, context.status, elapsed_s, context.error)
+            if account is not None or (context.error and scope["method"] == "POST"):  # no probe of health
+                self._count_usage(context)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s, scope)
 

@@ -2,6 +2,7 @@
 
 event: hello      once: version, policy, the last minutes' traffic, the last decisions
 event: snapshot   twice a second: traffic, index, a row for every worker
+event: changes    once, and when something has happened: the last changes, `server/ops/changes.py`
 event: decisions  four times a second, if there are any
 event: prefixes   every two seconds, if it changed: the tree of shared prefixes, use by tenant
 """
@@ -24,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import UnavailableError
 from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of
-from server.metrics import GatewayMetrics
+from server.ops.changes import Changes
 from server.ops.overview import Overview
 from server.request_context import CURRENT
 from server.router.ledger import MAX_ROWS, tree_rows
@@ -50,14 +51,15 @@ Totals = dict[str, Any]
 """Counters since the process started, as JSON."""
 
 
-def read_totals(metrics: GatewayMetrics, num_decisions: int, num_streamed_tokens: int) -> Totals:
-    """Return the current totals. `num_streamed_tokens`: output of open requests, which metrics do not include yet."""
+def read_totals(overview: Overview) -> Totals:
+    """Return the current totals. Only those of output have the tokens of open requests, too."""
+    metrics = overview.metrics
     return {
         "at_s": time.monotonic(),
-        "num_decisions": num_decisions,
+        "num_decisions": overview.routing.decisions.num_decisions,
         "prompt_tokens": metrics.prompt_tokens.sum(),
         "cached_tokens": metrics.cached_tokens.sum(),
-        "output_tokens": metrics.output_tokens.sum() + num_streamed_tokens,
+        "output_tokens": metrics.output_tokens.sum() + overview.services.num_streamed_tokens,
         "in_flight": metrics.num_in_flight,
         "ttft_counts": metrics.ttft_s.cumulative(),  # one per bucket
     }
@@ -82,7 +84,8 @@ class Traffic:
         counts = [now - then for now, then in zip(totals["ttft_counts"], far["ttft_counts"], strict=True)]
 
         def rate(name: str) -> float | None:
-            return max(0.0, totals[name] - near[name]) / elapsed_s if elapsed_s > 0.0 else None
+            more = totals[name] - near[name]  # negative: an answer that began again took its tokens back
+            return more / elapsed_s if elapsed_s > 0.0 <= more else None
 
         return {
             "window_s": now_s - far["at_s"],
@@ -91,7 +94,7 @@ class Traffic:
             "output_tokens_per_s": rate("output_tokens"),
             "prompt_tokens_per_s": rate("prompt_tokens"),
             "prompt_tokens": prompt_tokens,
-            "hit_rate": min(1.0, cached_tokens / prompt_tokens) if prompt_tokens else None,
+            "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else None,
             "ttft_p50_s": quantile(0.5, self._bounds_s, counts),
             "ttft_p95_s": quantile(0.95, self._bounds_s, counts),
         }
@@ -110,12 +113,16 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> floa
 
 
 class Feed:
-    """An ASGI app with one viewer per connection. While there are any, `run` makes each frame once for all viewers."""
+    """An ASGI app with one viewer per connection.
+
+    `run` samples always, so that no figure depends on who looks. While there are viewers, it makes each frame once.
+    """
 
     def __init__(self, overview: Overview) -> None:
         self._overview = overview
         self._decisions = overview.routing.decisions
         self._traffic = Traffic(overview.metrics.ttft_s.bounds)
+        self._changes = Changes()
         self._viewers: set[Frames] = set()
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)
         self._last: dict[str, bytes] = {}
@@ -137,13 +144,11 @@ class Feed:
     async def run(self) -> None:
         for tick in itertools.count(1):
             await asyncio.sleep(TICK_S)
-            if not self._viewers:
-                continue
-            if (decisions := self._decisions.drain()) is not None:
+            if self._viewers and (decisions := self._decisions.drain()) is not None:
                 self._send(event("decisions", decisions))
             if tick % TICKS_PER_SNAPSHOT == 0:
-                self._send_snapshot()
-            if tick % TICKS_PER_TREE == 0:
+                self._sample()
+            if self._viewers and tick % TICKS_PER_TREE == 0:
                 self._send_tree()
 
     def close(self) -> None:
@@ -160,9 +165,7 @@ class Feed:
         if not self._viewers:
             self._decisions.has_viewers = True
             self._decisions.drain()
-            self._traffic = Traffic(self._overview.metrics.ttft_s.bounds)
-            self._history.clear()
-            self._send_snapshot()
+            self._sample()
             self._send_tree()
         frames = Frames(MAX_UNREAD)
         for frame in (self._hello(), *self._last.values()):
@@ -180,39 +183,47 @@ class Feed:
                 frames.get_nowait()
             frames.put_nowait(frame)
 
-    def _send_tree(self) -> None:
-        frame = event("prefixes", self._shared())
-        if frame != self._last.get("prefixes"):
-            self._last["prefixes"] = frame
+    def _send_latest(self, name: str, data: object) -> None:
+        """Send a frame, unless it is the latest of its name already."""
+        if (frame := event(name, data)) != self._last.get(name):
+            self._last[name] = frame
             self._send(frame)
+
+    def _send_tree(self) -> None:
+        self._send_latest("prefixes", self._shared())
 
     def _shared(self) -> dict[str, Any]:
         prefixes = tree_rows(self._overview.prefixes(MAX_ROWS))
         usage = self._overview.usage.by_tenant(MAX_TENANTS)
         return {"prefixes": prefixes, "usage": usage}
 
-    def _send_snapshot(self) -> None:
+    def _sample(self) -> None:
         overview, at = self._overview, time.time()
-        totals = read_totals(overview.metrics, self._decisions.num_decisions, overview.services.num_streamed_tokens)
+        totals = read_totals(overview)
         traffic = self._traffic.add(totals)
         self._history.append((at, *(traffic[name] for name in _POINT)))
+        rows = overview.worker_rows()
+        self._changes.see(rows, overview.turned_away())
+        if not self._decisions.has_viewers:
+            return
+        self._send_latest("changes", {"changes": list(self._changes.recent)})
         snapshot = {
             "at": at,
             "draining": overview.api.draining,
             "traffic": traffic,
             "totals": totals,
             "index": overview.index_state(),
-            "workers": overview.worker_rows(),
+            "workers": rows,
             "workers_needed": overview.workers_needed(),
         }
-        self._last["snapshot"] = event("snapshot", snapshot)
-        self._send(self._last["snapshot"])
+        self._send_latest("snapshot", snapshot)
 
     def _hello(self) -> bytes:
         hello = {
             "version": version("headstart"),
             "gateway": self._overview.services.requests.gateway_id,
             "policy": self._overview.router.policy,
+            "grafana_url": self._overview.grafana_url,
             "history": {"columns": ("at", *_POINT), "rows": list(self._history)},
             "decisions": self._decisions.shown(),
         }

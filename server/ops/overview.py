@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
+from cache.types import WorkerId
 from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
@@ -28,6 +29,7 @@ from server.usage.totals import UsageTotals
 from server.workers.fleet import NoIndex, state_of
 
 REFUSED: Final = "refused"
+_NO_REPORT: Final = dict.fromkeys(("numerics", "hit_rate", "lease_left_s", "published_blocks", "load"))
 STATES: Final = ("serving", "standby", "learning", "draining", "broken")
 
 
@@ -53,6 +55,7 @@ class Overview(Collector):
         index: RedisIndex | NoIndex,
         usage: UsageTotals,
         day: DayHistory,
+        grafana_url: str = "",
     ) -> None:
         self.api = api
         self.services = services
@@ -63,12 +66,13 @@ class Overview(Collector):
         self.fleet = router.fleet
         self.usage = usage
         self.day = day
+        self.grafana_url = grafana_url
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, load as last reported, and state; and those not taken."""
-        workers = []
+        workers, broken = [], self.fleet.broken()
         for each in self._live_workers():
-            state, reason = self._state(each)
+            state, reason = self._state(each, broken)
             about = {"revision": self.services.models.revision(each.member), "state": state, "reason": reason}
             load = {"load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
             workers.append({**asdict(each.member), **load, **about})
@@ -77,25 +81,40 @@ class Overview(Collector):
             workers.append({**about, "load": None, "state": _absence(member), "reason": reason})
         return {"workers": workers, "index": self._index_health()}
 
-    def _state(self, candidate: Candidate) -> tuple[str, str]:
+    def _state(self, candidate: Candidate, broken: Container[WorkerId]) -> tuple[str, str]:
         """Return the state of a live worker, and why it gets no new requests."""
-        state = state_of(candidate, self.fleet.broken())
+        state = state_of(candidate, broken)
         if state != "serving":
             return state, candidate.load.problem
         return self.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:
-        """Return a row for every worker, lost ones included, by model and name."""
+        """Return a row for every worker, by model and name: lost ones, and those that are not taken, included."""
+        broken = self.fleet.broken()
         live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
         members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
-        return [
-            self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)))
+        rows = [
+            self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)), broken)
             for member in members
         ]
+        known = {row["worker"] for row in rows}
+        for url, member, reason in self.fleet.refused():
+            row = _NO_REPORT | {"worker": url, "model": "", "epoch": "", "url": url}
+            if member is not None:
+                row |= {"worker": member.worker_id, "model": member.model, "epoch": member.epoch}
+            if row["worker"] not in known:
+                rows.append(row | {"state": _absence(member), "reason": reason})
+        return rows
 
-    def _row(self, member: WorkerMember, candidate: Candidate | None, entry: RegistryEntry | None) -> dict[str, Any]:
+    def _row(
+        self,
+        member: WorkerMember,
+        candidate: Candidate | None,
+        entry: RegistryEntry | None,
+        broken: Container[WorkerId],
+    ) -> dict[str, Any]:
         load = None
         if candidate is not None:
             load = {
@@ -108,6 +127,7 @@ class Overview(Collector):
                 "free_blocks": candidate.load.num_free_blocks,
                 "age_s": candidate.load_age_s,
             }
+        state, reason = ("lost", "") if candidate is None else self._state(candidate, broken)
         return {
             "worker": member.worker_id,
             "model": member.model,
@@ -117,12 +137,18 @@ class Overview(Collector):
             "block_size": member.block_size,
             "max_model_len": member.max_model_len,
             "step_objective_s": member.step_objective_s or None,
-            "state": "lost" if candidate is None else self._state(candidate)[0],
+            "state": state,
+            "reason": reason,
             "hit_rate": self.router.scorer.loads.hit_rate(member.worker_id),
             "lease_left_s": None if entry is None else entry.lease_left_s,
             "published_blocks": None if entry is None else entry.num_entries,
             "load": load,
         }
+
+    def turned_away(self) -> dict[tuple[str, str], float]:
+        """Return the requests since the start that were refused, failed or moved, by that and by the reason."""
+        moved = {"went on elsewhere": self.metrics.resumed.sum(), "began again elsewhere": self.metrics.restarted.sum()}
+        return {**self.day.turned_away, **{("moved", why): count for why, count in moved.items()}}
 
     def workers_needed(self) -> dict[str, int]:
         """Return the workers that each model needs, where that is known."""
@@ -207,10 +233,11 @@ class Overview(Collector):
         for model, number in self.workers_needed().items():
             needed.add_metric((model,), number)
         states = Counter(("" if each is None else each.model, _absence(each)) for _, each, _ in self.fleet.refused())
+        broken = self.fleet.broken()
         for model in self._models():
             candidates = self.fleet.candidates(model, None)
             states.update(dict.fromkeys([(model, state) for state in STATES], 0))
-            states.update([(model, self._state(candidate)[0]) for candidate in candidates])
+            states.update([(model, self._state(candidate, broken)[0]) for candidate in candidates])
             loads = [candidate.load for candidate in candidates]
             held_prefills_s = self.router.queue.prefills_s(model)
             held.add_metric((model,), len(held_prefills_s))

@@ -1,12 +1,14 @@
 // The dashboard: shows one stream of events from the gateway.
 
 import { byId, setAttribute, setText } from "./dom.js";
+import { Changes } from "./changes.js";
 import { Day } from "./day.js";
 import { Decisions } from "./decisions.js";
+import { offer } from "./filter.js";
 import { askForKey, headers } from "./key.js";
 import { Prefixes } from "./prefixes.js";
 import { readEvents } from "./sse.js";
-import { Tiles } from "./tiles.js";
+import { Tiles, indexState } from "./tiles.js";
 import { showUsage } from "./usage.js";
 import { Workers } from "./workers.js";
 
@@ -26,21 +28,29 @@ const tiles = new Tiles();
 const workers = new Workers(announce, warn);
 const decisions = new Decisions((name) => workers.flash(name));
 const prefixes = new Prefixes();
+const changes = new Changes();
 
 const on = {
   hello(hello) {
     tiles.begin(hello.history);
     decisions.begin(hello.policy, hello.decisions);
+    byId("grafana").hidden = !hello.grafana_url;
+    if (hello.grafana_url) byId("grafana").href = hello.grafana_url;
     setText(byId("about"), `Headstart ${hello.version} \u00b7 gateway ${hello.gateway} \u00b7 policy ${hello.policy}`);
   },
   snapshot(snapshot) {
+    offer(new Set(snapshot.workers.map((worker) => worker.model)));
     tiles.show(snapshot.at, snapshot.traffic, snapshot.index);
     workers.show(snapshot.workers, snapshot.workers_needed);
+    changes.judge(snapshot, indexState(snapshot.index));
     decisions.setRate(snapshot.traffic.decisions_per_s);
     if (snapshot.draining) link("Draining", "warn");
   },
   decisions(news) {
     decisions.add(news.decisions, news.found, news.times);
+  },
+  changes(news) {
+    changes.show(news.changes);
   },
   prefixes(tree) {
     prefixes.show(tree);

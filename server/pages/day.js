@@ -1,31 +1,36 @@
-// The last day of this gateway: three charts of 60 columns, and their sums as a sentence.
+// The last day of this gateway: four charts of 60 columns, their sums as a sentence, and errors by reason.
 
-import { byId, setText } from "./dom.js";
+import { byId, h, setText } from "./dom.js";
+import { onFilter, shows } from "./filter.js";
 import { clock, count, percent, plural, seconds } from "./format.js";
 import { callOps } from "./key.js";
 
 const COLUMNS = 60;
-const REFRESH_MS = 60_000;
+const REFRESH_MS = 20_000;
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 600;
 const HEIGHT = 72;
-const OUTCOMES = ["answered", "refused", "failed"];
+const OUTCOMES = ["answered", "wrong", "refused", "failed", "left"];
+const MAX_REASONS = 12;
 
-/** Requests whose first token was waited for: those that left or failed count as well. */
-const requests = (sums) => sums.answered + sums.refused + sums.failed + sums.left;
+const requests = (sums) => OUTCOMES.reduce((sum, name) => sum + sums[name], 0);
+/** Requests that came to a worker, or waited for one. */
+const placed = (sums) => sums.answered + sums.failed + sums.left;
 const CHARTS = {
   "day-requests": { parts: OUTCOMES, of: (sums) => OUTCOMES.map((name) => sums[name]), show: count },
   "day-wait": {
-    parts: ["wait", "prefill"],
-    of: (sums) => [sums.queue_s, sums.prefill_s].map((value) => value / Math.max(1, requests(sums))),
+    parts: ["wait", "wire", "prefill"],
+    of: (sums) => [sums.queue_s, sums.wire_s, sums.prefill_s].map((value) => value / Math.max(1, placed(sums))),
     show: seconds,
   },
+  "day-first": { parts: ["first"], of: (sums, bounds) => [within(0.95, sums.first_tokens, bounds) ?? 0], show: seconds },
   "day-saved": { parts: ["saved"], of: (sums) => [sums.prefill_saved_s], show: seconds },
 };
 
 export class Day {
   constructor() {
     this.hours = 1;
+    onFilter(() => this.draw());
     for (const button of byId("day-hours").querySelectorAll("button"))
       button.addEventListener("click", () => this.choose(button));
   }
@@ -53,41 +58,76 @@ export class Day {
     if (!this.report) return;
     const columnS = (this.hours * 3600) / COLUMNS;
     const end = (Math.floor(this.report.now / columnS) + 1) * columnS;
-    const columns = Array.from({ length: COLUMNS }, empty);
-    const all = empty();
-    for (const [at, ...values] of this.report.rows) {
-      const column = COLUMNS - 1 - Math.floor((end - 1 - at) / columnS);
-      if (column < 0) continue;
-      this.report.columns.slice(1).forEach((name, index) => {
-        columns[column][name] += values[index];
-        all[name] += values[index];
-      });
+    const { columns: names, rows, first_token_bounds_s: bounds } = this.report;
+    const columns = Array.from({ length: COLUMNS }, () => empty(names));
+    const all = empty(names);
+    for (const row of rows.map((values) => Object.fromEntries(names.map((name, index) => [name, values[index]])))) {
+      const column = COLUMNS - 1 - Math.floor((end - 1 - row.at) / columnS);
+      if (column < 0 || !shows(row.model)) continue;
+      add(columns[column], row);
+      add(all, row);
     }
     const times = columns.map((_, index) => end - (COLUMNS - index) * columnS);
-    for (const [id, chart] of Object.entries(CHARTS)) bars(byId(id), columns, times, chart);
+    for (const [id, chart] of Object.entries(CHARTS)) bars(byId(id), columns, times, chart, bounds);
     setText(byId("day-text"), sentence(all, this.hours));
-    setText(byId("day-from"), clock(times[0]).slice(0, 5));
+    for (const from of document.querySelectorAll(".day-from")) setText(from, clock(times[0]).slice(0, 5));
+    showErrors(all.errors, this.hours);
   }
 }
 
-const empty = () =>
-  Object.fromEntries([...OUTCOMES, "left", "prompt_tokens", "cached_tokens", "output_tokens", "queue_s", "prefill_s", "prefill_saved_s"].map((name) => [name, 0]));
+const NO_SUMS = ["at", "model", "errors", "first_tokens"];
+const empty = (names) => ({
+  ...Object.fromEntries(names.filter((name) => !NO_SUMS.includes(name)).map((name) => [name, 0])),
+  errors: {},
+  first_tokens: [],
+});
+
+function add(sums, row) {
+  for (const name of Object.keys(sums)) if (typeof sums[name] === "number") sums[name] += row[name];
+  for (const [reason, number] of Object.entries(row.errors)) sums.errors[reason] = (sums.errors[reason] ?? 0) + number;
+  row.first_tokens.forEach((number, index) => {
+    sums.first_tokens[index] = (sums.first_tokens[index] ?? 0) + number;
+  });
+}
+
+/** Returns the time within which this part of the streams had a first token: interpolated, as Prometheus does. */
+function within(part, counts, bounds) {
+  let rank = part * counts.reduce((sum, number) => sum + number, 0);
+  if (!rank) return null;
+  for (const [index, number] of counts.entries()) {
+    const lower = index ? bounds[index - 1] : 0;
+    if (rank <= number) return index < bounds.length ? lower + ((bounds[index] - lower) * rank) / number : lower;
+    rank -= number;
+  }
+  return bounds.at(-1);
+}
+
+const time = (hours) => (hours === 1 ? "in the last hour" : `in the last ${hours} hours`);
+
+function showErrors(errors, hours) {
+  const reasons = Object.entries(errors).sort(([, one], [, other]) => other - one);
+  const cell = ([reason, number]) => h("tr", {}, h("td", {}, reason), h("td", { class: "number" }, count(number)));
+  byId("errors").replaceChildren(...reasons.slice(0, MAX_REASONS).map(cell));
+  byId("errors-table").hidden = !reasons.length;
+  byId("errors-empty").hidden = reasons.length > 0;
+  setText(byId("errors-time"), time(hours));
+}
 
 function sentence(sums, hours) {
   const number = requests(sums);
-  const time = hours === 1 ? "In the last hour" : `In the last ${hours} hours`;
-  if (!number) return `${time}: no requests.`;
+  const when = time(hours).replace("in", "In");
+  if (!number) return `${when}: no requests.`;
   const cached = percent(sums.prompt_tokens ? sums.cached_tokens / sums.prompt_tokens : null);
   return (
-    `${time}: ${plural(number, "request")}, ${count(sums.refused)} refused, ${count(sums.failed)} failed. ` +
+    `${when}: ${plural(number, "request")}, ${count(sums.refused)} refused, ${count(sums.failed)} failed. ` +
     `${cached} of the prompt tokens came from a cache, which saved ${seconds(sums.prefill_saved_s)} of prefill; ` +
-    `${seconds(sums.prefill_s)} were computed. Requests waited ${seconds(sums.queue_s / number)} on average.`
+    `${seconds(sums.prefill_s)} were computed. Requests waited ${seconds(sums.queue_s / Math.max(1, placed(sums)))} on average.`
   );
 }
 
 /** Draws a column of stacked bars for each time, the largest of all at full height. */
-function bars(svg, columns, times, { parts, of, show }) {
-  const values = columns.map(of);
+function bars(svg, columns, times, { parts, of, show }, bounds) {
+  const values = columns.map((sums) => of(sums, bounds));
   const top = Math.max(1e-9, ...values.map((stack) => stack.reduce((sum, value) => sum + value, 0)));
   svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
   svg.setAttribute("preserveAspectRatio", "none");

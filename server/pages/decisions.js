@@ -1,6 +1,7 @@
 // The list of routing decisions, and why the chosen worker was the cheapest.
 
 import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
+import { onFilter, shows } from "./filter.js";
 import { callOps } from "./key.js";
 import { NONE, clock, count, rate, seconds } from "./format.js";
 
@@ -21,6 +22,7 @@ export class Decisions {
     this.policy = "headstart";
     this.pause = byId("pause");
     this.pause.addEventListener("click", () => this.setPaused(!this.paused));
+    onFilter(() => this.filter());
     byId("follow").addEventListener("click", () => this.pin(null));
     byId("find").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -40,7 +42,11 @@ export class Decisions {
 
   begin(policy, decisions) {
     this.policy = policy;
-    setText(byId("cost-title"), policy === "headstart" ? "Cost" : "Score");
+    const isCost = policy === "headstart";
+    setText(byId("cost-title"), isCost ? "Cost" : "Score");
+    setText(byId("bar-title"), isCost ? "Its parts" : "Seconds to the first token");
+    setText(byId("predicted-title"), isCost ? "What was predicted: the lowest cost wins" : "What was predicted");
+    byId("others-legend").hidden = !isCost;
     this.rows.clear();
     this.explained = 0;
     byId("decisions").replaceChildren();
@@ -65,10 +71,15 @@ export class Decisions {
     }
   }
 
+  filter() {
+    for (const row of this.rows.values()) row.element.hidden = !shows(row.decision.model);
+    this.explainLatest();
+  }
+
   explainLatest() {
     clearTimeout(this.timer);
     this.timer = 0;
-    const latest = [...this.rows.values()].at(-1);
+    const latest = [...this.rows.values()].filter((row) => shows(row.decision.model)).at(-1);
     if (latest === undefined || this.pinned !== null) return;
     this.explained = performance.now();
     this.explain(latest.decision);
@@ -139,9 +150,10 @@ export class Decisions {
     byId("why-empty").hidden = true;
     byId("verdict").replaceChildren(...verdict(decision, this.policy));
     this.timeline.show(decision.times);
-    const most = Math.max(1e-9, ...decision.candidates.map((each) => each.wait_s + each.fetch_s + each.prefill_s));
+    const isCost = this.policy === "headstart";
+    const most = Math.max(1e-9, ...decision.candidates.map((each) => length(each, isCost)));
     while (this.costs.length < decision.candidates.length) this.costs.push(new CostRow(byId("costs")));
-    this.costs.forEach((row, i) => row.show(decision.candidates[i], decision, most));
+    this.costs.forEach((row, i) => row.show(decision.candidates[i], decision, most, isCost));
     const rest = decision.num_candidates - decision.candidates.length;
     byId("more-candidates").hidden = rest <= 0;
     setText(byId("more-candidates"), `and ${count(rest)} more, none of them cheaper`);
@@ -171,6 +183,8 @@ class Row {
     setAttribute(this.element, "data-request", decision.request);
     setText(this.at, clock(decision.at));
     setText(this.to, decision.worker);
+    setAttribute(this.to, "title", decision.worker);
+    this.element.hidden = !shows(decision.model);
     this.mark(false);
     this.show();
   }
@@ -215,9 +229,12 @@ function compared(next, chosen) {
   return `${next.worker}, the next best, would have been ${seconds(-laterS)} quicker, but at the cost of other requests.`;
 }
 
+/** Returns the length of a candidate's bar: its cost where that is seconds, so that the lowest is the shortest. */
+const length = (candidate, isCost) => (isCost ? (candidate.cost ?? 0) : candidate.guard ? 0 : untilFirstToken(candidate));
+
 const untilFirstToken = (candidate) => candidate.wait_s + candidate.fetch_s + candidate.prefill_s;
 
-const STAGES = [["queue", "wire", "wire"], ["prefill", "wait", "waited"], ["first_token", "prefill", "prefill"], ["end", "tokens", "tokens"]];
+const STAGES = [["queue", "wire", "wire"], ["prefill", "wait", "waited"], ["first_token", "prefill", "prefill"], ["end", "answer", "answer"]];
 
 /** Shows how long the request waited, was computed and was answered, as far as it has come. */
 class Timeline {
@@ -230,6 +247,7 @@ class Timeline {
 
   show(times) {
     this.element.hidden = times.prefill === undefined;
+    byId("timeline-empty").hidden = !this.element.hidden;
     const last = Math.max(1e-9, ...Object.values(times));
     let before = 0;
     const texts = [];
@@ -252,30 +270,37 @@ class CostRow {
     this.wait = h("i", { class: "wait" });
     this.fetch = h("i", { class: "fetch" });
     this.prefill = h("i", { class: "prefill" });
-    this.bar = h("span", { class: "stack", role: "img" }, this.wait, this.fetch, this.prefill);
+    this.others = h("i", { class: "others" });
+    this.bar = h("span", { class: "stack", role: "img" }, this.wait, this.fetch, this.prefill, this.others);
+    this.first = h("td", { class: "number wide" });
     this.cost = h("td", { class: "number" });
-    this.element = h("tr", {}, this.worker, this.held, h("td", {}, this.guard, this.bar), this.cost);
+    this.element = h("tr", {}, this.worker, this.held, h("td", {}, this.guard, this.bar), this.first, this.cost);
     body.append(this.element);
   }
 
   /** Hides the row, for reuse by a decision with more candidates. */
-  show(candidate, decision, most) {
+  show(candidate, decision, most, isCost) {
     this.element.hidden = candidate === undefined;
     if (candidate === undefined) return;
     setAttribute(this.element, "class", candidate.worker === decision.worker ? "chosen" : "");
     setText(this.worker, candidate.worker);
+    setAttribute(this.worker, "title", candidate.worker);
     const moved = candidate.moved_tokens ? ` + ${count(candidate.moved_tokens)}` : "";
     setText(this.held, count(candidate.matched_tokens) + moved);
     this.guard.hidden = !candidate.guard;
     this.bar.hidden = !this.guard.hidden;
     setText(this.guard, candidate.guard ?? "");
-    setStyle(this.wait, "width", `${((100 * candidate.wait_s) / most).toFixed(2)}%`);
-    setStyle(this.fetch, "width", `${((100 * candidate.fetch_s) / most).toFixed(2)}%`);
-    setStyle(this.prefill, "width", `${((100 * candidate.prefill_s) / most).toFixed(2)}%`);
+    let left = length(candidate, isCost);
+    for (const [part, partS] of [[this.prefill, candidate.prefill_s], [this.fetch, candidate.fetch_s], [this.wait, candidate.wait_s], [this.others, left]]) {
+      const shownS = Math.min(left, partS);
+      setStyle(part, "width", `${((100 * shownS) / most).toFixed(2)}%`);
+      left -= shownS;
+    }
     const fetched = candidate.fetch_s ? `${seconds(candidate.fetch_s)} fetch, ` : "";
-    const text = `${seconds(candidate.wait_s)} wait, ${fetched}${seconds(candidate.prefill_s)} prefill`;
+    const text = `Predicted: ${seconds(candidate.wait_s)} wait, ${fetched}${seconds(candidate.prefill_s)} prefill`;
     setAttribute(this.bar, "aria-label", text);
     setAttribute(this.bar, "title", text);
-    setText(this.cost, candidate.cost === null ? NONE : candidate.cost.toFixed(3));
+    setText(this.first, candidate.guard ? NONE : seconds(untilFirstToken(candidate)));
+    setText(this.cost, candidate.cost === null || isCost ? seconds(candidate.cost) : count(candidate.cost));
   }
 }

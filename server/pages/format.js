@@ -15,6 +15,12 @@ export function seconds(value) {
   return `${whole.format(value)}\u202fs`;
 }
 
+/** Returns a time that has passed, in whole seconds or minutes. */
+export function ago(value) {
+  if (value < 1) return "just now";
+  return value < 120 ? `${Math.round(value)}\u202fs ago` : `${Math.round(value / 60)}\u202fmin ago`;
+}
+
 export function rate(value) {
   if (value === null || value === undefined) return NONE;
   if (value > 0 && value < 9.95) return value.toFixed(1);

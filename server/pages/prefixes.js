@@ -1,14 +1,19 @@
 // The tree of shared prefixes: the length of each, how often it was found, and the workers that hold it.
 
 import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
-import { count, plural, seconds } from "./format.js";
+import { onFilter, shows } from "./filter.js";
+import { ago, count, plural } from "./format.js";
 
 export class Prefixes {
   constructor() {
     this.rows = new Map();
+    this.all = [];
+    onFilter(() => this.show({ prefixes: this.all }));
   }
 
-  show({ prefixes }) {
+  show({ prefixes: all }) {
+    this.all = all;
+    const prefixes = all.filter((prefix) => shows(prefix.model));
     byId("prefixes-panel").hidden = false;
     byId("prefixes-empty").hidden = prefixes.length > 0;
     byId("prefixes-scroll").hidden = prefixes.length === 0;
@@ -69,7 +74,7 @@ class Row {
     setAttribute(this.more, "title", `${prefix.model}, block hash ${prefix.hash}`);
     setStyle(this.shared, "width", width(above));
     setStyle(this.own, "width", width(prefix.num_tokens - above));
-    setText(this.hits, `found ${count(prefix.num_hits)}\u00d7, ${lately(prefix)}`);
+    setText(this.hits, `found ${count(prefix.num_hits)}\u00d7, ${ago(prefix.idle_s)}`);
     this.showHolders(prefix);
   }
 
@@ -82,8 +87,4 @@ class Row {
     const chips = names.map((name, i) => h("li", { class: i < prefix.workers.length ? "chip" : "muted" }, name));
     this.holders.replaceChildren(...chips);
   }
-}
-
-function lately(prefix) {
-  return prefix.idle_s < 1 ? "just now" : `${seconds(Math.round(prefix.idle_s))} ago`;
 }

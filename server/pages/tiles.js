@@ -1,7 +1,7 @@
 // The tiles at the top: the whole fleet in the last minute.
 
 import { byId, setAttribute, setText } from "./dom.js";
-import { NONE, count, percent, rate, seconds } from "./format.js";
+import { NONE, count, percent, plural, rate, seconds } from "./format.js";
 import { Spark } from "./spark.js";
 
 const SPARKS = { "hit-spark": "hit_rate", "ttft-spark": "ttft_p50_s", "tokens-spark": "output_tokens_per_s", "open-spark": "in_flight" };
@@ -23,7 +23,7 @@ export class Tiles {
     setText(byId("hit"), percent(traffic.hit_rate));
     setText(
       byId("hit-more"),
-      traffic.prompt_tokens ? `of ${count(traffic.prompt_tokens)} tokens in the last minute` : "no prompts in the last minute",
+      traffic.prompt_tokens ? `of ${count(traffic.prompt_tokens)} tokens answered in the last minute` : "no prompts answered in the last minute",
     );
     setText(byId("ttft"), seconds(traffic.ttft_p50_s));
     setText(
@@ -53,14 +53,18 @@ function unit(element, value, text) {
 }
 
 /** Returns the state of the index in words, the worst problem first. */
-function indexState(index) {
+export function indexState(index) {
   const cut = index.shards.filter((shard) => !shard.connected);
   const open = index.shards.filter((shard) => shard.breaker_open);
-  const accuracy = `Predicted hits: precision ${percent(index.precision)}, recall ${percent(index.recall)}`;
+  const accuracy = `Hits predicted for the last ${plural(index.num_requests, "request")}: precision ${percent(index.precision)}, recall ${percent(index.recall)}`;
   if (!index.shards.length) return ["Not used", "", "No Redis: routing by this gateway\u2019s own estimates"];
   if (cut.length === index.shards.length) return ["Unreachable", "bad", `No Redis at ${cut[0].redis}. Routing by own estimates`];
   if (open.length) return ["Breaker open", "bad", "Redis is too slow to answer lookups in time. Routing by own estimates"];
   if (cut.length) return ["Degraded", "warn", `${cut.length} of ${index.shards.length} shards unreachable`];
   if (index.blind) return ["Blind", "bad", index.reason];
+  if (index.precision === null && index.recall === null) {
+    const none = index.num_requests ? "No cached token was predicted or found yet" : "No prompt has been compared with it yet";
+    return ["Not judged yet", "", none];
+  }
   return ["Healthy", "good", accuracy];
 }

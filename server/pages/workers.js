@@ -1,12 +1,14 @@
 // The table of workers: one row each, updated in place.
 
 import { byId, h, setAttribute, setStyle, setText } from "./dom.js";
-import { NONE, count, percent, plural, rate, seconds } from "./format.js";
+import { onFilter, shows } from "./filter.js";
+import { NONE, clock, count, percent, plural, rate, seconds } from "./format.js";
 import { callOps } from "./key.js";
 
 const FLASH_MS = 500;
-const TONES = { serving: "good", standby: "", learning: "", draining: "warn", broken: "bad", refused: "bad", lost: "" };
-const WORDS = { serving: "Serving", standby: "Standby", learning: "Learning", draining: "Draining", broken: "Failing", refused: "Refused", lost: "Lost" };
+const TONES = { serving: "good", standby: "", learning: "", draining: "warn", broken: "bad", refused: "bad", unreachable: "bad", joining: "", dead: "bad", left: "" };
+const WORDS = { serving: "Serving", standby: "Standby", learning: "Learning", draining: "Draining", broken: "Failing", refused: "Refused", unreachable: "Not reached", joining: "Joining", dead: "Dead", left: "Left" };
+const ABSENT = ["joining", "dead", "left", "refused", "unreachable"];
 const CONFIRM = {
   drain: {
     title: (name) => `Drain ${name}?`,
@@ -26,13 +28,17 @@ export class Workers {
     this.warn = warn;
     this.rows = new Map();
     this.first = true;
+    onFilter(() => this.show(this.all, this.needed));
   }
 
-  show(workers, needed) {
+  show(all, needed) {
+    this.all = all;
+    this.needed = needed;
+    const workers = all.filter((worker) => shows(worker.model) || !worker.model);
     const body = byId("workers");
     const seen = new Set();
     const models = new Set(workers.map((worker) => worker.model));
-    const oneModel = models.size === 1;
+    const oneModel = models.size < 2;
     workers.forEach((worker, position) => {
       seen.add(worker.worker);
       let row = this.rows.get(worker.worker);
@@ -47,6 +53,7 @@ export class Workers {
       this.rows.delete(name);
     }
     this.first = false;
+    models.delete("");
     this.count(workers, models, needed);
   }
 
@@ -54,7 +61,7 @@ export class Workers {
     const serving = workers.filter((worker) => worker.state === "serving").length;
     const model = models.size === 1 ? [...models][0] : plural(models.size, "model");
     const numbers = Object.entries(needed).map(([name, number]) => (models.size === 1 ? count(number) : `${name} ${count(number)}`));
-    const wanted = numbers.length ? `, needed: ${numbers.join(", ")}` : "";
+    const wanted = numbers.length ? `, needed for the objective: ${numbers.join(", ")}` : "";
     setText(byId("workers-count"), workers.length ? `${serving} of ${workers.length} serving ${model}${wanted}` : "");
     byId("workers-empty").hidden = workers.length > 0;
     byId("workers").parentElement.hidden = workers.length === 0;
@@ -99,6 +106,7 @@ class Row {
     const number = (label) => cell({ class: "number", "data-label": label });
     this.dot = h("span", { class: "dot" });
     this.word = h("span");
+    this.more = h("span", { class: "state-more" });
     this.numerics = h("span", { class: "model" });
     this.used = h("i", { class: "used" });
     this.cached = h("i", { class: "cached" });
@@ -122,8 +130,8 @@ class Row {
     this.element = h(
       "tr",
       { role: "row", "data-worker": name },
-      cell({}, h("span", { class: "name" }, name), this.numerics),
-      cell({}, h("span", { class: "state" }, this.dot, this.word)),
+      cell({}, h("span", { class: "name", title: name }, name), this.numerics),
+      cell({}, h("span", { class: "state" }, this.dot, this.word), this.more),
       this.cells.running,
       this.cells.waiting,
       cell({}, h("span", { class: "blocks" }, this.meter, this.blocks)),
@@ -141,7 +149,11 @@ class Row {
     setAttribute(this.element, "class", this.element.classList.contains("flash") ? `${worker.state} flash` : worker.state);
     setAttribute(this.dot, "class", `dot ${TONES[worker.state]}`);
     setText(this.word, WORDS[worker.state]);
-    setText(this.numerics, oneModel ? worker.numerics : worker.model);
+    const isSteady = worker.state === "serving" || worker.state === "standby";
+    this.more.hidden = isSteady;
+    setText(this.more, isSteady ? "" : `since ${clock(worker.since)}${worker.reason ? `: ${worker.reason}` : ""}`);
+    setAttribute(this.word, "title", `since ${clock(worker.since)}`);
+    setText(this.numerics, (oneModel ? worker.numerics : worker.model) ?? "");
     setAttribute(this.numerics, "title", `${worker.model}, ${worker.numerics}, ${worker.url}, epoch ${worker.epoch}`);
     setText(this.cells.running, count(load?.running));
     setText(this.cells.waiting, count(load?.waiting));
@@ -151,8 +163,8 @@ class Row {
     setText(this.cells.lease, lease(worker.lease_left_s));
     this.showBlocks(worker, load);
     const [drain, purge] = this.buttons;
-    drain.disabled = ["lost", "refused"].includes(worker.state) || worker.state === "draining";
-    purge.disabled = ["lost", "refused"].includes(worker.state);
+    purge.disabled = ABSENT.includes(worker.state);
+    drain.disabled = purge.disabled || worker.state === "draining";
   }
 
   showBlocks(worker, load) {
@@ -164,7 +176,7 @@ class Row {
       return;
     }
     const used = load.blocks - load.free_blocks;
-    const cached = Math.max(0, Math.min(load.free_blocks, (worker.published_blocks ?? 0) - used));
+    const cached = Math.max(0, Math.min(load.free_blocks, (worker.published_blocks ?? 0) - used)); // reported at other times
     setStyle(this.used, "width", `${((100 * used) / load.blocks).toFixed(1)}%`);
     setStyle(this.cached, "width", `${((100 * cached) / load.blocks).toFixed(1)}%`);
     setText(this.blocks, `${count(used + cached)} of ${count(load.blocks)}`);

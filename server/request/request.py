@@ -327,8 +327,7 @@ class Generation:
                 if self.num_cached_tokens is None or not self.num_output_tokens:
                     self.num_cached_tokens = frame.num_cached_tokens
                     self.fetched_tokens = known_places(frame.fetched_tokens or {})
-                    metrics = self._services.metrics
-                    metrics.count_prompt(self.promised_tokens, frame.num_cached_tokens, self.fetched_tokens)
+                    self._services.metrics.count_promise(self.promised_tokens, frame.num_cached_tokens)
             case PromptLogprobs():
                 self.prompt_logprobs.add(frame.positions)
             case Failed():
@@ -344,7 +343,7 @@ class Generation:
         """Replace the worker's guess by the engine's own count."""
         self._services.router.corrected(placement, num_cached_tokens)
         if placement.worker is self.worker and self.num_cached_tokens is not None:
-            self._services.metrics.correct_prompt(self.num_cached_tokens, num_cached_tokens)
+            self._services.metrics.correct_promise(self.num_cached_tokens, num_cached_tokens)
             self.num_cached_tokens = num_cached_tokens
 
     def _first_token(self, placement: Placement, trace: Trace | None) -> None:

@@ -42,10 +42,14 @@ class IndexAccuracy(Listener):
     corrected = started
 
     def state(self, *, lookup_failed: bool) -> dict[str, Any]:
-        """Return the index's health as JSON: precision and recall; blind if it is wrong or does not answer."""
-        reason = "the last lookup got no answer" if lookup_failed else self.reason
-        blind = lookup_failed or self.blind
-        return {"blind": blind, "reason": reason, "precision": self.precision, "recall": self.recall}
+        """Return the index's health as JSON: blind if it is wrong or does not answer. Ratios are None until judged."""
+        return {
+            "blind": lookup_failed or self.blind,
+            "reason": "the last lookup got no answer" if lookup_failed else self.reason,
+            "precision": self.precision,
+            "recall": self.recall,
+            "num_requests": len(self._recent),
+        }
 
     def add(self, predicted: int, found: int) -> None:
         """Count one request: the tokens that were predicted, and those that its worker found cached."""
@@ -56,12 +60,14 @@ class IndexAccuracy(Listener):
         self._judge()
 
     @property
-    def precision(self) -> float:
-        return self._num_common / self._num_predicted if self._num_predicted else 1.0
+    def precision(self) -> float | None:
+        """None: nothing was predicted."""
+        return self._num_common / self._num_predicted if self._num_predicted else None
 
     @property
-    def recall(self) -> float:
-        return self._num_common / self._num_found if self._num_found else 1.0
+    def recall(self) -> float | None:
+        """None: nothing was found."""
+        return self._num_common / self._num_found if self._num_found else None
 
     def _count(self, predicted: int, found: int, sign: int) -> None:
         self._num_predicted += sign * predicted
@@ -71,10 +77,11 @@ class IndexAccuracy(Listener):
     def _judge(self) -> None:
         limit = SEEING_ABOVE if self.blind else BLIND_BELOW
         reasons = []
-        if self._num_predicted >= self._min_tokens and self.precision < limit:
-            reasons.append(f"only {self.precision:.0%} of the predicted tokens were cached")
-        if self._num_found >= self._min_tokens and self.recall < limit:
-            reasons.append(f"only {self.recall:.0%} of the cached tokens were predicted")
+        precision, recall = self.precision, self.recall
+        if precision is not None and self._num_predicted >= self._min_tokens and precision < limit:
+            reasons.append(f"only {precision:.0%} of the predicted tokens were cached")
+        if recall is not None and self._num_found >= self._min_tokens and recall < limit:
+            reasons.append(f"only {recall:.0%} of the cached tokens were predicted")
         blind = bool(reasons) and len(self._recent) >= self._min_requests
         self.reason = "; ".join(reasons) if blind else ""
         if blind and not self.blind:

@@ -19,7 +19,7 @@ from server.router.types import RouteRequest
 
 _Worker = TypeVar("_Worker", WorkerView, Candidate)
 AFFINITY: Final = 0.1
-"""Discount for the affinity key's worker, as a fraction of the uncached prompt's prefill time there."""
+"""Cost of another worker than the affinity key's, as a fraction of the uncached prompt's prefill time at that one."""
 _RENDEZVOUS_SEED: Final = b"3"
 """Part of the hash: every gateway must use the same."""
 
@@ -64,8 +64,8 @@ class Headstart(Policy):
     shorter match and a similar rate is cheaper.
 
     With several gateways, a random part of the report's age is added: recent work of the others is unknown, and all
-    would choose the same idle worker. The affinity key's worker gets a small discount where no other one holds more of
-    the prompt.
+    would choose the same idle worker. To leave the affinity key's worker costs a little more, where no other one holds
+    more of the prompt.
     """
 
     takes_short_list = True
@@ -86,7 +86,9 @@ class Headstart(Policy):
                 # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
                 least_assigned_s = min(worker.assigned_s for worker in workers)
                 recent_s = cost.recent_weight * (own.assigned_s - least_assigned_s)
-                costs_s[at] -= AFFINITY * own.prefill_s + recent_s
+                own_s = costs_s[at]
+                costs_s = [cost_s + AFFINITY * own.prefill_s + recent_s for cost_s in costs_s]
+                costs_s[at] = own_s
         return costs_s
 
 

@@ -49,6 +49,10 @@ class Account(Struct, eq=False, kw_only=True):
     """From the first byte of the request to the last of the answer."""
     worker: str = ""
     """The worker of the request; for several prompts their workers, joined by commas."""
+    first_token_s: float | None = None
+    """From the arrival of the request to the first token; None: it was not streamed, or had none."""
+    error: str = ""
+    """The code of the error that ended it; empty: none did."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -77,13 +81,15 @@ class Account(Struct, eq=False, kw_only=True):
             **self.cached_tokens,
         }
 
-    def end(self, request_id: str, status: int, elapsed_s: float) -> None:
+    def end(self, request_id: str, status: int, elapsed_s: float, error: str = "") -> None:
         self.ended_at = round(time.time(), 3)
         self.request_id = request_id
         self.status = status
+        self.error = error
         self.seconds = round(elapsed_s, 6)
         self.queue_s, self.wire_s, self.block_s = round(self.queue_s, 6), round(self.wire_s, 6), round(self.block_s, 6)
         self.prefill_s, self.prefill_saved_s = round(self.prefill_s, 6), round(self.prefill_saved_s, 6)
+        self.first_token_s = None if self.first_token_s is None else round(self.first_token_s, 6)
 
 
 class PromptTimes:

@@ -1,52 +1,81 @@
-"""Sums of what this gateway has done in each minute of the last day: GET /history on the ops port."""
+"""Sums of what this gateway has done in each minute of the last day, by model: GET /history on the ops port."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from msgspec import Struct, field
+
+from server.metrics import LATENCY_S
 from server.usage.account import CLIENT_LEFT, Account
 
 MINUTES: Final = 24 * 60  # a day
 COLUMNS: Final = (
-    *("answered", "refused", "failed", "left"),
-    *("prompt_tokens", "cached_tokens", "output_tokens", "queue_s", "prefill_s", "prefill_saved_s"),
+    *("answered", "wrong", "refused", "failed", "left"),
+    *("prompt_tokens", "cached_tokens", "output_tokens", "queue_s", "wire_s", "prefill_s", "prefill_saved_s"),
 )
 
 
+class _Row(Struct, eq=False):
+    """One model in one minute."""
+
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    errors: Counter[str] = field(default_factory=Counter)
+    first_tokens: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_S) + 1))
+    """Streams by the time to their first token: one number for each bound, and one for those above all."""
+
+
 class DayHistory:
-    """Sums by the minute in which requests ended. Minutes without a request have no row."""
+    """Sums by the minute in which requests ended. A minute without a request has no row."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._minutes: deque[tuple[int, defaultdict[str, float]]] = deque(maxlen=MINUTES)
+        self._minutes: deque[tuple[int, dict[str, _Row]]] = deque(maxlen=MINUTES)
+        self.turned_away = Counter[tuple[str, str]]()
+        """Requests since the start that were refused or failed: which of these, and the error's code."""
 
-    def add(self, account: Account) -> None:
+    def add(self, status: int, error: str, account: Account | None) -> None:
+        """Count a request that has ended. `account`: None for one that reached no route of a model."""
         minute = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1][0] != minute:
-            self._minutes.append((minute, defaultdict(float)))
-        sums = self._minutes[-1][1]
-        sums[outcome(account)] += 1
+            self._minutes.append((minute, {}))
+        row = self._minutes[-1][1].setdefault("" if account is None else account.model, _Row())
+        result = outcome(status, finished=account is not None and account.finished)
+        row.sums[result] += 1
+        if error:
+            row.errors[error] += 1
+        if result in ("refused", "failed"):
+            self.turned_away[result, error] += 1
+        if account is None:
+            return
         for name, amount in account.sums().items():
-            sums[name] += amount
+            row.sums[name] += amount
+        if account.first_token_s is not None:
+            row.first_tokens[bisect_left(LATENCY_S, account.first_token_s)] += 1
 
     def report(self) -> dict[str, Any]:
         """Return the rows of the last day, oldest first; `at` is the Unix time at which a minute began."""
         first = int(self._clock() // 60) - MINUTES
         rows = [
-            (minute * 60, *(round(sums[name], 3) for name in COLUMNS))
-            for minute, sums in self._minutes
+            (minute * 60, model, *(round(row.sums[name], 3) for name in COLUMNS), row.errors, row.first_tokens)
+            for minute, models in self._minutes
             if minute > first
+            for model, row in models.items()
         ]
-        return {"now": self._clock(), "columns": ("at", *COLUMNS), "rows": rows}
+        columns = ("at", "model", *COLUMNS, "errors", "first_tokens")
+        return {"now": self._clock(), "columns": columns, "first_token_bounds_s": LATENCY_S, "rows": rows}
 
 
-def outcome(account: Account) -> str:
-    """Return the column that counts the request. Wrong requests count as answered: the gateway did its part."""
-    if account.status in (0, CLIENT_LEFT):
+def outcome(status: int, *, finished: bool) -> str:
+    """Return the column that counts a request."""
+    if status in (0, CLIENT_LEFT):
         return "left"
-    if account.status == 429:
+    if status == 429:
         return "refused"
-    return "failed" if account.status >= 500 or (account.status == 200 and not account.finished) else "answered"
+    if status < 400:
+        return "answered" if finished else "failed"
+    return "failed" if status >= 500 else "wrong"

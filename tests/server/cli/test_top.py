@@ -37,14 +37,14 @@ TRAFFIC = {
     "in_flight": 3,
     "decisions_per_s": 200.0,
 }
-INDEX = {"blind": False, "reason": "", "precision": 1.0, "recall": 0.9}
+INDEX = {"blind": False, "reason": "", "precision": 1.0, "recall": 0.9, "num_requests": 200}
 SHARD = {"redis": "redis://here", "connected": True, "breaker_open": False}
 
 
 def worker(name: str, state: str = "serving") -> dict[str, Any]:
     load = {"running": 2, "waiting": 1, "queued_s": 0.25, "prefill_tokens_per_s": 105.0, "blocks": 100}
     load |= {"free_blocks": 40, "age_s": 0.0}
-    lost = state == "lost"
+    lost = state == "dead"
     return {"worker": name, "model": "m", "state": state, "hit_rate": 0.5, "lease_left_s": 4.2} | {
         "load": None if lost else load
     }
@@ -56,6 +56,10 @@ def decision(request: str, worker: str) -> dict[str, Any]:
         "found_tokens": None,
         "candidates": costs,
     }
+
+
+def change(what: str, worker: str = "", *, why: str = "", count: int = 1) -> dict[str, Any]:
+    return {"at": 0.0, "last": 0.0, "worker": worker, "model": "m", "what": what, "why": why, "count": count}
 
 
 def prefix(tokens: int, level: int, *workers: str, num_workers: int | None = None) -> dict[str, Any]:
@@ -93,7 +97,8 @@ def test_the_workers_needed_are_on_the_screen() -> None:
 
 
 def test_everything_is_on_the_screen() -> None:
-    seen = view(worker("w0"), worker("w1", "lost"))
+    seen = view(worker("w0"), worker("w1", "dead"))
+    seen.update("changes", {"changes": [change("died", "w1"), change("refused", why="queue_full", count=12)]})
     seen.update("decisions", {"decisions": [decision("b", "w1")], "found": {"a": 64}})
     text = drawn(seen)
     for part in ("43% of 111", "0.750 s", "200.0 decisions/s", "index healthy", "1 of 2 workers", "60/100", "4.2 s"):
@@ -103,15 +108,16 @@ def test_everything_is_on_the_screen() -> None:
     assert "32 of 74 cached" in latest
     assert "64 of 74 cached" in earlier
     assert "next other 0.539" in earlier
+    assert text.index("12 requests refused  queue_full") < text.index("w1 died")
     assert "48 tokens" in text
     assert "w0 w1 and 7 more" in text
     assert "\n  + 96 tokens" in text
 
 
 @pytest.mark.parametrize(("columns", "height"), [(80, 24), (40, 10), (200, 60)])
-def test_a_lost_worker_is_shown_on_every_terminal(columns: int, height: int) -> None:
+def test_a_dead_worker_is_shown_on_every_terminal(columns: int, height: int) -> None:
     """Decisions are shown where there is room."""
-    seen = view(*(worker(f"w{i}") for i in range(64)), worker("w64", "lost"))
+    seen = view(*(worker(f"w{i}") for i in range(64)), worker("w64", "dead"))
     shown = drawn(seen, columns, height).splitlines()
     assert max(map(len, shown)) <= columns
     assert any("w64" in line for line in shown[:height])
@@ -137,6 +143,11 @@ def test_a_name_cannot_command_the_terminal() -> None:
         ({**INDEX, "shards": [{**SHARD, "breaker_open": True}]}, "breaker open"),
         ({**INDEX, "shards": [SHARD, {**SHARD, "connected": False}]}, "degraded"),
         ({**INDEX, "blind": True, "reason": "few hits", "shards": [SHARD]}, "blind: few hits"),
+        ({**INDEX, "precision": None, "recall": None, "shards": [SHARD]}, "not judged yet"),
+        (
+            {**INDEX, "precision": None, "shards": [SHARD]},
+            "healthy: hits predicted for the last 200 requests",
+        ),
     ],
 )
 def test_the_state_of_the_index_in_words(index: dict[str, Any], says: str) -> None:

@@ -4,13 +4,15 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cache.records import WorkerLoad
 from cache.types import BlockHash
 from server.router.cost import CostModel, WorkerView
 from server.router.load_tracker import WorkerLoadEstimate
-from server.router.policies import POLICIES, FleetView, Policy, make_policy
+from server.router.policies import AFFINITY, POLICIES, FleetView, Policy, make_policy, rendezvous_worker
 from server.router.types import RouteRequest
 from tests.members import make_member
 
@@ -193,3 +195,30 @@ def test_every_policy_answers_for_one_worker_and_an_empty_prompt(name: str) -> N
     request = replace(make_request(), hashes=[], num_prompt_tokens=1)
     assert chosen(policy, request, view("a")) == {"a"}
     policy.on_dispatch(request, view("a"))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    loads=st.lists(
+        st.tuples(st.floats(0.0, 30.0), st.floats(0.01, 20.0), st.floats(0.0, 60.0), st.sampled_from([0, 16, 64])),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_no_cost_is_negative_and_a_session_has_its_tenth(
+    seed: int, loads: list[tuple[float, float, float, int]]
+) -> None:
+    """The choice is as if the session's own worker had a discount: costs are seconds, which it would make negative."""
+    workers = [
+        view(f"w{at}", queue_s=queue_s, prefill_s=prefill_s, assigned_s=assigned_s, matched_tokens=matched)
+        for at, (queue_s, prefill_s, assigned_s, matched) in enumerate(loads)
+    ]
+    fleet = FleetView(COST, sum(load[2] for load in loads), len(workers), lambda: 0.5)
+    plain = make_policy("headstart").scores(make_request(num_blocks=4), workers, fleet)
+    costs_s = make_policy("headstart").scores(make_request(num_blocks=4, affinity_key=f"k{seed}"), workers, fleet)
+    assert min(costs_s) >= 0.0
+    own = workers.index(rendezvous_worker(f"k{seed}", workers))
+    if costs_s != plain:
+        recent_s = COST.recent_weight * (workers[own].assigned_s - min(load[2] for load in loads))
+        left_s = AFFINITY * workers[own].prefill_s + recent_s
+        assert costs_s == pytest.approx([cost_s + left_s * (at != own) for at, cost_s in enumerate(plain)])

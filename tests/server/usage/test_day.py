@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import pytest
 
 from server.usage.account import Account
 from server.usage.day import COLUMNS, MINUTES, DayHistory, outcome
 
 
-def account(status: int = 200, *, finished: bool = True) -> Account:
-    return Account(
-        tenant="t", key="k", route="chat", status=status, finished=finished, prompt_tokens=100, prefill_saved_s=0.25
-    )
+def account(status: int = 200) -> Account:
+    return Account(tenant="t", key="k", route="chat", model="m", status=status, prompt_tokens=100, prefill_saved_s=0.25)
 
 
 @pytest.mark.parametrize(
     ("status", "finished", "column"),
     [
         (200, True, "answered"),
-        (400, False, "answered"),
+        (400, False, "wrong"),
+        (401, False, "wrong"),
         (200, False, "failed"),
         (500, False, "failed"),
         (503, False, "failed"),
@@ -28,21 +29,26 @@ def account(status: int = 200, *, finished: bool = True) -> Account:
     ],
 )
 def test_outcomes(status: int, finished: bool, column: str) -> None:
-    assert outcome(account(status, finished=finished)) == column
+    assert outcome(status, finished=finished) == column
 
 
 def test_requests_are_summed_by_minute() -> None:
     now_s = 600.0
     day = DayHistory(clock=lambda: now_s)
-    for status in (200, 429):
-        day.add(account(status))
+    done = account()
+    done.finished, done.first_token_s = True, 0.02
+    day.add(200, "", done)
+    day.add(429, "queue_full", account(429))
+    day.add(429, "rate_limit_exceeded", None)
     now_s = 725.0
-    day.add(account(500))
+    day.add(500, "internal_error", account(500))
     report = day.report()
-    first, second = (dict(zip(report["columns"], row, strict=True)) for row in report["rows"])
-    assert report["columns"] == ("at", *COLUMNS)
+    first, early, second = (dict(zip(report["columns"], row, strict=True)) for row in report["rows"])
+    assert report["columns"] == ("at", "model", *COLUMNS, "errors", "first_tokens")
     assert (first["at"], first["answered"], first["refused"], first["prompt_tokens"]) == (600, 1, 1, 200)
-    assert first["prefill_saved_s"] == 0.5
+    assert (first["prefill_saved_s"], first["errors"]) == (0.5, {"queue_full": 1})
+    assert sum(first["first_tokens"]) == first["first_tokens"][bisect_left(report["first_token_bounds_s"], 0.02)] == 1
+    assert (early["model"], early["refused"], early["errors"]) == ("", 1, {"rate_limit_exceeded": 1})
     assert (second["at"], second["failed"], second["answered"]) == (720, 1, 0)
 
 
@@ -51,7 +57,7 @@ def test_a_minute_of_yesterday_is_forgotten() -> None:
     day = DayHistory(clock=lambda: now_s)
     for minute in range(MINUTES + 10):
         now_s = 60.0 * minute
-        day.add(account())
+        day.add(200, "", account())
     assert [row[0] for row in day.report()["rows"]] == [60 * minute for minute in range(10, MINUTES + 10)]
     now_s += 3600.0
     assert len(day.report()["rows"]) == MINUTES - 60
