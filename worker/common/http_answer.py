@@ -68,7 +68,8 @@ class AnswerTransport:
 
     def close(self) -> None:
         self.flush()
-        self._transport.close()
+        if (protocol := self._transport.get_protocol()) is not None:  # held, it would be a cycle of references
+            protocol.close_answered()
 
     def reset(self) -> None:
         """Close so that the client sees an error: a plain end would complete a body without a length."""

@@ -189,7 +189,7 @@ CHUNKED = b"POST /wait HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("apart", [False, True])
 async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.01)
     broken, status = BROKEN[name]
     desk = Desk()
     async with Port(None, app=desk) as port:
@@ -211,7 +211,7 @@ async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: 
 
 @pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", CHUNKED + b"zz\r\n", b"GET / HTTP/2.0\r\nHost: h\r\n\r\n"])
 async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.01)
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
@@ -243,7 +243,7 @@ async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeyp
     ],
 )
 async def test_other_versions_of_http(head: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.01)
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
