@@ -4,8 +4,8 @@
     .k8s/tools/      kubernetes-validate, hadolint, uv          .k8s/checkov/   checkov, in an environment of its own
     .k8s/helm4 helm3                                            .k8s/base.tar   what stands in for python:3.11-slim
 
-With --clients, instead, the proxies and HTTP clients of `make test-faults` and `make test-clients`: by apt-get, and those
-that wheels carry (requirements/fronts.txt) into .k8s/fronts/.
+With --clients, instead, the proxies and HTTP clients of `make test-faults` and `make test-clients`: by apt-get, and
+from wheels (requirements/fronts.txt) into .k8s/fronts/.
 
 Each step is skipped when it was done before. Fails when something cannot be had: a missing tool is no passed test.
 """

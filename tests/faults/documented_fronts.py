@@ -19,7 +19,7 @@ NAMES: Final = ("nginx", "haproxy", "envoy", "caddy", "traefik", "apache")
 _BLOCK: Final = re.compile(r"^```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 _NGINX: Final = """
-daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log info; worker_processes 1;
+user root; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log info; worker_processes 1;
 events {{ worker_connections 1024; }}
 http {{
   access_log off;
