@@ -22,8 +22,7 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 LINGER_S: Final = 120.0
 """A client that was refused may send the rest of its body in this time: a front reads the answer afterwards."""
 MAX_LINGER_BYTES: Final = 128 << 20
-LINGER_SILENCE_S: Final = 5.0
-"""It has stopped to send after such a silence: a front may keep its side open."""
+LINGER_SILENCE_S: Final = 5.0  # then it has stopped: a front may keep its side open
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
 
@@ -67,8 +66,7 @@ class StrictProtocol(HttpToolsProtocol):
             self._num_dropped_bytes += len(data)
             if self._num_dropped_bytes > MAX_LINGER_BYTES:
                 self.transport.close()
-            return
-        if self._is_ahead_full:
+        if self._drops_input or self._is_ahead_full:
             return
         num_read = 0 if self._ahead or self._is_waiting else self._read(data)
         if num_read < len(data) and not self._drops_input:
@@ -155,11 +153,10 @@ class StrictProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._read_ahead)  # after the turns of other connections
 
     def close_answered(self) -> None:
-        """Close after the last answer, or after one to a part of a body (401, 413), whose rest may still come."""
+        """Close after the last answer. The rest of a body that was refused (401, 413) may still come."""
         if self._reader.phase == "body":
-            self._close_with(b"")
-        else:
-            self.transport.close()
+            return self._close_with(b"")
+        self.transport.close()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -199,7 +199,7 @@ def upload_head(num_bytes: int, *fields: str) -> bytes:
 def test_a_refusal_during_an_upload_survives_the_rest(
     loop: str, num_bytes: int, piece_bytes: int, num_first: int, expects: bool
 ) -> None:
-    """A client that sends all of its body before it reads gets the answer, whole, and the end of the connection."""
+    """A client that sends all of its body before it reads gets the whole answer, and the end."""
 
     async def scenario() -> None:
         async with Port(None, app=refuse) as port:
@@ -225,7 +225,7 @@ def test_a_refusal_during_an_upload_survives_the_rest(
 
 @pytest.mark.parametrize("bound", ["LINGER_S", "MAX_LINGER_BYTES", "LINGER_SILENCE_S"])
 async def test_a_refused_upload_is_not_read_for_ever(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bound ends it alone: seconds and bytes of a client that goes on, and the silence of one that does not."""
+    """Each bound ends it by itself: seconds and bytes where more comes, and silence."""
     for name in ("LINGER_S", "MAX_LINGER_BYTES", "LINGER_SILENCE_S"):
         monkeypatch.setattr(http_protocol, name, 1 << 40)
     monkeypatch.setattr(http_protocol, bound, {"MAX_LINGER_BYTES": MIB}.get(bound, 0.05))
