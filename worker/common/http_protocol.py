@@ -18,18 +18,22 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Coroutine, Iterable, MutableMapping
 from typing import Any, Final
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from worker.common.http_reader import MessageError, RequestHead, RequestReader
 
-MAX_HEAD_BYTES: Final = 64 * 1024  # an incomplete head is kept: bounds what a connection holds
-LINGER_S: Final = 1.0  # a reset at once would discard an answer that the client has not read
+MAX_HEAD_BYTES: Final = 64 * 1024
+LINGER_S: Final = 120.0
+"""A client that was refused may send the rest of its body in this time: a front reads the answer afterwards."""
+MAX_LINGER_BYTES: Final = 128 << 20
+LINGER_SILENCE_S: Final = 5.0  # then it has stopped: a front may keep its side open
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
 _VERSION: Final = b"HTTP/1.1 "
@@ -39,15 +43,25 @@ MAX_ZEROS: Final = 8
 _BODILESS: Final = (204, 304)
 
 
+class AnswerCycle(RequestResponseCycle):
+    """An answer, which ends the connection if the body of its request has not ended (RFC 9110, 10.1.1)."""
+
+    def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
+        if self.more_body:
+            self.keep_alive = False
+        return super().send(message)
+
+
 class StrictProtocol(HttpToolsProtocol):
     """One connection.
 
-    After an error its input is read and dropped: an immediate close would reset the connection, and the peer might
-    never see the answer.
+    After an error, or an answer to a part of a request, its input is read and dropped: an immediate close would reset
+    the connection, and the peer might never see the answer.
     """
 
     _drops_input = False
     """Further input is dropped."""
+    _num_dropped_bytes = 0
     _is_ahead_full = False
     """More input came than is kept: the connection ends after the complete requests in `_ahead`."""
 
@@ -64,6 +78,10 @@ class StrictProtocol(HttpToolsProtocol):
         self._ahead.clear()
 
     def data_received(self, data: bytes) -> None:
+        if self._drops_input:
+            self._num_dropped_bytes += len(data)
+            if self._num_dropped_bytes > MAX_LINGER_BYTES:
+                self.transport.close()
         if self._drops_input or self._is_ahead_full:
             return
         num_read = 0 if self._ahead or self._is_waiting else self._read(data)
@@ -112,7 +130,7 @@ class StrictProtocol(HttpToolsProtocol):
             "query_string": query,
             "headers": head.headers,
         }
-        self.cycle = RequestResponseCycle(
+        self.cycle = AnswerCycle(
             self.scope,
             AnswerTransport(self.transport),  # type: ignore[arg-type]
             self.flow,
@@ -140,23 +158,21 @@ class StrictProtocol(HttpToolsProtocol):
         self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
-        """Continue the connection. The rest of a body that was answered early (401, 413) is not awaited."""
+        """Continue the connection."""
         cycle: Any = self.cycle
         cycle.transport.flush()
         super().on_response_complete()
         # The connection may stay: nothing of the request stays with it.
         cycle.body = bytearray()
         cycle.scope = self.scope = {}  # type: ignore[typeddict-item]
-        if self.transport.is_closing():
-            return
-        if self._reader.phase == "body":
-            self.loop.call_later(LINGER_S, self._close_unread, cycle)
-        elif self._ahead or self._is_ahead_full:
+        if (self._ahead or self._is_ahead_full) and not self.transport.is_closing():
             self.loop.call_soon(self._read_ahead)  # after the turns of other connections
 
-    def _close_unread(self, cycle: object) -> None:
-        if self._reader.phase == "body" and self.cycle is cycle:
-            self.transport.close()
+    def close_answered(self) -> None:
+        """Close after the last answer. The rest of a body that was refused (401, 413) may still come."""
+        if self._reader.phase == "body":
+            return self._close_with(b"")
+        self.transport.close()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -173,8 +189,7 @@ class StrictProtocol(HttpToolsProtocol):
         is_open = self.cycle is not None and not self.cycle.response_complete
         self._lose_client()
         if is_open and self.cycle.response_started:
-            self._drops_input = True
-            self.transport.close()
+            self._close_with(b"")
         else:
             own_headers, body = self._refusal(status)
             ends = (b"content-length", b"%d" % len(body)), (b"connection", b"close")
@@ -190,7 +205,14 @@ class StrictProtocol(HttpToolsProtocol):
         self.transport.write(answer)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self._linger(-1, self.loop.time() + LINGER_S)
+
+    def _linger(self, num_dropped_bytes: int, until_s: float) -> None:
+        """Close when no input has come since this number of bytes, or at the end of the time."""
+        if self._num_dropped_bytes == num_dropped_bytes or self.loop.time() >= until_s:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(LINGER_SILENCE_S, self._linger, self._num_dropped_bytes, until_s)
 
 
 class AnswerTransport:
@@ -234,7 +256,8 @@ class AnswerTransport:
 
     def close(self) -> None:
         self.flush()
-        self._transport.close()
+        if (protocol := self._transport.get_protocol()) is not None:  # held, it would be a cycle of references
+            protocol.close_answered()
 
     def reset(self) -> None:
         """Close so that the client sees an error: a plain end would complete a body without a length."""

@@ -69,6 +69,12 @@ class MemoryTransport(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.is_closed
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
+
     def can_write_eof(self) -> bool:
         return True
 
@@ -109,6 +115,7 @@ class OurPort:
         """Return the requests that the app has read, the statuses of the answers, and whether the connection ended."""
         self._app.read = []
         connection, transport = self._connection(), MemoryTransport()
+        transport.set_protocol(connection)
         connection.connection_made(transport)
         for number, piece in enumerate(pieces):
             if transport.is_paused:

@@ -7,6 +7,7 @@ import json
 import re
 import ssl
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -176,6 +177,84 @@ async def test_100_continue_is_sent_only_if_the_body_is_awaited(has_body: bool) 
         writer.close()
 
 
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Answer without a look at the body."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+def upload_head(num_bytes: int, *fields: str) -> bytes:
+    lines = ("POST / HTTP/1.1", "Host: h", f"Content-Length: {num_bytes}", *fields, "", "")
+    return "\r\n".join(lines).encode()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    loop=st.sampled_from(sorted(LOOPS)),
+    num_bytes=st.sampled_from([1, 1000, 100_000, 8 * MIB]),
+    piece_bytes=st.sampled_from([997, 65_536]),
+    num_first=st.integers(0, 2),
+    expects=st.booleans(),
+)
+def test_a_refusal_during_an_upload_survives_the_rest(
+    loop: str, num_bytes: int, piece_bytes: int, num_first: int, expects: bool
+) -> None:
+    """A client that sends all of its body before it reads gets the whole answer, and the end."""
+
+    async def scenario() -> None:
+        async with Port(None, app=refuse) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            first = b"x" * min(num_bytes - 1, num_first * piece_bytes)
+            writer.write(upload_head(num_bytes, *["Expect: 100-continue"] * expects) + first)
+            async with asyncio.timeout(HANG_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 401 ")
+                assert b"\r\nconnection: close\r\n" in head
+                left = num_bytes - len(first)
+                while left:
+                    piece = b"x" * min(piece_bytes, left)
+                    writer.write(piece)
+                    await writer.drain()  # which a reset fails
+                    left -= len(piece)
+                assert await reader.read() == b"no"
+                writer.close()
+                await until(lambda: not port.connections, HANG_S)
+
+    run(loop, scenario())
+
+
+@pytest.mark.parametrize("bound", ["LINGER_S", "MAX_LINGER_BYTES", "LINGER_SILENCE_S"])
+async def test_a_refused_upload_is_not_read_for_ever(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bound ends it by itself: seconds and bytes where more comes, and silence."""
+    for name in ("LINGER_S", "MAX_LINGER_BYTES", "LINGER_SILENCE_S"):
+        monkeypatch.setattr(http_protocol, name, 1 << 40)
+    monkeypatch.setattr(http_protocol, bound, {"MAX_LINGER_BYTES": MIB}.get(bound, 0.05))
+    if bound == "LINGER_S":
+        monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.5)  # the seconds are compared so often
+    async with Port(None, app=refuse) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(upload_head(1 << 40))
+        async with asyncio.timeout(HANG_S):
+            assert (await reader.read()).endswith(b"no")
+            with suppress(ConnectionError):
+                while bound != "LINGER_SILENCE_S" and port.connections:
+                    writer.write(b"x" * 10_000)
+                    await writer.drain()
+            await until(lambda: not port.connections, HANG_S)
+        writer.close()
+
+
+async def test_a_refusal_behind_its_whole_body_keeps_the_connection() -> None:
+    async with Port(None, app=refuse) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write((upload_head(5) + b"12345") * 2)
+        async with asyncio.timeout(HANG_S):
+            for _ in range(2):
+                assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(2) == b"no"
+        writer.close()
+
+
 BROKEN = {
     "chunk size": (b"5\r\nhello\r\nzz\r\n", 400),
     "chunk end": (b"5\r\nhello!!5\r\n", 400),
@@ -189,7 +268,7 @@ CHUNKED = b"POST /wait HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("apart", [False, True])
 async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.01)
     broken, status = BROKEN[name]
     desk = Desk()
     async with Port(None, app=desk) as port:
@@ -211,7 +290,7 @@ async def test_broken_framing_has_a_status(name: str, apart: bool, monkeypatch: 
 
 @pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", CHUNKED + b"zz\r\n", b"GET / HTTP/2.0\r\nHost: h\r\n\r\n"])
 async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.01)
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
@@ -243,7 +322,7 @@ async def test_garbage_behind_a_request_does_not_harm_it(garbage: bytes, monkeyp
     ],
 )
 async def test_other_versions_of_http(head: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.01)
     desk = Desk()
     async with Port(None, app=desk) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)

@@ -68,6 +68,11 @@ class Port:
         self._server.stopped.set()
         await self._task
 
+    @property
+    def connections(self) -> set[object]:
+        """The open ones."""
+        return {*self._server.server_state.connections}
+
     async def serial(self, trust: ssl.SSLContext) -> str:
         """Return the serial number of the certificate that it shows. Raises ssl.SSLError."""
         _, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=trust)
