@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install serving dev serve test test-e2e test-all test-chart test-k8s test-faults test-browser test-clients test-vllm check generate bench docs sbom test-deep mutants gpu-check gpu-bundle format clean
+.PHONY: install serving dev serve test test-e2e test-all test-chart test-k8s test-faults test-browser test-clients test-vllm check generate bench docs package sbom test-deep mutants gpu-check gpu-bundle format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -109,6 +109,9 @@ bench: dev ## the measurements: make bench ARGS="cache --json"
 
 docs: dev ## the pages as a site, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+package: dev ## the chart and the bills of materials of a release, in dist/ (needs helm, which `make test-chart` installs)
+	@$(BIN)/python -m tools.package dist
 
 sbom: dev ## what the images install, as CycloneDX, in sbom/
 	@$(BIN)/python -m tools.sbom sbom
