@@ -129,7 +129,7 @@ class Models:
         facts = model.facts
         size = 0 if facts.text_apis else max(facts.embedding_sizes, default=0)
         if not size or model.adapter:
-            message = f"The model {name!r:.200} makes no embeddings: ask for an embedding model."
+            message = f"The model {name!r:.200} makes no embeddings: a worker with `--task embed` does."
             raise InvalidRequestError(message, param="model")
         return size
 
