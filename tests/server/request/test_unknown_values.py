@@ -132,7 +132,7 @@ def with_value(message: Any, place: Place, value: str) -> Any:
 def test_the_places_are_found() -> None:
     assert {("prefill_order",), ("tiers", 0)} <= set(_Example(WorkerMember).places)
     assert _Example(wire.Finished).places == [(2,)]
-    assert ("sampling", "grammar", "kind") in _Example(wire.GenerateRequest).places
+    assert _Example(wire.GenerateRequest).places == [("sampling", "grammar", "kind")]
     assert _Example(wire.Started).places == [(2, "a key")]
     assert _Example(WorkerState).places == [("member", *place) for place in _Example(WorkerMember).places]
 
