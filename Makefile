@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install serving dev serve test test-e2e test-all test-chart test-k8s test-faults test-browser test-clients test-vllm check bench docs sbom test-deep mutants gpu-check gpu-bundle format clean
+.PHONY: install serving dev serve test test-e2e test-all test-chart test-k8s test-faults test-browser test-clients test-vllm check generate bench docs package sbom test-deep mutants gpu-check gpu-bundle format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -90,7 +90,10 @@ gpu-check: ## check a GPU in at most 8 minutes; the report is in gpu-report/: ma
 gpu-bundle: dev ## pack the sources and what gpu-check needs besides torch, for a host without a network (5 minutes)
 	@$(BIN)/python -m tools.gpu_bundle headstart-gpu.tar.xz
 
-check: dev ## ruff, mypy, import rules, docs
+generate: dev ## write all that is generated: pages of options, metrics and values, the chart's schema, the Grafana board
+	@$(BIN)/python -m tools.generate
+
+check: dev ## ruff, mypy, import rules, docs, and whether what is generated is stale
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -98,7 +101,7 @@ check: dev ## ruff, mypy, import rules, docs
 	@$(BIN)/python tools/check_docs.py
 	@$(BIN)/python tools/check_prose.py
 	@$(BIN)/python tools/check_sizes.py
-	@$(BIN)/python tools/configuration.py --check
+	@$(BIN)/python -m tools.generate --check
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir $(VENV)/site
 
 bench: dev ## the measurements: make bench ARGS="cache --json"
@@ -106,6 +109,9 @@ bench: dev ## the measurements: make bench ARGS="cache --json"
 
 docs: dev ## the pages as a site, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+package: dev ## the chart and the bills of materials of a release, in dist/ (needs helm, which `make test-chart` installs)
+	@$(BIN)/python -m tools.package dist
 
 sbom: dev ## what the images install, as CycloneDX, in sbom/
 	@$(BIN)/python -m tools.sbom sbom

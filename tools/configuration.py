@@ -40,6 +40,7 @@ PAGES: Final = {
     "tools": ("top", "doctor", "keys", "index", "prefix", "usage", "batch"),
 }
 """Page below docs/configuration to the commands on it."""
+TOOLS: Final = ", ".join(f"`headstart {name}`" for name in (*PAGES["tools"], "bench"))
 NOTE: Final = "<!-- Written by tools/configuration.py from the parsers; change the help texts there. -->"
 INDEX: Final = f"""# Configuration
 
@@ -52,7 +53,7 @@ Every option of every command, as `--help` prints it:
 | [serve](configuration/serve.md) | `headstart serve`: everything on one machine, also in front of other engines |
 | [gateway](configuration/gateway.md) | `headstart gateway` |
 | [worker](configuration/worker.md) | `headstart worker`: a worker, or the adapter of another engine |
-| [tools](configuration/tools.md) | `headstart top`, `doctor`, `keys`, `index`, `prefix`, `batch` |
+| [tools](configuration/tools.md) | {TOOLS} |
 
 - An option that ends in `-s` takes seconds. A SIZE is bytes, or a number with K, M, G or T.
 - A wrong value ends the command with exit code 2 and a message that names the option.
@@ -99,8 +100,23 @@ def pages() -> dict[Path, str]:
     for name, commands in PAGES.items():
         title = f"# Options of {name}" if len(commands) == 1 else "# Options of the tools"
         lines = [title, "", NOTE, "", *(line for command in commands for line in section(command))]
+        if name == "tools":
+            lines += benches()
         written[DOCS / "configuration" / f"{name}.md"] = "\n".join(lines)
     return written
+
+
+def benches() -> Iterator[str]:
+    """Yield the list of measurements. Their options are in `--help`, as most need a checkout."""
+    from benchmarks.__main__ import BENCHES, DEV_BENCHES
+
+    yield "## headstart bench\n"
+    yield "`headstart bench NAME --help` lists the options of each. [How to use them](../performance.md).\n"
+    yield "| name | measures | needs a checkout |"
+    yield "| --- | --- | --- |"
+    for name, summary in sorted((BENCHES | DEV_BENCHES).items()):
+        yield f"| `{name}` | {escaped(summary)} | {'yes' if name in DEV_BENCHES else 'no'} |"
+    yield ""
 
 
 def names() -> str:

@@ -145,6 +145,8 @@ def main() -> int:
     check = parser.parse_args().check
     content = json.dumps(dashboard(), indent=1) + "\n"
     stale = not TARGET.exists() or TARGET.read_text() != content
+    if stale:
+        print(f"{'stale' if check else 'wrote'}: {TARGET.relative_to(ROOT)}")
     if stale and not check:
         TARGET.write_text(content)
     return int(check and stale)

@@ -124,6 +124,8 @@ def parse(argv: Sequence[str]) -> Namespace:
         args.num_workers = 0 if args.engine_urls else 2
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key go together: give both or none")
+    if args.port and args.port == args.ops_port:
+        raise ValueError(f"--port and --ops-port are both {args.port}: give two ports")
     if args.num_gateways > 1 and not (args.port and 0 < args.ops_port <= 65536 - args.num_gateways):
         raise ValueError(f"--gateways {args.num_gateways} needs a --port, and as many ports from --ops-port up")
     own, extra = given(args, "model", "dtype", "prefix_cache"), shlex.split(args.worker_args)

@@ -125,7 +125,7 @@ class Models:
     def embedding_size(self, name: str, model: ServedModel) -> int:
         """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
         if not model.facts.embedding_size or model.adapter:
-            message = f"The model {name!r:.200} makes no embeddings: ask for an embedding model."
+            message = f"The model {name!r:.200} makes no embeddings: a worker with `--task embed` does."
             raise InvalidRequestError(message, param="model")
         return model.facts.embedding_size
 

@@ -1,8 +1,6 @@
 """Routing policies: rules that score the workers that can take a request. The lowest score wins.
 
-To add one: subclass `Policy` and enter it in POLICIES. `python tools/configuration.py` then writes its name to the
-docs, `python -m tools.values` to the chart's schema. For `headstart bench route`, enter it in COUNT_PENDING
-(benchmarks/dev/route_load/runs.py), so that replays count pending blocks as gateways do.
+CONTRIBUTING.md, "Where to add what", has the way to add one.
 """
 
 from __future__ import annotations

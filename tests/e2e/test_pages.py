@@ -108,12 +108,12 @@ TO_FIND: Final = {
     "wire types": "msgpack",
     "SSE format": "data: ",
 }
-"""Topics that a reader of the README must find, each with a word of the code named there."""
+"""Topics that a reader of the architecture page must find, each with a word of the code named there."""
 
 
 @pytest.mark.parametrize(("topic", "word"), TO_FIND.items())
-def test_the_readme_leads_to_the_code(topic: str, word: str) -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+def test_the_architecture_leads_to_the_code(topic: str, word: str) -> None:
+    lines = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()
     lines = lines[lines.index("| to find | look for | in |") :]
     (row,) = [line for line in lines if line.startswith("|") and topic in line.split("|")[1]]
     symbols, files = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[2:4])

@@ -184,7 +184,7 @@ async def upload(port: int, key: str, num_bytes: int, seconds: float, expects: b
 @pytest.mark.parametrize("name", NAMES)
 async def test_refusals_of_uploads_arrive(name: str, cluster: Cluster, tmp_path: Path) -> None:
     kinds = {401: "sk-wrong", 413: KEY, 429: LIMITED_KEY}
-    own = {401: (401, 429), 413: (413,), 429: (429, 413)}  # many wrong keys get 429; a minute may begin anew
+    own = {401: (401, 429), 413: (413,), 429: (429, 413)}  # many wrong keys get 429; a minute may begin
     wrong: list[object] = []
     gate = asyncio.Semaphore(4)
     num = 0

@@ -133,6 +133,16 @@ def test_the_gateways_service_is_reachable_from_outside() -> None:
     assert spec["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "nodePort": 30080}]
 
 
+def test_the_load_balancer_of_the_gateways() -> None:
+    service = {
+        "type": "LoadBalancer",
+        "loadBalancerClass": "lb.example/nlb",
+        "loadBalancerSourceRanges": ["192.0.2.0/24"],
+    }
+    spec = one(rendered({"gateway": {"service": service}}), "Service", "-gateway")["spec"]
+    assert service.items() <= spec.items()
+
+
 def test_dynamic_resources_go_to_the_engine(tmp_path: Path) -> None:
     """Its container uses the pod's claim, and Headstart's own engine takes it for a GPU."""
     claim = {
@@ -280,6 +290,9 @@ REFUSED: Final[list[tuple[dict[str, Any], str]]] = [
     ({"gateway": {"service": {"type": "NodePort", "nodePort": 70000}}}, "gateway.service.nodePort"),
     ({"gateway": {"service": {"externalTrafficPolicy": "Local"}}}, "gateway.service.externalTrafficPolicy"),
     ({"gateway": {"service": {"type": "NodePort", "loadBalancerIP": "192.0.2.7"}}}, "gateway.service.loadBalancerIP"),
+    ({"gateway": {"service": {"loadBalancerClass": "nlb.example/class"}}}, "gateway.service.loadBalancerClass"),
+    ({"gateway": {"service": {"loadBalancerSourceRanges": ["192.0.2.0/24"]}}}, "service.loadBalancerSourceRanges"),
+    ({"models": [{"name": "m", "source": "s3://bucket/model"}]}, "source"),
     ({"worker": {"resources": {"claims": [{"name": "gpu"}]}}}, "resources.claims"),
     ({"gateway": {"resources": {"claims": [{"name": "nic"}]}}}, "gateway.resources.claims"),
     ({"worker": {"vllm": {"adapterResources": {"claims": []}}}}, "claims"),

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from server.metrics import GatewayMetrics
-from server.usage.totals import UsageTotals
 from tests.k8s import chart
-from tests.k8s.metric_names import names_in, names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
+from tests.k8s.metric_names import names_in, names_in_alerts, names_in_chart, names_in_dashboard
 from tests.k8s.tools import CHART, ROOT, call, succeed
-from tests.server.test_metrics import fleet_metrics
-from worker.contracts.metrics import WorkerMetrics
+from tests.tools.test_dashboard import declared
 
 ALERTS = CHART / "files" / "alerts.yaml"
 RULES: dict[str, Any] = yaml.safe_load(ALERTS.read_text())
@@ -94,46 +91,10 @@ def test_the_dashboard_asks_valid_questions(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-def declared() -> set[str]:
-    from prometheus_client import generate_latest
-
-    gateway, worker = GatewayMetrics(), WorkerMetrics()
-    gateway.registry.register(fleet_metrics())
-    gateway.registry.register(UsageTotals())
-    worker.add_vllm_names("m")
-    return names_in_scrape(generate_latest(gateway.registry).decode()) | names_in_scrape(worker.render().decode())
-
-
 def test_every_metric_that_is_asked_for_is_declared() -> None:
     """The live scrape is asked too, in test_fleet.py; this one names the culprit within a second."""
     asked = names_in_alerts() | names_in_dashboard() | names_in_chart()
     assert asked - declared() == set()
-
-
-def test_every_declared_metric_is_shown() -> None:
-    """Every metric has a panel or an alert, or it is not worth its series."""
-    shown = names_in_dashboard() | names_in_alerts()
-    families = {re.sub(r"_(total|created|bucket|sum|count)$", "", name) for name in declared()}
-    unseen = {f for f in families if not any(name == f or name.startswith(f + "_") for name in shown)}
-    assert {f for f in unseen if not f.startswith("vllm:")} == ALSO_MEASURED
-
-
-ALSO_MEASURED = {
-    "headstart_worker_requests",
-    "headstart_worker_request_success",
-    "headstart_worker_request_refusals",
-    "headstart_worker_prompt_tokens",
-    "headstart_worker_cached_tokens",
-    "headstart_worker_output_tokens",
-    "headstart_worker_batch_growth",
-    "headstart_worker_drafts",
-    "headstart_worker_draft_tokens",
-    "headstart_worker_accepted_draft_tokens",
-    "headstart_worker_batch_growth_seconds",
-    "headstart_worker_running_max_tokens",
-    "headstart_worker_skipped_tokens",
-}
-"""The worker's side of what the dashboard shows from the gateways, and what TGI's users look for."""
 
 
 def test_names_are_found() -> None:

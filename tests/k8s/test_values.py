@@ -77,6 +77,7 @@ CHANGES: dict[str, Any] = {
     "worker.podDisruptionBudget.minAvailable": "50%",
     "gateway.ingress.hosts": [{"host": "llm.example", "path": "/llm"}],
     "gateway.service.loadBalancerIP": "192.0.2.7",
+    "gateway.service.loadBalancerSourceRanges": ["192.0.2.0/24"],
     "gateway.resources.claims": [{"name": "nic"}],
     "worker.resources.claims": [{"name": "gpu", "request": "one"}],
 }

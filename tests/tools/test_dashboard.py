@@ -1,12 +1,19 @@
-"""The Grafana dashboard is built from its panels, and each call of a query gives its PromQL."""
+"""The Grafana dashboard is built from its panels; each query gives its PromQL, and each metric is shown."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from prometheus_client import generate_latest
 
+from server.metrics import GatewayMetrics
+from server.usage.totals import UsageTotals
+from tests.k8s.metric_names import names_in_alerts, names_in_dashboard, names_in_scrape
+from tests.server.test_metrics import fleet_metrics
 from tools import dashboard
+from worker.contracts.metrics import WorkerMetrics
 
 
 def test_the_file_is_what_the_panels_give() -> None:
@@ -31,3 +38,38 @@ def test_calls(expression: str, promql: str) -> None:
 def test_quantiles_bring_their_legends() -> None:
     legends = [legend for _, legend in dashboard.targets([["quantiles(a)"], ["quantiles(a, kind)"]])]
     assert legends == ["p50", "p95", "p99", "p50 {{kind}}", "p95 {{kind}}", "p99 {{kind}}"]
+
+
+def declared() -> set[str]:
+    """Return the names of a scrape of gateway and worker."""
+    gateway, worker = GatewayMetrics(), WorkerMetrics()
+    gateway.registry.register(fleet_metrics())
+    gateway.registry.register(UsageTotals())
+    worker.add_vllm_names("m")
+    return names_in_scrape(generate_latest(gateway.registry).decode()) | names_in_scrape(worker.render().decode())
+
+
+def test_every_declared_metric_is_shown() -> None:
+    """Every metric has a panel or an alert, or it is not worth its series."""
+    shown = names_in_dashboard() | names_in_alerts()
+    families = {re.sub(r"_(total|created|bucket|sum|count)$", "", name) for name in declared()}
+    unseen = {f for f in families if not any(name == f or name.startswith(f + "_") for name in shown)}
+    assert {f for f in unseen if not f.startswith("vllm:")} == ALSO_MEASURED
+
+
+ALSO_MEASURED = {
+    "headstart_worker_requests",
+    "headstart_worker_request_success",
+    "headstart_worker_request_refusals",
+    "headstart_worker_prompt_tokens",
+    "headstart_worker_cached_tokens",
+    "headstart_worker_output_tokens",
+    "headstart_worker_batch_growth",
+    "headstart_worker_drafts",
+    "headstart_worker_draft_tokens",
+    "headstart_worker_accepted_draft_tokens",
+    "headstart_worker_batch_growth_seconds",
+    "headstart_worker_running_max_tokens",
+    "headstart_worker_skipped_tokens",
+}
+"""The worker's side of what the dashboard shows from the gateways, and what TGI's users look for."""

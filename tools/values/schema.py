@@ -243,7 +243,7 @@ VALUES: Final = group(
                 pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
                 maxLength=20,
             ),
-            source=text("A Hugging Face id, or a GGUF file or folder under /models.", minLength=1),
+            source=text("A Hugging Face id, or a GGUF file or folder under /models.", pattern=r"^[^:]+$"),
             **{key: {"$ref": f"#/definitions/worker/properties/{key}"} for key in WORKER},
         ),
         minItems=1,
@@ -300,6 +300,8 @@ VALUES: Final = group(
             port=whole("Its port.", 1, 65535),
             nodePort=whole("Its port of the nodes; 0: any.", 0, 65535),
             loadBalancerIP=text("Address of the load balancer, where the cloud obeys it.", pattern=r"^[0-9a-fA-F.:]*$"),
+            loadBalancerClass=text("Controller of the load balancer; empty: the cluster's default."),
+            loadBalancerSourceRanges=array("Networks that may connect to the load balancer.", {"type": "string"}),
             externalTrafficPolicy=choice(
                 "`Local` keeps the caller's address; empty: the cluster's default.", "", "Cluster", "Local"
             ),

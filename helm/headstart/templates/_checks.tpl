@@ -30,7 +30,10 @@
 {{- with .Values.gateway.service -}}
 {{- if and .nodePort (eq .type "ClusterIP") }}{{ fail "gateway.service.nodePort: a Service of type ClusterIP has none; set type: NodePort" }}{{ end -}}
 {{- if and .externalTrafficPolicy (eq .type "ClusterIP") }}{{ fail "gateway.service.externalTrafficPolicy: a Service of type ClusterIP has none; set type: NodePort or LoadBalancer" }}{{ end -}}
-{{- if and .loadBalancerIP (ne .type "LoadBalancer") }}{{ fail "gateway.service.loadBalancerIP: it is for type: LoadBalancer" }}{{ end -}}
+{{- $service := . -}}
+{{- range $key := list "loadBalancerIP" "loadBalancerClass" "loadBalancerSourceRanges" -}}
+{{- if and (get $service $key) (ne $service.type "LoadBalancer") }}{{ fail (printf "gateway.service.%s: it is for type: LoadBalancer" $key) }}{{ end -}}
+{{- end -}}
 {{- end -}}
 {{- with .Values.gateway.strategy -}}
 {{- if and (eq .type "RollingUpdate") (eq (toString .rollingUpdate.maxSurge) "0") (eq (toString .rollingUpdate.maxUnavailable) "0") -}}

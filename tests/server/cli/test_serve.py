@@ -65,6 +65,7 @@ def test_the_ports_make_room_for_an_engine() -> None:
         (["--engine-url", "http://e:1", "--model", "m"], "--model is for own workers"),
         (["--tls-cert", "x"], "--tls-key go together"),
         (["--tls-key", "x"], "--tls-key go together"),
+        (["--port", "8001"], "--port and --ops-port are both 8001"),
         (["--gateways", "2", "--port", "0"], "--gateways 2 needs a --port"),
         (["--gateways", "2", "--ops-port", "65535"], "as many ports from --ops-port up"),
     ],
