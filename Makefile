@@ -53,8 +53,9 @@ test-browser: dev ## dashboard and chat page in a real Chromium (apt-get install
 
 CLIENTS := .venv-clients
 CLIENTS_OPENAI2 := .venv-clients-openai2
+LITELLM := .venv-litellm
 
-test-clients: dev $(CLIENTS)/.installed $(CLIENTS_OPENAI2)/.installed ## other people's clients against a running server, in two environments (2.5 GB; its programs by apt-get)
+test-clients: dev $(CLIENTS)/.installed $(CLIENTS_OPENAI2)/.installed $(LITELLM)/.installed ## other people's clients against a running server, in three environments (3.2 GB; its programs by apt-get)
 	@$(BIN)/python tools/install_k8s_tools.py --clients
 	@$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
@@ -66,8 +67,10 @@ $(CLIENTS)/.installed: requirements/clients.txt tests/clients/package.json
 	@touch $@
 
 $(CLIENTS_OPENAI2)/.installed: requirements/clients_openai2.txt
-	@test -x $(CLIENTS_OPENAI2)/bin/python || $(PYTHON) -m venv $(CLIENTS_OPENAI2)
-	@$(CLIENTS_OPENAI2)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/clients_openai2.txt
+$(LITELLM)/.installed: requirements/litellm_proxy.txt
+$(CLIENTS_OPENAI2)/.installed $(LITELLM)/.installed:
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 test-vllm: dev ## two real vLLM engines behind a gateway, in an environment of their own (.venv-vllm, 3 GB; about 20 minutes)

@@ -1,4 +1,4 @@
-"""Runs programs of the two environments of `make test-clients` against a running server."""
+"""Runs programs of the environments of `make test-clients` against a running server."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.waiting import HANG_S
 ROOT: Final = Path(__file__).parent.parent.parent
 INSTALLED: Final = ROOT / ".venv-clients"
 OPENAI2: Final = ROOT / ".venv-clients-openai2"
+LITELLM: Final = ROOT / ".venv-litellm"
 PROGRAMS: Final = Path(__file__).parent / "programs"
 
 
