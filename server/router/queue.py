@@ -19,6 +19,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import Final, Generic, TypeVar
 
@@ -107,7 +108,9 @@ class RequestQueue(Generic[T]):
     def refused(self, worker: WorkerIncarnation, tenant: str, refusal: WorkerRefused) -> None:
         """Remember that the worker's queue is full for the tenant."""
         until_s = self._clock() + min(FULL_S, refusal.retry_after_s)
-        self._full.setdefault(tenant, {})[worker] = (until_s, refusal)
+        self._full[tenant] = {**self._full.pop(tenant, {}), worker: (until_s, refusal)}
+        for oldest in [*islice(self._full, 2)]:  # else a tenant that never comes again would stay
+            self.full(oldest)
 
     def full(self, tenant: str) -> Refusals:
         """Return the workers that are still full for the tenant, each with its last refusal."""

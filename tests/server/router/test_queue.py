@@ -141,6 +141,15 @@ def test_only_the_refused_tenant_stays_away_and_only_for_a_while() -> None:
     assert not queue._full, "nothing is kept of a tenant that may never come again"
 
 
+def test_full_workers_of_tenants_that_never_come_again_go() -> None:
+    now_s = [0.0]
+    queue: RequestQueue[int] = RequestQueue(clock=lambda: now_s[0])
+    for number in range(1000):
+        queue.refused(A, f"tenant-{number}", refusal(1.0))
+        now_s[0] += FULL_S / 10
+    assert len(queue._full) <= 12
+
+
 def test_each_tenant_fills_its_own_share() -> None:
     clock = Clock()
     queue = RequestQueue[None](max_tokens=1000, clock=clock)
