@@ -120,8 +120,8 @@ class OutputParser(TextReader):
         if self._rules.tools is not None:
             yield from self._rules.tools.read(self)
         yield from self.before((), self.emit_content)
-        if not (self._num_calls or self._is_closed_by_text):
-            self.emit("content", self._space)
+        drops_space = self._num_calls or self._is_closed_by_text
+        self.emit("content", self._space.rstrip() if drops_space else self._space)
         self._end_input()
 
     def _reasoning(self, thoughts: ThoughtFormat) -> Reading:
@@ -163,9 +163,7 @@ class OutputParser(TextReader):
         text = self._space + text
         if self._closing and self._closing in text:
             text, self._closing = text.replace(self._closing, "", 1), ""
-        size = len(text)
-        if self._closing and not self.ended:
-            size -= ambiguous_len(text, (self._closing,))
+        size = len(text) - (ambiguous_len(text, (self._closing,)) if self._closing else 0)
         if self._rules.tools is not None or self._is_closed_by_text:
             size = len(text[:size].rstrip())
         self._space = text[size:]
@@ -173,10 +171,11 @@ class OutputParser(TextReader):
 
     def emit(self, kind: DeltaKind, text: str) -> None:
         if kind == "call":
+            held, self._space = self._space.rstrip(), ""
+            self.emit("content", held)
             self._end_input()
             text = joined_pairs(text)
             self._num_calls += 1
-            self._space = ""
             if self._rules.client_name(text).kind == "custom":
                 self._input = InputReader(raw=self._rules.is_raw_input)
         elif kind == "arguments" and self._input is not None:

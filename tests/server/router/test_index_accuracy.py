@@ -43,4 +43,4 @@ def test_cold_prompts_do_not_make_the_index_blind() -> None:
     for _ in range(50):
         accuracy.add(predicted=0, found=0)
     assert not accuracy.blind
-    assert (accuracy.precision, accuracy.recall) == (1.0, 1.0)
+    assert (accuracy.precision, accuracy.recall) == (None, None), "nothing was predicted, and nothing was found"

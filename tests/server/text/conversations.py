@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from server.api.items import responses_intent
 from server.api.messages import messages_intent
+from server.api.prompts.items import responses_intent
 from server.event_loop import run_now
 from server.schema.decoding import TextLimit
 from server.schema.intent import Conversation
