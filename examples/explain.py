@@ -16,6 +16,6 @@ print(
 )
 print("worker              cached   fetched   queue_s  prefill_s  first_token_s      cost")
 for worker in answer["workers"]:
-    tokens = (worker["matched_tokens"], worker["fetched_tokens"])
+    tokens = (worker["matched_tokens"], sum(worker["fetched_tokens"].values()))
     seconds = (worker["wait_s"] + worker["kv_wait_s"], worker["prefill_s"], worker["predicted_ttft_s"], worker["cost"])
     print("{:16} {:9} {:9} {:9.3f} {:10.3f} {:14.3f} {:9.3f}".format(worker["worker"], *tokens, *seconds))
