@@ -143,7 +143,8 @@ def shared_tokens(serve: Serve, earlier: Sequence[Exchange], exchange: Exchange)
         answer = httpx.post(f"{serve.ops_url}/prefixes/compare", json=pair, timeout=HANG_S).raise_for_status()
         return int(answer.json()["num_shared_tokens"])
 
-    return max(map(shared_with, earlier), default=0)
+    read = [one for one in (*earlier, exchange) if one.status == 200]  # a refused prompt may fit no context
+    return max(map(shared_with, read[:-1]), default=0) if exchange in read else 0
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_anthropic(smollm2: Serve) -> None:
     assert "input_json" in tools["kinds"]
     assert tools["answer"]
     assert (answer["no_model"]["class"], answer["no_model"]["type"]) == ("NotFoundError", "not_found_error")
-    assert (answer["image"]["class"], answer["too_long"]["class"]) == ("BadRequestError", "BadRequestError")
+    assert (answer["wrong"]["class"], answer["too_long"]["class"]) == ("BadRequestError", "BadRequestError")
     assert answer["too_long"]["message"].startswith("prompt is too long: ")
     assert answer["clamped"] == "end_turn"
     assert answer["run"]["kinds"] == ["tool_use", "tool_use"]
@@ -91,8 +91,9 @@ def test_anthropic(smollm2: Serve) -> None:
     assert all(name == id_ and kind == "model" for id_, kind, name in answer["models"])
     assert answer["models"]
     assert answer["model"].startswith("20")
-    assert answer["image"]["id"].startswith("req_")
-    assert "messages[0].content[0].type" in answer["image"]["message"]
+    assert answer["wrong"]["id"].startswith("req_")
+    assert "messages[0].content[0].text" in answer["wrong"]["message"]
+    assert "image" in answer["image"], "a model of text gets a line in its place"
 
 
 def test_openai(smollm2: Serve) -> None:

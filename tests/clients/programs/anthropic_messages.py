@@ -110,6 +110,8 @@ def main(url: str, model: str) -> None:
         messages=[{"role": "user", "content": "Paris, as JSON."}], output_format=City, **{**common, "max_tokens": 80}
     )
     huge = client.messages.create(messages=messages, timeout=60, **{**common, "max_tokens": 10_000_000})
+    image = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}]}
+    seen = client.messages.with_raw_response.create(messages=[image], **common)
     answer = {
         "first": first.content[0].text,
         "stop_reason": first.stop_reason,
@@ -125,7 +127,8 @@ def main(url: str, model: str) -> None:
         "city": parsed.parsed_output.model_dump(),
         "tools": call_and_result(client, **common),
         "no_model": refusal(client, **{**common, "model": "none"}, messages=messages),
-        "image": refusal(client, **common, messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+        "wrong": refusal(client, **common, messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}]),
+        "image": seen.headers["x-headstart-ignored"],
         "too_long": refusal(client, **common, messages=[{"role": "user", "content": "word " * 50_000}]),
         "clamped": huge.stop_reason,
         "run": tool_run(client, **common),
