@@ -1,6 +1,6 @@
 """The cost of a request at each worker, in seconds: every term, in the order of docs/routing.md.
 
-    fetch_s         time to get blocks from tiers and a peer          `plan_fetch`
+    fetch_s         time to get blocks from tiers and a peer          `fetch_plan.plan_fetch`
     prefill_s       time to compute the other tokens                  `CostModel.prefill_s`
     queue_s         delay by prefills that are there already          `queue_delay`
     num_displaced   prefills there that this one would delay          `queue_delay`
@@ -20,7 +20,7 @@ policy `headstart` adds jitter and affinity (`policies`).
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +28,7 @@ import msgspec
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import GatewayId, WorkerId
-from server.router.fetch_plan import FetchPlan, cheapest_plan
+from server.router.fetch_plan import FetchPlan, Peers, PeersByLayout, find_peers, plan_fetch
 from server.router.ledger import Ledger
 from server.router.load_tracker import LoadTracker, PrefillQueue, WorkerLoadEstimate
 from server.router.types import RouteRequest
@@ -130,67 +130,6 @@ class CostModel:
         rate = best.prefill_tokens_per_s
         like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= SIMILAR_RATE * rate])
         return (1.0 + beta) * (best.prefill_s * rate / like + best.fetch_cost_s)
-
-
-class Peers(msgspec.Struct, frozen=True):
-    """The workers of one layout that hold most of the prompt."""
-
-    num_blocks: int
-    holders: Sequence[Candidate]
-
-
-PeersByLayout = dict[tuple[str, str], Peers]
-"""By model and `WorkerMember.layout`."""
-
-
-def find_peers(candidates: Sequence[Candidate], broken: Container[WorkerId], request: RouteRequest) -> PeersByLayout:
-    """Return the workers that hold most of the prompt, by model and layout.
-
-    A draining worker still gives blocks. Workers that are broken or have failed this request may be gone.
-    """
-    peers: PeersByLayout = {}
-    for candidate in candidates:
-        member = candidate.member
-        incarnation = member.worker_id, member.epoch
-        num_blocks = _num_held_blocks(candidate)
-        is_gone = member.worker_id in broken or incarnation in request.excluded
-        if is_gone or not num_blocks or not member.layout:
-            continue
-        known = peers.get(key := (member.model, member.layout))
-        if known is None or num_blocks > known.num_blocks:
-            peers[key] = Peers(num_blocks, [candidate])
-        elif num_blocks == known.num_blocks:
-            peers[key] = Peers(num_blocks, [*known.holders, candidate])
-    return peers
-
-
-def _num_held_blocks(candidate: Candidate) -> int:
-    """Return how many blocks of the prompt the worker can give to a peer, from its pool and its tiers."""
-    num_blocks = candidate.matched_blocks
-    for tier_blocks, tokens_per_s in zip(candidate.tier_blocks, candidate.load.tier_tokens_per_s, strict=False):
-        if tier_blocks > num_blocks:
-            if not tokens_per_s:
-                break
-            num_blocks = tier_blocks
-    return num_blocks
-
-
-def plan_fetch(
-    candidate: Candidate, matched_tokens: int, tokens_per_s: float, all_peers: PeersByLayout, num_tokens: int
-) -> tuple[FetchPlan | None, Peers | None]:
-    """Return the worker's cheapest plan, and the peers that it fetches from; None where there is neither."""
-    member, load, most_tokens = candidate.member, candidate.load, max(0, num_tokens - 1)
-    block_size, fetch_rate = member.block_size, load.fetch_tokens_per_s
-    tiers: Iterable[tuple[int, float]] = ()
-    if candidate.tier_blocks:
-        ends = [min(num_blocks * block_size, most_tokens) for num_blocks in candidate.tier_blocks]
-        tiers = zip(ends, load.tier_tokens_per_s, strict=False)
-    peers, peer_end_tokens = None, 0
-    if all_peers and fetch_rate:
-        peers = all_peers.get((member.model, member.layout))
-        peer_end_tokens = 0 if peers is None else min(peers.num_blocks * block_size, most_tokens)
-    plan = cheapest_plan(num_tokens, matched_tokens, tokens_per_s, tiers, peer_end_tokens, fetch_rate)
-    return plan, peers if plan is not None and plan.peer_tokens else None
 
 
 def queue_delay(queue: PrefillQueue | None, prefill_s: float) -> tuple[float, float]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
+
+from cache.records import Candidate
+from cache.types import WorkerId
+from server.router.types import RouteRequest
 
 
 class FetchPlan(msgspec.Struct, frozen=True, gc=False):
@@ -71,3 +75,64 @@ def cheapest_plan(
         return FetchPlan(end_tokens, tier_tokens, 0, fetch_s)
     peer_tokens = peer_end_tokens - end_tokens
     return FetchPlan(peer_end_tokens, tier_tokens, peer_tokens, fetch_s + peer_tokens / fetch_tokens_per_s)
+
+
+class Peers(msgspec.Struct, frozen=True):
+    """The workers of one layout that hold most of the prompt."""
+
+    num_blocks: int
+    holders: Sequence[Candidate]
+
+
+PeersByLayout = dict[tuple[str, str], Peers]
+"""By model and `WorkerMember.layout`."""
+
+
+def find_peers(candidates: Sequence[Candidate], broken: Container[WorkerId], request: RouteRequest) -> PeersByLayout:
+    """Return the workers that hold most of the prompt, by model and layout.
+
+    A draining worker still gives blocks. Workers that are broken or have failed this request may be gone.
+    """
+    peers: PeersByLayout = {}
+    for candidate in candidates:
+        member = candidate.member
+        incarnation = member.worker_id, member.epoch
+        num_blocks = _num_held_blocks(candidate)
+        is_gone = member.worker_id in broken or incarnation in request.excluded
+        if is_gone or not num_blocks or not member.layout:
+            continue
+        known = peers.get(key := (member.model, member.layout))
+        if known is None or num_blocks > known.num_blocks:
+            peers[key] = Peers(num_blocks, [candidate])
+        elif num_blocks == known.num_blocks:
+            peers[key] = Peers(num_blocks, [*known.holders, candidate])
+    return peers
+
+
+def _num_held_blocks(candidate: Candidate) -> int:
+    """Return how many blocks of the prompt the worker can give to a peer, from its pool and its tiers."""
+    num_blocks = candidate.matched_blocks
+    for tier_blocks, tokens_per_s in zip(candidate.tier_blocks, candidate.load.tier_tokens_per_s, strict=False):
+        if tier_blocks > num_blocks:
+            if not tokens_per_s:
+                break
+            num_blocks = tier_blocks
+    return num_blocks
+
+
+def plan_fetch(
+    candidate: Candidate, matched_tokens: int, tokens_per_s: float, all_peers: PeersByLayout, num_tokens: int
+) -> tuple[FetchPlan | None, Peers | None]:
+    """Return the worker's cheapest plan, and the peers that it fetches from; None where there is neither."""
+    member, load, most_tokens = candidate.member, candidate.load, max(0, num_tokens - 1)
+    block_size, fetch_rate = member.block_size, load.fetch_tokens_per_s
+    tiers: Iterable[tuple[int, float]] = ()
+    if candidate.tier_blocks:
+        ends = [min(num_blocks * block_size, most_tokens) for num_blocks in candidate.tier_blocks]
+        tiers = zip(ends, load.tier_tokens_per_s, strict=False)
+    peers, peer_end_tokens = None, 0
+    if all_peers and fetch_rate:
+        peers = all_peers.get((member.model, member.layout))
+        peer_end_tokens = 0 if peers is None else min(peers.num_blocks * block_size, most_tokens)
+    plan = cheapest_plan(num_tokens, matched_tokens, tokens_per_s, tiers, peer_end_tokens, fetch_rate)
+    return plan, peers if plan is not None and plan.peer_tokens else None

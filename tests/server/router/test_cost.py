@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId
-from server.router.cost import CostModel, find_peers
-from server.router.fetch_plan import FetchPlan, cheapest_plan
+from server.router.cost import CostModel
+from server.router.fetch_plan import FetchPlan, cheapest_plan, find_peers
 from server.router.placement import Decision
 from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
 
