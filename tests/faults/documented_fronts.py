@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
-from tests.e2e.serving import free_ports, is_free
-from tests.waiting import wait_until
+from tests.e2e.serving import free_ports
+from tests.faults.fronts import FrontProcess, program
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "behind-a-front.md"
@@ -49,48 +47,51 @@ def documented(name: str) -> list[str]:
     return _BLOCK.findall(section)
 
 
-def _program(name: str) -> str:
-    path = shutil.which(name, path=f"/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin:{PROGRAMS}")
-    assert path is not None, f"{name} is missing: python tools/install_k8s_tools.py --clients"
-    return path
-
-
 def _nginx(folder: Path, blocks: Sequence[str]) -> list[str]:
     config = folder / "nginx.conf"
     config.write_text(_NGINX.format(folder=folder, lines=blocks[0]))
-    return [_program("nginx"), "-p", str(folder), "-c", str(config)]
+    return [program("nginx", PROGRAMS), "-p", str(folder), "-c", str(config)]
 
 
 def _haproxy(folder: Path, blocks: Sequence[str]) -> list[str]:
     config = folder / "haproxy.cfg"
     config.write_text(blocks[0])
-    return [_program("haproxy"), "-f", str(config)]
+    return [program("haproxy", PROGRAMS), "-f", str(config)]
 
 
 def _envoy(folder: Path, blocks: Sequence[str]) -> list[str]:
     config = folder / "envoy.yaml"
     config.write_text(blocks[0])
-    return [_program("envoy"), "-c", str(config), "--concurrency", "1", "--disable-hot-restart", "-l", "warning"]
+    return [
+        program("envoy", PROGRAMS),
+        "-c",
+        str(config),
+        "--concurrency",
+        "1",
+        "--disable-hot-restart",
+        "-l",
+        "warning",
+    ]
 
 
 def _caddy(folder: Path, blocks: Sequence[str]) -> list[str]:
     config = folder / "Caddyfile"
     config.write_text(f"{{\n\tadmin off\n\tauto_https off\n}}\n{blocks[0]}")
-    return [_program("caddy"), "run", "--config", str(config), "--adapter", "caddyfile"]
+    return [program("caddy", PROGRAMS), "run", "--config", str(config), "--adapter", "caddyfile"]
 
 
 def _traefik(folder: Path, blocks: Sequence[str]) -> list[str]:
     static, dynamic = folder / "traefik.yaml", folder / "dynamic.yaml"
     static.write_text(f"{blocks[0]}providers: {{file: {{filename: {dynamic}}}}}\n")
     dynamic.write_text(blocks[1])
-    return [_program("traefik"), f"--configFile={static}"]
+    return [program("traefik", PROGRAMS), f"--configFile={static}"]
 
 
 def _apache(folder: Path, blocks: Sequence[str]) -> list[str]:
     config = folder / "apache.conf"
     modules = "\n".join(f"LoadModule {name}_module /usr/lib/apache2/modules/mod_{name}.so" for name in _APACHE_MODULES)
     config.write_text(_APACHE.format(folder=folder, modules=modules, lines=blocks[0]))
-    return [_program("apache2"), "-f", str(config), "-D", "FOREGROUND"]
+    return [program("apache2", PROGRAMS), "-f", str(config), "-D", "FOREGROUND"]
 
 
 _COMMANDS: Final[dict[str, Callable[[Path, Sequence[str]], list[str]]]] = {
@@ -98,16 +99,15 @@ _COMMANDS: Final[dict[str, Callable[[Path, Sequence[str]], list[str]]]] = {
 }
 
 
-class DocumentedFront:
-    """A running front. Use as a context manager."""
+class DocumentedFront(FrontProcess):
+    """A running front of the page."""
 
     def __init__(
         self, name: str, folder: Path, gateways: Sequence[int], changes: Mapping[str, str] | None = None
     ) -> None:
         """`gateways`: their two ports. `changes`: texts of the page, and what replaces them."""
-        (self.port,) = free_ports(1)
+        (own_port,) = free_ports(1)
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / "front.log"
         blocks = documented(name)
         for old, new in (changes or {}).items():
             assert any(old in block for block in blocks), f"the page has no {old}"
@@ -117,23 +117,5 @@ class DocumentedFront:
                 re.sub(rf"(//| )gateway-{number}(:|, port_value: )8000", rf"\g<1>127.0.0.1\g<2>{port}", block)
                 for block in blocks
             ]
-        self._command = _COMMANDS[name](folder, [block.replace("8080", str(self.port)) for block in blocks])
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        try:
-            wait_until(lambda: self._process.poll() is not None or not is_free(self.port))
-            assert self._process.poll() is None, self.log.read_text()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait()
+        command = _COMMANDS[name](folder, [block.replace("8080", str(own_port)) for block in blocks])
+        super().__init__(own_port, command, folder / "front.log")

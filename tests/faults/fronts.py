@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -64,27 +65,31 @@ FRONTS: Final[dict[str, tuple[str, dict[str, str]]]] = {
 }
 
 
-class Front:
-    """A running proxy of `FRONTS`. Use as a context manager."""
+def program(name: str, *folders: Path) -> str:
+    """Return the path of a front's program, in the system's folders or these."""
+    path = shutil.which(name, path=":".join(("/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin", *map(str, folders))))
+    assert path is not None, f"{name} is missing: python tools/install_k8s_tools.py --clients"
+    return path
 
-    def __init__(self, name: str, folder: Path, port: int) -> None:
-        """`port`: the gateway's."""
-        template, options = FRONTS[name]
-        program = name.partition(" ")[0]
-        path = shutil.which(program, path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-        assert path is not None, f"{program} is missing: python tools/install_k8s_tools.py --clients"
-        (self.port,) = free_ports(1)
-        config = folder / "front.conf"
-        config.write_text(template.format(folder=folder, port=port, front=self.port, **options))
-        self._command = (
-            [path, "-p", str(folder), "-c", str(config)] if program == "nginx" else [path, "-f", str(config)]
-        )
+
+class FrontProcess:
+    """A running front. Use as a context manager."""
+
+    def __init__(self, port: int, command: Sequence[str], log: Path) -> None:
+        self.port = port
+        self._command = command
+        self.log = log
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         try:
             wait_until(lambda: self._process.poll() is not None or not is_free(self.port))
-            assert self._process.poll() is None
+            assert self._process.poll() is None, self.log.read_text()
         except BaseException:
             self.__exit__()
             raise
@@ -93,3 +98,15 @@ class Front:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
+
+
+class Front(FrontProcess):
+    """A running proxy of `FRONTS`."""
+
+    def __init__(self, name: str, folder: Path, port: int) -> None:
+        """`port`: the gateway's."""
+        template, options = FRONTS[name]
+        kind, config, (own_port,) = name.partition(" ")[0], folder / "front.conf", free_ports(1)
+        config.write_text(template.format(folder=folder, port=port, front=own_port, **options))
+        options_of = {"nginx": ["-p", str(folder), "-c", str(config)], "haproxy": ["-f", str(config)]}
+        super().__init__(own_port, [program(kind), *options_of[kind]], folder / "front.log")
