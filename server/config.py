@@ -37,7 +37,9 @@ NO_REASONING: Final = "none"
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _IMAGE_HOST: Final = re.compile(r"(?:[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _XARG: Final = re.compile(r"(?!(?:kv|ec)_)[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.IGNORECASE)
-_HEADER: Final = re.compile(r"x-(?!api-key$)[a-z0-9-]{1,60}", re.IGNORECASE)
+_HEADER: Final = re.compile(
+    r"x-(?!(?:api-key|request-id|forwarded-.*|real-ip|headstart-(?!tenant$).*)$)[a-z0-9-]{1,60}", re.IGNORECASE
+)
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]{1,260}")
 _WEB_PAGE: Final = re.compile(r"https?://[^\s/]+(?:/\S*)?")
 

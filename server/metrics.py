@@ -35,7 +35,7 @@ PLACES: Final = ("pool", *get_args(Tier), "peer")
 
 
 def known_places(fetched_tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens that a worker reports as loaded, without unknown places."""
+    """Return the tokens that a worker reports as fetched, without unknown places."""
     return {place: fetched_tokens[place] for place in PLACES[1:] if fetched_tokens.get(place, 0) > 0}
 
 

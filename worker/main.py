@@ -27,7 +27,7 @@ import uvicorn
 
 from cache.records import WorkerMember
 from cache.redis_index import WriterSettings, check_key_part
-from worker.common.capabilities import CHAT, TOKENS
+from worker.common.capabilities import CHAT, GENERATING
 from worker.common.checks import missing_extra
 from worker.common.cores import bound_spinning
 from worker.common.http_protocol import StrictProtocol
@@ -335,9 +335,9 @@ def _slower(config: WorkerConfig) -> str:
 
 def _route(member: WorkerMember) -> str:
     """Return the gateway's route for requests to this worker."""
-    if TOKENS in member.capabilities:
+    if not GENERATING.isdisjoint(member.capabilities):
         return CHAT
-    return next((path for path in (CHAT, *POOLING_PATHS) if path in member.capabilities), POOLING_PATHS[0])
+    return next((path for path in POOLING_PATHS if path in member.capabilities), POOLING_PATHS[0])
 
 
 def _announce(**fields: str) -> None:

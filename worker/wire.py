@@ -31,7 +31,7 @@ PROTOCOL_VERSION: Final = 1
 OLDEST_PROTOCOL: Final = 1
 """The oldest that this side speaks: gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
-MAX_FRAME_BYTES: Final = 16 * 1024 * 1024  # of them, MAX_POSITIONS with 1,024 logprobs each take a third
+MAX_FRAME_BYTES: Final = 16 * 1024 * 1024  # of them, MAX_POSITIONS with 1,024 logprobs each take a quarter
 MAX_POSITIONS: Final = 256  # in a frame: its reader has only so many as objects
 MAX_BAD_WORD_IDS: Final = 65_536
 """Tokens of all bad words of a request, which are compared with the end of every output."""

@@ -10,12 +10,11 @@ one function  the same, once      the same; that function's arguments where the 
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
-import msgspec
-from msgspec import Raw
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -43,7 +42,7 @@ from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT, trace_stage
-from server.schema.decoding import invalid, read_json, require_json
+from server.schema.decoding import invalid, require_json
 from server.schema.fields import ModelFields, StreamOptions
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.requests import CHAT, RESPONSES, ChatRequest
@@ -55,7 +54,9 @@ from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 
 RequestT = TypeVar("RequestT", bound=ModelFields)
-_NULL: Final = Raw(b"null")
+# Fields with a value. In a text, the quotes would be escaped.
+_INPUT: Final = re.compile(rb'"input"\s*:(?!\s*null)')
+_MESSAGES: Final = re.compile(rb'"messages"\s*:(?!\s*null)')
 
 
 class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
@@ -108,7 +109,7 @@ class ChatEndpoint(ConversationEndpoint[ChatRequest]):
 
         Raises InvalidRequestError.
         """
-        if b'"input"' not in body or not await read_json(body, _is_of_responses):
+        if _MESSAGES.search(body) or not _INPUT.search(body):
             request = await CHAT.read(body, self._models.text_limit)
             return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
         given = await RESPONSES.read(body, self._models.text_limit)
@@ -126,11 +127,6 @@ class ChatEndpoint(ConversationEndpoint[ChatRequest]):
 
     def formatter(self, request: ChatRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
         return ChatFormatter(request, spec, rules)
-
-
-def _is_of_responses(body: bytes) -> bool:
-    given = msgspec.json.decode(body, type=dict[str, Raw])
-    return bytes(given.get("messages", _NULL)) == b"null" != bytes(given.get("input", _NULL))
 
 
 async def chat_spec(

@@ -34,7 +34,11 @@ MAX_DECISIONS: Final = 50  # more rows than a screen has
 NUM_FIXED_LINES: Final = 15
 """Lines other than rows: the head, table headings and blank lines."""
 _BAR: Final = 12  # characters
-_STATES: Final = {"serving": "green", "draining": "yellow", "broken": "red", "refused": "red", "dead": "red"}
+_STATES: Final = {
+    "serving": "green",
+    "draining": "yellow",
+    **dict.fromkeys(("broken", "refused", "dead", "unreachable"), "red"),
+}
 _NUMBERS: Final = ("RUN", "WAIT", "BLOCKS", "HITS", "PREFILL", "QUEUED", "LEASE")
 
 
@@ -174,7 +178,7 @@ def _workers(workers: Sequence[dict[str, Any]], num_shown: int, needed: dict[str
 
 
 def _change(change: dict[str, Any]) -> list[Text]:
-    who = change["worker"] or f"{change['count']:,} requests"
+    who = change["worker"] or ("1 request" if change["count"] == 1 else f"{change['count']:,} requests")
     return [line(clock(change["last"])), line(f"{who} {change['what']}"), line(change["why"])]
 
 

@@ -184,7 +184,7 @@ class GatewayProtocol(StrictProtocol):
     def _on_timeout(self) -> None:
         """Close after a slow head or body. While reading is paused, the client is not at fault."""
         self._timer = None
-        if self._drops_input:  # it lingers, with bounds of its own
+        if self._drops_input:  # it is closing: `_linger` bounds that
             return
         if self._reader.phase == "body" and (self.flow.read_paused or self._new_body_bytes >= MIN_BODY_BYTES):
             self._new_body_bytes = 0

@@ -36,20 +36,19 @@ class WorkerFacts:
     """The most numbers in an embedding of token ids; 0: none makes one."""
     aliases: frozenset[str] = frozenset()
     """Further names of the model, at its engines."""
+    engine_paths: tuple[str, ...] = ()
+    """The APIs of their engines."""
 
     @staticmethod
     def of(members: Iterable[WorkerMember]) -> WorkerFacts:
         members = list(members)
+        capabilities = frozenset([name for member in members for name in member.capabilities])
         return WorkerFacts(
-            frozenset([name for member in members for name in member.capabilities]),
+            capabilities,
             max([member.embedding_size for member in members], default=0),
             frozenset([name for member in members for name in member.aliases]),
+            tuple(sorted([name for name in capabilities if name.startswith("/")])),
         )
-
-    @property
-    def engine_paths(self) -> list[str]:
-        """Return the APIs of their engines."""
-        return sorted(name for name in self.capabilities if name.startswith("/"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

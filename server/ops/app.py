@@ -135,7 +135,7 @@ class OpsApi:
 
     async def history(self, request: Request) -> Response:
         """Return what this gateway has done in each minute of the last day."""
-        return json_response(self.overview.day.report())
+        return await asyncio.to_thread(lambda: json_response(self.overview.day.report()))
 
     async def compare(self, request: Request) -> Response:
         """Compare the prompts of two bodies: where they part, with sixty tokens of each. Sends nothing."""

@@ -147,7 +147,7 @@ class Feed:
             if self._viewers and (decisions := self._decisions.drain()) is not None:
                 self._send(event("decisions", decisions))
             if tick % TICKS_PER_SNAPSHOT == 0:
-                self._sample()
+                self._sample(sends=bool(self._viewers))
             if self._viewers and tick % TICKS_PER_TREE == 0:
                 self._send_tree()
 
@@ -165,7 +165,7 @@ class Feed:
         if not self._viewers:
             self._decisions.has_viewers = True
             self._decisions.drain()
-            self._sample()
+            self._sample(sends=True)
             self._send_tree()
         frames = Frames(MAX_UNREAD)
         for frame in (self._hello(), *self._last.values()):
@@ -197,14 +197,14 @@ class Feed:
         usage = self._overview.usage.by_tenant(MAX_TENANTS)
         return {"prefixes": prefixes, "usage": usage}
 
-    def _sample(self) -> None:
+    def _sample(self, *, sends: bool) -> None:
         overview, at = self._overview, time.time()
         totals = read_totals(overview)
         traffic = self._traffic.add(totals)
         self._history.append((at, *(traffic[name] for name in _POINT)))
         rows = overview.worker_rows()
         self._changes.see(rows, overview.turned_away())
-        if not self._decisions.has_viewers:
+        if not sends:
             return
         self._send_latest("changes", {"changes": list(self._changes.recent)})
         snapshot = {

@@ -49,12 +49,12 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
     texts = [decode(ids) for ids in prompts]
     at = _shared_length(*texts)
     both = list(zip(fields, texts, strict=True))
-    reach = {path: min(_reach(each.get(path, ""), text, at) for each, text in both) for path in differing}
+    reach = {path: min(_reach(each[path], text, at) for each, text in both if path in each) for path in differing}
     field = max(filter(reach.get, reach), key=reach.__getitem__, default=None)
     if not same_root:
         field = "cache_salt" if name == (a.model.adapter or a.model.name) else "model"
     goes_on, reordered = same_root and at == min(map(len, texts)), None
-    if not (goes_on or field):
+    if not (goes_on or field or (b.model.template is not None and b.model.template.sorts_schemas)):
         reordered = next(_reordered(bodies[0].get("tools"), bodies[1].get("tools"), "tools"), None)
     return {
         "model": name,

@@ -31,10 +31,10 @@ export class Changes {
     for (const worker of workers.filter((each) => BAD[each.state]).slice(0, 3))
       bad.push(`${worker.worker} ${BAD[worker.state]} since ${clock(worker.since)}`);
     const more = workers.filter((each) => BAD[each.state]).length - 3;
-    if (more > 0) bad.push(`so do ${plural(more, "other worker")}`);
+    if (more > 0) bad.push(`${plural(more, "more worker")} cannot serve`);
     const [state, tone] = index;
     if (tone === "bad" || tone === "warn") (tone === "bad" ? bad : warn).push(`The prefix index: ${state.toLowerCase()}`);
-    const turned = (what) => this.changes.reduce((sum, each) => sum + (each.what === what && each.last > at - LATELY_S ? each.count : 0), 0);
+    const turned = (what) => this.changes.reduce((sum, each) => sum + (!each.worker && each.what === what && each.last > at - LATELY_S ? each.count : 0), 0);
     if (turned("failed")) bad.push(`${plural(turned("failed"), "request")} failed lately`);
     if (turned("refused")) warn.push(`${plural(turned("refused"), "request")} refused lately`);
     for (const [model, number] of Object.entries(snapshot.workers_needed)) {

@@ -6,12 +6,11 @@ import { clock, count, percent, plural, seconds } from "./format.js";
 import { callOps } from "./key.js";
 
 const COLUMNS = 60;
-const REFRESH_MS = 20_000;
+const REFRESH_MS = 60_000;
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 600;
 const HEIGHT = 72;
 const OUTCOMES = ["answered", "wrong", "refused", "failed", "left"];
-const MAX_REASONS = 12;
 
 const requests = (sums) => OUTCOMES.reduce((sum, name) => sum + sums[name], 0);
 /** Requests that came to a worker, or waited for one. */
@@ -107,7 +106,7 @@ const time = (hours) => (hours === 1 ? "in the last hour" : `in the last ${hours
 function showErrors(errors, hours) {
   const reasons = Object.entries(errors).sort(([, one], [, other]) => other - one);
   const cell = ([reason, number]) => h("tr", {}, h("td", {}, reason), h("td", { class: "number" }, count(number)));
-  byId("errors").replaceChildren(...reasons.slice(0, MAX_REASONS).map(cell));
+  byId("errors").replaceChildren(...reasons.map(cell));
   byId("errors-table").hidden = !reasons.length;
   byId("errors-empty").hidden = reasons.length > 0;
   setText(byId("errors-time"), time(hours));

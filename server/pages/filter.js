@@ -6,8 +6,8 @@ const select = byId("model");
 const listeners = [];
 let known = "";
 
-/** Returns whether something about this model is shown. Facts of no model are shown with all. */
-export const shows = (model) => select.value === "" || select.value === model;
+/** Returns whether something about this model is shown. Facts of no model always are. */
+export const shows = (model) => select.value === "" || !model || select.value === model;
 
 export const onFilter = (listener) => listeners.push(listener);
 

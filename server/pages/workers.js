@@ -34,10 +34,11 @@ export class Workers {
   show(all, needed) {
     this.all = all;
     this.needed = needed;
-    const workers = all.filter((worker) => shows(worker.model) || !worker.model);
+    const workers = all.filter((worker) => shows(worker.model));
     const body = byId("workers");
     const seen = new Set();
     const models = new Set(workers.map((worker) => worker.model));
+    models.delete("");
     const oneModel = models.size < 2;
     workers.forEach((worker, position) => {
       seen.add(worker.worker);
@@ -53,14 +54,13 @@ export class Workers {
       this.rows.delete(name);
     }
     this.first = false;
-    models.delete("");
     this.count(workers, models, needed);
   }
 
   count(workers, models, needed) {
     const serving = workers.filter((worker) => worker.state === "serving").length;
     const model = models.size === 1 ? [...models][0] : plural(models.size, "model");
-    const numbers = Object.entries(needed).map(([name, number]) => (models.size === 1 ? count(number) : `${name} ${count(number)}`));
+    const numbers = Object.entries(needed).filter(([name]) => shows(name)).map(([name, number]) => (models.size === 1 ? count(number) : `${name} ${count(number)}`));
     const wanted = numbers.length ? `, needed for the objective: ${numbers.join(", ")}` : "";
     setText(byId("workers-count"), workers.length ? `${serving} of ${workers.length} serving ${model}${wanted}` : "");
     byId("workers-empty").hidden = workers.length > 0;
@@ -154,7 +154,7 @@ class Row {
     setText(this.more, isSteady ? "" : `since ${clock(worker.since)}${worker.reason ? `: ${worker.reason}` : ""}`);
     setAttribute(this.word, "title", `since ${clock(worker.since)}`);
     setText(this.numerics, (oneModel ? worker.numerics : worker.model) ?? "");
-    setAttribute(this.numerics, "title", `${worker.model}, ${worker.numerics}, ${worker.url}, epoch ${worker.epoch}`);
+    setAttribute(this.numerics, "title", `${worker.model}, ${worker.numerics ?? "unknown"}, ${worker.url}, epoch ${worker.epoch}`);
     setText(this.cells.running, count(load?.running));
     setText(this.cells.waiting, count(load?.waiting));
     setText(this.cells.hits, percent(worker.hit_rate));

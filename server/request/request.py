@@ -31,7 +31,7 @@ from server.request.retry import AttemptHistory, Stage, WorkerFailed, soonest_er
 from server.request.services import RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
-from server.router.queue import Refusals
+from server.router.queue import PAUSE_S, Refusals
 from server.router.types import NoWorkerError, QueueFullError, RouteRequest, TtftBudgetError
 from server.usage.account import PromptTimes
 from server.workers.client import GenerateStream
@@ -210,9 +210,9 @@ class Generation:
         elif not resumed and not self._services.is_served(self.spec.model):
             raise RevisionGoneError from error
         elif error.is_silent or self._services.is_learning(self.spec.model.name):
-            await self._services.retry.queue.pause(4)  # as often as workers are polled
+            await asyncio.sleep(4 * PAUSE_S)  # as often as workers are polled
         elif not full and history.may_search(error):
-            await self._services.retry.queue.pause()
+            await asyncio.sleep(PAUSE_S)
         else:
             raise history.no_worker_error(error, full, resumed=resumed) from error
 

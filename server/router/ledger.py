@@ -161,7 +161,7 @@ class Ledger:
         if published_s > now_s:
             ended = self._ended[incarnation] = self._ended.pop(incarnation, deque())
             ended.append((published_s, hashes))
-            while self._ended[oldest := next(iter(self._ended))][-1][0] <= now_s:  # dead workers, which no request sees
+            while self._ended[oldest := next(iter(self._ended))][-1][0] <= now_s:  # of dead workers
                 del self._ended[oldest]
         return num_gone
 

@@ -1,9 +1,8 @@
-"""Every wait at this gateway for a worker, and its bound.
+"""The waits at this gateway for a worker, and their bound.
 
     bound    prompt tokens that wait for a first token, here and at workers, in equal shares for tenants
     full     workers that have just refused a tenant: the gateway answers a flood by itself
     held     requests that would wait long at their worker
-    pause    between two searches of a request that no worker can take
 
 A held request is placed when its wait at the worker would be short: at most `hold_s`, or a tenth of its wait so far.
 The worker is chosen at that time: late binding. Short prompts seldom wait, since they pass long ones at workers.
@@ -14,7 +13,6 @@ Source of the turns: Goyal et al., "Start-time Fair Queueing" (SIGCOMM 1996).
 
 from __future__ import annotations
 
-import asyncio
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +33,7 @@ RETRY_S: Final = 0.05
 WAIT_SHARE: Final = 0.1
 """Release a request when its predicted wait at the worker is at most this fraction of its wait so far."""
 PAUSE_S: Final = 0.25
-"""A worker may have returned or started in the pause."""
+"""Between two searches of a request that no worker can take: one may return or start in it."""
 FULL_S: Final = 0.1
 """Short compared with the full queue: the worker is asked again long before it is idle."""
 THROUGHPUT_WINDOW_S: Final = 10.0
@@ -122,10 +120,6 @@ class RequestQueue(Generic[T]):
             del self._full[tenant]
         return full
 
-    async def pause(self, num: int = 1) -> None:
-        """Wait before the next search for a worker."""
-        await asyncio.sleep(num * PAUSE_S)
-
     # --- held requests ------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -145,7 +139,8 @@ class RequestQueue(Generic[T]):
         if not 0.0 < self.hold_s < wait_s or not request.may_be_held:
             return None
         turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
-        self._next_turn[request.tenant] = turn + request.num_prompt_tokens / request.weight
+        if not request.is_retry:  # its turn was taken before
+            self._next_turn[request.tenant] = turn + request.num_prompt_tokens / request.weight
         self._num_held += 1
         order = not request.is_retry, request.priority, turn, self._num_held
         held = HeldRequest(item, request, prefill_s, order, now_s, now_s)

@@ -69,7 +69,7 @@ class Router:
     async def place(self, request: RouteRequest) -> Placement:
         """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
         decision, index_answered = await self.decide(request)
-        if (wait_s := decision.wait_s) > self.queue.hold_s:
+        if request.may_be_held and 0.0 < self.queue.hold_s < (wait_s := decision.wait_s):
             placed = asyncio.get_running_loop().create_future()
             held = self.queue.hold(placed, request, wait_s, self._clock(), decision.best[0].prefill_s)
             if held is not None:

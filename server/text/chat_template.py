@@ -81,7 +81,7 @@ class ChatTemplate:
         self.takes_tools = "tools" in source
         """False: tools and calls are written into messages, see `with_tools`."""
         self._is_strict = is_strict
-        self._sorts_schemas = sorts_schemas
+        self.sorts_schemas = sorts_schemas
         self.shapes = self._found_shapes()
         """The conversations that it refuses or loses."""
         self._joint = self._found_joint()
@@ -114,7 +114,7 @@ class ChatTemplate:
         messages = yield from template_messages(conversation, knows_developer=self._knows_developer, joint=self._joint)
         if self._writes_ids:
             number_calls(messages)
-        tools = template_tools(conversation.tools, sorts_schemas=self._sorts_schemas)
+        tools = template_tools(conversation.tools, sorts_schemas=self.sorts_schemas)
         kwargs = self._kwargs(conversation)
         mark = ""
         if self._marker is not None:

@@ -81,7 +81,7 @@ class Account(Struct, eq=False, kw_only=True):
             **self.cached_tokens,
         }
 
-    def end(self, request_id: str, status: int, elapsed_s: float, error: str = "") -> None:
+    def end(self, request_id: str, status: int, elapsed_s: float, error: str) -> None:
         self.ended_at = round(time.time(), 3)
         self.request_id = request_id
         self.status = status

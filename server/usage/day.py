@@ -34,7 +34,7 @@ class DayHistory:
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._minutes: deque[tuple[int, dict[str, _Row]]] = deque(maxlen=MINUTES)
+        self._minutes: deque[tuple[int, defaultdict[str, _Row]]] = deque(maxlen=MINUTES)
         self.turned_away = Counter[tuple[str, str]]()
         """Requests since the start that were refused or failed: which of these, and the error's code."""
 
@@ -42,8 +42,8 @@ class DayHistory:
         """Count a request that has ended. `account`: None for one that reached no route of a model."""
         minute = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1][0] != minute:
-            self._minutes.append((minute, {}))
-        row = self._minutes[-1][1].setdefault("" if account is None else account.model, _Row())
+            self._minutes.append((minute, defaultdict(_Row)))
+        row = self._minutes[-1][1]["" if account is None else account.model]
         result = outcome(status, finished=account is not None and account.finished)
         row.sums[result] += 1
         if error:
@@ -58,13 +58,16 @@ class DayHistory:
             row.first_tokens[bisect_left(LATENCY_S, account.first_token_s)] += 1
 
     def report(self) -> dict[str, Any]:
-        """Return the rows of the last day, oldest first; `at` is the Unix time at which a minute began."""
+        """Return the rows of the last day, oldest first; `at` is the Unix time at which a minute began.
+
+        It takes tens of milliseconds: run it in a thread. What is added while it runs may be missing.
+        """
         first = int(self._clock() // 60) - MINUTES
         rows = [
-            (minute * 60, model, *(round(row.sums[name], 3) for name in COLUMNS), row.errors, row.first_tokens)
-            for minute, models in self._minutes
+            (minute * 60, model, *(round(row.sums.get(name, 0.0), 3) for name in COLUMNS), row.errors, row.first_tokens)
+            for minute, models in list(self._minutes)
             if minute > first
-            for model, row in models.items()
+            for model, row in list(models.items())
         ]
         columns = ("at", "model", *COLUMNS, "errors", "first_tokens")
         return {"now": self._clock(), "columns": columns, "first_token_bounds_s": LATENCY_S, "rows": rows}

@@ -25,7 +25,7 @@ from cache.records import Candidate, PrefixIndex, WorkerLoad, WorkerMember, Work
 from cache.types import BlockHash, Epoch, WorkerId
 from server.workers.connection import WorkerAbsent
 from server.workers.networks import MemberVerifier, WorkerNetworks, check_target, target_urls
-from worker.common.capabilities import adapters_in
+from worker.common.capabilities import adapter_names
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,8 @@ class Fleet:
         """Return False only if certainly no worker serves a model or an adapter of this name."""
         members = [worker.member for worker in self._workers.values()]
         members += [m for m in self._index.members() if not self._unreachable.get(m.url, ("", False))[1]]
-        is_known = any(name == member.model or name in adapters_in(member.capabilities) for member in members)
+        names = adapter_names([name])
+        is_known = any(name == member.model or names[0] in member.capabilities for member in members)
         return is_known or bool(self._silent_targets) or not self._has_looked
 
     def refused(self) -> list[tuple[str, WorkerMember | None, str]]:

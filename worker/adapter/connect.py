@@ -7,6 +7,7 @@ refuses to start.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
 import sys
@@ -32,6 +33,7 @@ from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import CHAT, GENERATING, IMAGES, adapter_names
 from worker.common.chat_probes import CHAT_PROBES, digests
 from worker.common.options import read_secret
+from worker.common.sockets import is_loopback
 from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
@@ -82,7 +84,7 @@ async def connect(
         if member.index_problem:
             report(f"no prefix index, requests are routed only by load: {member.index_problem}")
         with ExitStack() as stack:
-            claim = stack.enter_context(claim_engine(config))
+            claim = stack.enter_context(await asyncio.to_thread(claim_engine, config))
             engine = AdapterEngine(
                 api,
                 blocks,
@@ -169,13 +171,16 @@ def claim_engine(config: WorkerConfig) -> socket.socket:
     loopback addresses do, and end with their process. Elsewhere than on Linux nothing is claimed.
     """
     url = urlsplit(config.engine_url)
-    place = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0][4]
+    address, port = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0][4][:2]
+    place = "loopback" if is_loopback(str(address)) else address, port
     claim = socket.socket(socket.AF_UNIX)
     try:
         if sys.platform == "linux":
             claim.bind(f"\0headstart-adapter {place!r} {config.engine_rank}")
     except OSError as error:
         claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
         message = f"--engine-url: another adapter on this machine serves {config.engine_url}, and an engine takes one"
         raise ValueError(message) from error
     return claim

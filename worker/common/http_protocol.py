@@ -31,8 +31,8 @@ from worker.common.http_reader import MessageError, RequestHead, RequestReader
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 LINGER_S: Final = 120.0
-"""A client that was refused may send the rest of its body in this time: a front reads the answer afterwards."""
-MAX_LINGER_BYTES: Final = 128 << 20
+"""A client that was refused may send the rest of its body in this time: some fronts read the answer only afterwards."""
+MAX_LINGER_BYTES: Final = 128 << 20  # several times the largest body that is taken: the rest gets a reset
 LINGER_SILENCE_S: Final = 5.0  # then it has stopped: a front may keep its side open
 MAX_AHEAD_BYTES: Final = 1 << 20
 """Pipelined bytes that are read while an earlier request is answered: unread, they would hide the client's end."""
@@ -162,6 +162,8 @@ class StrictProtocol(HttpToolsProtocol):
         cycle: Any = self.cycle
         cycle.transport.flush()
         super().on_response_complete()
+        if self._drops_input:  # `_linger` bounds it
+            self._unset_keepalive_if_required()
         # The connection may stay: nothing of the request stays with it.
         cycle.body = bytearray()
         cycle.scope = self.scope = {}  # type: ignore[typeddict-item]

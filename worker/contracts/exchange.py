@@ -19,7 +19,7 @@ from cache.types import HASH_BYTES, BlockHash, ChainLink
 MAX_BLOCKS: Final = 1 << 16  # 1 MiB of hashes in a message
 MAX_CHAINS: Final = 4096  # with MAX_BLOCKS, an answer stays below MAX_CHAINS_BYTES
 MAX_CHAINS_BYTES: Final = 4 << 20
-"""Bound of an answer to POST /chains."""
+"""Bound of an answer to POST /chains or /adopt."""
 FRAME_HEAD_BYTES: Final = 5  # _BIN32, and 32 bits of length
 _BIN32: Final = b"\xc6"
 

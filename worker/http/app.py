@@ -63,6 +63,7 @@ STATUS_OF: Final = {
     "queue_full": 429,
     "draining": 503,
     "not_ready": 503,
+    "unknown_grammar": 503,
     "unsupported": 503,
     "worker_lost": 503,
 }

@@ -178,7 +178,7 @@ class WorkerService:
             failed = Failed("draining", "the worker is draining", retryable=True)
         elif request.sampling.grammar is not None and request.sampling.grammar.kind not in GRAMMAR_KINDS:
             message = f"grammar: this version has no kind {request.sampling.grammar.kind!r:.80}"
-            failed = Failed("unsupported", message, retryable=True)
+            failed = Failed("unknown_grammar", message, retryable=True)
         else:
             failed = engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):

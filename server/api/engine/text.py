@@ -385,7 +385,7 @@ def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendere
         has_usage=num_choices == 1 or shows_usage,
         shows_ids=bool(known.return_token_ids) or bytes(asked.fields.get("echo", b"null")) == b"true",
         is_resumable=call.path in (CHAT_PATH, COMPLETIONS_PATH) and num_choices == 1 and not (is_stateful or media),
-        num_tokens=0 if rendered else min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
+        num_tokens=0 if rendered is not None else min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
     )
     if rendered is None:
         return replace(new_spec(id_, model, identity, known, "input"), ask=ask)

@@ -98,7 +98,17 @@ def test_bad_tables_and_header_names_are_refused() -> None:
     for extra in ('[[tenants]]\ntenant = "acme"', "[[tenants]]\nweight = 1", '[[tenants]]\ntenant = "b"\ndigest = "x"'):
         with pytest.raises(ValueError, match=r"tenant|digest"):
             parse_keys(KEYS + extra)
-    for name in ("authorization", "x-api-key", "X-API-Key", "", "x-a b", "host"):
+    for name in (
+        "authorization",
+        "x-api-key",
+        "X-API-Key",
+        "",
+        "x-a b",
+        "host",
+        "x-request-id",
+        "x-forwarded-for",
+        "x-headstart-session",
+    ):
         with pytest.raises(ValueError, match="--tenant-header"):
             parse(["--workers", "http://127.0.0.1:1", "--tenant-header", name])
 

@@ -244,6 +244,17 @@ async def test_a_refused_upload_is_not_read_for_ever(bound: str, monkeypatch: py
         writer.close()
 
 
+async def test_the_idle_time_does_not_end_a_refused_upload() -> None:
+    async with Port(None, app=refuse) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(upload_head(5) + b"1")
+        async with asyncio.timeout(HANG_S):
+            assert (await reader.read()).endswith(b"no")
+        [connection] = port.connections
+        assert connection.timeout_keep_alive_task is None
+        writer.close()
+
+
 async def test_a_refusal_behind_its_whole_body_keeps_the_connection() -> None:
     async with Port(None, app=refuse) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)

@@ -319,7 +319,7 @@ async def test_a_request_with_an_unknown_value_goes_to_another_worker(value: str
             async with aiohttp.ClientSession() as session, session.post(worker.url + "/generate", data=body) as answer:
                 (failed,) = FrameReader().feed(await answer.read())
             assert isinstance(failed, wire.Failed)
-            assert (answer.status, failed.code, failed.retryable) == (503, "unsupported", True)
+            assert (answer.status, failed.code, failed.retryable) == (503, "unknown_grammar", True)
         status, answer_ = await worker.generate(generate(range(4), 2))
         assert status == 200
         assert isinstance(answer_.last, wire.End)

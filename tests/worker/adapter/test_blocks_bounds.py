@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterator
@@ -16,10 +17,18 @@ from tests.worker.adapter.fake_blocks import OTHER, ROOT, stored
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-MAX_BATCH_S = 1.0
-"""Processor time of this thread for one batch. A collection of garbage within it takes up to a tenth."""
+MAX_BATCH_S = 0.05
+"""Processor time of this thread for one batch, without collections of garbage."""
 SALTED = ((ROOT.hex(),),)
 DEPTH = 100_000
+
+
+@pytest.fixture(autouse=True)
+def no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def chaotic_event(rng: random.Random, num_keys: int) -> Event:
