@@ -101,8 +101,9 @@ class Ledger:
         self._live: dict[WorkerIncarnation, _Live] = {}
         self._beginning: dict[BlockHash, dict[WorkerIncarnation, None]] = {}
         """Workers with live requests by their first block, the latest last."""
-        self._ended: dict[WorkerIncarnation, deque[tuple[float, Sequence[BlockHash]]]] = {}
-        """Chains of short requests, until the index has them. The worker that ended one last comes last."""
+        self._published_s: dict[WorkerIncarnation, dict[BlockHash, float]] = {}
+        """When the index has the blocks of ended requests. A block never has less time than one after it."""
+        self._ended: deque[tuple[float, WorkerIncarnation, Sequence[BlockHash]]] = deque()
         self._chains: dict[BlockHash, _Chain] = {}
         """By the last block, the least recently used first."""
         self._recent: dict[BlockHash, _Chain] = {}
@@ -111,7 +112,7 @@ class Ledger:
     def own_blocks(self, member: WorkerMember, hashes: Sequence[BlockHash], estimate: WorkerLoadEstimate) -> OwnBlocks:
         """Return what own requests have of a prompt at a worker."""
         incarnation = member.worker_id, member.epoch
-        if incarnation not in self._live and incarnation not in self._ended:
+        if incarnation not in self._live and incarnation not in self._published_s:
             return NO_BLOCKS
         num_live = self.num_live(incarnation, hashes)
         if member.ends or not self._count_pending:  # where a hit in own blocks may stop is not known
@@ -159,11 +160,22 @@ class Ledger:
         published_s = -1.0 if request.first_token_s is None else request.first_token_s + self._publish_delay_s
         now_s = self._clock()
         if published_s > now_s:
-            ended = self._ended[incarnation] = self._ended.pop(incarnation, deque())
-            ended.append((published_s, hashes))
-            while self._ended[oldest := next(iter(self._ended))][-1][0] <= now_s:  # of dead workers
-                del self._ended[oldest]
+            until_s = self._published_s.setdefault(incarnation, {})
+            for block_hash in hashes:
+                until_s[block_hash] = max(published_s, until_s.get(block_hash, 0.0))
+            self._ended.append((published_s, incarnation, hashes))
+        self._forget_published(now_s)
         return num_gone
+
+    def _forget_published(self, now_s: float) -> None:
+        while self._ended and self._ended[0][0] <= now_s:
+            _, incarnation, hashes = self._ended.popleft()
+            until_s = self._published_s.get(incarnation, {})
+            for block_hash in hashes:
+                if until_s.get(block_hash, now_s + 1) <= now_s:
+                    del until_s[block_hash]
+            if not until_s:
+                self._published_s.pop(incarnation, None)
 
     def num_live(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that live requests have there."""
@@ -175,14 +187,10 @@ class Ledger:
 
     def num_unpublished(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that ended requests have left there, unknown to the index."""
-        ended = self._ended.get(incarnation)
-        if ended is None:
+        until_s, now_s = self._published_s.get(incarnation), self._clock()
+        if until_s is None or not hashes or hashes[0] not in until_s:
             return 0
-        while ended and ended[0][0] <= self._clock():
-            ended.popleft()
-        if not ended:
-            del self._ended[incarnation]
-        return max([num_shared(hashes, other) for _, other in ended if hashes and hashes[0] == other[0]], default=0)
+        return bisect_left(hashes, True, key=lambda block_hash: until_s.get(block_hash, now_s) <= now_s)
 
     def holders(self, hashes: Sequence[BlockHash], limit: int) -> list[WorkerIncarnation]:
         """Return where the longest prefixes of `hashes` are live, of the latest 64 workers that have any."""
@@ -287,11 +295,6 @@ class Ledger:
             "idle_s": max(0.0, self._clock() - max(self._chains[each].last_s for each in below)),
             "workers": [worker_id for worker_id, _ in sorted(hits.items(), key=lambda item: (-item[1], item[0]))],
         }
-
-
-def num_shared(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
-    """Return the length of the common prefix, by bisection: equal hashes mean equal blocks up to that index."""
-    return bisect_left(range(min(len(one), len(other))), True, key=lambda index: one[index] != other[index])
 
 
 def tree_rows(prefixes: Sequence[SharedPrefix]) -> list[dict[str, Any]]:

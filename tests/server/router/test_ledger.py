@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.hashing import hash_chain, index_entry
 from cache.records import WorkerMember
-from cache.types import BlockHash, Epoch, WorkerId
+from cache.types import BlockHash, Epoch, WorkerId, WorkerIncarnation
 from server.router.ledger import MAX_HOLDERS, Ledger, SharedPrefix, tree_rows
 from server.router.load_tracker import ActiveRequest
 from server.router.types import RouteRequest
@@ -178,7 +179,40 @@ def test_a_short_request_counts_until_the_index_has_it() -> None:
     assert live.ledger.num_unpublished(W, hashes) == 5
     live.now_s = 1.5
     assert live.ledger.num_unpublished(W, hashes) == 0
-    assert not live.ledger._ended
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12), st.integers(0, 1), st.sampled_from([0.0, 0.1, 0.3]))),
+    st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_ended_requests_count_until_the_index_has_them(ends: list[tuple[int, int, int, float]], later_s: float) -> None:
+    now_s, delay_s, shared = 0.0, 0.35, random_chain(4)
+    ledger = Ledger(lambda: now_s, delay_s)
+    chains = [shared + random_chain(8) for _ in range(3)]
+    workers = [(WorkerId(f"w{each}"), Epoch("e")) for each in range(2)]
+    ended: list[tuple[float, WorkerIncarnation, list[BlockHash]]] = []
+    for number, length, at, passed_s in ends:
+        now_s += passed_s
+        request, hashes = ActiveRequest(1.0, 1.0, 2), chains[number][:length]
+        ledger.opened(workers[at], request, hashes)
+        request.first_token_s = now_s - later_s
+        ledger.closed(workers[at], request, hashes)
+        ended.append((request.first_token_s + delay_s, workers[at], hashes))
+        for worker in workers:
+            alive = [each for until_s, where, each in ended if where == worker and until_s > now_s]
+            for prompt in chains:
+                expected = max((shared_prefix(prompt, each) for each in alive), default=0)
+                assert ledger.num_unpublished(worker, prompt) == expected
+    now_s += 10.0
+    request = ActiveRequest(1.0, 1.0, 2)
+    ledger.opened(workers[0], request, shared)
+    ledger.closed(workers[0], request, shared)
+    assert not ledger._ended
+    assert not ledger._published_s
+
+
+def shared_prefix(one: list[BlockHash], other: list[BlockHash]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=12), st.data())
@@ -216,20 +250,6 @@ class Recent:
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
         return {worker_id: length for (worker_id, _), length in self.ledger.recent(hashes).items()}
-
-
-def test_chains_at_a_dead_worker_are_forgotten() -> None:
-    now_s = 0.0
-    ledger = Ledger(lambda: now_s, 0.5)
-    for number in range(3):
-        now_s = float(number)
-        incarnation, request = (WorkerId(f"w{number}"), Epoch("e")), ActiveRequest(1.0, 1.0, 2)
-        ledger.opened(incarnation, request, chain(1, 2))
-        request.first_token_s = now_s
-        ledger.closed(incarnation, request, chain(1, 2))
-        assert [(WorkerId(f"w{each}"), Epoch("e")) in ledger._ended for each in range(3)] == [
-            each == number for each in range(3)
-        ]
 
 
 def test_recent_chains_are_bounded_and_forget_the_oldest() -> None:
