@@ -304,6 +304,9 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
         assert await dead.rewrite([], WorkerLoad())
         assert await alive.rewrite([], WorkerLoad())
         await until(lambda: {m.worker_id for m in index.members()} == {"dead", "alive"})
+        states = "{headstart:0}:states"
+        assert redis_server.command("HLEN", states) == b":2\r\n"
+        redis_server.command("HSET", states, "newer", "in a form to come")
         await asyncio.sleep(0.05)
         assert await patient.upkeep.prune() == 0, "seconds are no milliseconds"
 
@@ -312,6 +315,7 @@ async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) ->
 
         await until(pruned)
         await until(lambda: {m.worker_id for m in index.members()} == {"alive"})
+        assert redis_server.command("HEXISTS", states, "newer") == b":1\r\n"
 
 
 async def test_incomplete_rewrite_stays_in_doubt(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +335,7 @@ async def test_incomplete_rewrite_stays_in_doubt(redis_server: RedisServer, monk
 
 def test_lease_after_a_clock_jump_is_in_doubt() -> None:
     writer = IndexWriter("redis://h:1", member())
+    assert writer.in_doubt, "before the first rewrite"
     writer._offset_ms = 0.0
 
     def settled(jump_ms: int) -> bool:

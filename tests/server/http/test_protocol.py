@@ -8,6 +8,7 @@ import re
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from server.http import protocol
 from server.http.connections import ConnectionLimit
 from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
 from tests.certificates import Authority
-from tests.server.http.test_tls import Port
+from tests.server.http.test_tls import LIMITS, Port
 from tests.waiting import HANG_S, until
 from worker.common import http_protocol
 from worker.common.tls import ServerCertificate
@@ -403,3 +404,24 @@ def test_answered_connections_are_idle_and_closed_ones_make_room() -> None:
     fourth = Connection(limit)
     assert fourth.admitted
     assert not third.dropped, "there was room"
+
+
+async def test_an_announced_end_closes_a_connection_with_its_next_answer() -> None:
+    async with Port(None, app=Desk()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        async with asyncio.timeout(HANG_S):
+            writer.write(post(b"x", path="/now"))
+            assert b"close" not in await reader.readuntil(b"0\r\n\r\n")
+            port.server.announce_end()
+            writer.write(post(b"x", path="/now"))
+            assert b"connection: close" in (await reader.read()).lower()
+        writer.close()
+
+
+async def test_an_idle_connection_is_closed() -> None:
+    async with Port(None, replace(LIMITS, keep_alive_s=1.0), app=Desk()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(post(b"x", path="/now"))
+        async with asyncio.timeout(HANG_S):
+            assert (await reader.read()).endswith(b"0\r\n\r\n")
+        writer.close()

@@ -56,22 +56,22 @@ class Port:
     def __init__(self, tls: ssl.SSLContext | None, limits: HttpLimits = LIMITS, app: ASGIApp = hello) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self._server = QuietListener(app, self.listener, limits, tls)
+        self.server = QuietListener(app, self.listener, limits, tls)
 
     async def __aenter__(self) -> Port:
-        self._task = asyncio.create_task(self._server.run_until_stopped())
-        while not self._server.started:  # noqa: ASYNC110 (it has no event)
+        self._task = asyncio.create_task(self.server.run_until_stopped())
+        while not self.server.started:  # noqa: ASYNC110 (it has no event)
             await asyncio.sleep(0.001)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.stopped.set()
+        self.server.stopped.set()
         await self._task
 
     @property
     def connections(self) -> set[object]:
         """The open ones."""
-        return {*self._server.server_state.connections}
+        return {*self.server.server_state.connections}
 
     async def serial(self, trust: ssl.SSLContext) -> str:
         """Return the serial number of the certificate that it shows. Raises ssl.SSLError."""
