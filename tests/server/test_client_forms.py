@@ -87,7 +87,7 @@ async def test_white_space_of_json(worker: ScriptedWorker) -> None:
     assert request.sampling.grammar.compact
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.e2e), True])
 @pytest.mark.parametrize("max_tokens", range(1, 25))
 async def test_required_calls_cut_by_the_limit_are_calls(
     bundle: TokenizerBundle, raw_tokenizer: Tokenizer, stream: bool, max_tokens: int

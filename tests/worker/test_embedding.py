@@ -195,7 +195,7 @@ def test_other_steps_are_refused_by_name(tmp_path: Path) -> None:
         find_pooling("auto", tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.e2e), "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
 def test_with_deterministic_no_chunk_changes_a_bit(mode: str, dtype: str, tmp_path: Path) -> None:
     """The layers' results have the same bits in every chunk, and so has their sum."""

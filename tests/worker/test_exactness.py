@@ -127,7 +127,7 @@ def test_drafted(model: LoadedModel, alone, prefix_cache) -> None:
     assert 0 < drafting.num_accepted < drafting.num_drafted
 
 
-@pytest.mark.parametrize("prefix_cache", ["hash", "off"])
+@pytest.mark.parametrize("prefix_cache", ["hash", pytest.param("off", marks=pytest.mark.e2e)])
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.1, "repetition_penalty": 1.2}]
 )

@@ -144,7 +144,7 @@ def assert_finite(engine: HandEngine) -> None:
         assert bool(pool.isfinite().all())
 
 
-@pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("is_warm", [False, pytest.param(True, marks=pytest.mark.e2e)], ids=["cold", "warm"])
 @pytest.mark.parametrize("chunk", range(3), ids=["first", "middle", "last"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_with_a_fault_is_right_or_fails(

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -31,5 +33,6 @@ def growth(how: str) -> int:
     return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.e2e
 def test_products_of_many_lengths_are_not_kept() -> None:
     assert growth("bound") < 0.5 * growth("free")

@@ -108,7 +108,7 @@ def want(request: pytest.FixtureRequest, model) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.e2e), True])
 def test_no_token_of_many_requests_differs(model, want: list[Answer], async_scheduling: bool) -> None:
     drafting, got = run(model, len(want), 6, async_scheduling=async_scheduling)
     assert [answer.tokens for answer in got] == [answer.tokens for answer in want]

@@ -157,7 +157,7 @@ def test_every_format_has_a_form_here() -> None:
     assert FORMS.keys() == FORMATS.keys()
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["texts", "tokens"])
+@pytest.mark.parametrize("special", [False, pytest.param(True, marks=pytest.mark.e2e)], ids=["texts", "tokens"])
 @pytest.mark.parametrize("name", FORMS)
 async def test_required_calls_come_in_the_familys_own_form(name: str, special: bool) -> None:
     """The grammar takes what the family writes, and no bare list. The calls arrive, streamed and not."""

@@ -165,7 +165,9 @@ async def test_a_lost_worker_is_replaced(embedder: ScriptedWorker, bundle: Any) 
     assert (status, answer["data"][0]["embedding"]) == (200, numbers(spare.received[0]))
 
 
-@pytest.mark.parametrize("vector", [None, b"", b"1234567", bytes(4 * SIZE + 4)])
+@pytest.mark.parametrize(
+    "vector", [b"1234567", *(pytest.param(each, marks=pytest.mark.e2e) for each in (None, b"", bytes(4 * SIZE + 4)))]
+)
 async def test_an_answer_without_a_sound_embedding_is_none(embedder: ScriptedWorker, vector: bytes | None) -> None:
     async def misspeaks(request: GenerateRequest) -> AsyncIterator[Frame]:
         yield Started(0)

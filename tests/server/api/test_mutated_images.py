@@ -20,6 +20,7 @@ from worker.wire import TokenizerBundle
 NUM_BODIES = 1000
 
 
+@pytest.mark.e2e
 async def test_mutated_images_are_refused(
     bundle: TokenizerBundle, raw_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,9 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 
+EACH_LOOP = pytest.mark.parametrize("loop", [pytest.param("asyncio", marks=pytest.mark.e2e), "uvloop"])
+"""Gateways run on uvloop."""
+
 
 def post(body: bytes, *, chunked: bool = False, path: str = "/") -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
@@ -77,7 +80,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("ca"))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@EACH_LOOP
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_disconnect_is_noticed_after_any_request(loop: str, tls: bool, authority: Authority) -> None:
     async def scenario() -> None:
@@ -104,7 +107,7 @@ def test_disconnect_is_noticed_after_any_request(loop: str, tls: bool, authority
     run(loop, scenario())
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@EACH_LOOP
 @pytest.mark.parametrize(
     "behind",
     [post(b""), post(b"x" * 300_000), post(b"x" * 300_000)[:-1], post(b"")[:20], post(b"x" * 4000) * 5],

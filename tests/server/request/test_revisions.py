@@ -71,7 +71,7 @@ def other(bundle: TokenizerBundle) -> TokenizerBundle:
     return replace(bundle, revision="r2", block_size=32, chat_template="NEW " + (bundle.chat_template or ""))
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
+@pytest.mark.parametrize("is_silent", [False, pytest.param(True, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_held_request_is_prepared_again(

@@ -161,11 +161,14 @@ def more_fields(texts: list[str]) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": function}], "chat_template_kwargs": {"date_string": texts[3]}}
 
 
+KINDS = pytest.mark.parametrize(
+    "kind", ["plain", "normalized", *(pytest.param(kind, marks=pytest.mark.e2e) for kind in ("metaspace", "rstrip"))]
+)
 SEVEN = st.lists(HARMFUL, min_size=7, max_size=7)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", ["plain", "metaspace", "rstrip", "normalized"])
+@KINDS
 @settings(max_examples=25, deadline=None)
 @given(texts=SEVEN)
 async def test_no_field_of_a_client_gives_a_control_token(template: str, kind: str, texts: list[str]) -> None:
@@ -304,7 +307,7 @@ def long_texts(draw: st.DrawFn) -> str:
     return text + filler * ((PART_CHARS + 1) // len(filler))
 
 
-@pytest.mark.parametrize("kind", ["plain", "metaspace", "rstrip", "normalized"])
+@KINDS
 @settings(max_examples=12, deadline=None)
 @given(texts=st.lists(long_texts(), min_size=1, max_size=3))
 async def test_sliced_long_texts_have_the_same_ids(kind: str, texts: list[str]) -> None:

@@ -67,7 +67,7 @@ def tokenizer_of(name: str, *, composes: bool) -> tuple[Tokenizer, dict[str, Any
     return tokenizer, json.loads(tokenizer.to_str())
 
 
-@pytest.mark.parametrize("composes", [False, True])
+@pytest.mark.parametrize("composes", [False, pytest.param(True, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize("name", LAYOUTS)
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, num_chars=st.sampled_from([81, 100, 300]), begin=st.integers(0, 3))

@@ -22,7 +22,9 @@ from tests.server.text.conversations import BODIES, CHAT_PATH, Call, Step, conve
 from tests.server.text.template_families import FAMILIES, RULES
 
 TEMPLATES: Final = {name: ChatTemplate(source, bos_token="<s>", eos_token="</s>") for name, source in FAMILIES.items()}
-MANY: Final = pytest.mark.parametrize("num", [25, pytest.param(500, marks=pytest.mark.deep)])
+MANY: Final = pytest.mark.parametrize(
+    "num", [10, pytest.param(50, marks=pytest.mark.e2e), pytest.param(500, marks=pytest.mark.deep)]
+)
 EACH: Final = pytest.mark.parametrize("family", FAMILIES)
 
 

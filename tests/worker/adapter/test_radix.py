@@ -180,7 +180,7 @@ def machine(page_size: int, block_size: int, has_pairs: bool) -> type[RadixMachi
     return type("Machine", (RadixMachine,), fields)
 
 
-@pytest.mark.parametrize("has_pairs", [False, True])
+@pytest.mark.parametrize("has_pairs", [False, pytest.param(True, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_promised_is_found(sizes: tuple[int, int], has_pairs: bool) -> None:
     run_machine(machine(*sizes, has_pairs), settings=settings(max_examples=20, stateful_step_count=20, deadline=None))

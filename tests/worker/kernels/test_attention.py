@@ -151,7 +151,9 @@ def test_what_is_not_finite_is_never_hidden(kernels: Kernels, broken: float) -> 
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "mistral_window"])
+@pytest.mark.parametrize(
+    "name", ["llama3", *(pytest.param(name, marks=pytest.mark.e2e) for name in ("qwen3", "mistral_window"))]
+)
 def test_a_bfloat16_model_is_as_near_to_the_reference_as_torch(
     kernels: Kernels, kind: Any, name: str, tmp_path: Path
 ) -> None:

@@ -87,7 +87,7 @@ NUMERICS = [("float32", "--deterministic"), ("bfloat16", "--deterministic"), ("b
 
 
 @pytest.mark.parametrize(("dtype", "deterministic"), NUMERICS)
-@pytest.mark.parametrize("place", ["host", "disk", "restart"])
+@pytest.mark.parametrize("place", ["host", pytest.param("disk", marks=pytest.mark.e2e), "restart"])
 def test_an_answer_does_not_depend_on_the_place(
     place: str, dtype: str, deterministic: str, model: Path, tmp_path: Path
 ) -> None:

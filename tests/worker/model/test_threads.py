@@ -76,7 +76,7 @@ def test_narrow_products(num_outputs: int, dtype: torch.dtype) -> None:
     ("hidden", "inner", "heads", "kv_heads", "threads"),
     [
         pytest.param(576, 1536, 9, 3, THREADS, id="smollm2"),
-        pytest.param(2048, 5632, 32, 4, (3,), id="tinyllama"),
+        pytest.param(2048, 5632, 32, 4, (3,), id="tinyllama", marks=pytest.mark.e2e),
         pytest.param(2048, 5632, 32, 4, THREADS, id="tinyllama at every number", marks=pytest.mark.deep),
     ],
 )
