@@ -55,6 +55,11 @@ class ShortList:
         self._loads: Sequence[WorkerLoad] = ()
         self._reported_s: dict[WorkerId, float] = {}
         """Queued seconds in these reports, of workers that take requests."""
+        self._load_s: dict[WorkerId, tuple[float, WorkerId]] = {}
+        """What these workers are ordered by; that of `_changed` is computed again."""
+        self._changed: set[WorkerId] = set()
+        self._order: list[WorkerId] = []
+        """As sorted last, so that the next sort takes one pass."""
         self._turn = 0
         self._own: dict[Key, WorkerId] = {}
 
@@ -113,6 +118,7 @@ class ShortList:
     def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
         self.assigned_s += assigned_s - self._assigned_s[worker_id]
         self._assigned_s[worker_id] = assigned_s
+        self._changed.add(worker_id)
 
     def _least_loaded(self, workers: Mapping[WorkerId, Candidate]) -> list[WorkerId]:
         """Return the workers with the least queued work: by their reports, or this gateway's own if that is more."""
@@ -124,15 +130,15 @@ class ShortList:
                 for worker_id, load in zip(workers, loads, strict=True)
                 if not (load.draining or load.is_slow)
             }
-        weight, assigned_s = self._recent_weight, self._assigned_s
+            self._order = list(self._reported_s)
+            self._changed.update(self._order)
         own_s = {worker_id: self._queued_s(worker_id) for worker_id in self._queued}
-        self._queued = {worker_id for worker_id, queued_s in own_s.items() if queued_s > 0.0}
-        queued_s = self._reported_s | {
-            worker_id: max(own_s[worker_id], self._reported_s[worker_id])
-            for worker_id in self._queued & self._reported_s.keys()
-        }
-        order = [(each_s + weight * assigned_s[worker_id], worker_id) for worker_id, each_s in queued_s.items()]
-        return [worker_id for _, worker_id in heapq.nsmallest(NUM_LEAST_LOADED, order)]
+        for worker_id in (self._changed | self._queued) & self._reported_s.keys():
+            queued_s = max(self._reported_s[worker_id], own_s.get(worker_id, 0.0))
+            self._load_s[worker_id] = queued_s + self._recent_weight * self._assigned_s[worker_id], worker_id
+        self._queued, self._changed = {worker_id for worker_id in own_s if own_s[worker_id] > 0.0}, set()
+        self._order.sort(key=self._load_s.__getitem__)
+        return self._order[:NUM_LEAST_LOADED]
 
     def _join(self, workers: Mapping[WorkerId, Candidate]) -> None:
         """Begin with these workers; new ones count as idle."""
