@@ -1,11 +1,10 @@
 """`headstart bench engines`: what an adapter adds in front of another engine, and routers head to head.
 
-    headstart bench engines                                     over a stub engine, against only the gateway
+    headstart bench engines                                     processor time over one vLLM, and without Headstart
+    headstart bench engines --real                              first tokens and gaps of the same
     headstart bench engines --head-to-head chats.jsonl.gz       routers over the same two vLLM engines
-    headstart bench engines --real                              over one vLLM engine, against that engine
-    headstart bench engines --text                              over one vLLM engine, behind Headstart against by itself
 
-The last three start vLLM (`--vllm`: the folder of its environment, as tools/install_vllm.py makes it).
+They start vLLM (`--vllm`: the folder of its environment, as tools/install_vllm.py makes it).
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import uvloop
-
-from benchmarks.dev.engines_load import head_to_head, real, routers, stubbed, text, vllm
+from benchmarks.dev.engines_load import head_to_head, real, routers, text, vllm
 from benchmarks.dev.gateway_load.processes import make_bundle
 from benchmarks.replay_load.workload import Shape, load
 from benchmarks.report import Report, option_parser, publish
@@ -27,16 +24,7 @@ from benchmarks.report import Report, option_parser, publish
 
 def main(argv: Sequence[str]) -> int:
     options = _options(argv)
-    if options.head_to_head is not None:
-        report = _head_to_head(options)
-    elif options.real or options.text:
-        report = _real(options)
-    else:
-        sizes = stubbed.Sizes(options.rounds, options.samples, options.streams, options.rate)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, ExitStack() as stack:
-            figures = runner.run(stubbed.measure(stack, sizes))
-        report = Report("engines", figures, {"rounds": options.rounds})
-    publish(report, options)
+    publish(_one_engine(options) if options.head_to_head is None else _head_to_head(options), options)
     return 0
 
 
@@ -45,10 +33,8 @@ def _options(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="in alternation (default 5)")
     parser.add_argument("--samples", type=int, default=200, help="of each latency in each round (default 200)")
     parser.add_argument("--streams", type=int, default=64, help="at once (default 64)")
-    parser.add_argument("--rate", type=float, default=40.0, help="tokens/s of each stream (default 40)")
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm"), metavar="DIR", help="vLLM's environment")
-    parser.add_argument("--real", action="store_true", help="over one vLLM engine, for 1, 8 and 32 streams")
-    parser.add_argument("--text", action="store_true", help="over one vLLM engine, the cost of its text")
+    parser.add_argument("--real", action="store_true", help="first tokens and gaps, for 1, 8 and 32 streams")
     parser.add_argument("--model-size", type=int, nargs=2, default=(256, 4), metavar=("HIDDEN", "LAYERS"))
     fleet = parser.add_argument_group("head to head")
     fleet.add_argument("--head-to-head", type=Path, metavar="SOURCE", help="the recorded conversations to play")
@@ -75,12 +61,12 @@ def _engines(stack: ExitStack, options: Namespace, count: int, num_blocks: int |
     return stack.enter_context(vllm.engines(options.vllm, model, folder, count=count, num_blocks=num_blocks))
 
 
-def _real(options: Namespace) -> Report:
-    if options.text and options.engine_url:
-        raise SystemExit("--text reads the processor time of an engine that it starts itself: leave out --engine-url")
+def _one_engine(options: Namespace) -> Report:
+    if options.engine_url and not options.real:
+        raise SystemExit("the processor time is that of an engine that it starts itself: leave out --engine-url")
     with ExitStack() as stack:
         engines = _engines(stack, options, 1, None)
-        if options.text:
+        if not options.real:
             sizes = {"samples": options.samples, "streams": options.streams}
             figures = asyncio.run(text.measure(engines[0], rounds=options.rounds, **sizes))
         else:

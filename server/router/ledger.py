@@ -9,6 +9,7 @@ Recent chains and hits share one bound in bytes. The least recently used chain i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,21 +162,16 @@ class Ledger:
         now_s = self._clock()
         if published_s > now_s:
             until_s = self._published_s.setdefault(incarnation, {})
-            for block_hash in hashes:
-                until_s[block_hash] = max(published_s, until_s.get(block_hash, 0.0))
+            until_s.update({each: max(published_s, until_s.get(each, 0.0)) for each in hashes})
             self._ended.append((published_s, incarnation, hashes))
-        self._forget_published(now_s)
-        return num_gone
-
-    def _forget_published(self, now_s: float) -> None:
         while self._ended and self._ended[0][0] <= now_s:
-            _, incarnation, hashes = self._ended.popleft()
-            until_s = self._published_s.get(incarnation, {})
-            for block_hash in hashes:
-                if until_s.get(block_hash, now_s + 1) <= now_s:
-                    del until_s[block_hash]
+            _, there, old = self._ended.popleft()
+            until_s = self._published_s.get(there, {})
+            for block_hash in [each for each in old if until_s.get(each, math.inf) <= now_s]:
+                del until_s[block_hash]
             if not until_s:
-                self._published_s.pop(incarnation, None)
+                self._published_s.pop(there, None)
+        return num_gone
 
     def num_live(self, incarnation: WorkerIncarnation, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that live requests have there."""

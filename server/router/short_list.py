@@ -56,10 +56,9 @@ class ShortList:
         self._reported_s: dict[WorkerId, float] = {}
         """Queued seconds in these reports, of workers that take requests."""
         self._load_s: dict[WorkerId, tuple[float, WorkerId]] = {}
-        """What these workers are ordered by; that of `_changed` is computed again."""
         self._changed: set[WorkerId] = set()
         self._order: list[WorkerId] = []
-        """As sorted last, so that the next sort takes one pass."""
+        """These workers by `_load_s`, as sorted last: the next sort takes one pass."""
         self._turn = 0
         self._own: dict[Key, WorkerId] = {}
 

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import aiohttp
 
-from benchmarks.dev.gateway_load.processes import MODEL, free_ports, make_bundle, write_tokenizer
+from benchmarks.dev.gateway_load.processes import MODEL, free_ports, make_bundle
+from worker.wire import TokenizerBundle
 
 BLOCK_SIZE: Final = 32
 """The least on a CPU."""
@@ -86,7 +87,7 @@ def write_model(folder: Path, hidden_size: int, num_layers: int) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
-    write_tokenizer(bundle, folder)
+    _write_tokenizer(bundle, folder)
     LlamaForCausalLM(config).save_pretrained(folder)  # replaces the tokenizer's config.json
 
 
@@ -160,3 +161,13 @@ def running(url: str) -> Engine:
     with urllib.request.urlopen(f"{url}/kv_event_sources", timeout=5) as answer:
         source = json.load(answer)["0"]
     return Engine(url, source["endpoint"], source["replay_endpoint"])
+
+
+def _write_tokenizer(bundle: TokenizerBundle, folder: Path) -> None:
+    """Write the files of the bundle's tokenizer."""
+    (folder / "tokenizer.json").write_bytes(bundle.tokenizer_json)
+    fields = {name: getattr(bundle, name) for name in ("chat_template", "bos_token", "eos_token")}
+    # Without the class, transformers takes LlamaTokenizer for a Llama, which splits text otherwise.
+    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": bundle.vocab_size}))

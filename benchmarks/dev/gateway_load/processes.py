@@ -48,16 +48,6 @@ def make_bundle(max_model_len: int = 8192) -> tuple[TokenizerBundle, Tokenizer]:
     return bundle, tokenizer
 
 
-def write_tokenizer(bundle: TokenizerBundle, folder: Path) -> None:
-    """Write the files from which an adapter makes the same bundle."""
-    (folder / "tokenizer.json").write_bytes(bundle.tokenizer_json)
-    fields = {name: getattr(bundle, name) for name in ("chat_template", "bos_token", "eos_token")}
-    # Without the class, transformers takes LlamaTokenizer for a Llama, which splits text otherwise.
-    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": bundle.vocab_size}))
-
-
 @contextmanager
 def started(
     command: Sequence[str],
@@ -93,17 +83,10 @@ def ended(process: subprocess.Popen[AnyStr]) -> Iterator[subprocess.Popen[AnyStr
 
 
 @contextmanager
-def stub_server(
-    folder: Path, core: int, *, redis: str | None, pace_s: float = 0.0, num_workers: int = 1, events: str | None = None
-) -> Iterator[str]:
-    """The URL of the first of `num_workers` workers in one process, once they listen.
-
-    Without `redis` it is an engine that an adapter stands in front of, which sends its cache events to `events`.
-    """
+def stub_server(folder: Path, core: int, *, redis: str, pace_s: float = 0.0, num_workers: int = 1) -> Iterator[str]:
+    """The URL of the first of `num_workers` workers in one process, once they listen."""
     command = [*module_command("benchmarks.dev.gateway_load.stub"), "--bundle", str(folder / "bundle")]
-    command += ["--pace-s", str(pace_s), "--num-workers", str(num_workers)]
-    command += [] if redis is None else ["--redis", redis]
-    command += [] if events is None else ["--events", events]
+    command += ["--redis", redis, "--pace-s", str(pace_s), "--num-workers", str(num_workers)]
     with started(command, core, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()

@@ -5,34 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.dev.gateway_load.processes import (
     MODEL,
-    adapter_process,
-    free_ports,
     gateway_process,
     make_bundle,
     started,
     stub_server,
     until,
-    write_tokenizer,
 )
 from benchmarks.dev.gateway_load.traffic import Traffic
 from server.cli.serve import find_redis_server, redis_command
 from worker.wire import pack
-
-
-class Adapted(NamedTuple):
-    """A gateway in front of an adapter in front of a stub engine: its URL, and the process ids."""
-
-    url: str
-    gateway: int
-    adapter: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,19 +38,6 @@ class Site:
         """See `gateway_process`."""
         return gateway_process(stub, self.gateway_core, self.redis)
 
-    @contextmanager
-    def adapted(self, *, pace_s: float = 0.0) -> Iterator[Adapted]:
-        """A stub engine with an adapter, and a gateway of their own in front; the adapter has the gateway's core."""
-        redis = f"{self.redis}?db=1"
-        (port,) = free_ports(1)
-        events = f"tcp://127.0.0.1:{port}"
-        with (
-            stub_server(self.folder, self.other_core, redis=None, pace_s=pace_s, events=events) as engine,
-            adapter_process(engine, self.gateway_core, redis, "--tokenizer", str(self.folder)) as (url, adapter),
-            gateway_process(url, self.gateway_core, redis) as (public, _, gateway),
-        ):
-            yield Adapted(public, gateway, adapter)
-
 
 async def prepare(stack: ExitStack, *, max_model_len: int = 8192) -> Site:
     """Starts Redis, which ends with the stack, and keeps this process off the gateway's core."""
@@ -73,7 +47,6 @@ async def prepare(stack: ExitStack, *, max_model_len: int = 8192) -> Site:
     os.sched_setaffinity(0, {other_core})
     bundle, tokenizer = make_bundle(max_model_len)
     (folder / "bundle").write_bytes(pack(bundle))
-    write_tokenizer(bundle, folder)
     redis = folder / "redis.sock"
     stack.enter_context(started(redis_command(find_redis_server(), redis), other_core, stdout=subprocess.DEVNULL))
     await until(redis.exists)

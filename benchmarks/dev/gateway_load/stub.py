@@ -1,8 +1,8 @@
-"""Workers without a model: `python -m benchmarks.dev.gateway_load.stub --bundle FILE [--redis URL] [--num-workers N]`.
+"""Workers without a model: `python -m benchmarks.dev.gateway_load.stub --bundle FILE --redis URL [--num-workers N]`.
 
-One raw asyncio protocol serves the wire protocol (/generate, /state, /bundle, /health/live) and two more APIs: OpenAI's
-chat for proxies, and vLLM's token API for adapters. An answer is `max_tokens` times one token, at once, or paced: one
-frame a stream at every tick. Prints the URL of the first worker.
+One raw asyncio protocol serves the wire protocol (/generate, /state, /bundle, /health/live), and OpenAI's chat for
+proxies. An answer is `max_tokens` times one token, at once, or paced: one frame a stream at every tick. Prints the URL
+of the first worker.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final, cast
 
-import msgspec
 import uvloop
 
-from benchmarks.dev.gateway_load import stub_engine
 from cache.hashing import Namespace, hash_chain, index_entry
 from cache.records import WorkerLoad, WorkerMember, WorkerState
 from cache.redis_index import IndexWriter, SetChange
@@ -41,7 +39,6 @@ PUBLISH_S: Final = 0.1
 TOKEN_ID: Final = 260  # " the" in SmolLM2's vocabulary, as in the stub's OpenAI answers
 _CHUNKED: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n"
 _PLAIN: Final = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: %b\r\n\r\n%b"
-_NOT_ALLOWED: Final = b"HTTP/1.1 405 Method Not Allowed\r\ncontent-length: 0\r\n\r\n"
 _LAST: Final = b"0\r\n\r\n"
 _HEAD: Final = b'{"id":"chatcmpl-x","object":"chat.completion%b","created":1,"model":"bench","choices":[{"index":0,'
 
@@ -61,15 +58,9 @@ _EVENT: Final = (
 class Worker:
     """State that all connections share."""
 
-    def __init__(
-        self, bundle: TokenizerBundle, pace_s: float, *, tells_cached: bool = False, events: str | None = None
-    ) -> None:
-        """`tells_cached`: hash each prompt to answer what is held of it, which takes time before the answer.
-
-        `events` is where it sends the cache events of vLLM's token API.
-        """
+    def __init__(self, bundle: TokenizerBundle, pace_s: float, *, tells_cached: bool = False) -> None:
+        """`tells_cached`: hash each prompt to answer what is held of it, which takes time before the answer."""
         self.bundle = bundle
-        self.engine = stub_engine.EngineHalf(bundle, events)
         self.tells_cached = tells_cached
         self.pace_s = pace_s
         self.member: WorkerMember | None = None
@@ -78,8 +69,6 @@ class Worker:
         self.held: dict[IndexEntry, None] = {}
         self.streams: dict[Connection, tuple[int, bytes, bytes]] = {}
         """Frames left, the frame, and the end of paced streams."""
-        self.last_blocks: dict[Connection, int] = {}
-        """The engine's name of the last block, for streams of vLLM's token API."""
 
     def hold_computed(self) -> None:
         requests, self.computed = self.computed, []
@@ -102,22 +91,12 @@ class Worker:
         while True:
             due_s += self.pace_s
             await asyncio.sleep(max(0.0, due_s - loop.time()))
-            self._store_outputs()
             for connection, (left, frame, end) in list(self.streams.items()):
                 connection.transport.write(frame if left > 1 else frame + end)
                 if left > 1:
                     self.streams[connection] = (left - 1, frame, end)
                 else:
                     del self.streams[connection]
-
-    def _store_outputs(self) -> None:
-        """Publish the blocks that this tick fills, as an engine does before its tokens are seen."""
-        for connection, parent in list(self.last_blocks.items()):
-            if connection not in self.streams:
-                del self.last_blocks[connection]
-            elif self.streams[connection][0] % stub_engine.BLOCK_SIZE == 0:
-                self.last_blocks[connection] = self.engine.store_output(parent, TOKEN_ID)
-        self.engine.publish()
 
 
 class Connection(asyncio.Protocol):
@@ -157,8 +136,6 @@ class Connection(asyncio.Protocol):
                 worker.computed.append(request)
                 first = worker.started(request)
                 self._stream(request.sampling.max_tokens, b"application/msgpack", first, TOKEN_FRAME, END)
-            case b"/inference/v1/generate":
-                self._token_api(body)
             case b"/v1/chat/completions":
                 asked = json.loads(body)
                 num_tokens = asked.get("max_tokens") or asked["max_completion_tokens"]  # peers rewrite the body
@@ -174,24 +151,11 @@ class Connection(asyncio.Protocol):
                 self._plain(pack(WorkerState(worker.member, _load())), b"application/msgpack")
             case b"/bundle":
                 self._plain(pack(worker.bundle), b"application/msgpack")
-            case _:
-                answer = worker.engine.answer(path, body)
-                if answer is None:  # health, and what other routers ask a server about its model
-                    answer = b'{"model_path":"bench","served_model_name":"bench"}'
-                self._plain(answer, b"application/json")
-
-    def _token_api(self, body: bytes) -> None:
-        if not body:  # a GET, by which an adapter asks whether this call exists
-            self.transport.write(_NOT_ALLOWED)
-            return
-        asked = msgspec.json.decode(body)
-        engine = self._worker.engine
-        last_block = engine.store_prompt(asked["token_ids"], asked["cache_salt"])
-        engine.publish()
-        if self._worker.pace_s:
-            self._worker.last_blocks[self] = last_block
-        num_tokens = asked["sampling_params"]["max_tokens"]
-        self._stream(num_tokens, b"text/event-stream", b"", stub_engine.token_event(TOKEN_ID), stub_engine.END)
+            case b"/v1/models":
+                models = {"object": "list", "data": [{"id": worker.bundle.model, "root": "", "parent": None}]}
+                self._plain(json.dumps(models).encode(), b"application/json")
+            case _:  # health, and what other routers ask a server about its model
+                self._plain(b'{"model_path":"bench","served_model_name":"bench"}', b"application/json")
 
     def _plain(self, body: bytes, kind: bytes) -> None:
         self.transport.write(_PLAIN % (len(body), kind, body))
@@ -246,13 +210,11 @@ async def _publish(worker: Worker, redis: str, member: WorkerMember, every_s: fl
         link.cancel()
 
 
-async def serve(
-    bundle: TokenizerBundle, redis: str | None, pace_s: float, num_workers: int, events: str | None
-) -> None:
+async def serve(bundle: TokenizerBundle, redis: str, pace_s: float, num_workers: int) -> None:
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         for number in range(num_workers):
-            worker = Worker(bundle, pace_s, tells_cached=num_workers > 1, events=events)
+            worker = Worker(bundle, pace_s, tells_cached=num_workers > 1)
             server = await loop.create_server(partial(Connection, worker), "127.0.0.1", 0, backlog=4096)
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             worker.member = make_member(bundle, f"stub-{number}", "1", url)
@@ -260,22 +222,20 @@ async def serve(
                 print(url, flush=True)
             if pace_s:
                 group.create_task(worker.tick())
-            if redis is not None:
-                group.create_task(_publish(worker, redis, worker.member, max(PUBLISH_S, num_workers / 64)))
+            group.create_task(_publish(worker, redis, worker.member, max(PUBLISH_S, num_workers / 64)))
             group.create_task(server.serve_forever())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--redis")
+    parser.add_argument("--redis", required=True)
     parser.add_argument("--pace-s", type=float, default=0.0)
     parser.add_argument("--num-workers", type=int, default=1)
-    parser.add_argument("--events", help="where vLLM's cache events go, e.g. tcp://127.0.0.1:5557 (default: none)")
     options = parser.parse_args()
     bundle = unpack(options.bundle.read_bytes(), TokenizerBundle)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(bundle, options.redis, options.pace_s, options.num_workers, options.events))
+        runner.run(serve(bundle, options.redis, options.pace_s, options.num_workers))
 
 
 if __name__ == "__main__":

@@ -409,7 +409,7 @@ def test_answered_connections_are_idle_and_closed_ones_make_room() -> None:
     assert not third.dropped, "there was room"
 
 
-async def test_an_announced_end_closes_a_connection_with_its_next_answer() -> None:
+async def test_an_announced_end_closes_with_the_next_answer() -> None:
     async with Port(None, app=Desk()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         async with asyncio.timeout(HANG_S):
