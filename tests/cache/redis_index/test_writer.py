@@ -331,6 +331,8 @@ async def test_incomplete_rewrite_stays_in_doubt(redis_server: RedisServer, monk
             assert writer.in_doubt
         assert await writer.rewrite(entries(chain(3)), WorkerLoad())
         assert not writer.in_doubt
+        writer.begin_epoch(member(epoch="next"))
+        assert writer.in_doubt
 
 
 def test_lease_after_a_clock_jump_is_in_doubt() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.types import Message
 
@@ -101,6 +101,31 @@ async def test_a_silent_stream_is_kept_alive_until_it_is_left() -> None:
         beating.cancel()
 
 
+async def test_only_a_silent_stream_is_kept_alive() -> None:
+    client, keep_alive = Client(), KeepAlive(60.0)
+    writer = writer_to(client)
+    with keep_alive.keeping(writer):
+        keep_alive._ping()
+        await turns()
+        assert client.parts == []
+        writer.last_write_s -= 61.0
+        keep_alive._ping()
+        await turns()
+    assert client.parts == [200, PING]
+
+
+async def test_a_probe_never_begins_an_answer() -> None:
+    client = Client()
+    writer = writer_to(client)
+    writer.probe()
+    await turns()
+    assert client.parts == []
+    await writer.write(b"event")
+    writer.probe()
+    await turns()
+    assert client.parts == [200, b"event", PING]
+
+
 async def test_unread_keep_alive_blocks_nothing() -> None:
     client, keep_alive = Client(), KeepAlive(60.0)
     writer = writer_to(client)
@@ -171,6 +196,7 @@ async def test_foreign_cancellation_stays_a_cancellation() -> None:
 
 
 @given(st.text(alphabet=st.one_of(st.sampled_from("\u2028\u2029\x85\u2027\u202a\xc2a"), st.characters(codec="utf-8"))))
+@example("\u2028\u2029\x85")
 def test_each_event_is_one_line_for_every_client(text: str) -> None:
     events = escape_line_ends(sse(msgspec.json.encode(text)) + PING)
     line, *rest = events.decode().splitlines()
