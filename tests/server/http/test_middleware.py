@@ -1,4 +1,4 @@
-"""What every request gets, whatever the app does: its path, headers, account and log line, and a limit on its body."""
+"""The path, headers, account and log line of every request, and the limit of its body."""
 
 from __future__ import annotations
 
