@@ -190,10 +190,10 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
 
 def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputRules:
     """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
-    known, own = intent.toolbox.names, model.forced_format
-    if intent.named_tool is not None and (own is None or intent.named_tool.name in intent.toolbox.grammars):
+    known, own = intent.tool_set.names, model.forced_format
+    if intent.named_tool is not None and (own is None or intent.named_tool.name in intent.tool_set.grammars):
         forced = intent.named_tool.name
-        return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.toolbox.grammars)
+        return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.tool_set.grammars)
     schemas = {tool.name: tool.parameters for tool in intent.conversation.tools}
     names, parallel = frozenset(schemas), intent.parallel_tool_calls
     if intent.tool_mode == "required" and own is None:

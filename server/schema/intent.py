@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from server.schema.decoding import invalid
 from server.schema.fields import LeftOut, Message, ModelFields, ResponseFormat, Tool, check_constraints
-from server.schema.tools import Ignored, Toolbox, ToolMode
+from server.schema.tools import Ignored, ToolMode, ToolSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ChatIntent:
     tool_mode: ToolMode = "none"
     named_tool: Tool | None = None
     """The one function that has to be called, in the mode `named`."""
-    toolbox: Toolbox = field(default_factory=Toolbox)
+    tool_set: ToolSet = field(default_factory=ToolSet)
     """The names and the grammars of the tools."""
     dropped_items: tuple[Ignored, ...] = ()
     """Items of the history that only a vendor's server could read."""
@@ -83,7 +83,7 @@ class ChatIntent:
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        return (*self.toolbox.ignored, *self.dropped_items, *self._blocks())
+        return (*self.tool_set.ignored, *self.dropped_items, *self._blocks())
 
     def _blocks(self) -> Iterator[Ignored]:
         for number, message in enumerate(self.conversation.messages):

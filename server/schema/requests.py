@@ -34,7 +34,7 @@ from server.schema.fields import (
     TopLogprobs,
 )
 from server.schema.intent import ChatIntent, Conversation
-from server.schema.tools import Toolbox, ToolName, input_call, make_toolbox, read_choice, read_tools
+from server.schema.tools import ToolName, ToolSet, input_call, make_tool_set, read_choice, read_tools
 
 MAX_MESSAGES: Final = 65_536
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
@@ -82,10 +82,10 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def intent(self, *, clamps_max_tokens: bool = False) -> ChatIntent:
         """Return what a checked request asks for. Raises InvalidRequestError."""
-        toolbox = make_toolbox(read_tools(self.tools or (), nested=True))
-        use, tools, named = toolbox.chosen(read_choice(self.tool_choice, toolbox, nested=True))
+        tool_set = make_tool_set(read_tools(self.tools or (), nested=True))
+        use, tools, named = tool_set.chosen(read_choice(self.tool_choice, tool_set, nested=True))
         conversation = Conversation(
-            messages=[_with_model_names(message.with_thoughts(), toolbox) for message in self.messages],
+            messages=[_with_model_names(message.with_thoughts(), tool_set) for message in self.messages],
             tools=tools,
             is_continued=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
@@ -103,7 +103,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             num_prompt_logprobs=self.prompt_logprobs,
             tool_mode=use.mode,
             named_tool=named,
-            toolbox=toolbox,
+            tool_set=tool_set,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
         )
@@ -111,7 +111,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         return intent
 
 
-def _with_model_names(message: Message, toolbox: Toolbox) -> Message:
+def _with_model_names(message: Message, tool_set: ToolSet) -> Message:
     """Write a message's calls as functions, under the model's names."""
     if not message.tool_calls:
         return message
@@ -119,10 +119,10 @@ def _with_model_names(message: Message, toolbox: Toolbox) -> Message:
     for call in message.tool_calls:
         if call.custom is not None and call.type == "custom":
             given = call.custom
-            function = input_call(toolbox.model_name(ToolName(given.name, "custom", given.namespace)), given.input)
+            function = input_call(tool_set.model_name(ToolName(given.name, "custom", given.namespace)), given.input)
         else:
             name = ToolName(call.called.name, "function", call.called.namespace)
-            function = FunctionCall(name=toolbox.model_name(name), arguments=call.called.arguments)
+            function = FunctionCall(name=tool_set.model_name(name), arguments=call.called.arguments)
         calls.append(ToolCall(id=call.id, function=function))
     return msgspec.structs.replace(message, tool_calls=calls)
 

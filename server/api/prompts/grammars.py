@@ -83,7 +83,7 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     With tools in `auto` and no format there is no grammar: schemas are not compiled, and strict ones are checked.
     """
     tools = intent.conversation.tools
-    if intent.named_tool is not None and (own := intent.toolbox.grammars.get(intent.named_tool.name)) is not None:
+    if intent.named_tool is not None and (own := intent.tool_set.grammars.get(intent.named_tool.name)) is not None:
         return HeldGrammar(own, "tools")
     if model.forced_format is not None and intent.tool_mode in ("required", "named"):
         asked = tools if intent.named_tool is None else (intent.named_tool,)
