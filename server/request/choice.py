@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from cache.hashing import hash_chain
 from cache.types import BlockHash, MediaStart
 from server.models.served_model import ServedModel
-from server.request.engine_ask import EngineAsk
+from server.request.engine_text_request import EngineTextRequest
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request_context import CURRENT
 from server.router.types import RouteRequest, short_key
@@ -56,7 +56,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The token that ends the model's reasoning, where one token does."""
     embed: Embed | None = None
     """Set if the request is for an embedding instead of text."""
-    ask: EngineAsk | None = None
+    text_request: EngineTextRequest | None = None
     """Set if the engine writes the text."""
     media: tuple[MediaStart, ...] = ()
     """The images in the prompt."""
@@ -65,7 +65,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
         """Describe the prompt to the router."""
         session, context = hints.session or self.affinity_key, CURRENT.get(None)
         num_demanded = max(1, self.sampling.min_tokens) if self.clamps_max_tokens else self.sampling.max_tokens
-        num_tokens = len(self.prompt_ids) or (0 if self.ask is None else self.ask.num_tokens)
+        num_tokens = len(self.prompt_ids) or (0 if self.text_request is None else self.text_request.num_tokens)
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
@@ -74,7 +74,12 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size, self.media),
             affinity_key=short_key(f"{self.tenant}/{session}") if session else None,
             hard_affinity=hints.hard_affinity,
-            needs=needs_of(None if self.ask is None else self.ask.call, self.embed, self.media, self.model.adapter),
+            needs=needs_of(
+                None if self.text_request is None else self.text_request.call,
+                self.embed,
+                self.media,
+                self.model.adapter,
+            ),
             priority=self.priority,
             tenant=self.tenant,
             weight=self.weight,

@@ -211,7 +211,7 @@ def soonest_error(refusals: Iterable[WorkerRefused], spec: GenerationSpec) -> Ap
 def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) -> ApiError:
     """Return the client's error for a worker's Failed frame."""
     match failed.code, status:
-        case "context_length_exceeded", _ if spec.ask is not None:  # the engine's own words
+        case "context_length_exceeded", _ if spec.text_request is not None:  # the engine's own words
             return InvalidRequestError(failed.message, param=failed.param, code=failed.code)
         case "context_length_exceeded", _:
             message, num_tokens = failed.message.rstrip("."), len(spec.prompt_ids)

@@ -52,7 +52,7 @@ from server.http.stream import DONE, sse
 from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.engine_ask import EngineAsk
+from server.request.engine_text_request import EngineTextRequest
 from server.request.response import ResponseStream
 from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
@@ -378,7 +378,7 @@ def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendere
     is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
     id_ = response_id(_PREFIXES[call.path])
     head = {"id": _raw(id_), "model": _raw(asked.name)}
-    ask = EngineAsk(
+    text_request = EngineTextRequest(
         call=call,
         head=head if rendered is None else head | {"created": _raw(int(time.time()))},
         shows_usage=shows_usage or rendered is None,
@@ -388,7 +388,7 @@ def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendere
         num_tokens=0 if rendered is not None else min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
     )
     if rendered is None:
-        return replace(new_spec(id_, model, identity, known, "input"), ask=ask)
+        return replace(new_spec(id_, model, identity, known, "input"), text_request=text_request)
     return replace(
         new_spec(id_, model, identity, known, "prompt" if call.path == COMPLETIONS_PATH else "messages"),
         prompt_ids=rendered.prompts[0],
@@ -396,7 +396,7 @@ def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendere
         sampling=SamplingParams(max_tokens=rendered.max_tokens[0]),
         grammar_param="response_format",
         clamps_max_tokens=True,
-        ask=ask,
+        text_request=text_request,
         media=media,
     )
 
