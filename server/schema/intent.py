@@ -47,7 +47,7 @@ class Conversation:
     num_removed: int = 0
     """Messages of the client that came before the first."""
 
-    def place(self, number: int, path: str) -> str:
+    def param_of(self, number: int, path: str) -> str:
         """Name a part of a message, where the route has the same messages as the conversation."""
         return f"messages[{number + self.num_removed}].{path}" if self.names is CHAT_NAMES else self.names.messages
 
@@ -89,7 +89,7 @@ class ChatIntent:
         for number, message in enumerate(self.conversation.messages):
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 if isinstance(part, LeftOut):
-                    field = self.conversation.place(number, f"content[{index}].type")
+                    field = self.conversation.param_of(number, f"content[{index}].type")
                     yield Ignored(part.kind, field, is_block=True)
 
     def check(self) -> None:

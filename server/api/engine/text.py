@@ -259,12 +259,12 @@ class EngineTexts:
                     await self._render(image.alone(call), model, has_images=True)
                 except (InvalidRequestError, InternalError) as error:
                     why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
-                    raise invalid(image.place, f"is an image that the engine cannot read{why}") from error
+                    raise invalid(image.param, f"is an image that the engine cannot read{why}") from error
             raise
         num_read = sum(map(len, rendered.media))
         if num_read < len(media.images):
             message = f"The engine reads {num_read} of {len(media.images)} images: send them in messages of the user."
-            raise InvalidRequestError(message, param=media.images[0].place)
+            raise InvalidRequestError(message, param=media.images[0].param)
         return rendered
 
     def _able(self, model: ServedModel, path: str, has_images: bool = False) -> list[Candidate]:
@@ -346,8 +346,8 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
 
 
-def _not_sent(place: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:
-    return unsupported(f"{place}{name:.64}", _NOT_SENT.get(name, why))
+def _not_sent(prefix: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:
+    return unsupported(f"{prefix}{name:.64}", _NOT_SENT.get(name, why))
 
 
 def _body(asked: _Asked) -> dict[str, Any]:

@@ -178,9 +178,9 @@ def _message(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
 
 def _tool_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     kind: ToolKind = "function" if item.type == "function_call" else "custom"
-    place, text = ("arguments", item.arguments) if kind == "function" else ("input", item.input)
+    key, text = ("arguments", item.arguments) if kind == "function" else ("input", item.input)
     if not (item.call_id and item.name) or not isinstance(text, str):
-        raise invalid(field, f"is a {item.type} without call_id, name or {place}")
+        raise invalid(field, f"is a {item.type} without call_id, name or {key}")
     name = tool_set.model_name(ToolName(item.name, kind, item.namespace or None))
     function = input_call(name, text) if kind == "custom" else schema.FunctionCall(name=name, arguments=text)
     return _call(item.call_id, function)

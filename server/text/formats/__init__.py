@@ -47,7 +47,7 @@ def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
 
 def _read_list(reader: TextReader) -> Reading:
     while (yield from reader.skip()) == "[":
-        yield from reader.call_list(is_held=True)
+        yield from reader.call_list(is_constrained=True)
 
 
 def _no_rules(tools: GrammarTools) -> list[str]:

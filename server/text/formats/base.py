@@ -51,7 +51,7 @@ class TextReader(ABC):
         self.thinking = False
         self.answer_start = self.num_chars - len(self.text)
 
-    def call_list(self, before: str = "", otherwise: Emit | None = None, *, is_held: bool = False) -> Asking:
+    def call_list(self, before: str = "", otherwise: Emit | None = None, *, is_constrained: bool = False) -> Asking:
         """Read a list of calls, which begins with its bracket. Return whether it holds one.
 
         See `call`.
@@ -62,22 +62,22 @@ class TextReader(ABC):
         while True:
             space = yield from self.space(", \t\r\n" if has_call else None)
             if self.text[:1] == "{":
-                is_call = yield from self.call(held + space, otherwise, is_held=is_held)
+                is_call = yield from self.call(held + space, otherwise, is_constrained=is_constrained)
                 held, has_call = "", has_call or is_call
-                if is_call or is_held:
+                if is_call or is_constrained:
                     continue
             elif self.text[:1] == "]":
                 self.text = self.text[1:]
                 held += space + "]" if held else ""
-            if held and not is_held:
+            if held and not is_constrained:
                 otherwise(held)
             return has_call
 
-    def call(self, before: str = "", otherwise: Emit | None = None, *, is_held: bool = False) -> Asking:
+    def call(self, before: str = "", otherwise: Emit | None = None, *, is_constrained: bool = False) -> Asking:
         """Read one call object, which begins with its brace. Return whether it is a call.
 
-        Another object goes to `otherwise`, after the text `before` it: content by default. `is_held`: a grammar holds
-        the text, so that a cut object is never content.
+        Another object goes to `otherwise`, after the text `before` it: content by default. `is_constrained`: the text
+        follows a grammar, so a cut object is never content.
         """
         scanner, size = JsonScanner(), 0
         while True:
@@ -89,7 +89,7 @@ class TextReader(ABC):
         parts: list[str] = []
         if not isinstance(head, tuple):
             complete = yield from self.value(parts.append)
-            return self._emit_object("".join(parts), before, otherwise or self.emit_content, complete, is_held)
+            return self._emit_object("".join(parts), before, otherwise or self.emit_content, complete, is_constrained)
         self.emit("call", head[0])
         self.text = self.text[head[1] :]
         if self.text[0] == '"':
@@ -100,7 +100,7 @@ class TextReader(ABC):
         yield from self._tail()
         return True
 
-    def _emit_object(self, text: str, before: str, otherwise: Emit, complete: bool, is_held: bool) -> bool:
+    def _emit_object(self, text: str, before: str, otherwise: Emit, complete: bool, is_constrained: bool) -> bool:
         """Pass on an object whose head is not that of a call. Return whether it is a call all the same."""
         if (call := call_of(text)) is not None:
             self.emit("call", call[0])
@@ -110,7 +110,7 @@ class TextReader(ABC):
         if is_cut and (name := self.cut_name(cut_name(text))) is not None:
             self.emit("call", name)
             return True
-        if not (is_cut and is_held):
+        if not (is_cut and is_constrained):
             otherwise(before + text)
         return False
 
