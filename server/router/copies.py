@@ -23,7 +23,7 @@ from cache.types import BlockHash, WorkerId
 from server.metrics import GatewayMetrics
 from server.rates import DecayedSum
 from server.router.cost import WorkerView
-from server.router.placement import Decision, Listener, Placement
+from server.router.placement import Decision, Placement, PlacementListener
 from server.workers.connection import WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class CopyPlanner:
             demand.rests_until_s = self._clock() + REST_S
 
 
-class Copies(Listener):
+class Copies(PlacementListener):
     """Makes the planned copies. Owned by the gateway's event loop."""
 
     def __init__(self, planner: CopyPlanner, send: SendCopy, metrics: GatewayMetrics) -> None:

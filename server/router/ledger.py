@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from cache.hashing import index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, WorkerId, WorkerIncarnation
-from server.router.load_tracker import ActiveRequest, WorkerLoadEstimate
+from server.router.load_tracker import TrackedRequest, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
 PUBLISH_DELAY_S: Final = 0.3
@@ -44,7 +44,7 @@ class _Live:
     """The blocks of live requests at one worker."""
 
     num_requests: dict[BlockHash, int] = field(default_factory=dict)
-    computed_by: dict[BlockHash, ActiveRequest] = field(default_factory=dict)
+    computed_by: dict[BlockHash, TrackedRequest] = field(default_factory=dict)
     """The request that came first."""
 
 
@@ -123,7 +123,7 @@ class Ledger:
             ready_s = estimate.ready_s(self._live[incarnation].computed_by[hashes[num_live - 1]], self._clock())
         return OwnBlocks(num_live, max(num_live, self.num_unpublished(incarnation, hashes)), ready_s)
 
-    def opened(self, incarnation: WorkerIncarnation, request: ActiveRequest, hashes: Sequence[BlockHash]) -> int:
+    def opened(self, incarnation: WorkerIncarnation, request: TrackedRequest, hashes: Sequence[BlockHash]) -> int:
         """Count a request's blocks as live. Return how many no other live request has there."""
         if not hashes:
             return 0
@@ -139,7 +139,7 @@ class Ledger:
         beginning[incarnation] = None
         return len(counts) - before
 
-    def closed(self, incarnation: WorkerIncarnation, request: ActiveRequest, hashes: Sequence[BlockHash]) -> int:
+    def closed(self, incarnation: WorkerIncarnation, request: TrackedRequest, hashes: Sequence[BlockHash]) -> int:
         """End a request. Return how many of its blocks no live request has there any more."""
         live = self._live.get(incarnation)
         if live is None or not hashes:

@@ -25,14 +25,14 @@ PROBE_TOOL: Final[dict[str, Any]] = {
 }
 
 
-class Probe(NamedTuple):
+class ShapeProbe(NamedTuple):
     """A conversation to render."""
 
     messages: list[Turn]
     has_tools: bool
 
 
-Finding = Generator[Probe, str | None, _T]
+Finding = Generator[ShapeProbe, str | None, _T]
 """Yields probes, and takes their texts; None: the template refuses it."""
 Prepare = Callable[[Sequence[Turn], bool], Sequence[Turn]]
 
@@ -197,4 +197,4 @@ class _Finder:
 
     def _text(self, shapes: Shapes, probe: _Conversation) -> Finding[str | None]:
         messages, _ = repaired(shapes, self._prepare(probe.turns, probe.has_tools), has_tools=probe.has_tools)
-        return (yield Probe(messages, probe.has_tools))
+        return (yield ShapeProbe(messages, probe.has_tools))

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from worker.adapter.api import EngineLoad, EngineModel, EngineRefusedError, EventSource, TextPart
+from worker.adapter.api import EngineLoad, EngineModel, EnginePart, EngineRefusedError, EventSource
 from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
 from worker.adapter.text import LENGTHS, answer_of, decode_body, shorten
 from worker.common.capabilities import CHAT
@@ -195,7 +195,7 @@ class SglangApi(EngineServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
         assert request.call is not None
         body = chat_body(request, request_id, self._rank)

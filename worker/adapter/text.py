@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from cache.types import MediaStart
-from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart, stream_error
+from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError, stream_error
 from worker.adapter.http import (
     CALL_TIMEOUT_S,
     MAX_ANSWER_BYTES,
@@ -174,7 +174,7 @@ class TextCalls:
             return False
         return bool(rendered.media)
 
-    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
         call = request.call
         assert call is not None
@@ -196,7 +196,7 @@ class TextCalls:
         return self._model_name
 
 
-async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]) -> AsyncIterator[TextPart]:
+async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]) -> AsyncIterator[EnginePart]:
     """Yield the answer of the engine's API to a body: its events, or the whole."""
     if not call.streams:
         try:
@@ -211,7 +211,7 @@ async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]
         yield part_of(data)
 
 
-def part_of(data: bytes) -> TextPart:
+def part_of(data: bytes) -> EnginePart:
     """Read what the worker itself needs of an event. Raises EngineLostError, EngineRefusedError for an error."""
     try:
         answer = _decode_answer(data)
@@ -220,7 +220,7 @@ def part_of(data: bytes) -> TextPart:
     if answer.error is not None:
         raise stream_error(answer.error)
     usage = answer.usage or (None if answer.response is None else answer.response.usage)
-    return TextPart(
+    return EnginePart(
         data,
         tuple([(choice.index, choice.token_ids) for choice in answer.choices if choice.token_ids]),
         tuple([(choice.index, choice.finish_reason) for choice in answer.choices if choice.finish_reason]),
