@@ -56,7 +56,7 @@ class GrammarSchema:
 def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> Steps[GrammarSchema]:
     """Return a schema for a grammar that has it at a path. `param` names the client's field.
 
-    Raises InvalidRequestError for a reference without a target, and with `strict` for a keyword that no grammar enforces.
+    Raises InvalidRequestError for a reference without a target, and with `strict` for an unenforced keyword.
     """
     schema: Node = json.loads(json.dumps(given))
     schema.pop("x-guidance", None)  # the options of the compiler are ours
