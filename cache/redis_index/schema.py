@@ -113,9 +113,9 @@ class Signer:
     def __init__(self, secret: bytes, prefix: str, shard: int) -> None:
         self.enabled = bool(secret)
         key = blake2s(secret, digest_size=32, person=b"registry").digest()
-        place = b"%d\0%d\0%b" % (shard, len(prefix), prefix.encode())
+        scope = b"%d\0%d\0%b" % (shard, len(prefix), prefix.encode())
         self._bases = {
-            kind: blake2s(place, key=key, digest_size=_MAC_BYTES, person=kind) for kind in (b"member", b"state")
+            kind: blake2s(scope, key=key, digest_size=_MAC_BYTES, person=kind) for kind in (b"member", b"state")
         }
 
     def state_mac(self, worker_id: str) -> blake2s:

@@ -189,8 +189,8 @@ class _Finder:
 
     def shows(self, shapes: Shapes, probe: _Conversation, *words: str) -> Finding[bool]:
         text = yield from self._text(shapes, probe)
-        places = [-1 if text is None else text.find(word) for word in (*words, *probe.words)]
-        return -1 not in places and places == sorted(places)
+        offsets = [-1 if text is None else text.find(word) for word in (*words, *probe.words)]
+        return -1 not in offsets and offsets == sorted(offsets)
 
     def renders(self, shapes: Shapes, probe: _Conversation) -> Finding[bool]:
         return (yield from self._text(shapes, probe)) is not None

@@ -140,7 +140,7 @@ class EngineBlocks:
                     self.tree.release(each)
         return self._take_events()
 
-    def note_prompt(self, num_tokens: int) -> list[BlockEvent]:
+    def record_prompt(self, num_tokens: int) -> list[BlockEvent]:
         """Note that the engine has answered a prompt: it has then stored blocks in every group of windows.
 
         Events may come later than the answer, so prompts count only if a batch came since the last one.
@@ -210,7 +210,7 @@ class EngineBlocks:
             if node.root is None and not node.is_ambiguous:
                 if names is None:
                     names = Names.of(event, position, parent, is_orphan, self._block_size)
-                self.tree.place(node, parent, is_orphan, names, position)
+                self.tree.locate(node, parent, is_orphan, names, position)
             node.stored_at = self.num_batches
             self.tree.hold(node)
             parent = node
@@ -235,7 +235,7 @@ class EngineBlocks:
     def _take_events(self) -> list[BlockEvent]:
         """End a batch: return its events, with the stops that have changed."""
         if self._groups.is_needed:
-            self._holders.publish_stops(self._groups.settle(), self._block_size)
+            self._holders.publish_stops(self._groups.update_stops(), self._block_size)
         self.tree.forget_names()
         return self._holders.take_events()
 

@@ -175,7 +175,7 @@ class EngineRequests:
                 self._start_first()
                 await self._answer(active, prefill, num_cached, until_first_token)
                 self._remove_missing(active, num_cached, promised_at)
-                self._sink.report(self._blocks.note_prompt(len(request.prompt_ids)))
+                self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
                 self._account.drop(prefill)
                 self._start_first()
