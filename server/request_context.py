@@ -92,18 +92,18 @@ class RequestContext:
     client_id: str
     """The id from the client's `x-request-id`; empty: none."""
     started_s: float
-    digits: str = field(default_factory=lambda: os.urandom(16).hex())
+    unique_id: str = field(default_factory=lambda: os.urandom(16).hex())
     """Unique, unlike a client's id. They are in the ids of the request and of its answer."""
     route: str = "other"
     status: int = 0
     """0: the response never began."""
     error: str = ""
     """The code of the error that ended it; empty: none did."""
-    key_headers: Callable[[], list[tuple[bytes, bytes]]] = list
+    limit_headers: Callable[[], list[tuple[bytes, bytes]]] = list
     """Returns the headers on the limits of the request's key."""
     account: Account | None = None
     """The use of a request to a model's route."""
-    removed_line: str = ""
+    removal_rule: str = ""
     """The rule by which an agent's line was removed from the prompt."""
     repairs: tuple[str, ...] = ()
     """Changes to the messages, for what their template would refuse or lose."""
@@ -114,7 +114,7 @@ class RequestContext:
 
     @property
     def request_id(self) -> str:
-        return self.client_id or f"req_{self.digits}"
+        return self.client_id or f"req_{self.unique_id}"
 
     def begin_trace(self, tracing: Tracing, scope: Scope) -> None:
         path, names = scope["path"], (b"traceparent", b"tracestate")

@@ -33,9 +33,9 @@ WRITE_PAUSE_S: Final = 30.0
 _NUM_SCANNERS: Final = 8
 """Threads that read headers at the start: a single one mostly waits for the disk."""
 _SEGMENT_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9]{1,18})\.blocks")
-_GONE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FILE_GONE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _LOCK: Final = "lock"
-_SHARED: Final = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DiskStore(BlockStore):
@@ -84,7 +84,7 @@ class DiskStore(BlockStore):
         super().close()
         self._claim.release()
 
-    def _fill(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _read_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         segment, offset = self._locate(record)
         header = bytearray(HEADER_BYTES)
         try:
@@ -94,11 +94,11 @@ class DiskStore(BlockStore):
             finally:
                 os.close(file)
         except OSError as error:
-            self._report(error, segment)
+            self._drop_if_gone(error, segment)
             return False
         return self._format.verifies(header, link, payload)
 
-    def _keep(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _write_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         segment, offset = self._locate(record)
         header = self._format.header(link, payload)
         try:
@@ -110,8 +110,8 @@ class DiskStore(BlockStore):
             if num_written != self._format.record_bytes:
                 raise OSError(f"{num_written:,} of {self._format.record_bytes:,} bytes were written")
         except OSError as error:
-            self._report(error, segment)
-            if not isinstance(error, _GONE):
+            self._drop_if_gone(error, segment)
+            if not isinstance(error, _FILE_GONE):
                 self._pause(error)
             return False
         if self._failing:
@@ -119,10 +119,10 @@ class DiskStore(BlockStore):
             logger.info("blocks are written to %s again", self._folder)
         return True
 
-    def _report(self, error: OSError, segment: int) -> None:
+    def _drop_if_gone(self, error: OSError, segment: int) -> None:
         """Drop a segment whose file was removed or replaced, so that another takes its place."""
         logger.debug("segment %d in %s: %s", segment, self._folder, error)
-        if isinstance(error, _GONE):
+        if isinstance(error, _FILE_GONE):
             with self._lock:
                 self._segments.pop(segment, None)
                 lost = self._chains.forget(lambda held: self._locate(held.record)[0] == segment)
@@ -271,7 +271,7 @@ def parent_problem(parent: Path) -> str | None:
     status = parent.stat()
     if not stat.S_ISDIR(status.st_mode):
         return f"{parent} is not a directory"
-    if status.st_uid != os.geteuid() and status.st_mode & _SHARED:
+    if status.st_uid != os.geteuid() and status.st_mode & _OTHERS_MAY_WRITE:
         return f"{parent} belongs to another user, and others may write to it: name a folder in it"
     return None
 

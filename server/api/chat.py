@@ -168,7 +168,7 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
     if not model.keeps_client_lines:
         conversation, rule = without_client_lines(conversation)
         if rule and (context := CURRENT.get(None)) is not None:
-            context.removed_line = rule
+            context.removal_rule = rule
     template = model.template_for(conversation)
     if template is None:
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param=param)

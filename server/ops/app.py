@@ -78,7 +78,7 @@ class OpsApi:
 
     overview: Overview
     feed: Feed
-    of_tenant: Callable[[str], Identity]
+    identity_for: Callable[[str], Identity]
     """Returns the identity whose cache an explanation is about."""
     on_drain: Callable[[], None]
 
@@ -140,7 +140,7 @@ class OpsApi:
     async def compare(self, request: Request) -> Response:
         """Compare the prompts of two bodies: where they part, with sixty tokens of each. Sends nothing."""
         pair = await read_json(await request.body(), _PAIR.decode)
-        identity, specs, bodies = self.of_tenant(DEFAULT_TENANT), list[GenerationSpec](), list[dict[str, Any]]()
+        identity, specs, bodies = self.identity_for(DEFAULT_TENANT), list[GenerationSpec](), list[dict[str, Any]]()
         for name, raw in (("a", bytes(pair.a)), ("b", bytes(pair.b))):
             body = await read_json(raw, _BODY.decode)
             try:
@@ -163,7 +163,7 @@ class OpsApi:
         api = self.overview.api
         endpoint = api.chat if "messages" in fields else api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
-        prepared = await endpoint.prepare(body, self.of_tenant(tenant))
+        prepared = await endpoint.prepare(body, self.identity_for(tenant))
         spec = prepared.specs[0]
         sampling = msgspec.to_builtins(spec.sampling)
         shown = {name: sampling[name] for name in SamplingDefaults.__struct_fields__}

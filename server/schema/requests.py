@@ -241,7 +241,7 @@ class ResponsesRequest(ModelFields, kw_only=True):
 BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
-class NotOffered:
+class NeutralValue:
     """A neutral value of a refused field."""
 
     neutral: ClassVar[tuple[Any, ...]] = ()
@@ -255,12 +255,12 @@ class BodyDecoder(Generic[BodyT]):
         self.refused: Mapping[str, FieldRefusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
         self._text_field = kind.text_field
         fields = [
-            (name, type("NotOffered", (NotOffered,), {"neutral": refusal.neutral}) | None, None)
+            (name, type("NeutralValue", (NeutralValue,), {"neutral": refusal.neutral}) | None, None)
             for name, refusal in self.refused.items()
         ]
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
         # Not strict: clients of typed languages send 100.0 for 100, and forms send "100".
-        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing, strict=False).decode
+        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_neutral, strict=False).decode
 
     async def read(self, body: bytes, text_limit: Callable[[], TextLimit]) -> BodyT:
         """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError."""
@@ -279,10 +279,10 @@ class BodyDecoder(Generic[BodyT]):
         return request
 
 
-def _accept_nothing(kind: type, value: object) -> NotOffered:
+def _accept_neutral(kind: type, value: object) -> NeutralValue:
     if isinstance(value, dict):  # null equals absent
         value = {name: item for name, item in value.items() if item is not None}
-    if issubclass(kind, NotOffered) and value in kind.neutral:
+    if issubclass(kind, NeutralValue) and value in kind.neutral:
         return kind()
     raise ValueError("not offered")
 

@@ -86,16 +86,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return template
 
 
-class HeldTooLongError(Exception):
+class StepTooLongError(Exception):
     """The template wrote nothing for too long."""
 
 
 class RenderClock:
     """Limits the time of one rendering. Every loop of the template checks it."""
 
-    def __init__(self, max_s: float = MAX_RENDER_S, hold_s: float = float("inf")) -> None:
-        """`hold_s`: the longest time between two calls of `rest`."""
-        self._left_s, self._hold_s = max_s, hold_s
+    def __init__(self, max_s: float = MAX_RENDER_S, max_step_s: float = float("inf")) -> None:
+        """`max_step_s`: the longest time between two calls of `rest`."""
+        self._left_s, self._max_step_s = max_s, max_step_s
         self.begin()
 
     def begin(self) -> None:
@@ -111,9 +111,9 @@ class RenderClock:
         return {_CHECK: self._check}
 
     def _check(self) -> None:
-        """Raise TemplateRuntimeError after `max_s`, HeldTooLongError after `hold_s`."""
+        """Raise TemplateRuntimeError after `max_s`, StepTooLongError after `max_step_s`."""
         running_s = time.monotonic() - self._begun_s
         if running_s > self._left_s:
             raise jinja2.TemplateRuntimeError(f"it took more than {MAX_RENDER_S:g} s")
-        if running_s > self._hold_s:
-            raise HeldTooLongError
+        if running_s > self._max_step_s:
+            raise StepTooLongError

@@ -226,7 +226,7 @@ class AdapterEngine:
             return str(error)
 
     @property
-    def unreadiness(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         return self._life.problem
 
     # --- the engine's life --------------------------------------------------------------------------------------

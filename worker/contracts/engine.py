@@ -156,7 +156,7 @@ class Engine(Protocol):
         """Why the index is incomplete for this engine, or None."""
 
     @property
-    def unreadiness(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Why no request should come, though the worker may be fine; or None."""
 
     @property

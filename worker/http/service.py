@@ -164,7 +164,7 @@ class WorkerService:
         """Return why no request should come, or None."""
         if self._engine is None:
             return self._progress
-        return "draining" if self.draining else self._engine.unreadiness or await self._engine.liveness()
+        return "draining" if self.draining else self._engine.not_ready_reason or await self._engine.liveness()
 
     def _check(self, request: GenerateRequest) -> None:
         """Raise RefusedError if the request may not come, or not now."""

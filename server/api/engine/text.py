@@ -245,7 +245,7 @@ class EngineTexts:
         if not model.keeps_client_lines:
             sent, rule = without_line(sent, LEADS.get(path, ""), TEXTS[path])
             if rule and (context := CURRENT.get(None)) is not None:
-                context.removed_line = rule
+                context.removal_rule = rule
         return self._ignored_tools.without(sent)
 
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
