@@ -74,7 +74,7 @@ class BlockStore(ABC):
         return is_exact
 
     def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
-        """Keep the block, and evict others for it. False: not kept.
+        """Store the block, and evict others for it. False: not stored.
 
         The store is full, the parent is missing, the device fails, or `clear` was called since `version` was read.
         """
@@ -92,7 +92,7 @@ class BlockStore(ABC):
         is_written = self._write_record(payload, link, record)
         with self._lock:
             self._writing.discard(record)
-            # The lock was open: the parent may be gone, or another thread may have written this block.
+            # The lock was released: the parent may be gone, or another thread may have written this block.
             if is_written and version == self.version and self._chains.accepts(link):
                 self._chains.add(link, record)
             else:

@@ -1,8 +1,8 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens.
 
 Source: the reference of Anthropic's Messages API, https://platform.claude.com/docs/en/api/messages. The sampling fields
-of the other routes are honoured, too. A part that is not offered and would change the answer is refused by name, also
-in blocks and tools.
+of the other routes are honoured, too. A field that is not supported and would change the answer is refused by
+name, also in blocks and tools.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ContentBlock(Struct, kw_only=True):
                 for index, part in enumerate(self.content):
                     part.check(f"{field}.content[{index}]", ("text", "tool_reference"))
             elif isinstance(self.content, dict):
-                raise invalid(f"{field}.content", "is a text or a list of blocks")
+                raise invalid(f"{field}.content", "must be a text or a list of blocks")
 
 
 class InputMessage(Struct, kw_only=True):

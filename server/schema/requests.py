@@ -242,7 +242,7 @@ BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
 class NeutralValue:
-    """A neutral value of a refused field."""
+    """The type of a refused field: it accepts only the values that change nothing."""
 
     neutral: ClassVar[tuple[Any, ...]] = ()
 
@@ -263,7 +263,7 @@ class BodyDecoder(Generic[BodyT]):
         self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_neutral, strict=False).decode
 
     async def read(self, body: bytes, text_limit: Callable[[], TextLimit]) -> BodyT:
-        """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError."""
+        """Return a checked request. A large one yields to the event loop between steps. Raises InvalidRequestError."""
         is_large = len(body) >= LARGE_BODY_BYTES
         try:
             request: BodyT = await read_json(body, self._decode, text_limit, self._text_field)
@@ -297,11 +297,11 @@ def _batch(prompts: str | list[Any] | None, param: str) -> list[str | list[int]]
 
 def _one_prompt(item: object, param: str) -> str | list[int]:
     if not isinstance(item, str | list) or not item:
-        raise invalid(param, "is a non-empty string or a non-empty list of token ids")
+        raise invalid(param, "must be a non-empty string or a non-empty list of token ids")
     try:
         return item if isinstance(item, str) else msgspec.convert(item, list[TokenId])
     except msgspec.ValidationError as error:
-        raise invalid(param, f"holds token ids, which are integers from 0: {error}") from None
+        raise invalid(param, f"must hold token ids, which are integers from 0: {error}") from None
 
 
 CHAT: Final = BodyDecoder(ChatRequest, "/v1/chat/completions")

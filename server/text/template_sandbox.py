@@ -1,8 +1,8 @@
-"""The sandbox of chat templates: jinja2's immutable one, with what these templates use.
+"""The sandbox of chat templates: jinja2's immutable one, with the filters and tags that these templates use.
 
-A template comes with the model's files and is code. It can neither reach Python's objects nor change its input. The
-sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. So every loop checks the clock at each
-turn, and products are bounded.
+A template comes with the model's files and is code. It can neither reach Python's objects nor change its input.
+jinja2's sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. Here every loop checks the
+clock at each turn, and products are bounded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def bounded(self, tree: jinja2.nodes.Template) -> jinja2.Template:
-        """Compile a template whose loops check the clock. Its variables include those of a `RenderClock`."""
+        """Compile a template whose loops check the clock. Render it with the variables of a `RenderClock`."""
         for loop in tree.find_all(jinja2.nodes.For):
             check = jinja2.nodes.Call(jinja2.nodes.Name(_CHECK, "load"), [], [], None, None)
             loop.body.insert(0, jinja2.nodes.ExprStmt(check).set_lineno(loop.lineno))
@@ -87,7 +87,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class StepTooLongError(Exception):
-    """The template wrote nothing for too long."""
+    """The template held the event loop for too long without writing."""
 
 
 class RenderClock:

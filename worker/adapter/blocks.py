@@ -121,12 +121,12 @@ class EngineBlocks:
         root: BlockHash,
         prompt_ids: Sequence[int],
         num_found: int,
-        promised_at: int,
+        at_batch: int,
         media: Sequence[MediaStart] = (),
     ) -> list[BlockEvent]:
         """Remove the blocks of a prompt that the engine did not find, and all blocks after them.
 
-        `num_found`: the prompt's tokens that it found. `promised_at`: `num_batches` at the time of the promise. Blocks
+        `num_found`: the prompt's tokens that it found. `at_batch`: `num_batches` when the request was sent. Blocks
         that a later batch has stored or marked as held stay. `media`: those in the prompt.
         """
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
@@ -135,7 +135,7 @@ class EngineBlocks:
             return []
         for node in self._holders.of(hashes[-1]):
             missing = with_descendants(node)
-            if all(each.stored_at <= promised_at for each in missing):
+            if all(each.stored_at <= at_batch for each in missing):
                 for each in missing:
                     self.tree.release(each)
         return self._take_events()
