@@ -34,8 +34,8 @@ from worker.model.quantisation import NUM_BITS, PANEL_BITS
 from worker.runner.memory import block_bytes, free_memory_bytes
 
 BLOCK_SIZE: Final = 16  # a worker's default
-MIN_POOL_BLOCKS: Final = 64
-PROBE_S: Final = 0.5
+MIN_POOL_BLOCKS: Final = 64  # 1,024 tokens: one short chat
+PROBE_S: Final = 0.5  # enough to measure what other programs take of the processors
 
 
 def findings(options: argparse.Namespace) -> Iterator[Check]:

@@ -19,7 +19,7 @@ from server.errors import AuthenticationError, ForbiddenError
 from server.request_context import CURRENT
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-MAX_KEY_BYTES: Final = 1024
+MAX_KEY_BYTES: Final = 1024  # a longer key is refused unhashed; `headstart keys` makes shorter ones
 TENANT_HEADER: Final = "x-headstart-tenant"
 _READING: Final = frozenset({"GET", "HEAD"})
 _QUESTIONS: Final = frozenset({"/route/explain", "/prefixes/compare"})

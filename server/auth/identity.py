@@ -47,8 +47,8 @@ from worker.common.tls import WatchedFiles
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS: Final = 4096
-MAX_FILE_BYTES: Final = 4 << 20
+MAX_KEYS: Final = 4096  # bounds a reload, which holds the event loop
+MAX_FILE_BYTES: Final = 4 << 20  # `MAX_KEYS` entries of 1 KiB each
 DEFAULT_TENANT: Final = "default"
 IDENTITY: Final = "headstart.identity"
 DIGEST_PREFIX: Final = "sha256:"

@@ -21,8 +21,8 @@ from server.auth.fleet_limits import MINUTE_S, Allotment, FleetLimits
 from server.errors import OverloadedError
 from server.rates import TokenBucket
 
-MAX_SOURCES: Final = 10_000
-_DAY_S: Final = 86_400
+MAX_SOURCES: Final = 10_000  # bounds the memory that guessers from many addresses take
+_DAY_S: Final = 86_400  # the unit of the limits of a day
 _ALMOST_ONE: Final = 0.9
 """The part of a request that has to be left here: gateways without requests keep small parts of one."""
 _MOVE_S: Final = 0.1

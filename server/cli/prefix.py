@@ -17,7 +17,7 @@ from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, ops_url, se
 from worker.common.command_line import CommandParser
 
 PATH: Final = "/prefixes/compare"
-TIMEOUT_S: Final = 60.0
+TIMEOUT_S: Final = 60.0  # both prompts are rendered and tokenised: megabytes take seconds
 PARTED: Final = 1
 """Exit code: the prompts part, and neither begins with the other."""
 

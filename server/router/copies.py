@@ -32,8 +32,8 @@ SendCopy = Callable[[str, WorkerMember, BlockHash, Sequence[BlockHash]], Awaitab
 """`WorkerClient.adopt`."""
 FULL: Final = 0.5
 """The share of a holder's time that the requests of one chain may take: the other half is for others."""
-HORIZON_S: Final = 10.0
-WINDOW_S: Final = 2.0
+HORIZON_S: Final = 10.0  # demand that ends sooner is not worth a copy
+WINDOW_S: Final = 2.0  # of the smoothed demand: short, as copies pay while a rate grows (RESULTS.md)
 MIN_REQUESTS: Final = 8.0
 """A chain with fewer requests in the window has no demand."""
 REST_S: Final = 2.0

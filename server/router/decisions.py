@@ -18,8 +18,8 @@ from server.rates import TokenBucket
 from server.router.cost import WorkerView
 from server.router.placement import Decision, Placement, PlacementListener, Scorer
 
-PER_S: Final = 16.0
-BURST: Final = 8.0
+PER_S: Final = 16.0  # recorded, as many as a viewer can follow: each costs a copy of its views
+BURST: Final = 8.0  # recorded at once, for example of one batch
 MAX_CANDIDATES: Final = 8
 """Candidates listed for one decision; the others are counted."""
 MAX_WAITING: Final = 64

@@ -10,8 +10,8 @@ from server.router.placement import Placement, PlacementListener
 
 logger = logging.getLogger(__name__)
 
-BLIND_BELOW: Final = 0.4
-SEEING_ABOVE: Final = 0.6
+BLIND_BELOW: Final = 0.4  # a lower precision or recall makes the index blind
+SEEING_ABOVE: Final = 0.6  # the gap keeps an index near the limit from alternating
 
 
 class IndexAccuracy(PlacementListener):

@@ -23,16 +23,16 @@ from cache.types import BlockHash, WorkerId, WorkerIncarnation
 from server.router.load_tracker import TrackedRequest, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
-PUBLISH_DELAY_S: Final = 0.3
-MAX_BYTES: Final = 64 << 20
+PUBLISH_DELAY_S: Final = 0.3  # six of the publisher's intervals: the index has a prefill's blocks after it
+MAX_BYTES: Final = 64 << 20  # half a million blocks
 _BLOCK_BYTES: Final = 120
 """A hash, its entry in a table, and its place in a chain."""
-_CHAIN_BYTES: Final = 600
-_HIT_BYTES: Final = 100
-_MAX_COMPARED: Final = 64
+_CHAIN_BYTES: Final = 600  # an estimate, like the next: only `MAX_BYTES` depends on it
+_HIT_BYTES: Final = 100  # a worker and a count
+_MAX_COMPARED: Final = 64  # of the workers that share the first block, as all do with one system prompt
 _MAX_MATCHES: Final = 2048
 """The latest prefixes with hits of which the tree is made."""
-MAX_ROWS: Final = 16
+MAX_ROWS: Final = 16  # bounds a frame of the dashboard's feed
 MAX_HOLDERS: Final = 6
 """Workers named in a row; the rest are counted."""
 SharedPrefix = dict[str, Any]

@@ -21,12 +21,12 @@ from server.rates import DecayedRatio, DecayedSum
 
 _MAX_UNREPORTED_S = 2.0
 """After this time, unreported work of this gateway counts as assigned."""
-_OTHERS_MEMORY_S = 60.0
-_MAX_REPORT_AGE_S = 1.0
+_OTHERS_MEMORY_S = 60.0  # a gateway without requests in it does not compete for a worker
+_MAX_REPORT_AGE_S = 1.0  # workers report at least once a second
 _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
-_HIT_RATE_WINDOW_S = 120.0
-_MAX_CHANGES = 1024
+_HIT_RATE_WINDOW_S = 120.0  # at half, it follows single conversations; at twice, a purge shows late
+_MAX_CHANGES = 1024  # between two reports, a second apart at most
 _FORGET_S = 600.0
 """The estimate of an idle worker may be dropped after this time without a report."""
 _MIN_ESTIMATES = 64

@@ -29,7 +29,7 @@ from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S: Final = 1.0
+RETRY_AFTER_S: Final = 1.0  # short: a worker may start or return at any time
 
 
 class Router:

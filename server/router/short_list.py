@@ -24,9 +24,9 @@ from server.router.types import Key, RouteRequest
 
 SCORE_ALL: Final = 64
 """A fleet of at most this many workers is scored whole."""
-MAX_HOLDERS: Final = 12
-NUM_LEAST_LOADED: Final = 8
-NUM_IN_TURN: Final = 8
+MAX_HOLDERS: Final = 12  # with the next two and the affinity worker, some 30 are scored
+NUM_LEAST_LOADED: Final = 8  # several gateways choose from them: fewer would send all to the same
+NUM_IN_TURN: Final = 8  # renews the estimates of 1,000 workers within 125 decisions
 _MAX_KEYS: Final = 4096
 """Affinity keys whose workers are remembered."""
 

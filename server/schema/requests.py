@@ -36,7 +36,7 @@ from server.schema.fields import (
 from server.schema.intent import ChatIntent, Conversation
 from server.schema.tools import ToolName, ToolSet, input_call, make_tool_set, read_choice, read_tools
 
-MAX_MESSAGES: Final = 65_536
+MAX_MESSAGES: Final = 65_536  # bounds a body's objects; long sessions of agents have some thousand
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
 """The value of `include` in /v1/responses that asks for log probabilities."""
 

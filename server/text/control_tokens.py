@@ -29,9 +29,9 @@ import tokenizers
 from server.errors import InvalidRequestError
 from server.event_loop import Steps
 
-PART_CHARS: Final = 1 << 14
+PART_CHARS: Final = 1 << 14  # marked between two turns of the event loop
 MARK_DIGITS: Final = 20  # no client guesses a mark
-SHORT_MARK_DIGITS: Final = 6
+SHORT_MARK_DIGITS: Final = 6  # a million marks: one that is in no text is soon found
 MANY_MARKS: Final = 50_000
 """With this many or more, marks are short, and are searched for in the texts first."""
 MAX_MARK_BYTES: Final = 8 << 20

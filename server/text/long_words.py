@@ -30,11 +30,11 @@ import tokenizers
 
 from server.text.detokenizer import BYTE_ALPHABET
 
-WINDOW_CHARS: Final = 8192
+WINDOW_CHARS: Final = 8192  # encoded in one call, which holds the event loop
 _SEARCH_CHARS: Final = 1 << 17  # searched between two rests of the loop
 _BACK_CHARS: Final = 256
 """A window may begin up to this much earlier, to avoid a combining character at its beginning."""
-_MAX_RUN_CHARS: Final = 1 << 16
+_MAX_RUN_CHARS: Final = 1 << 16  # see `_apart`
 _SPACE_CHARS: Final = "".join(
     map(chr, (*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000))
 )

@@ -33,7 +33,7 @@ TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 """Types of the last event of a stream without [DONE]."""
 _RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megabytes
-_RENDER_ATTEMPTS: Final = 3
+_RENDER_ATTEMPTS: Final = 3  # a request that ends three connections has caused the faults itself
 _CLOSING_S: Final = 0.05
 """Time until the ends of connections that the engine has closed are known."""
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
