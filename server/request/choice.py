@@ -42,7 +42,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     relaxed: tuple[str, ...] = ()
     """JSON pointers to schema parts that no grammar enforces."""
     clamps_max_tokens: bool = False
-    """Workers with less room than `sampling.max_tokens` may answer; they generate as much as fits."""
+    """Workers with fewer tokens left than `sampling.max_tokens` may answer; they generate as much as fits."""
     first_index: int = 0
     """The index of the first choice in the response."""
     priority: int = 0
@@ -90,10 +90,10 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:
         """Return the parameters for a worker with this context length, which fits the request."""
-        room = max_model_len - len(self.prompt_ids)
-        if not self.clamps_max_tokens or self.sampling.max_tokens <= room:
+        tokens_left = max_model_len - len(self.prompt_ids)
+        if not self.clamps_max_tokens or self.sampling.max_tokens <= tokens_left:
             return self.sampling
-        return replace(self.sampling, max_tokens=room)
+        return replace(self.sampling, max_tokens=tokens_left)
 
 
 class TokenEntry(Struct, eq=False):
