@@ -162,24 +162,20 @@ def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
         existing = folder if folder.exists() else folder.parent
         problem = parent_problem(folder) if existing is folder else None
         held = sum(file.stat().st_size for file in folder.glob("*/*.blocks"))
-        num_bytes = shutil.disk_usage(existing).free + held
+        free = shutil.disk_usage(existing).free + held
     except OSError as error:
         return Check("kv disk", "fail", f"{folder}: {error.strerror or error}", "correct --kv-disk")
     if problem is None and not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} cannot be written to"
     found = (
         problem
-        or f"{num_bytes / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
+        or f"{free / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
     )
     return judge(
         "kv disk",
         problem or found,
         (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
-        (
-            num_bytes < num_workers * size,
-            "warn",
-            "free some, or lower --kv-disk-size: a full disk takes no further blocks",
-        ),
+        (free < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
     )
 
 

@@ -198,9 +198,7 @@ class Registry:
         is_short = len(record) <= schema.MAX_MEMBER_BYTES
         is_verified = not self._is_signed or (is_short and self._signer.verifies_member(field, record))
         if not is_verified:
-            self.warn_once(
-                field, f"member {field!r:.80} is not signed with this fleet's secret for this prefix and shard"
-            )
+            self.warn_once(field, f"member {field!r:.80} is not signed with this fleet's secret for this shard")
             if len(self._unverified) >= _MAX_UNSIGNED:
                 return remembered
         try:

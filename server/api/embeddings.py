@@ -60,7 +60,7 @@ async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:
     max_tokens = model.max_model_len
     if isinstance(item, str):
         try:
-            item = model.tokenizer.around(await model.tokenizer.encode(item, max_tokens=max_tokens))
+            item = model.tokenizer.around(await model.tokenizer.encode(item, most=max_tokens))
         except TooManyTokensError as error:
             raise _too_long(model, error.at_least, "at least ") from None
     else:

@@ -44,8 +44,7 @@ GIFT_S: Final = 1.0
 """For this time another gateway may take what a gateway gives it."""
 MINUTE_S: Final = 60.0  # the unit of the limits of rates
 MAX_GATEWAYS: Final = 1024  # of which records are kept: bounds the memory of a day with many restarts
-_DEMAND_S: Final = 5.0
-"""Window of the mean demand: at half, single requests move amounts; at twice, limits follow a client late."""
+_DEMAND_S: Final = 5.0  # of the mean demand: at half, single requests move amounts; at twice, limits lag
 _IDLE_WEIGHT: Final = 0.0003
 """The demand of a gateway without requests, as a part of the limit."""
 _GIVEN: Final = 0.99

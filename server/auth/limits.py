@@ -25,8 +25,7 @@ MAX_SOURCES: Final = 10_000  # bounds the memory that guessers from many address
 _DAY_S: Final = 86_400  # the unit of the limits of a day
 _ALMOST_ONE: Final = 0.9
 """The part of a request that has to be left here: gateways without requests keep small parts of one."""
-_MOVE_S: Final = 0.1
-"""The least advised wait while other gateways have some left: two exchanges, in which they give it."""
+_MOVE_S: Final = 0.1  # the least advised wait while other gateways have some left: two exchanges
 _LIMITS: Final = {
     "requests": ("requests_per_minute", "use {} requests a minute"),
     "tokens": ("tokens_per_minute", "use {} tokens a minute"),
@@ -162,9 +161,8 @@ def duration_text(seconds: float) -> str:
 class AuthThrottle:
     """Rate-limits wrong keys by source address.
 
-    A valid key is never refused, as its source may be a proxy that others use. Above the allowance a wrong key gets 429
-    instead of 401. That does not stop a guesser; the number of possible keys does. Beyond `MAX_SOURCES` the source
-    whose last wrong key is oldest is forgotten. Owned by the event loop.
+    A valid key is never refused: its source may be a proxy that others use. Above the allowance a wrong key gets 429.
+    What stops a guesser is the number of possible keys. The event loop owns it: the `MAX_SOURCES` latest to fail.
     """
 
     def __init__(self, burst: float = 20.0, per_s: float = 0.2, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -19,8 +19,7 @@ log = logging.getLogger(__name__)
 DEADLINE_S: Final = 0.025  # of one exchange: it ends before the next period
 MAX_LATE: Final = 20
 """Exchanges in a row without an answer, after which the log has a line."""
-PERIOD_S: Final = 0.04
-"""Time between two exchanges. A gift moves with them: twice this refuses more, half doubles the work of Redis."""
+PERIOD_S: Final = 0.04  # a gift moves with an exchange: twice refuses more, half doubles the work of Redis
 JOIN_S: Final = 1.0
 """The longest wait for a share of the limits before the first request, some 40 exchanges."""
 MAX_LOAD: Final = 0.05

@@ -65,7 +65,9 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
         """Describe the prompt to the router."""
         session, context = hints.session or self.affinity_key, CURRENT.get(None)
         num_demanded = max(1, self.sampling.min_tokens) if self.clamps_max_tokens else self.sampling.max_tokens
-        num_tokens = len(self.prompt_ids) or (0 if self.text_request is None else self.text_request.num_tokens)
+        call, num_tokens = None, len(self.prompt_ids)
+        if self.text_request is not None:
+            call, num_tokens = self.text_request.call, num_tokens or self.text_request.num_tokens
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
@@ -74,12 +76,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size, self.media),
             affinity_key=short_key(f"{self.tenant}/{session}") if session else None,
             hard_affinity=hints.hard_affinity,
-            needs=needs_of(
-                None if self.text_request is None else self.text_request.call,
-                self.embed,
-                self.media,
-                self.model.adapter,
-            ),
+            needs=needs_of(call, self.embed, self.media, self.model.adapter),
             priority=self.priority,
             tenant=self.tenant,
             weight=self.weight,

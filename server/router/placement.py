@@ -150,9 +150,8 @@ class Scorer:
         workers = self._views(request, listed.candidates, broken)
         short_list.scored(workers)
         unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}
-        if not unguarded or (
-            request.hard_affinity and listed.affinity_worker is not None and listed.affinity_worker not in unguarded
-        ):
+        own = listed.affinity_worker
+        if not unguarded or (request.hard_affinity and own is not None and own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
         fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)

@@ -284,8 +284,7 @@ class FetchQueue:
                         num_read += 1
                         yield
             finally:
-                # Neither a miss nor a peer that sends slowly on purpose measures the rate.
-                if num_read and not fetch.in_background:
+                if num_read and not fetch.in_background:  # neither a miss nor a background fetch measures the rate
                     now_s = time.monotonic()
                     source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
 

@@ -160,7 +160,7 @@ async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
         template = model.template_for(conversation) or model.template
         rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
         max_tokens = model.max_model_len
-        ids = await model.tokenizer.encode(rendered.text, client_offsets=rendered.client_offsets, max_tokens=max_tokens)
+        ids = await model.tokenizer.encode(rendered.text, client_offsets=rendered.client_offsets, most=max_tokens)
     except (ApiError, TemplateError, TooManyTokensError):
         return None
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
