@@ -162,7 +162,7 @@ class AuthThrottle:
     """Rate-limits wrong keys by source address.
 
     A valid key is never refused: its source may be a proxy that others use. Above the allowance a wrong key gets 429.
-    What stops a guesser is the number of possible keys. The event loop owns it: the `MAX_SOURCES` latest to fail.
+    What stops a guesser is the number of possible keys. Keeps the latest `MAX_SOURCES`. Owned by the event loop.
     """
 
     def __init__(self, burst: float = 20.0, per_s: float = 0.2, *, clock: Callable[[], float] = time.monotonic) -> None:
