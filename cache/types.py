@@ -47,7 +47,7 @@ class MediaStart(Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """A full block and its place in its chain."""
+    """A full block and its position in its chain."""
 
     block_hash: BlockHash
     parent: BlockHash

@@ -1,4 +1,4 @@
-"""Every error that a client can get, and the one place that turns an exception into one.
+"""Every error that a client can get, and `as_api_error`, which makes one of an exception.
 
 Source: the OpenAI specification's `Error` schema: message, type, param and code are all required. Under /v1/messages
 errors have Anthropic's shape, https://platform.claude.com/docs/en/api/errors, and under /v1/models for its clients.
@@ -164,7 +164,7 @@ class HeaderTooLargeError(ApiError, status=431, type=_REQUEST_ERROR, code="heade
 class OverloadedError(
     ApiError, status=429, type="rate_limit_error", code="rate_limit_exceeded", header="x-should-retry: true"
 ):
-    """Capacity exists but is contended."""
+    """A limit is reached: of a key (`auth.limits`), the queue (`router.queue`) or every worker (`request.retry`)."""
 
 
 class InternalError(ApiError, code="internal_error", header="x-should-retry: false"):

@@ -45,7 +45,7 @@ class Trace:
 
     @contextmanager
     def child(self, name: str, part: str | None = None, **options: Any) -> Iterator[Trace]:
-        """Record a child span, which begins with a span `part`. `options` are OpenTelemetry's."""
+        """Record a child span, and in it a first span named `part`. `options` are OpenTelemetry's."""
         span = self._tracer.start_span(name, self._context, **options)
         child = Trace(self._tracer, span)
         child.begin_part(part)
@@ -92,19 +92,19 @@ class RequestContext:
     client_id: str
     """The id from the client's `x-request-id`; empty: none."""
     started_s: float
-    digits: str = field(default_factory=lambda: os.urandom(16).hex())
-    """Unique, unlike a client's id. They are in the ids of the request and of its answer."""
+    unique_id: str = field(default_factory=lambda: os.urandom(16).hex())
+    """32 hexadecimal digits, unlike a client's id unique. The ids of the request and of its answer contain them."""
     route: str = "other"
     status: int = 0
     """0: the response never began."""
     error: str = ""
     """The code of the error that ended it; empty: none did."""
-    key_headers: Callable[[], list[tuple[bytes, bytes]]] = list
-    """Returns the headers on the limits of the request's key."""
+    limit_headers: Callable[[], list[tuple[bytes, bytes]]] = list
+    """Returns the `x-ratelimit-*` headers of the request's key."""
     account: Account | None = None
     """The use of a request to a model's route."""
-    removed_line: str = ""
-    """The rule by which an agent's line was removed from the prompt."""
+    removal_rule: str = ""
+    """The name of the rule that removed an agent's line from the prompt; empty: none did."""
     repairs: tuple[str, ...] = ()
     """Changes to the messages, for what their template would refuse or lose."""
     trace: Trace | None = None
@@ -114,7 +114,7 @@ class RequestContext:
 
     @property
     def request_id(self) -> str:
-        return self.client_id or f"req_{self.digits}"
+        return self.client_id or f"req_{self.unique_id}"
 
     def begin_trace(self, tracing: Tracing, scope: Scope) -> None:
         path, names = scope["path"], (b"traceparent", b"tracestate")
@@ -170,7 +170,7 @@ def attempt_carrier(trace: Trace | None) -> Mapping[str, str]:
 
 
 def trace_attempt(worker: WorkerMember, promised_tokens: int) -> AbstractContextManager[Trace | None]:
-    """Trace the running request at one worker, until its stream ends or is left."""
+    """Trace the running request at one worker, until its stream ends or is closed."""
     context = CURRENT.get(None)
     if context is None or context.trace is None:
         return _NOT_TRACED

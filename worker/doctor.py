@@ -34,8 +34,8 @@ from worker.model.quantisation import NUM_BITS, PANEL_BITS
 from worker.runner.memory import block_bytes, free_memory_bytes
 
 BLOCK_SIZE: Final = 16  # a worker's default
-MIN_POOL_BLOCKS: Final = 64
-PROBE_S: Final = 0.5
+MIN_POOL_BLOCKS: Final = 64  # 1,024 tokens: one short chat
+PROBE_S: Final = 0.5  # enough to measure what other programs take of the processors
 
 
 def findings(options: argparse.Namespace) -> Iterator[Check]:
@@ -159,23 +159,23 @@ def find_memory(
 def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
     """Check that a folder can store the blocks of every worker. Creates nothing."""
     try:
-        place = folder if folder.exists() else folder.parent
-        problem = parent_problem(folder) if place is folder else None
+        existing = folder if folder.exists() else folder.parent
+        problem = parent_problem(folder) if existing is folder else None
         held = sum(file.stat().st_size for file in folder.glob("*/*.blocks"))
-        room = shutil.disk_usage(place).free + held
+        free = shutil.disk_usage(existing).free + held
     except OSError as error:
         return Check("kv disk", "fail", f"{folder}: {error.strerror or error}", "correct --kv-disk")
-    if problem is None and not os.access(place, os.W_OK | os.X_OK):
-        problem = f"{place} cannot be written to"
+    if problem is None and not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} cannot be written to"
     found = (
         problem
-        or f"{room / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
+        or f"{free / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
     )
     return judge(
         "kv disk",
         problem or found,
         (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
-        (room < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
+        (free < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
     )
 
 

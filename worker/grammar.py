@@ -177,12 +177,12 @@ class GrammarCompiler:
                 matcher.compute_bitmask()  # lazy parts of the lexer are built here, and may hit a limit
         if matcher.is_error():
             reason = in_words(_reason(matcher.get_error()))
-            place = self._place(grammar) if grammar.kind == "json_schema" else ""
-            raise ConstraintError(f"{grammar.kind}: {place}{reason}")
+            path = self._failing_path(grammar) if grammar.kind == "json_schema" else ""
+            raise ConstraintError(f"{grammar.kind}: {path}{reason}")
         return matcher
 
-    def _place(self, grammar: Grammar) -> str:
-        """Name the place in a schema that does not compile."""
+    def _failing_path(self, grammar: Grammar) -> str:
+        """Name the path in a schema that does not compile."""
 
         def error_of(text: str) -> str:
             source = to_llguidance(Grammar("json_schema", text))
@@ -190,7 +190,7 @@ class GrammarCompiler:
                 return str(LLMatcher.validate_grammar(source, self._get_tokenizer()))
 
         schema = json.loads(grammar.text)
-        path = failing_place(schema, error_of) if isinstance(schema, dict) else ()
+        path = failing_path(schema, error_of) if isinstance(schema, dict) else ()
         return f"at {named(path)}: " if path else ""
 
     def _get_tokenizer(self) -> LLTokenizer:
@@ -290,7 +290,7 @@ def in_words(reason: str) -> str:
     return reason
 
 
-def failing_place(schema: dict[str, Any], error_of: Callable[[str], str]) -> Path:
+def failing_path(schema: dict[str, Any], error_of: Callable[[str], str]) -> Path:
     """Return the path of the innermost schema that does not compile by itself, where that is soon found.
 
     `error_of` compiles a schema's text, and returns what is wrong with it.

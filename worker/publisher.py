@@ -296,4 +296,4 @@ class Publisher:
 
 def _changes_of(member: WorkerMember) -> dict[TierName | None, Changes]:
     """Return empty `Changes` for the pool (None), then for each tier, in the order of the index."""
-    return {place: Changes() for place in (None, *member.tiers)}
+    return {tier: Changes() for tier in (None, *member.tiers)}

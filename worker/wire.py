@@ -229,7 +229,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int = 0
-    """The token's place among all tokens, the likeliest has 1; 0: unknown."""
+    """The token's rank by probability, from 1 for the likeliest; 0: unknown."""
 
 
 class Started(_Frame, frozen=True, tag=0):

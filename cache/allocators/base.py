@@ -293,7 +293,7 @@ class Allocation:
         self._allocator._release(self._block_ids)
 
     def _written_next(self, num_tokens: int) -> Iterable[int]:
-        """Return the places in the table of the tokens from the first uncomputed one up to `num_tokens`."""
+        """Return the indices in the block table of the tokens from the first uncomputed one up to `num_tokens`."""
         stop = min(self._allocator.num_blocks_for(num_tokens), len(self._block_ids))
         return range(self._num_computed // self._block_size, stop)
 

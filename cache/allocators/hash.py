@@ -51,12 +51,12 @@ class HashAllocator(Allocator):
         """
 
     def track_chains(self) -> None:
-        """Record the place of every findable block in its chain, for `link`. Call it while nothing is cached."""
+        """Record the position of every findable block in its chain, for `link`. Call it while nothing is cached."""
         assert not self._cached, "blocks are cached already"
         self._links = {}
 
     def link(self, block_hash: BlockHash) -> ChainLink | None:
-        """Return the place of a findable block in its chain. Any thread may call it."""
+        """Return the position of a findable block in its chain. Any thread may call it."""
         return None if self._links is None else self._links.get(block_hash)
 
     def block_of(self, block_hash: BlockHash) -> BlockId | None:
@@ -203,8 +203,8 @@ class HashAllocator(Allocator):
                 self._copies.setdefault(block_hash, []).append(block_id)
         self._note(Stored, stored)
 
-    def note_links(self, root: BlockHash, hashes: Sequence[BlockHash], first: int, stop: int) -> None:
-        """Record the places of blocks `first` to `stop` of a chain."""
+    def record_links(self, root: BlockHash, hashes: Sequence[BlockHash], first: int, stop: int) -> None:
+        """Record the positions of blocks `first` to `stop` of a chain."""
         if (links := self._links) is not None:
             for depth in range(first, stop):
                 block_hash = hashes[depth]
@@ -285,7 +285,7 @@ class HashAllocation(Allocation):
         if num_full <= first:
             return
         extend_chain(self._hashes, self._root, token_ids, num_full, self._block_size)
-        self._allocator.note_links(self._root, self._hashes, first, num_full)
+        self._allocator.record_links(self._root, self._hashes, first, num_full)
         self._allocator.store(self._block_ids[first:num_full], self._hashes[first:num_full])
         self.num_filled = num_full
 

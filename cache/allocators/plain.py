@@ -106,5 +106,5 @@ class PlainAllocation(Allocation):
         num_in_window = self._allocator.num_blocks_for(num_tokens)
         first = self._num_computed // self._block_size
         stop = min(-(-num_tokens // self._block_size), first + num_in_window)
-        places = {block % num_in_window for block in range(first, stop)}
-        return sorted(place for place in places if place < len(self._block_ids))
+        indices = {block % num_in_window for block in range(first, stop)}
+        return sorted(index for index in indices if index < len(self._block_ids))

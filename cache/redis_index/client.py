@@ -42,7 +42,7 @@ class RedisDownError(Exception):
     """There is no connection, it was lost before the reply, or too many commands wait."""
 
 
-class ProtocolError(RedisDownError):
+class RedisProtocolError(RedisDownError):
     """A reply that Redis never sends: replies and commands are out of step."""
 
 
@@ -144,7 +144,7 @@ class RedisClient:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         is_readable = isinstance(error, (RedisError, OSError, RedisDownError))  # else the parser's, on any bytes
-        if not is_readable or isinstance(error, (InvalidResponse, ProtocolError)):
+        if not is_readable or isinstance(error, (InvalidResponse, RedisProtocolError)):
             self._count("invalid")
         return str(error) if is_readable else f"unreadable reply: {type(error).__name__}: {error!s:.200}"
 
@@ -160,7 +160,7 @@ class RedisClient:
             group.create_task(self._write(connection))
             group.create_task(self._read(connection))
             group.create_task(self._watch())
-            raise ProtocolError(await self._reconnect_reason)
+            raise RedisProtocolError(await self._reconnect_reason)
 
     def _reply_limit(self) -> int:
         return self._pending[0].max_reply_bytes if self._pending else MAX_REPLY_BYTES
@@ -185,7 +185,7 @@ class RedisClient:
                     raise RedisDownError("connected to a read-only replica") from None
                 reply = error
             if not pending:
-                raise ProtocolError(f"a reply without a command: {brief(reply)}")
+                raise RedisProtocolError(f"a reply without a command: {brief(reply)}")
             call = pending[0]
             call.replies.append(reply)
             if len(call.replies) == call.num_replies:
@@ -211,7 +211,7 @@ class RedisClient:
             if ping is not None and ping[1].done():
                 (answer,) = ping[1].result()
                 if answer != ping[0] and not isinstance(answer, NoPermissionError):
-                    raise ProtocolError(f"a reply to another command: {brief(answer)}")
+                    raise RedisProtocolError(f"a reply to another command: {brief(answer)}")
                 ping = None
                 self._in_step = True  # the proof: a proxy accepts connections without a server
                 if self._reported_down:

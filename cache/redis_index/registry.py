@@ -17,7 +17,7 @@ from typing import Final
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.redis_index import schema
 from cache.redis_index.client import Reply
-from cache.redis_index.schema import RegistryError, Signer, State, verifies_state
+from cache.redis_index.schema import RegistryError, Signer, StateRecord, verifies_state
 from cache.types import TIERS, TierName, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _MAX_WARNINGS: Final = 200  # bounds the memory for forged entries
 _MAX_UNSIGNED: Final = 256
 """Maximum number of unsigned members kept, for workers of versions without signatures."""
-_NO_STATE: Final = State(0, "", 0, 0, 0, 0, 0, WorkerLoad())
+_NO_STATE: Final = StateRecord(0, "", 0, 0, 0, 0, 0, WorkerLoad())
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class KnownWorker:
     """The member, as stored in Redis."""
     mac: blake2s
     """The begun MAC of its states."""
-    state: State = _NO_STATE
+    state: StateRecord = _NO_STATE
     raw: bytes = b""
     """The state, as stored in Redis."""
 
@@ -198,7 +198,7 @@ class Registry:
         is_short = len(record) <= schema.MAX_MEMBER_BYTES
         is_verified = not self._is_signed or (is_short and self._signer.verifies_member(field, record))
         if not is_verified:
-            self.warn_once(field, f"member {field!r:.80} is not signed with this fleet's secret for this place")
+            self.warn_once(field, f"member {field!r:.80} is not signed with this fleet's secret for this shard")
             if len(self._unverified) >= _MAX_UNSIGNED:
                 return remembered
         try:

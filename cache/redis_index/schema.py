@@ -46,7 +46,7 @@ class ReplyError(ValueError):
     """A reply that does not match its command: the connection may be out of step."""
 
 
-class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class StateRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A worker's state in its registry entry. Times are those of Redis, in milliseconds."""
 
     format: int
@@ -61,7 +61,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """For each of the member's tiers."""
 
 
-_decode_state: Final = msgspec.msgpack.Decoder(State).decode
+_decode_state: Final = msgspec.msgpack.Decoder(StateRecord).decode
 _decode_member: Final = msgspec.json.Decoder(WorkerMember).decode
 encode_member: Final = msgspec.json.Encoder().encode
 
@@ -113,9 +113,9 @@ class Signer:
     def __init__(self, secret: bytes, prefix: str, shard: int) -> None:
         self.enabled = bool(secret)
         key = blake2s(secret, digest_size=32, person=b"registry").digest()
-        place = b"%d\0%d\0%b" % (shard, len(prefix), prefix.encode())
+        scope = b"%d\0%d\0%b" % (shard, len(prefix), prefix.encode())
         self._bases = {
-            kind: blake2s(place, key=key, digest_size=_MAC_BYTES, person=kind) for kind in (b"member", b"state")
+            kind: blake2s(scope, key=key, digest_size=_MAC_BYTES, person=kind) for kind in (b"member", b"state")
         }
 
     def state_mac(self, worker_id: str) -> blake2s:
@@ -198,17 +198,19 @@ def decode_member(worker_id: bytes, data: bytes) -> WorkerMember:
 def encode_state(
     member: WorkerMember, load: WorkerLoad, num_tier_entries: tuple[int, ...] = (), **numbers: int
 ) -> bytes:
-    """Encode a `State`; `numbers` are its other fields."""
-    state = State(format=_STATE_FORMAT, epoch=member.epoch, load=load, num_tier_entries=num_tier_entries, **numbers)
+    """Encode a `StateRecord`; `numbers` are its other fields."""
+    state = StateRecord(
+        format=_STATE_FORMAT, epoch=member.epoch, load=load, num_tier_entries=num_tier_entries, **numbers
+    )
     return msgspec.msgpack.encode(state)
 
 
-def decode_state(data: Any) -> State:
+def decode_state(data: Any) -> StateRecord:
     """Return a state. Raises RegistryError."""
     if isinstance(data, bytes) and len(data) > MAX_STATE_BYTES:
         raise RegistryError(f"state of {len(data)} bytes")
     try:
-        state: State = _decode_state(data)
+        state: StateRecord = _decode_state(data)
         is_ours = state.format == _STATE_FORMAT
     except Exception as error:  # anything that a decoder raises at such bytes, or at another type
         raise RegistryError(f"{type(error).__name__}: {error!s:.200}") from error

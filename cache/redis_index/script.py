@@ -80,7 +80,7 @@ def _written_out(text: str, words: dict[str, str]) -> str:
 # KEYS: states, version, the set of each worker's pool (a hash if it has ends), then the sets of tiers. ARGV:
 # 1. the prompt's 16-byte block hashes in one string: the first 8 bytes of each are its entry. A byte more follows if
 #    they cover the whole prompt, whose last token is always computed.
-# 2. for each set of a tier, the place in `matched` of the match that it continues: two bytes, from 0 on.
+# 2. for each set of a tier, the index in `matched` of the match that it continues: two bytes, from 0 on.
 # 3. for each pool, a byte: 1 if it has ends. Empty if none has.
 # 4. ids of workers, or `*` for all: their states are returned. After a `?`, only those that are not too long.
 #
@@ -198,7 +198,7 @@ class Query:
     """`with_states` reads those of all workers of the shard."""
     links: tuple[int, ...]
     """For each set of a tier, the index of the match that it continues."""
-    places: tuple[tuple[int, ...], ...]
+    matches_of: tuple[tuple[int, ...], ...]
     """For each worker, the indices of its tiers' matches."""
     block_sizes: frozenset[int]
     """Those of the workers with ends."""
@@ -208,22 +208,22 @@ class Query:
         num_pools, num_tiers = len(self.workers), len(self.links)
         if len(matches) != num_pools + num_tiers or (matches and not 0 <= min(matches) <= max(matches) <= num_blocks):
             raise ReplyError(f"{brief(matches)} for {num_pools} workers, {num_tiers} tiers and {num_blocks} blocks")
-        if not any(self.places):
-            return matches, self.places
+        if not any(self.matches_of):
+            return matches, self.matches_of
         if any(matches[link] > match for link, match in zip(self.links, matches[num_pools:], strict=True)):
             raise ReplyError(f"a match in a tier ends before the one that it continues: {brief(matches)}")
-        return matches[:num_pools], [tuple([matches[at] for at in places]) for places in self.places]
+        return matches[:num_pools], [tuple([matches[at] for at in indices]) for indices in self.matches_of]
 
 
 def make_query(evalsha: bytes, keys: Keys, workers: Sequence[KnownWorker], *, by_name: bool, guarded: bool) -> Query:
     """Return the lookup among `workers`. `by_name`: read their states only, if `guarded` without those too long."""
     sets = [keys.pool(w.member, w.state.set_version) for w in workers]
     has_ends = [w.member.ends in schema.KNOWN_ENDS for w in workers]
-    places = [[at] for at in range(len(workers))]
+    matches_of = [[at] for at in range(len(workers))]
     links = []
     # All first tiers, then all second ones: the neighbour's answer is the search hint.
     for depth in range(max((len(w.member.tiers) for w in workers), default=0)):
-        for w, own in zip(workers, places, strict=True):
+        for w, own in zip(workers, matches_of, strict=True):
             for tier in w.member.tiers[depth : depth + 1]:
                 if tier not in TIERS or w.member.ends:
                     own.append(own[-1])
@@ -244,12 +244,12 @@ def make_query(evalsha: bytes, keys: Keys, workers: Sequence[KnownWorker], *, by
         _around_hashes(command),
         not by_name,
         tuple(links),
-        tuple(tuple(own[1:]) for own in places),
+        tuple(tuple(indices[1:]) for indices in matches_of),
         block_sizes,
     )
 
 
 def _around_hashes(command: list[Argument]) -> tuple[bytes, bytes]:
     """Pack a lookup, and return what comes before and after the prompt's hashes."""
-    head, tail = pack([command]).split(b"$1\r\n\0", 1)  # their place: no key has a zero byte
+    head, tail = pack([command]).split(b"$1\r\n\0", 1)  # the argument of the hashes: no key has a zero byte
     return head, tail

@@ -63,7 +63,7 @@ class BlockStore(ABC):
             block = self._chains.get(link.block_hash)
         if block is None or block.link != link:
             return False
-        is_exact = self._fill(payload, link, block.record)
+        is_exact = self._read_record(payload, link, block.record)
         with self._lock:
             if self._chains.get(link.block_hash) is not block:
                 return False
@@ -74,7 +74,7 @@ class BlockStore(ABC):
         return is_exact
 
     def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
-        """Keep the block, and evict others for it. False: not kept.
+        """Store the block, and evict others for it. False: not stored.
 
         The store is full, the parent is missing, the device fails, or `clear` was called since `version` was read.
         """
@@ -89,10 +89,10 @@ class BlockStore(ABC):
             if record is None:
                 return False
             self._writing.add(record)
-        is_written = self._keep(payload, link, record)
+        is_written = self._write_record(payload, link, record)
         with self._lock:
             self._writing.discard(record)
-            # The lock was open: the parent may be gone, or another thread may have written this block.
+            # The lock was released: the parent may be gone, or another thread may have written this block.
             if is_written and version == self.version and self._chains.accepts(link):
                 self._chains.add(link, record)
             else:
@@ -134,11 +134,11 @@ class BlockStore(ABC):
         return self._free.pop() if self._free else self._chains.evict(keep=link.parent)
 
     @abstractmethod
-    def _fill(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _read_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         """Read a record. False: it does not hold this block, or is damaged."""
 
     @abstractmethod
-    def _keep(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _write_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         """Write a record."""
 
     @abstractmethod

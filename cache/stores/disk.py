@@ -1,8 +1,8 @@
 """Blocks on disk, which outlive the process.
 
-    DIR/<n>/<fingerprint>-<number>.blocks     records of one size (see `cache.block_record`), one for each block
+    DIR/<n>/<fingerprint>-<segment>.blocks    a segment: records of one size (`cache.block_record`), one for each block
 
-A record is overwritten in place when its block is evicted. A torn record fails its digest, so it is a miss. So nothing
+A record is overwritten in place when its block is evicted. A torn record fails its digest and is a miss, so nothing
 needs fsync. The index of the records is only in memory; a start rebuilds it from the headers.
 """
 
@@ -27,22 +27,22 @@ from cache.types import ChainLink
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES: Final = 256 << 20  # one file is made, under the lock, for this many
+SEGMENT_BYTES: Final = 256 << 20  # of one file: large, as it is created while other threads wait for the lock
 WRITE_PAUSE_S: Final = 30.0
-"""Time without writes after a failed one, so that a full disk costs no block for each attempt."""
+"""Time without writes after a failed one: on a full disk, each attempt would evict a stored block."""
 _NUM_SCANNERS: Final = 8
 """Threads that read headers at the start: a single one mostly waits for the disk."""
 _SEGMENT_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9]{1,18})\.blocks")
-_GONE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FILE_GONE: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _LOCK: Final = "lock"
-_SHARED: Final = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DiskStore(BlockStore):
     """A `BlockStore` in files of one folder, which it claims among those in a directory.
 
-    A segment holds at most n records: number i is record i % n of segment i // n. Numbers of segments are used once, so
-    a write that began before `clear` finds no file.
+    A segment holds at most n records: number i is record i % n of segment i // n. `clear` deletes the files, and a
+    segment's number is never used again. So a write that began before `clear` finds no file.
     """
 
     tier = "disk"
@@ -84,7 +84,7 @@ class DiskStore(BlockStore):
         super().close()
         self._claim.release()
 
-    def _fill(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _read_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         segment, offset = self._locate(record)
         header = bytearray(HEADER_BYTES)
         try:
@@ -94,11 +94,11 @@ class DiskStore(BlockStore):
             finally:
                 os.close(file)
         except OSError as error:
-            self._report(error, segment)
+            self._drop_if_gone(error, segment)
             return False
         return self._format.verifies(header, link, payload)
 
-    def _keep(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _write_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         segment, offset = self._locate(record)
         header = self._format.header(link, payload)
         try:
@@ -110,8 +110,8 @@ class DiskStore(BlockStore):
             if num_written != self._format.record_bytes:
                 raise OSError(f"{num_written:,} of {self._format.record_bytes:,} bytes were written")
         except OSError as error:
-            self._report(error, segment)
-            if not isinstance(error, _GONE):
+            self._drop_if_gone(error, segment)
+            if not isinstance(error, _FILE_GONE):
                 self._pause(error)
             return False
         if self._failing:
@@ -119,10 +119,10 @@ class DiskStore(BlockStore):
             logger.info("blocks are written to %s again", self._folder)
         return True
 
-    def _report(self, error: OSError, segment: int) -> None:
-        """Drop a segment whose file was removed or replaced, so that another takes its place."""
+    def _drop_if_gone(self, error: OSError, segment: int) -> None:
+        """Log an error of a segment. Drop the segment if its file was removed or replaced: `_grow` begins another."""
         logger.debug("segment %d in %s: %s", segment, self._folder, error)
-        if isinstance(error, _GONE):
+        if isinstance(error, _FILE_GONE):
             with self._lock:
                 self._segments.pop(segment, None)
                 lost = self._chains.forget(lambda held: self._locate(held.record)[0] == segment)
@@ -177,20 +177,20 @@ class DiskStore(BlockStore):
     def _recover(self) -> None:
         """Rebuild the index from the headers. Payloads are verified when they are read.
 
-        A record with a damaged header is free. So is a copy: a block of a forgotten chain leaves one when it is written
-        again. So is a block without its parent: until its record is used again, a later start may find both.
+        A record is free if its header is damaged or its block has another record. So is one whose block lacks a parent.
+        It stays on disk until it is used again, so a later start may find it together with the parent.
         """
-        room = self._max_records
+        num_left = self._max_records
         for number in sorted(self._own_segments()):
             self._next_segment = number + 1
             path = self._path(number)
-            num_records = min(path.stat().st_size // self._format.record_bytes, self._records_per_segment, room)
+            num_records = min(path.stat().st_size // self._format.record_bytes, self._records_per_segment, num_left)
             if num_records == 0:
                 _delete(path)
                 continue
             os.truncate(path, num_records * self._format.record_bytes)
             self._segments[number] = num_records
-            room -= num_records
+            num_left -= num_records
         with ThreadPoolExecutor(_NUM_SCANNERS) as scanners:
             found = [pair for pairs in scanners.map(self._scan, self._segments) for pair in pairs]
         found.sort(key=lambda pair: pair[1].depth if pair[1] else 0)
@@ -271,7 +271,7 @@ def parent_problem(parent: Path) -> str | None:
     status = parent.stat()
     if not stat.S_ISDIR(status.st_mode):
         return f"{parent} is not a directory"
-    if status.st_uid != os.geteuid() and status.st_mode & _SHARED:
+    if status.st_uid != os.geteuid() and status.st_mode & _OTHERS_MAY_WRITE:
         return f"{parent} belongs to another user, and others may write to it: name a folder in it"
     return None
 

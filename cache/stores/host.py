@@ -31,11 +31,11 @@ class HostStore(BlockStore):
             raise ValueError(f"{sizes:,} bytes of host memory hold no block of {payload_bytes:,} bytes")
         self._reset_records()
 
-    def _fill(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _read_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         payload[:] = self._records[record]
         return True
 
-    def _keep(self, payload: memoryview, link: ChainLink, record: int) -> bool:
+    def _write_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
         self._records[record][:] = payload
         return True
 

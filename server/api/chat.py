@@ -31,7 +31,7 @@ from server.api.formatting import (
 )
 from server.api.prompts import params
 from server.api.prompts.client_lines import without_client_lines
-from server.api.prompts.grammars import MAX_SCHEMA_BYTES, chat_grammar, is_held
+from server.api.prompts.grammars import MAX_SCHEMA_BYTES, chat_grammar, has_format
 from server.api.prompts.ignored_tools import ignored_header
 from server.api.prompts.items import responses_intent
 from server.api.prompts.limits import TokenLimits, check_text, encode_any
@@ -139,7 +139,7 @@ async def chat_spec(
     prompt_ids = await limits.prompt_tokens(rendered.text, model, client_offsets=rendered.client_offsets)
     max_tokens = limits.token_budget(model, len(prompt_ids))
     rules = output_rules(intent, model, rendered.text)
-    held = await chat_grammar(intent, model, rules)
+    constraint = await chat_grammar(intent, model, rules)
     spec = replace(
         params.new_spec(id_, model, identity, fields, names.messages),
         prompt_ids=prompt_ids,
@@ -151,11 +151,11 @@ async def chat_spec(
             num_choices=intent.num_choices,
             logprobs=intent.num_top_logprobs,
             prompt_logprobs=intent.num_prompt_logprobs,
-            grammar=held.grammar,
+            grammar=constraint.grammar,
         ),
         rules=params.text_rules(fields, intent.stops, model, rules.markers(), shows_special=rules.shows_special),
-        grammar_param=held.param,
-        relaxed=held.relaxed,
+        grammar_param=constraint.param,
+        relaxed=constraint.relaxed,
         clamps_max_tokens=limits.clamps or limits.max_tokens is None,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
     )
@@ -168,7 +168,7 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
     if not model.keeps_client_lines:
         conversation, rule = without_client_lines(conversation)
         if rule and (context := CURRENT.get(None)) is not None:
-            context.removed_line = rule
+            context.removal_rule = rule
     template = model.template_for(conversation)
     if template is None:
         raise InvalidRequestError("This model has no chat template: use /v1/completions.", param=param)
@@ -190,16 +190,16 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
 
 def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputRules:
     """Return how the model's text is read. `prompt` is the rendered text: it may have opened the reasoning already."""
-    known, own = intent.toolbox.names, model.forced_format
-    if intent.named_tool is not None and (own is None or intent.named_tool.name in intent.toolbox.grammars):
+    known, own = intent.tool_set.names, model.forced_format
+    if intent.named_tool is not None and (own is None or intent.named_tool.name in intent.tool_set.grammars):
         forced = intent.named_tool.name
-        return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.toolbox.grammars)
+        return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.tool_set.grammars)
     schemas = {tool.name: tool.parameters for tool in intent.conversation.tools}
     names, parallel = frozenset(schemas), intent.parallel_tool_calls
     if intent.tool_mode == "required" and own is None:
         return OutputRules(tools=CALL_LIST, tool_names=names, parallel=parallel, client_names=known)
     reasoning: ReasoningStart = "none"
-    if model.thoughts is not None and not is_held(intent.response_format, intent.fields.structured_outputs):
+    if model.thoughts is not None and not has_format(intent.response_format, intent.fields.structured_outputs):
         reasoning = "inside" if model.thoughts.is_begun_by(prompt) else "maybe"
     tools = model.tool_format
     rules = OutputRules(reasoning=reasoning, thoughts=model.thoughts or THINK, thought_fields=model.thought_fields)

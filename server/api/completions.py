@@ -60,7 +60,7 @@ async def prepare_completion(
     num_sampled = max(request.best_of or 1, request.num_choices)
     if len(prompts) * num_sampled > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
-    held = await answer_grammar(request.response_format, request.structured_outputs)
+    constraint = await answer_grammar(request.response_format, request.structured_outputs)
     sampling = await params.sampling_params(
         request,
         model,
@@ -68,7 +68,7 @@ async def prepare_completion(
         num_choices=request.num_choices,
         logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
-        grammar=held.grammar,
+        grammar=constraint.grammar,
     )
     _check_batch_fields(sampling, len(prompts))
     clamps = clamps_max_tokens or request.max_tokens is None
@@ -78,8 +78,8 @@ async def prepare_completion(
         seeds=params.choice_seeds(request.seed, num_sampled),
         sampling=sampling,
         rules=params.text_rules(request, request.stop_strings, model),
-        grammar_param=held.param,
-        relaxed=held.relaxed,
+        grammar_param=constraint.param,
+        relaxed=constraint.relaxed,
         clamps_max_tokens=clamps,
     )
     echoes: list[str] = []

@@ -57,15 +57,15 @@ async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, ident
 
 async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:
     """Return a text's ids with the tokens that the tokenizer puts around it, or the client's ids as they are."""
-    room = model.max_model_len
+    max_tokens = model.max_model_len
     if isinstance(item, str):
         try:
-            item = model.tokenizer.around(await model.tokenizer.encode(item, room=room))
+            item = model.tokenizer.around(await model.tokenizer.encode(item, most=max_tokens))
         except TooManyTokensError as error:
             raise _too_long(model, error.at_least, "at least ") from None
     else:
         in_vocabulary(item, model.bundle.vocab_size, "input")
-    if len(item) > room:
+    if len(item) > max_tokens:
         raise _too_long(model, len(item))
     return item
 

@@ -152,7 +152,7 @@ def json_response(value: object, headers: Mapping[str, str] | None = None) -> Re
 
 def response_id(prefix: str) -> str:
     """Return the answer's id, with the digits of the request's id unless a client chose that one."""
-    return prefix + CURRENT.get().digits
+    return prefix + CURRENT.get().unique_id
 
 
 @lru_cache

@@ -76,11 +76,11 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         messages += _messages(message, f"messages[{index}]")
         dropped += _dropped(message, f"messages[{index}].content")
     choice, config = request.tool_choice, request.output_config
-    toolbox = request.toolbox()
-    use = ToolUse("auto" if toolbox.tools else "none")
+    tool_set = request.tool_set()
+    use = ToolUse("auto" if tool_set.tools else "none")
     if choice is not None and (request.tools or choice.type in ("any", "tool")):
         use = ToolUse(_MODES[choice.type], [ToolName(choice.name or "")] if choice.type == "tool" else None)
-    use, tools, named = toolbox.chosen(use)
+    use, tools, named = tool_set.chosen(use)
     conversation = Conversation(
         messages=messages,
         tools=tools,
@@ -98,7 +98,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         clamps_max_tokens=True,
         tool_mode=use.mode,
         named_tool=named,
-        toolbox=toolbox,
+        tool_set=tool_set,
         dropped_items=tuple(dropped),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         response_format=_format(request),

@@ -19,7 +19,7 @@ from server.errors import AuthenticationError, ForbiddenError
 from server.request_context import CURRENT
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-MAX_KEY_BYTES: Final = 1024
+MAX_KEY_BYTES: Final = 1024  # a longer key is refused unhashed; `headstart keys` makes shorter ones
 TENANT_HEADER: Final = "x-headstart-tenant"
 _READING: Final = frozenset({"GET", "HEAD"})
 _QUESTIONS: Final = frozenset({"/route/explain", "/prefixes/compare"})
@@ -52,7 +52,7 @@ class Authenticator:
         if named := [value for name, value in scope["headers"] if name == self._tenant_header]:
             scope["headers"] = [header for header in scope["headers"] if header[0] != self._tenant_header]
             if identity.key.trusted_front and self._keys is not None:
-                return self._keys.named_by(identity, named)
+                return self._keys.tenant_of(identity, named)
         return identity
 
 
@@ -90,7 +90,7 @@ class AuthenticationMiddleware:
 
     async def _limited(self, usage: KeyUsage, scope: Scope, receive: Receive, send: Send) -> None:
         usage.admit()
-        CURRENT.get().key_headers = usage.headers
+        CURRENT.get().limit_headers = usage.headers
         try:
             await self._app(scope, receive, send)
         finally:

@@ -6,7 +6,7 @@ without the secret can delay, remove or repeat them only. Each rule below holds 
 
     shares    a rate refills by 1/N of the limit, up to 1/N of it. N is `--limits-gateways`, or the number of gateways
               that were met and have not ended if that is more.
-    gifts     a gateway may give what it owns. It takes the amount from its purse first, and leaves room for it. The
+    gifts     a gateway may give what it owns. It takes the amount from its allotment first, and leaves room for it. The
               other takes it once, until a time of its own clock that it published. What it has not taken returns when
               its record proves that.
     places    a gateway that starts takes a place that no other holds, and begins with what the last holder left. In
@@ -42,21 +42,21 @@ GONE_S: Final = 900.0
 """For this time a gateway beyond `--limits-gateways` that does not advance has a share."""
 GIFT_S: Final = 1.0
 """For this time another gateway may take what a gateway gives it."""
-MINUTE_S: Final = 60.0
-MAX_GATEWAYS: Final = 1024
-_DEMAND_S: Final = 5.0
+MINUTE_S: Final = 60.0  # the unit of the limits of rates
+MAX_GATEWAYS: Final = 1024  # of which records are kept: bounds the memory of a day with many restarts
+_DEMAND_S: Final = 5.0  # of the mean demand: at half, single requests move amounts; at twice, limits lag
 _IDLE_WEIGHT: Final = 0.0003
 """The demand of a gateway without requests, as a part of the limit."""
 _GIVEN: Final = 0.99
-"""The part of a purse up to which others fill it: the rest is for its own refill."""
+"""The part of an allotment up to which others fill it: the rest is for its own refill."""
 _GRAIN: Final = 0.001
 """The least part of a limit that is given."""
 Clock = Callable[[], float]
 _Level = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
-class PurseUse(Struct, frozen=True, array_like=True, gc=False):
-    """A purse as other gateways read it. One that is not listed is untouched."""
+class AllotmentUse(Struct, frozen=True, array_like=True, gc=False):
+    """An allotment as other gateways read it. One that is not listed is untouched."""
 
     owned: _Level
     open: _Level
@@ -65,7 +65,7 @@ class PurseUse(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Gift(Struct, frozen=True, array_like=True):
-    """Amounts that one gateway gives another, by purse."""
+    """Amounts that one gateway gives another, by allotment."""
 
     number: Count
     until_s: float
@@ -87,15 +87,15 @@ class GatewayRecord(Struct, frozen=True, array_like=True):
     gifts: dict[str, Gift]
     taken: dict[str, Count]
     """The number of the last gift of each gateway."""
-    purses: dict[str, PurseUse]
+    allotments: dict[str, AllotmentUse]
 
-    def left(self, purse: Purse) -> float:
+    def left(self, allotment: Allotment) -> float:
         """Return what the gateway has left of a limit."""
-        use = self.purses.get(purse.name)
-        return self.share * purse.limit if use is None else use.owned - use.open
+        use = self.allotments.get(allotment.name)
+        return self.share * allotment.limit if use is None else use.owned - use.open
 
 
-class Purse:
+class Allotment:
     """A gateway's part of one limit of a key. A rate refills up to its share of a minute's worth; a count does not."""
 
     __slots__ = ("_at_s", "_away", "_owned", "demand", "is_rate", "limit", "name", "open", "share")
@@ -151,7 +151,7 @@ class Purse:
     def take(self, now_s: float, amount: float) -> float:
         """Take `amount` of a rate and return 0.0, or take nothing and return the seconds until it can be taken.
 
-        A full purse grants more than it holds, and a part of a limit less than one more. Both are then overdrawn.
+        A full allotment grants more than it holds, and a part of a limit less than one more. Both are then overdrawn.
         """
         owned, needed = self.owned(now_s), min(amount, self.part)
         self.demand.add(amount, now_s)
@@ -160,11 +160,11 @@ class Purse:
         self.add(now_s, -amount)
         return 0.0
 
-    def use(self, now_s: float) -> PurseUse | None:
+    def use(self, now_s: float) -> AllotmentUse | None:
         """Return what to publish; None if untouched."""
         demand, owned = self.demand.at(now_s), self.owned(now_s)
         is_untouched = owned == self.part and (self.is_rate or (demand < 1.0 and not self.open))
-        return None if is_untouched else PurseUse(owned, self.open, demand)
+        return None if is_untouched else AllotmentUse(owned, self.open, demand)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +194,7 @@ class FleetLimits:
         self, name: str = "", num_gateways: int = 1, clock: Clock = time.monotonic, wall: Clock = time.time
     ) -> None:
         """`num_gateways`: share as at least that many."""
-        self.purses: dict[str, Purse] = {}
+        self.allotments: dict[str, Allotment] = {}
         """By name. Keys add and remove theirs."""
         self.clock = clock
         self.has_begun = False
@@ -233,9 +233,9 @@ class FleetLimits:
         since_s, peers = self.clock() - within_s, self._peers.values()
         return [peer for peer in peers if peer.has_advanced and peer.read_s >= since_s and not peer.record.is_last]
 
-    def elsewhere(self, purse: Purse) -> float:
+    def elsewhere(self, allotment: Allotment) -> float:
         """Return what the others have left of a limit."""
-        return sum([peer.record.left(purse) for peer in self._fresh()])
+        return sum([peer.record.left(allotment) for peer in self._fresh()])
 
     def record(self, day: str, *, is_last: bool = False) -> GatewayRecord:
         """Return the record to publish. After the last one all are last: `run` may still publish."""
@@ -249,7 +249,7 @@ class FleetLimits:
                     self._move(peer.gift, 0.0)
             self._give(now_s, is_last=is_last)
         self._has_ended |= is_last
-        owned = self.purses if self.has_begun else {}
+        owned = self.allotments if self.has_begun else {}
         return GatewayRecord(
             self._number,
             self._has_ended,
@@ -259,7 +259,7 @@ class FleetLimits:
             self.share if self.has_begun else 0.0,
             {name: peer.gift for name, peer in self._peers.items() if peer.gift is not None},
             {name: peer.taken for name, peer in self._peers.items() if peer.taken},
-            {name: use for name, purse in owned.items() if (use := purse.use(now_s)) is not None},
+            {name: use for name, allotment in owned.items() if (use := allotment.use(now_s)) is not None},
         )
 
     def _begin_day(self, now_s: float, day: str) -> None:
@@ -270,9 +270,9 @@ class FleetLimits:
             if (gift := peer.gift) is not None:
                 amounts = {name: amount for name, amount in gift.amounts.items() if not name.endswith("/day")}
                 peer.gift = Gift(gift.number, gift.until_s, amounts)
-        for name, purse in self.purses.items():
+        for name, allotment in self.allotments.items():
             if name.endswith("/day"):
-                purse.own(now_s, purse.part)
+                allotment.own(now_s, allotment.part)
         self._day = day
 
     def merge(self, records: Mapping[str, GatewayRecord]) -> None:
@@ -292,9 +292,9 @@ class FleetLimits:
         num_here = 1 + len(self._fresh())
         if num_here >= self._num_met or now_s - self._met_s > GONE_S:
             self._num_met, self._met_s = num_here, now_s
-        for purse in self.purses.values():
-            if purse.share != self.share:
-                purse.resize(now_s, purse.limit, self.share)
+        for allotment in self.allotments.values():
+            if allotment.share != self.share:
+                allotment.resize(now_s, allotment.limit, self.share)
         if not self.has_begun:
             self._find_place(now_s, records.get(self._name))
 
@@ -324,16 +324,16 @@ class FleetLimits:
         last = max(held, key=lambda record: record.wall_s, default=None)
         has_room = sum([peer.record.share for peer in self._fresh()]) + self.share < 1.001
         has_part = has_room and not self._is_beyond
-        for name, purse in self.purses.items():
-            left = purse.limit / self._num_gateways if has_part else 0.0
+        for name, allotment in self.allotments.items():
+            left = allotment.limit / self._num_gateways if has_part else 0.0
             if last is not None:
-                part = last.share * purse.limit
-                left = last.purses[name].owned if name in last.purses else part
-                if purse.is_rate:  # what was left at a kill is unknown; beyond N, others refilled this part too
+                part = last.share * allotment.limit
+                left = last.allotments[name].owned if name in last.allotments else part
+                if allotment.is_rate:  # what was left at a kill is unknown; beyond N, others refilled this part too
                     refill_s = wall_s - last.wall_s - GIFT_S if last.share * self._num_gateways > 0.999 else 0.0
                     left = left if last.is_last else min(left, 0.0)
                     left = min(part, left + max(0.0, refill_s) * part / MINUTE_S)
-            purse.own(now_s, left if has_part or not purse.is_rate else min(left, 0.0))
+            allotment.own(now_s, left if has_part or not allotment.is_rate else min(left, 0.0))
 
     def _settle(self, peer: _Peer) -> None:
         """Take the gift in a new record, and what it proves that its owner has not taken."""
@@ -348,15 +348,15 @@ class FleetLimits:
                 self._move(gift, 0.0 if is_taken else 1.0)
 
     def _move(self, gift: Gift, times: float) -> None:
-        """Add the amounts of a gift to the purses, and keep the room of those that may still be taken."""
+        """Add the amounts of a gift to the allotments, and keep the room of those that may still be taken."""
         now_s, peers = self.clock(), self._peers.values()
         away = [peer.gift.amounts for peer in peers if peer.gift is not None and now_s <= peer.gift_ends_s]
         for name, amount in gift.amounts.items():
-            if (purse := self.purses.get(name)) is not None:
-                purse.move(now_s, times * amount, sum([amounts.get(name, 0.0) for amounts in away]))
+            if (allotment := self.allotments.get(name)) is not None:
+                allotment.move(now_s, times * amount, sum([amounts.get(name, 0.0) for amounts in away]))
 
     def _arriving(self) -> Counter[tuple[str, str]]:
-        """Return the amounts that are given and not yet taken, by gateway and purse."""
+        """Return the amounts that are given and not yet taken, by gateway and allotment."""
         arriving: Counter[tuple[str, str]] = Counter()
         for peer in self._fresh():
             gifts = [] if peer.gift is None else [(peer.name, peer.gift)]
@@ -371,22 +371,22 @@ class FleetLimits:
         records = [(peer, peer.record) for peer in self._fresh(GIFT_S / 2) if peer.record.share]
         amounts: list[dict[str, float]] = [{} for _ in records]
         arriving = self._arriving()
-        for name in self.purses if is_last else {name for _, record in records for name in record.purses}:
-            if (purse := self.purses.get(name)) is None:
+        for name in self.allotments if is_last else {name for _, record in records for name in record.allotments}:
+            if (allotment := self.allotments.get(name)) is None:
                 continue
-            idle = _IDLE_WEIGHT * purse.limit
-            weight = 0.0 if is_last else idle + purse.demand.at(now_s)
-            uses = [record.purses.get(name) for _, record in records]
+            idle = _IDLE_WEIGHT * allotment.limit
+            weight = 0.0 if is_last else idle + allotment.demand.at(now_s)
+            uses = [record.allotments.get(name) for _, record in records]
             weights = [idle if use is None else idle + use.demand for use in uses]
-            left = purse.left(now_s)
-            lefts = [record.left(purse) + arriving[peer.name, name] for peer, record in records]
+            left = allotment.left(now_s)
+            lefts = [record.left(allotment) + arriving[peer.name, name] for peer, record in records]
             level = (left + sum(lefts)) / (weight + sum(weights)) if weights else 0.0
-            most = [_GIVEN * record.share * purse.limit if purse.is_rate else math.inf for _, record in records]
+            most = [_GIVEN * record.share * allotment.limit if allotment.is_rate else math.inf for _, record in records]
             lacks = [min(*each) - held for *each, held in zip(most, [level * w for w in weights], lefts, strict=True)]
             mine = left - level * weight
             spare = mine + sum([-lack for lack in lacks if lack < 0.0])
             for each, lack in zip(amounts, lacks, strict=True):
-                if level > 0.0 and mine > 0.0 and lack >= _GRAIN * purse.limit:
+                if level > 0.0 and mine > 0.0 and lack >= _GRAIN * allotment.limit:
                     each[name] = lack * min(1.0, mine / spare)
         for (peer, record), given in zip(records, amounts, strict=True):
             if peer.gift is None and given:

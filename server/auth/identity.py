@@ -18,10 +18,10 @@ API keys are in a TOML file of digests, reloaded whenever it changes:
     may_prioritise = true          # may set `priority`
     trusted_front = true           # names the tenant of each request in a header
 
-    [[tenants]]                    # one that trusted fronts name: rights and limits as above, instead of the front's
+    [[tenants]]                    # a tenant that trusted fronts name: its rights and limits replace the front's
     tenant = "acme"
 
-The format is TOML: an entry is appended as it is printed, and comments can name the owner of a key.
+The format is TOML: `headstart keys` prints an entry to append, and comments can name the owner of a key.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from worker.common.tls import WatchedFiles
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS: Final = 4096
-MAX_FILE_BYTES: Final = 4 << 20
+MAX_KEYS: Final = 4096  # bounds a reload, which holds the event loop
+MAX_FILE_BYTES: Final = 4 << 20  # `MAX_KEYS` entries of 1 KiB each
 DEFAULT_TENANT: Final = "default"
 IDENTITY: Final = "headstart.identity"
 DIGEST_PREFIX: Final = "sha256:"
@@ -70,7 +70,7 @@ class Identity:
 
     @property
     def key_name(self) -> str:
-        """The key's name, or the first digits of its digest, by which the key cannot be found; empty without a key."""
+        """The key's name, or the first 12 digits of its digest, which do not reveal the key; empty without a key."""
         return self.key.name or self.key.digest.removeprefix(DIGEST_PREFIX)[:12]
 
     def may_use(self, *names: str) -> bool:
@@ -177,15 +177,15 @@ class KeyFile(WatchedFiles):
 
     def _load(self) -> None:
         """Raises ValueError."""
-        entries, usages, loaded, tenants = load_keys(self.paths[0]), self._usages, {}, {}
-        self._usages = {}
+        entries, loaded, tenants = load_keys(self.paths[0]), {}, {}
+        old_usages, self._usages = self._usages, {}
         for entry in (*entries.keys, *entries.tenants):
             digest = (
                 entry.digest.removeprefix(DIGEST_PREFIX)
                 if isinstance(entry, KeyEntry)
                 else digest_of(b"tenant\0" + entry.tenant.encode()).hex()
             )
-            usage = usages.pop(digest, None) or KeyUsage(self._limits, digest[:16])
+            usage = old_usages.pop(digest, None) or KeyUsage(self._limits, digest[:16])
             usage.apply(entry)
             self._usages[digest] = usage
             limits = usage if usage.has_limits else None
@@ -193,7 +193,7 @@ class KeyFile(WatchedFiles):
                 loaded[self._blinded(bytes.fromhex(digest))] = Identity(self._cluster_secret, entry, limits)
             else:
                 tenants[entry.tenant] = entry, limits
-        for usage in usages.values():
+        for usage in old_usages.values():
             usage.apply(None)
         self._identities, self._tenants = loaded, tenants
 
@@ -203,12 +203,12 @@ class KeyFile(WatchedFiles):
     def find(self, key: bytes) -> Identity | None:
         """Look a key up, in the same time for every key of its length.
 
-        Its time depends only on the blinded digest. A client without this process's random value can neither choose
-        nor predict a bit of that. So no time shows how much of a key, or of a digest, was right.
+        The time depends only on the blinded digest. A client without this process's random value can neither choose
+        nor predict a bit of that. So the time does not show how much of a key, or of a digest, was right.
         """
         return self._identities.get(self._blinded(digest_of(key)))
 
-    def named_by(self, front: Identity, values: Sequence[bytes]) -> Identity:
+    def tenant_of(self, front: Identity, values: Sequence[bytes]) -> Identity:
         """Return the tenant that a trusted front names, with its own rights and limits, or those of the front's key.
 
         Raises InvalidRequestError unless the values of the header are one name.
@@ -219,11 +219,11 @@ class KeyFile(WatchedFiles):
                 "The header of the tenant must come once, with one name: letters, digits, spaces and ._@-, at most 64."
             )
         rights, usage = self._tenants.get(name) or (front.key, front.usage)
-        models, own = rights.models, front.key.models
+        models, front_models = rights.models, front.key.models
         key = msgspec.structs.replace(
             front.key,
             tenant=name,
-            models=models if own is None else own if models is None else own & models,
+            models=models if front_models is None else front_models if models is None else front_models & models,
             weight=rights.weight,
             may_prioritise=rights.may_prioritise,
         )

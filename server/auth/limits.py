@@ -1,7 +1,7 @@
 """Limits on the use of API keys, and on guessing them, as token buckets.
 
-A key's bucket holds a minute's worth and refills evenly. Prompt tokens are taken once they are counted, answer tokens
-after they were generated: these may overdraw the bucket, and the next request waits for the difference.
+A key's bucket holds a minute's worth and refills evenly. Prompt tokens are taken before the request is sent. Answer
+tokens are taken after they were generated, so they may overdraw the bucket: the next request waits for the difference.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Scope
 
-from server.auth.fleet_limits import MINUTE_S, FleetLimits, Purse
+from server.auth.fleet_limits import MINUTE_S, Allotment, FleetLimits
 from server.errors import OverloadedError
 from server.rates import TokenBucket
 
-MAX_SOURCES: Final = 10_000
-_DAY_S: Final = 86_400
-_ROUNDED: Final = 0.9
-"""Gateways without requests keep the rest of one."""
-_MOVE_S: Final = 0.1
+MAX_SOURCES: Final = 10_000  # bounds the memory that guessers from many addresses take
+_DAY_S: Final = 86_400  # the unit of the limits of a day
+_ALMOST_ONE: Final = 0.9
+"""The part of a request that has to be left here: gateways without requests keep small parts of one."""
+_MOVE_S: Final = 0.1  # the least advised wait while other gateways have some left: two exchanges
 _LIMITS: Final = {
     "requests": ("requests_per_minute", "use {} requests a minute"),
     "tokens": ("tokens_per_minute", "use {} tokens a minute"),
@@ -61,37 +61,37 @@ class KeyEntry(TenantEntry, frozen=True, kw_only=True):
 
 
 class KeyUsage:
-    """A purse for each limit of a key, or of a tenant that fronts name."""
+    """An allotment for each limit of a key, or of a tenant that fronts name."""
 
     def __init__(self, fleet: FleetLimits | None = None, name: str = "") -> None:
         """`fleet`: None if this gateway is the only one."""
         self.num_open = 0
         self._fleet = fleet or FleetLimits()
         self._name = name
-        self._purses: dict[str, Purse] = {}
+        self._allotments: dict[str, Allotment] = {}
 
     @property
     def has_limits(self) -> bool:
-        return bool(self._purses)
+        return bool(self._allotments)
 
     def apply(self, key: TenantEntry | None) -> None:
         """Apply the limits of a reloaded key file, or of none: usage stays counted."""
         for kind, (field, _) in _LIMITS.items():
-            limit, purse = getattr(key, field, None), self._purses.get(kind)
-            if limit is not None and purse is not None:
-                purse.resize(self._fleet.clock(), limit, purse.share)
+            limit, allotment = getattr(key, field, None), self._allotments.get(kind)
+            if limit is not None and allotment is not None:
+                allotment.resize(self._fleet.clock(), limit, allotment.share)
             elif limit is not None:
-                self._purses[kind] = purse = Purse(f"{self._name}/{kind}", limit, self._fleet.share)
-                purse.open = self.num_open if kind == "streams" else 0
-                self._fleet.purses[purse.name] = purse
-            elif purse is not None:
-                del self._purses[kind], self._fleet.purses[purse.name]
+                self._allotments[kind] = allotment = Allotment(f"{self._name}/{kind}", limit, self._fleet.share)
+                allotment.open = self.num_open if kind == "streams" else 0
+                self._fleet.allotments[allotment.name] = allotment
+            elif allotment is not None:
+                del self._allotments[kind], self._fleet.allotments[allotment.name]
 
     def admit(self) -> None:
         """Open a request; the caller calls `close` at its end. Raises OverloadedError."""
-        least = _ROUNDED if self.num_open else -math.inf  # at least one a gateway
+        least = _ALMOST_ONE if self.num_open else -math.inf  # each gateway admits at least one
         self._check("streams", least, 1.0)
-        self._check("day", _ROUNDED, _DAY_S - time.time() % _DAY_S)
+        self._check("day", _ALMOST_ONE, _DAY_S - time.time() % _DAY_S)
         self.take("requests", 1)
         self._open(1)
 
@@ -100,27 +100,28 @@ class KeyUsage:
 
     def _open(self, number: int) -> None:
         self.num_open += number
-        if (purse := self._purses.get("streams")) is not None:
-            purse.open = self.num_open
+        if (allotment := self._allotments.get("streams")) is not None:
+            allotment.open = self.num_open
 
     def _check(self, kind: str, least: float, wait_s: float) -> None:
-        """Raises OverloadedError where less is left of a count."""
-        if (purse := self._purses.get(kind)) is not None:
-            purse.demand.add(1.0, self._fleet.clock())
-            if purse.left(self._fleet.clock()) < least:
-                self._refuse(kind, purse, wait_s)
+        """Raise OverloadedError if less than `least` is left of a count."""
+        if (allotment := self._allotments.get(kind)) is not None:
+            allotment.demand.add(1.0, self._fleet.clock())
+            if allotment.left(self._fleet.clock()) < least:
+                self._refuse(kind, allotment, wait_s)
 
-    def _refuse(self, kind: str, purse: Purse, wait_s: float) -> NoReturn:
-        if self._fleet.elsewhere(purse) > 0.0:  # it is on its way
-            wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * purse.share)
-        message = f"This key may {_LIMITS[kind][1].format(purse.limit)}; try again in {math.ceil(wait_s)} s."
+    def _refuse(self, kind: str, allotment: Allotment, wait_s: float) -> NoReturn:
+        if self._fleet.elsewhere(allotment) > 0.0:  # other gateways have some left, and will give it
+            wait_s = max(_MOVE_S, min(wait_s, MINUTE_S) * allotment.share)
+        message = f"This key may {_LIMITS[kind][1].format(allotment.limit)}; try again in {math.ceil(wait_s)} s."
         headers = tuple(self.headers()) if kind == "requests" else ()
         raise OverloadedError(message, retry_after_s=min(wait_s, _DAY_S), headers=headers)
 
     def take(self, kind: str, amount: int) -> None:
         """Count a request, or the tokens of a prompt. Raises OverloadedError."""
-        if (purse := self._purses.get(kind)) is not None and (wait_s := purse.take(self._fleet.clock(), amount)):
-            self._refuse(kind, purse, wait_s)
+        allotment = self._allotments.get(kind)
+        if allotment is not None and (wait_s := allotment.take(self._fleet.clock(), amount)):
+            self._refuse(kind, allotment, wait_s)
         if kind == "tokens":
             self._spend("day", amount)
 
@@ -130,19 +131,19 @@ class KeyUsage:
         self._spend("day", num_tokens)
 
     def _spend(self, kind: str, num_tokens: int) -> None:
-        if (purse := self._purses.get(kind)) is not None:
-            purse.demand.add(num_tokens, self._fleet.clock())
-            purse.add(self._fleet.clock(), -num_tokens)
+        if (allotment := self._allotments.get(kind)) is not None:
+            allotment.demand.add(num_tokens, self._fleet.clock())
+            allotment.add(self._fleet.clock(), -num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""
         headers = []
         for kind in ("requests", "tokens"):
-            if (purse := self._purses.get(kind)) is not None:
-                left = purse.left(self._fleet.clock()) + self._fleet.elsewhere(purse)
-                reset_s = max(0.0, purse.limit - left) / purse.limit * MINUTE_S
+            if (allotment := self._allotments.get(kind)) is not None:
+                left = allotment.left(self._fleet.clock()) + self._fleet.elsewhere(allotment)
+                reset_s = max(0.0, allotment.limit - left) / allotment.limit * MINUTE_S
                 headers += [
-                    (f"x-ratelimit-limit-{kind}".encode(), b"%d" % purse.limit),
+                    (f"x-ratelimit-limit-{kind}".encode(), b"%d" % allotment.limit),
                     (f"x-ratelimit-remaining-{kind}".encode(), b"%d" % max(0, math.floor(left))),
                     (f"x-ratelimit-reset-{kind}".encode(), duration_text(reset_s).encode()),
                 ]
@@ -160,13 +161,12 @@ def duration_text(seconds: float) -> str:
 class AuthThrottle:
     """Rate-limits wrong keys by source address.
 
-    A key is looked up first: the source may be a proxy, so its allowance refuses no valid key. Its wrong
-    ones get 429. That slows no guesser who ignores it: the number of possible keys does. Bounded: the source whose
-    wrong key is oldest is forgotten first. Owned by the event loop.
+    A valid key is never refused: its source may be a proxy that others use. Above the allowance a wrong key gets 429.
+    What stops a guesser is the number of possible keys. Keeps the latest `MAX_SOURCES`. Owned by the event loop.
     """
 
     def __init__(self, burst: float = 20.0, per_s: float = 0.2, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`burst` wrong keys, then `per_s`."""
+        """Allow `burst` wrong keys at once, then `per_s` a second."""
         self._burst = burst
         self._per_s = per_s
         self._clock = clock

@@ -16,14 +16,14 @@ from server.auth.fleet_limits import FleetLimits, GatewayRecord
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S: Final = 0.025
+DEADLINE_S: Final = 0.025  # of one exchange: it ends before the next period
 MAX_LATE: Final = 20
 """Exchanges in a row without an answer, after which the log has a line."""
-PERIOD_S: Final = 0.04
+PERIOD_S: Final = 0.04  # a gift moves with an exchange: twice refuses more, half doubles the work of Redis
 JOIN_S: Final = 1.0
-"""The longest time that a gateway waits for its part of the limits."""
+"""The longest wait for a share of the limits before the first request, some 40 exchanges."""
 MAX_LOAD: Final = 0.05
-"""The most of this gateway's processor that exchanges take."""
+"""The largest part of one processor that exchanges take; with many keys in use they become rarer."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(GatewayRecord).decode
 
@@ -36,7 +36,7 @@ class SharedLimits:
     ) -> None:
         """`records`: None without a Redis. `name`: the gateway's id.
 
-        `count` counts exchanges without an answer in time, and invalid records.
+        `count` receives "timeout" for an exchange without an answer in time, and "invalid" for a record.
         """
         self.limits = limits
         self.records = records
@@ -52,7 +52,7 @@ class SharedLimits:
             await asyncio.sleep(max(PERIOD_S, spent_s / MAX_LOAD))
 
     async def join(self) -> None:
-        """Get a part of the limits before the first request, or go on without Redis."""
+        """Get a share of the limits before the first request, or begin without Redis."""
         until_s = time.monotonic() + JOIN_S
         while self.records is not None and not self.limits.is_ready and time.monotonic() < until_s:
             await self.exchange()
@@ -60,7 +60,7 @@ class SharedLimits:
         self.limits.begin()
 
     async def exchange(self, *, is_last: bool = False) -> float:
-        """Publish the own use, and take the others'. Return the seconds of this process that it took."""
+        """Publish this gateway's use, and merge that of the others. Return the processor seconds that it took."""
         begun_s = time.thread_time()
         day = f"{datetime.now(UTC):%Y%m%d}"
         record = self.limits.record(day, is_last=is_last)
@@ -84,7 +84,7 @@ class SharedLimits:
         return spent_s + time.thread_time() - received_s
 
     def _read(self, found: dict[str, bytes]) -> dict[str, GatewayRecord]:
-        if self.limits.has_begun:
+        if self.limits.has_begun:  # before, its own record shows that others can read it
             found.pop(self._name, None)
         decoded = {}
         for data in found.values():

@@ -1,4 +1,4 @@
-"""A process of `headstart serve`: started, read line by line, and started again when it dies."""
+"""A child process of `headstart serve`: it is started, read line by line, and restarted when it dies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Final
 
 from server.cli.common import BAD_USAGE, CommandError
 
-FIRST_DELAY_S: Final = 0.5  # a child that died once is back soon
-MAX_DELAY_S: Final = 15.0  # a child that can start again does so soon
+FIRST_DELAY_S: Final = 0.5  # before the first restart: short, as most deaths do not repeat
+MAX_DELAY_S: Final = 15.0  # between restarts: a child whose cause of death is gone is back in this time
 STABLE_AFTER_S: Final = 60.0
 """A child that has lived this long restarts after `FIRST_DELAY_S` again."""
-MAX_HELD_LINES: Final = 20  # the end of a traceback
+MAX_LAST_LINES: Final = 20  # shown of a quiet child that dies: the end of a traceback
 MAX_LINE_BYTES: Final = 1 << 20  # asyncio's default of 64 KiB ends the reading at a longer line
 _PR_SET_PDEATHSIG: Final = 1  # from linux/prctl.h
 _READY: Final = b'{"event": "ready"'
 
 
 class Child:
-    """Owner of one process. `run` lives as long as the supervisor wants the child; `stop` ends both."""
+    """Owner of one process. One task calls `run`, which keeps the process alive until `stop`."""
 
     def __init__(
         self, name: str, command: Sequence[str], on_line: Callable[[str], None], *, quiet: bool = False
@@ -44,7 +44,8 @@ class Child:
     async def run(self, report: Callable[[str], None]) -> None:
         """Start the child, and restart it whenever it dies, until `stop`.
 
-        Raises CommandError for exit code 2, unless the child was ready before: what it serves may then change again.
+        Raises CommandError for exit code 2, wrong options. A child that was ready before is restarted: an engine
+        that was replaced may come back.
         """
         delay_s = FIRST_DELAY_S
         while True:
@@ -67,15 +68,15 @@ class Child:
         process = self.process
         if process is None:
             return
-        for end, timeout_s in ((process.terminate, grace_s), (process.kill, None)):
+        for send_signal, timeout_s in ((process.terminate, grace_s), (process.kill, None)):
             with contextlib.suppress(ProcessLookupError):
-                end()
+                send_signal()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), timeout_s)
                 return
 
     async def run_once(self) -> int:
-        """Run the process from its start to its exit code."""
+        """Run the process once, and return its exit code."""
         self.process = process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -86,13 +87,13 @@ class Child:
             limit=MAX_LINE_BYTES,
         )
         assert process.stdout is not None
-        held: deque[str] = deque(maxlen=MAX_HELD_LINES)
-        on_line = held.append if self._quiet else self._on_line
+        last_lines: deque[str] = deque(maxlen=MAX_LAST_LINES)
+        on_line = last_lines.append if self._quiet else self._on_line
         while line := await process.stdout.readline():
             self._was_ready = self._was_ready or line.startswith(_READY)
             on_line(line.decode(errors="replace").rstrip())
         code = await process.wait()
-        for text in () if self._stopping else held:
+        for text in () if self._stopping else last_lines:
             self._on_line(text)
         return code
 

@@ -45,10 +45,10 @@ from worker.common.sockets import is_loopback
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
 MIN_OPEN_FILES: Final = 4096
 """A stream takes two sockets of the gateway."""
-MIN_FREE_BYTES: Final = 1 << 30
+MIN_FREE_BYTES: Final = 1 << 30  # a download of a small model takes a third of it
 GOOD_REDIS: Final = (7,)  # has read-only scripts and finer ACLs
 OLDEST_REDIS: Final = (6, 2)
-SLOW_PING_S: Final = 0.002
+SLOW_PING_S: Final = 0.002  # a lookup has 25 ms, most of which the network must leave
 TIMEOUT_S: Final = 3.0  # a silent part is the problem to show
 WORKER_MODULE: Final = "worker.doctor"
 ENGINE_MODULE: Final = "worker.adapter.doctor"

@@ -21,14 +21,14 @@ from server.cli.common import CommandError, ask_ops_port, between, ops_url, plai
 from server.ops.overview import index_row
 from worker.common.command_line import CommandParser
 
-TIMEOUT_S: Final = 15.0
-CONNECT_TIMEOUT_S: Final = 5.0
+TIMEOUT_S: Final = 15.0  # for one answer of the ops port: a purge waits for the step that runs
+CONNECT_TIMEOUT_S: Final = 5.0  # to Redis: the client tries again within a second or two
 PLAIN_COLUMNS: Final = 1000  # a pipe wraps no line
 WORDS: Final = ("workers", "prefixes", "purge")
 COUNTS: Final = ("blocks", "tokens", "running", "waiting")
 WORKERS: Final = ("worker", "model", *COUNTS, "lease s", "age s", "tiers", "epoch", "state")
 PREFIXES: Final = ("hits", "tokens", "blocks", "idle s", "model", "prefix", "workers")
-_TEXT: Final = {"worker", "workers", "model", "tiers", "epoch", "state", "prefix"}
+_LEFT_ALIGNED: Final = {"worker", "workers", "model", "tiers", "epoch", "state", "prefix"}
 
 
 def parser() -> CommandParser:
@@ -120,7 +120,7 @@ def shown(what: str, answer: dict[str, Any]) -> Table | str:
     if not answer[what]:
         return "no prefix has been shared yet" if what == "prefixes" else "no worker is in the index"
     names, cells = (PREFIXES, _prefix_cells) if what == "prefixes" else (WORKERS, _worker_cells)
-    columns = (Column(name, justify="left" if name in _TEXT else "right") for name in names)
+    columns = (Column(name, justify="left" if name in _LEFT_ALIGNED else "right") for name in names)
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in answer[what]:
         table.add_row(*cells(row))

@@ -1,4 +1,4 @@
-"""`headstart prefix A.json B.json`: where the prompts of two requests part, so that B does not find A's cache.
+"""`headstart prefix A.json B.json`: the first difference of two prompts, after which B does not find A's cache.
 
 A gateway makes both prompts, as it does for requests.
 """
@@ -17,9 +17,9 @@ from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, ops_url, se
 from worker.common.command_line import CommandParser
 
 PATH: Final = "/prefixes/compare"
-TIMEOUT_S: Final = 60.0
-PARTED: Final = 1
-"""Exit code: the prompts part, and neither begins with the other."""
+TIMEOUT_S: Final = 60.0  # both prompts are rendered and tokenised: megabytes take seconds
+DIFFERENT: Final = 1
+"""Exit code: neither prompt begins with the other."""
 
 
 def read_body(path: Path) -> bytes:
@@ -40,7 +40,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"{found['model']}: A has {found['num_tokens_a']:,} tokens and B {total:,}; they share the first "
         f"{found['num_shared_tokens']:,}",
         f"B finds {cached:,} tokens cached: {cached // size:,} of {-(-total // size):,} blocks of {size}",
-        f"They part in {found['field'] or 'the text of the template'}",
+        f"They differ first in {found['field'] or 'the text of the template'}",
     ]
     if found["reordered"]:
         lines.append("Its keys are in another order; --sort-tool-schemas at the gateway makes such prompts equal")
@@ -57,8 +57,8 @@ def lines_of(found: dict[str, Any]) -> list[str]:
 def parser() -> CommandParser:
     p = CommandParser(
         prog="headstart prefix",
-        description="Show where the prompts of two requests part, and in which field. "
-        "Exit code 0: one prompt begins with the other; 1: they part before; 2: a file or an option is wrong.",
+        description="Show where the prompts of two requests first differ, and in which field. "
+        "Exit code 0: one prompt begins with the other; 1: they differ; 2: a file or an option is wrong.",
     )
     p.add_argument("a", type=Path, metavar="A.json", help="body of the earlier request, of any API")
     p.add_argument("b", type=Path, metavar="B.json", help="body of the later request")
@@ -76,4 +76,4 @@ def main(argv: Sequence[str]) -> int:
     asked = ask_ops_port(args, PATH, status=BAD_USAGE, timeout_s=TIMEOUT_S, method="POST", body=body)
     found = asyncio.run(asked)
     print(json.dumps(found) if args.json else "\n".join(lines_of(found)))
-    return 0 if found["goes_on"] else PARTED
+    return 0 if found["goes_on"] else DIFFERENT

@@ -28,7 +28,7 @@ from worker.common.command_line import CommandParser
 RETRY_S: Final = 1.0  # a gateway that is back is shown at once
 SILENT_S: Final = 5.0
 """A healthy gateway sends a snapshot twice a second."""
-MAX_EVENT_BYTES: Final = 8 << 20
+MAX_EVENT_BYTES: Final = 8 << 20  # an event lists all workers: aiohttp's 64 KiB are too few for a large fleet
 PLAIN_COLUMNS: Final = 160  # a pipe has no width of its own
 MAX_DECISIONS: Final = 50  # more rows than a screen has
 NUM_FIXED_LINES: Final = 15

@@ -98,7 +98,7 @@ class RequestMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", context.request_id.encode()),
                     (b"openai-processing-ms", b"%d" % elapsed_ms),
-                    *context.key_headers(),
+                    *context.limit_headers(),
                 ]
                 if context.repairs:
                     message["headers"].append((REPAIRED_HEADER, ", ".join(context.repairs).encode()))
@@ -135,8 +135,8 @@ class RequestMiddleware:
             metrics.request_s.observe(elapsed_s, context.route)
             for repair in context.repairs:
                 metrics.repairs.inc(repair)
-            if context.removed_line:
-                metrics.removed_lines.inc(context.removed_line)
+            if context.removal_rule:
+                metrics.removed_lines.inc(context.removal_rule)
             context.end_trace()
             if context.error:
                 metrics.drops.inc(context.error)

@@ -1,9 +1,9 @@
-"""A client's connection: the reader of every port, with timeouts, probes, and errors in our shape.
+"""A client's connection on any port of the gateway: strict HTTP, timeouts, probes, and the gateway's error bodies.
 
-Reading is the first sign that a client has left. So reading pauses only while the app does not take the body, never
-while an answer is made. The end of the input is no proof: a client may shut its sending side after its last request
-(RFC 9112, 9.6), and gets its answers. Probes detect that it has gone. With TLS the end of input means that the client
-has left: neither asyncio nor uvloop keeps half a TLS connection.
+A read is the first to notice that a client has left. So reading pauses only while the app does not take the body, never
+while it makes an answer. The end of the input does not prove that the client has left. It may shut its sending side
+after its last request (RFC 9112, 9.6) and wait for the answers. Then probes detect whether it is there. With TLS, the
+end of the input means that it has left: neither asyncio nor uvloop supports half-closed TLS connections.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from worker.common.http_protocol import StrictProtocol
 from worker.common.http_reader import RequestHead
 
 MIN_BODY_BYTES: Final = 30 * 1024
-"""A body has to deliver this much in each of its timeouts."""
+"""A body has to deliver this much in each `body_timeout_s`."""
 WRITE_STALL_S: Final = 120.0
-"""Once the send buffer is full, a client has to read some of its answer in this time."""
+"""A client whose send buffer is full has to read some of it in this time."""
 FIRST_PROBE_S: Final = 0.25
 """Once a client has ended its input, it is probed at once, after this time, and at growing intervals."""
 _REFUSALS: Final = {
@@ -58,7 +58,8 @@ class GatewayProtocol(StrictProtocol):
     def connection_made(self, transport: Any) -> None:
         self._connection = ClientConnection()
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self._limits.keep_alive_s, self._on_timeout)  # a front may preconnect
+        # A proxy may connect before it has a request.
+        self._timer = self.loop.call_later(self._limits.keep_alive_s, self._on_timeout)
         if not self._connections.open(self):
             self.drop()
 
@@ -156,7 +157,7 @@ class GatewayProtocol(StrictProtocol):
         self._write_timer = self.loop.call_later(WRITE_STALL_S, self._check_writing, unsent_bytes)
 
     def _check_writing(self, unsent_bytes: int) -> None:
-        """Abort if the client has taken nothing since."""
+        """Abort if the client has read nothing since `unsent_bytes` was measured."""
         if self.transport.get_write_buffer_size() >= unsent_bytes:
             self.transport.abort()
         else:

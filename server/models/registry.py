@@ -57,7 +57,7 @@ Revision = tuple[str, str]
 """A model's name, and the namespace that its workers announce."""
 
 
-def _place(member: WorkerMember) -> tuple[str, str]:
+def _url_and_epoch(member: WorkerMember) -> tuple[str, str]:
     return member.url, member.epoch
 
 
@@ -202,7 +202,7 @@ class Models:
         """Return "serving", "standby", "learning" or "refused", and why it does not serve."""
         learnt = self._revisions.get(_revision(member))
         if learnt is None:
-            _, reason = self._failed.get(_place(member), (0.0, ""))
+            _, reason = self._failed.get(_url_and_epoch(member), (0.0, ""))
             return ("refused", reason) if reason else ("learning", "this gateway has not learnt its model yet")
         if self.is_served(learnt):
             return "serving", ""
@@ -227,7 +227,7 @@ class Models:
         except Exception as error:  # a malformed bundle may raise anything
             now_s = time.monotonic()
             kept = {place: each for place, each in self._failed.items() if each[0] > now_s - RETRY_S}
-            self._failed = kept | {_place(member): (now_s + RETRY_S, f"its model is not usable: {error}")}
+            self._failed = kept | {_url_and_epoch(member): (now_s + RETRY_S, f"its model is not usable: {error}")}
             cause = None if isinstance(error, (WorkerError, TokenizerError, TemplateError)) else error
             message = "worker %s at %s is refused: its model %s is not usable: %s"
             log.error(message, member.worker_id, member.url, member.model, error, exc_info=cause)
@@ -244,7 +244,7 @@ class Models:
 
     def _is_new(self, member: WorkerMember) -> bool:
         """Return whether the worker's revision is to be learnt from it now."""
-        again_s, _ = self._failed.get(_place(member), (0.0, ""))
+        again_s, _ = self._failed.get(_url_and_epoch(member), (0.0, ""))
         return _revision(member) not in self._revisions and again_s <= time.monotonic()
 
     async def follow(self, workers: Callable[[], Sequence[tuple[WorkerMember, bool]]], interval_s: float) -> None:
@@ -259,12 +259,12 @@ class Models:
                 present = workers()
                 self.choose(present)
                 learning = {task: member for task, member in learning.items() if not task.done()}
-                busy = {_place(member) for member in learning.values()}
+                busy = {_url_and_epoch(member) for member in learning.values()}
                 num_of = Counter(_revision(member) for member in learning.values())
                 ready = [member for member, is_ready in present if is_ready]
-                new = [member for member in ready if self._is_new(member) and _place(member) not in busy]
+                new = [member for member in ready if self._is_new(member) and _url_and_epoch(member) not in busy]
                 begun: set[Revision] = set()
-                for member in sorted(new, key=lambda each: asked_s.get(_place(each), 0.0)):
+                for member in sorted(new, key=lambda each: asked_s.get(_url_and_epoch(each), 0.0)):
                     if len(learning) == MAX_LEARNING:
                         break
                     # One of a revision in a round: mostly it answers before the next.
@@ -272,8 +272,8 @@ class Models:
                     if revision not in begun and num_of[revision] < MAX_LEARNING_OF_ONE:
                         begun.add(revision)
                         learning[group.create_task(self.admit(member))] = member
-                        asked_s.pop(_place(member), None)
-                        asked_s[_place(member)] = time.monotonic()
+                        asked_s.pop(_url_and_epoch(member), None)
+                        asked_s[_url_and_epoch(member)] = time.monotonic()
                         if len(asked_s) > MAX_ASKED:
                             del asked_s[next(iter(asked_s))]
                 await asyncio.sleep(interval_s)
@@ -288,7 +288,7 @@ class Models:
                 if is_ready:
                     started_ms[key].append(member.epoch_started_ms)
         new = [member for member, is_ready in present if is_ready and _revision(member) not in self._revisions]
-        self._learning = {member.model for member in new if _place(member) not in self._failed}
+        self._learning = {member.model for member in new if _url_and_epoch(member) not in self._failed}
         best: dict[str, tuple[int, int, str]] = {}
         for (name, namespace), starts in started_ms.items():
             best[name] = max(best.get(name, (0, 0, "")), (len(starts), min(starts), namespace))

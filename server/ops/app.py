@@ -42,7 +42,7 @@ from server.workers.connection import WorkerLost
 from worker.wire import SamplingDefaults
 
 MAX_BODY_BYTES: Final = 32 << 20  # as much as a gateway takes by default
-MAX_PREFIXES: Final = 1000
+MAX_PREFIXES: Final = 1000  # in one answer, each with the workers that hold it
 ACTIONS: Final = ("drain", "purge")
 """Actions of an operator on one worker."""
 FOLDER: Final = Path(__file__).parent.parent / "pages"
@@ -78,8 +78,8 @@ class OpsApi:
 
     overview: Overview
     feed: Feed
-    of_tenant: Callable[[str], Identity]
-    """Returns the identity whose cache an explanation is about."""
+    identity_for: Callable[[str], Identity]
+    """Returns the identity of a tenant, whose cache an explanation is about."""
     on_drain: Callable[[], None]
 
     def routes(self) -> list[Route]:
@@ -138,9 +138,9 @@ class OpsApi:
         return await asyncio.to_thread(lambda: json_response(self.overview.day.report()))
 
     async def compare(self, request: Request) -> Response:
-        """Compare the prompts of two bodies: where they part, with sixty tokens of each. Sends nothing."""
+        """Compare the prompts of two bodies: where they differ first, with sixty tokens of each. Sends nothing."""
         pair = await read_json(await request.body(), _PAIR.decode)
-        identity, specs, bodies = self.of_tenant(DEFAULT_TENANT), list[GenerationSpec](), list[dict[str, Any]]()
+        identity, specs, bodies = self.identity_for(DEFAULT_TENANT), list[GenerationSpec](), list[dict[str, Any]]()
         for name, raw in (("a", bytes(pair.a)), ("b", bytes(pair.b))):
             body = await read_json(raw, _BODY.decode)
             try:
@@ -163,7 +163,7 @@ class OpsApi:
         api = self.overview.api
         endpoint = api.chat if "messages" in fields else api.completions
         tenant = request.query_params.get("tenant", DEFAULT_TENANT)
-        prepared = await endpoint.prepare(body, self.of_tenant(tenant))
+        prepared = await endpoint.prepare(body, self.identity_for(tenant))
         spec = prepared.specs[0]
         sampling = msgspec.to_builtins(spec.sampling)
         shown = {name: sampling[name] for name in SamplingDefaults.__struct_fields__}
@@ -213,8 +213,8 @@ def page_routes() -> list[Route]:
 class PagesMiddleware:
     """Sends requests under `CHAT_API` to the public app, in process, and all others to the ops app.
 
-    They carry the key that the user typed, so the ops port grants the same access as the public port. A change
-    requested by another site's page, through an operator's browser, gets 403.
+    The chat page sends the API key that the user typed, so it has the access of the public port. A page of another site
+    in an operator's browser gets 403 if its request changes something.
     """
 
     def __init__(self, app: ASGIApp, public: ASGIApp) -> None:
@@ -241,12 +241,12 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 def ops_app(api: OpsApi, public: ASGIApp, key: bytes | None, *, local: bool, has_tenants: bool) -> Application:
-    """Return the app. A change needs the `key`; `local`: only this machine reaches it."""
+    """Return the app. Requests that change something need the `key`. `local`: only this machine reaches the port."""
     return Application(
         routes=api.routes(),
         middleware=[
             Middleware(PagesMiddleware, public),
-            Middleware(RequestMiddleware, GatewayMetrics()),  # requests of operators are not traffic
+            Middleware(RequestMiddleware, GatewayMetrics()),  # its own: requests of operators are not traffic
             Middleware(OpsKeyMiddleware, key, local=local, has_tenants=has_tenants),
             Middleware(BodyLimitMiddleware, MAX_BODY_BYTES),
         ],

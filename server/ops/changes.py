@@ -13,7 +13,7 @@ _WORDS: Final = {"dead": "died", "draining": "drains", "broken": "breaker opened
 """The words for some states that a worker comes into."""
 
 
-class Changes:
+class FeedChanges:
     """Compares snapshots of the fleet. `see` is called with each, also while no page is open."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import UnavailableError
 from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of
-from server.ops.changes import Changes
+from server.ops.changes import FeedChanges
 from server.ops.overview import Overview
 from server.request_context import CURRENT
 from server.router.ledger import MAX_ROWS, tree_rows
@@ -122,7 +122,7 @@ class Feed:
         self._overview = overview
         self._decisions = overview.routing.decisions
         self._traffic = Traffic(overview.metrics.ttft_s.bounds)
-        self._changes = Changes()
+        self._changes = FeedChanges()
         self._viewers: set[Frames] = set()
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)
         self._last: dict[str, bytes] = {}

@@ -1,7 +1,7 @@
-"""Where the prompts of two requests part, so that the second one does not find the first one's blocks.
+"""The first difference of two prompts, after which the second one finds no block of the first.
 
-The text of the token ids shows the place. The field there is one in which the bodies differ. Its text reaches over the
-place in both prompts.
+Decoding the token ids shows the difference as text. The bodies differ in the field to blame, and its text contains the
+position of the difference in both prompts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Final
 from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 
-NUM_BEFORE: Final = 20  # enough to find the place in the text
+NUM_BEFORE: Final = 20  # tokens shown before the difference: enough to find it in the text
 NUM_AFTER: Final = 40
-"""Sixty tokens of each prompt are shown: these before the place, and those after it."""
+"""Tokens shown after it: enough for a date, an id or a path."""
 MAX_NAMED: Final = 8  # the first differences matter, and bound the answer
 MAX_CHANCE_CHARS: Final = 32
-"""Where one field ends, the template's own text may go on for these as the other field does."""
+"""If one field's text is a beginning of the other's, the template's next characters may match the other by chance."""
 _SCHEMA: Final = re.compile(r"\.(?:parameters|input_schema)\b")
 _MESSAGES_FIELDS: Final = frozenset({"system", "stop_sequences", "thinking", "output_config", "context_management"})
 _MESSAGES_PARTS: Final = re.compile(
@@ -40,7 +40,7 @@ def path_of(raw: bytes, body: Mapping[str, Any]) -> str:
 
 
 def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return where two prompts part, as JSON. It takes tenths of a second for large bodies: run it in a thread."""
+    """Return the first difference of two prompts as JSON. Large bodies take tenths of a second: use a thread."""
     size, decode, prompts = b.model.bundle.block_size, b.model.tokenizer.decode, (a.prompt_ids, b.prompt_ids)
     name, same_root = b.model.adapter or b.model.name, a.root == b.root
     shared = _shared_length(*prompts) if same_root else 0
@@ -49,8 +49,8 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
     texts = [decode(ids) for ids in prompts]
     at = _shared_length(*texts)
     both = list(zip(fields, texts, strict=True))
-    reach = {path: min(_reach(each[path], text, at) for each, text in both if path in each) for path in differing}
-    field = max(filter(reach.get, reach), key=reach.__getitem__, default=None)
+    lengths = {path: min(_length_at(each[path], text, at) for each, text in both if path in each) for path in differing}
+    field = max(filter(lengths.get, lengths), key=lengths.__getitem__, default=None)
     if not same_root:
         field = "cache_salt" if name == (a.model.adapter or a.model.name) else "model"
     goes_on, reordered = same_root and at == min(map(len, texts)), None
@@ -108,8 +108,8 @@ def _reordered(a: Any, b: Any, path: str) -> Iterator[str]:
             yield from _reordered(one, other, f"{path}[{number}]")
 
 
-def _reach(value: str, text: str, at: int) -> int:
-    """Return how many characters of a field reach over a place of a prompt; 0 if it does not stand there."""
+def _length_at(value: str, text: str, at: int) -> int:
+    """Return the length of a field's text if it is in the prompt around position `at`; 0 if not."""
     forms = (value.strip(), json.dumps(value, ensure_ascii=False)[1:-1])
     around = (text[max(0, at - MAX_CHANCE_CHARS - len(form)) : at + len(form)] for form in forms)
     return max(len(form) if form in part else 0 for form, part in zip(forms, around, strict=True))

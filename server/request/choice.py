@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from cache.hashing import hash_chain
 from cache.types import BlockHash, MediaStart
 from server.models.served_model import ServedModel
-from server.request.engine_ask import EngineAsk
+from server.request.engine_text_request import EngineTextRequest
 from server.request.hints import NO_HINTS, RoutingHints
 from server.request_context import CURRENT
 from server.router.types import RouteRequest, short_key
@@ -42,7 +42,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     relaxed: tuple[str, ...] = ()
     """JSON pointers to schema parts that no grammar enforces."""
     clamps_max_tokens: bool = False
-    """Workers with less room than `sampling.max_tokens` may answer; they generate as much as fits."""
+    """Workers with fewer tokens left than `sampling.max_tokens` may answer; they generate as much as fits."""
     first_index: int = 0
     """The index of the first choice in the response."""
     priority: int = 0
@@ -56,7 +56,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The token that ends the model's reasoning, where one token does."""
     embed: Embed | None = None
     """Set if the request is for an embedding instead of text."""
-    ask: EngineAsk | None = None
+    text_request: EngineTextRequest | None = None
     """Set if the engine writes the text."""
     media: tuple[MediaStart, ...] = ()
     """The images in the prompt."""
@@ -65,7 +65,9 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
         """Describe the prompt to the router."""
         session, context = hints.session or self.affinity_key, CURRENT.get(None)
         num_demanded = max(1, self.sampling.min_tokens) if self.clamps_max_tokens else self.sampling.max_tokens
-        num_tokens = len(self.prompt_ids) or (0 if self.ask is None else self.ask.num_tokens)
+        call, num_tokens = None, len(self.prompt_ids)
+        if self.text_request is not None:
+            call, num_tokens = self.text_request.call, num_tokens or self.text_request.num_tokens
         return RouteRequest(
             request_id=self.request_id,
             model=self.model.name,
@@ -74,7 +76,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size, self.media),
             affinity_key=short_key(f"{self.tenant}/{session}") if session else None,
             hard_affinity=hints.hard_affinity,
-            needs=needs_of(None if self.ask is None else self.ask.call, self.embed, self.media, self.model.adapter),
+            needs=needs_of(call, self.embed, self.media, self.model.adapter),
             priority=self.priority,
             tenant=self.tenant,
             weight=self.weight,
@@ -85,10 +87,10 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
 
     def sampling_at(self, max_model_len: int) -> SamplingParams:
         """Return the parameters for a worker with this context length, which fits the request."""
-        room = max_model_len - len(self.prompt_ids)
-        if not self.clamps_max_tokens or self.sampling.max_tokens <= room:
+        tokens_left = max_model_len - len(self.prompt_ids)
+        if not self.clamps_max_tokens or self.sampling.max_tokens <= tokens_left:
             return self.sampling
-        return replace(self.sampling, max_tokens=room)
+        return replace(self.sampling, max_tokens=tokens_left)
 
 
 class TokenEntry(Struct, eq=False):

@@ -21,7 +21,7 @@ from msgspec import Raw
 
 from server.errors import WorkerLostError
 from server.request.choice import Choice, ChoiceDelta, StopReason
-from server.request.engine_ask import EngineAsk
+from server.request.engine_text_request import EngineTextRequest
 from server.workers.connection import WorkerLost
 from worker.wire import Tokens
 
@@ -58,8 +58,8 @@ class EngineChoice(Choice):
 class EngineAnswer:
     """Passes the events of one generation on, over all its attempts."""
 
-    def __init__(self, ask: EngineAsk) -> None:
-        self._ask = ask
+    def __init__(self, request: EngineTextRequest) -> None:
+        self._request = request
         self.reset()
 
     def reset(self) -> None:
@@ -67,7 +67,7 @@ class EngineAnswer:
         self._pending: list[bytes] = []
         self._held: list[dict[str, Raw]] = []
         """The event that ends the choice. It waits for the usage, whose fingerprint it gets."""
-        self._is_plain = self._ask.is_resumable
+        self._is_plain = self._request.is_resumable
         self._is_rest = False
         """The client has the beginning, from an engine that was lost."""
         self._num_resumed = 0
@@ -108,11 +108,11 @@ class EngineAnswer:
         if "choices" not in fields:
             self._is_plain = False
             self._count(fields)
-            self._pending.append(self._pooled(fields) if self._ask.call.pools else self._named(data, fields))
+            self._pending.append(self._pooled(fields) if self._request.call.pools else self._named(data, fields))
             return
-        ask, choices = self._ask, _choices_of(fields["choices"])
-        fields |= {name: value for name, value in ask.head.items() if name in fields}
-        if not ask.shows_ids and "prompt_token_ids" in fields:
+        request, choices = self._request, _choices_of(fields["choices"])
+        fields |= {name: value for name, value in request.head.items() if name in fields}
+        if not request.shows_ids and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL
         self._count(fields)
         if not choices:
@@ -122,17 +122,17 @@ class EngineAnswer:
         if not kept:
             return
         fields["choices"] = Raw(_encode(kept))
-        is_last = ask.call.streams and any(_has(choice, "finish_reason") for choice in kept)
+        is_last = request.call.streams and any(_has(choice, "finish_reason") for choice in kept)
         if is_last:
             self._is_plain = False
-        if is_last and ask.has_usage and not ask.shows_usage:
+        if is_last and request.has_usage and not request.shows_usage:
             self._held.append(fields)
         else:
             self._pending.append(_encode(fields))
 
     def _named(self, data: bytes, fields: dict[str, Raw]) -> bytes:
         """Return an event or an answer of another API with the client's name of the model."""
-        name = self._ask.head["model"]
+        name = self._request.head["model"]
         if "model" in fields:
             return _encode(fields | {"model": name})
         for part in ("message", "response"):
@@ -146,21 +146,21 @@ class EngineAnswer:
         usage = _value_of(fields.get("usage", _NULL))
         if isinstance(usage, dict) and isinstance(num_tokens := usage.get("prompt_tokens"), int):
             self.num_pooled_tokens = num_tokens
-        return _encode(fields | {name: value for name, value in self._ask.head.items() if name in fields})
+        return _encode(fields | {name: value for name, value in self._request.head.items() if name in fields})
 
     def _keep(self, choice: dict[str, Raw], num_ids: int) -> bool:
         """Take out what was not asked for. Return False for a choice that is then empty."""
-        ask = self._ask
-        if not ask.shows_ids:
+        request = self._request
+        if not request.shows_ids:
             choice.update({name: _NULL for name in ("token_ids", "prompt_token_ids") if name in choice})
-        if not ask.call.streams:
+        if not request.call.streams:
             return True
         is_over = _has(choice, "finish_reason")
         if "text" in choice:
             delta = {"content": _value_of(choice["text"])}
         else:
             delta = _value_of(choice["delta"])
-            if not delta and not is_over and not ask.shows_ids and not _has(choice, "logprobs"):
+            if not delta and not is_over and not request.shows_ids and not _has(choice, "logprobs"):
                 return False
             if self._is_rest and "role" in delta:
                 return False
@@ -177,7 +177,7 @@ class EngineAnswer:
                 held["system_fingerprint"] = fields["system_fingerprint"]
             self._pending.append(_encode(held))
         self._held = []
-        if self._ask.shows_usage:
+        if self._request.shows_usage:
             self._pending.append(_encode(fields))
 
     def _count(self, fields: dict[str, Raw]) -> None:

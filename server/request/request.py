@@ -85,9 +85,9 @@ class Generation:
         """float32, little-endian, where the spec asks for one."""
         self.client_has_output = False
         """Set once output has been sent to the client and cannot be retracted."""
-        kind = Choice if spec.ask is None else EngineChoice
+        kind = Choice if spec.text_request is None else EngineChoice
         self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
-        self.answer = None if spec.ask is None else EngineAnswer(spec.ask)
+        self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request)
         self.route = spec.route_request(hints)
         self._history = AttemptHistory(spec, services.retry)
         self._numerics: str | None = None
@@ -270,7 +270,7 @@ class Generation:
             adapter=spec.model.adapter,
             source=placement.source,
             embed=spec.embed,
-            call=None if spec.ask is None else spec.ask.call,
+            call=None if spec.text_request is None else spec.text_request.call,
             media=spec.media,
             protocol=shared_protocol(worker) or PROTOCOL_VERSION,
         )

@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 MAX_SUSPICIONS: Final = 2
 """A request counts as poison after this many deaths during its prefill."""
-MAX_LOSSES: Final = 5
-MAX_REFUSALS: Final = 8
-MAX_READMISSIONS: Final = 2
+MAX_LOSSES: Final = 5  # that many deaths point to the request, or to the whole fleet
+MAX_REFUSALS: Final = 8  # each costs a round trip: after more, the client learns too late that the fleet is full
+MAX_READMISSIONS: Final = 2  # times that workers lost earlier are tried again: they may have restarted
 MAX_WAITS: Final = 12
 """Three seconds: a worker that has just become ready is found by the next poll."""
 _RETRIED_STATUSES: Final = frozenset({409, 429, 502, 503, 504})
@@ -211,7 +211,7 @@ def soonest_error(refusals: Iterable[WorkerRefused], spec: GenerationSpec) -> Ap
 def error_of(failed: Failed, spec: GenerationSpec, status: int | None = None) -> ApiError:
     """Return the client's error for a worker's Failed frame."""
     match failed.code, status:
-        case "context_length_exceeded", _ if spec.ask is not None:  # the engine's own words
+        case "context_length_exceeded", _ if spec.text_request is not None:  # the engine's own words
             return InvalidRequestError(failed.message, param=failed.param, code=failed.code)
         case "context_length_exceeded", _:
             message, num_tokens = failed.message.rstrip("."), len(spec.prompt_ids)

@@ -17,12 +17,12 @@ from server.request.choice import GenerationSpec
 from server.router.queue import RequestQueue
 from server.workers.fleet import Fleet
 
-MAX_RETRIES: Final = 100.0
-RETRIES_PER_REQUEST: Final = 0.1
-RETRIES_PER_S: Final = 2.0
+MAX_RETRIES: Final = 100.0  # saved up: bounds the retries at the moment when a fleet fails
+RETRIES_PER_REQUEST: Final = 0.1  # so retries add at most a tenth to the load of a busy gateway
+RETRIES_PER_S: Final = 2.0  # for gateways with few requests
 POISON_TTL_S: Final = 60.0
 """Long enough to end a client's retries; short, because the fault may be the worker's."""
-MAX_POISON_ENTRIES: Final = 10_000
+MAX_POISON_ENTRIES: Final = 10_000  # bounds the memory; the oldest are forgotten
 
 
 class RetryBudget:

@@ -23,7 +23,7 @@ from cache.types import BlockHash, WorkerId
 from server.metrics import GatewayMetrics
 from server.rates import DecayedSum
 from server.router.cost import WorkerView
-from server.router.placement import Decision, Listener, Placement
+from server.router.placement import Decision, Placement, PlacementListener
 from server.workers.connection import WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ SendCopy = Callable[[str, WorkerMember, BlockHash, Sequence[BlockHash]], Awaitab
 """`WorkerClient.adopt`."""
 FULL: Final = 0.5
 """The share of a holder's time that the requests of one chain may take: the other half is for others."""
-HORIZON_S: Final = 10.0
-WINDOW_S: Final = 2.0
+HORIZON_S: Final = 10.0  # demand that ends sooner is not worth a copy
+WINDOW_S: Final = 2.0  # of the smoothed demand: short, as copies pay while a rate grows (RESULTS.md)
 MIN_REQUESTS: Final = 8.0
 """A chain with fewer requests in the window has no demand."""
 REST_S: Final = 2.0
@@ -151,7 +151,7 @@ class CopyPlanner:
             demand.rests_until_s = self._clock() + REST_S
 
 
-class Copies(Listener):
+class Copies(PlacementListener):
     """Makes the planned copies. Owned by the gateway's event loop."""
 
     def __init__(self, planner: CopyPlanner, send: SendCopy, metrics: GatewayMetrics) -> None:

@@ -53,7 +53,7 @@ class CostModel:
     window_s: float = 60.0
     max_rho: float = 0.98
     max_beta: float = 8.0
-    recent_weight: float = 0.03
+    assigned_weight: float = 0.03
     """Spreads conversations before queues do: too many on one worker evict each other, and moving one later costs."""
     max_return_odds: float = 8.0
     decode_weight: float = 0.01
@@ -121,7 +121,7 @@ class CostModel:
             + worker.eviction_s
             + worker.decode_s
             + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
-            + self.recent_weight * worker.assigned_s
+            + self.assigned_weight * worker.assigned_s
             for worker in workers
         ]
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from server.rates import TokenBucket
 from server.router.cost import WorkerView
-from server.router.placement import Decision, Listener, Placement, Scorer
+from server.router.placement import Decision, Placement, PlacementListener, Scorer
 
-PER_S: Final = 16.0
-BURST: Final = 8.0
+PER_S: Final = 16.0  # recorded, as many as a viewer can follow: each costs a copy of its views
+BURST: Final = 8.0  # recorded at once, for example of one batch
 MAX_CANDIDATES: Final = 8
 """Candidates listed for one decision; the others are counted."""
 MAX_WAITING: Final = 64
@@ -32,7 +32,7 @@ _DIGITS: Final = re.compile(r"(?:^|[_-])([0-9a-f]{32})(?:-\d+)?$")
 """The common part of the ids of a request and of its answer."""
 
 
-class DecisionLog(Listener):
+class DecisionLog(PlacementListener):
     """Drained by the feed of the ops port while that has viewers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -6,15 +6,15 @@ import logging
 from collections import deque
 from typing import Any, Final
 
-from server.router.placement import Listener, Placement
+from server.router.placement import Placement, PlacementListener
 
 logger = logging.getLogger(__name__)
 
-BLIND_BELOW: Final = 0.4
-SEEING_ABOVE: Final = 0.6
+BLIND_BELOW: Final = 0.4  # a lower precision or recall makes the index blind
+SEEING_ABOVE: Final = 0.6  # the gap keeps an index near the limit from alternating
 
 
-class IndexAccuracy(Listener):
+class IndexAccuracy(PlacementListener):
     """Precision and recall over a window of requests, with `common` = sum(min(predicted, found)):
 
         precision = common / sum(predicted)    the share of predicted tokens that was cached

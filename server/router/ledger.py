@@ -20,19 +20,19 @@ from typing import Any, Final, NamedTuple
 from cache.hashing import index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, WorkerId, WorkerIncarnation
-from server.router.load_tracker import ActiveRequest, WorkerLoadEstimate
+from server.router.load_tracker import TrackedRequest, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
-PUBLISH_DELAY_S: Final = 0.3
-MAX_BYTES: Final = 64 << 20
+PUBLISH_DELAY_S: Final = 0.3  # six of the publisher's intervals: the index has a prefill's blocks after it
+MAX_BYTES: Final = 64 << 20  # half a million blocks
 _BLOCK_BYTES: Final = 120
 """A hash, its entry in a table, and its place in a chain."""
-_CHAIN_BYTES: Final = 600
-_HIT_BYTES: Final = 100
-_MAX_COMPARED: Final = 64
+_CHAIN_BYTES: Final = 600  # an estimate, like the next: only `MAX_BYTES` depends on it
+_HIT_BYTES: Final = 100  # a worker and a count
+_MAX_COMPARED: Final = 64  # of the workers that share the first block, as all do with one system prompt
 _MAX_MATCHES: Final = 2048
 """The latest prefixes with hits of which the tree is made."""
-MAX_ROWS: Final = 16
+MAX_ROWS: Final = 16  # bounds a frame of the dashboard's feed
 MAX_HOLDERS: Final = 6
 """Workers named in a row; the rest are counted."""
 SharedPrefix = dict[str, Any]
@@ -44,7 +44,7 @@ class _Live:
     """The blocks of live requests at one worker."""
 
     num_requests: dict[BlockHash, int] = field(default_factory=dict)
-    computed_by: dict[BlockHash, ActiveRequest] = field(default_factory=dict)
+    computed_by: dict[BlockHash, TrackedRequest] = field(default_factory=dict)
     """The request that came first."""
 
 
@@ -123,7 +123,7 @@ class Ledger:
             ready_s = estimate.ready_s(self._live[incarnation].computed_by[hashes[num_live - 1]], self._clock())
         return OwnBlocks(num_live, max(num_live, self.num_unpublished(incarnation, hashes)), ready_s)
 
-    def opened(self, incarnation: WorkerIncarnation, request: ActiveRequest, hashes: Sequence[BlockHash]) -> int:
+    def opened(self, incarnation: WorkerIncarnation, request: TrackedRequest, hashes: Sequence[BlockHash]) -> int:
         """Count a request's blocks as live. Return how many no other live request has there."""
         if not hashes:
             return 0
@@ -139,7 +139,7 @@ class Ledger:
         beginning[incarnation] = None
         return len(counts) - before
 
-    def closed(self, incarnation: WorkerIncarnation, request: ActiveRequest, hashes: Sequence[BlockHash]) -> int:
+    def closed(self, incarnation: WorkerIncarnation, request: TrackedRequest, hashes: Sequence[BlockHash]) -> int:
         """End a request. Return how many of its blocks no live request has there any more."""
         live = self._live.get(incarnation)
         if live is None or not hashes:

@@ -21,12 +21,12 @@ from server.rates import DecayedRatio, DecayedSum
 
 _MAX_UNREPORTED_S = 2.0
 """After this time, unreported work of this gateway counts as assigned."""
-_OTHERS_MEMORY_S = 60.0
-_MAX_REPORT_AGE_S = 1.0
+_OTHERS_MEMORY_S = 60.0  # a gateway without requests in it does not compete for a worker
+_MAX_REPORT_AGE_S = 1.0  # workers report at least once a second
 _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
-_HIT_RATE_WINDOW_S = 120.0
-_MAX_CHANGES = 1024
+_HIT_RATE_WINDOW_S = 120.0  # at half, it follows single conversations; at twice, a purge shows late
+_MAX_CHANGES = 1024  # between two reports, a second apart at most
 _FORGET_S = 600.0
 """The estimate of an idle worker may be dropped after this time without a report."""
 _MIN_ESTIMATES = 64
@@ -49,7 +49,7 @@ class PrefillQueue(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True, eq=False)
-class ActiveRequest:
+class TrackedRequest:
     """A request that this gateway has sent to a worker and that has not ended."""
 
     prefill_s: float
@@ -112,7 +112,7 @@ class WorkerLoadEstimate:
         self.assigned = AssignedWork(window_s)
         self.hit_rate = DecayedRatio(_HIT_RATE_WINDOW_S)
         """Cached prompt tokens to all prompt tokens."""
-        self._queue: dict[ActiveRequest, None] = {}
+        self._queue: dict[TrackedRequest, None] = {}
         self._advanced_s = 0.0
         self._num_live_blocks = 0
         """Different blocks of own requests."""
@@ -133,9 +133,9 @@ class WorkerLoadEstimate:
         """Own requests without a first token."""
         return len(self._queue)
 
-    def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_own_blocks: int = 0) -> ActiveRequest:
+    def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_own_blocks: int = 0) -> TrackedRequest:
         """Count a request that is sent now; no other live one has `num_own_blocks` of its blocks."""
-        request = ActiveRequest(prefill_s, prefill_s, num_blocks)
+        request = TrackedRequest(prefill_s, prefill_s, num_blocks)
         self._count_blocks(num_own_blocks, now_s)
         self._queue[request] = None
         self.queued_s += prefill_s
@@ -143,7 +143,7 @@ class WorkerLoadEstimate:
         self.assigned.add(prefill_s, now_s)
         return request
 
-    def start(self, request: ActiveRequest, prefill_s: float, now_s: float) -> None:
+    def start(self, request: TrackedRequest, prefill_s: float, now_s: float) -> None:
         """Begin its prefill, which takes `prefill_s` now that the number of cached tokens is known."""
         if request in self._queue and request.started_s is None:
             self._advance(now_s)
@@ -151,7 +151,7 @@ class WorkerLoadEstimate:
             request.prefill_s = request.remaining_s = prefill_s
             request.started_s = now_s
 
-    def first_token(self, request: ActiveRequest, now_s: float) -> bool:
+    def first_token(self, request: TrackedRequest, now_s: float) -> bool:
         """Remove it from the queue: its prefill is over. Return False if it was removed before."""
         if request not in self._queue:
             return False
@@ -159,13 +159,13 @@ class WorkerLoadEstimate:
         self._dequeue(request)
         return True
 
-    def _dequeue(self, request: ActiveRequest) -> None:
+    def _dequeue(self, request: TrackedRequest) -> None:
         if request not in self._queue:
             return
         del self._queue[request]
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
 
-    def close(self, request: ActiveRequest, now_s: float, num_kept_blocks: int = 0) -> bool:
+    def close(self, request: TrackedRequest, now_s: float, num_kept_blocks: int = 0) -> bool:
         """Forget it; other live requests have `num_kept_blocks` of its own. Return False if it was closed before."""
         if request.closed:
             return False
@@ -218,7 +218,7 @@ class WorkerLoadEstimate:
         left_s = [request.remaining_s for request in islice(self._queue, _MAX_COMPARED) if request.remaining_s > 0.0]
         return PrefillQueue(left_s, self._others_left_s(sum(left_s), now_s), max(1.0, len(self._queue) / _MAX_COMPARED))
 
-    def ready_s(self, request: ActiveRequest, now_s: float) -> float:
+    def ready_s(self, request: TrackedRequest, now_s: float) -> float:
         """Return when the blocks that an own request computes are there: its prefill, and as much for others."""
         if request not in self._queue:
             return 0.0
@@ -263,7 +263,7 @@ class WorkerLoadEstimate:
 class FifoLoadEstimate(WorkerLoadEstimate):
     """The load of a worker that runs prefills one after the other, in the order of their arrival."""
 
-    def ready_s(self, request: ActiveRequest, now_s: float) -> float:
+    def ready_s(self, request: TrackedRequest, now_s: float) -> float:
         return 0.0  # a later request waits for it in any case
 
     def queue(self, now_s: float) -> PrefillQueue | None:

@@ -20,7 +20,7 @@ from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
 from server.router.cost import BREAKER, SLOW, CostModel, DecisionContext, WorkerView, num_outstanding, views
 from server.router.ledger import PUBLISH_DELAY_S, Ledger
-from server.router.load_tracker import ActiveRequest, LoadTracker, WorkerLoadEstimate
+from server.router.load_tracker import LoadTracker, TrackedRequest, WorkerLoadEstimate
 from server.router.policies import FleetView, Policy, rendezvous_worker
 from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
 from server.router.types import RouteRequest
@@ -61,7 +61,7 @@ class Placement:
     prefill_tokens_per_s: float
     estimate: WorkerLoadEstimate
     """The load of this incarnation of the worker."""
-    active: ActiveRequest
+    active: TrackedRequest
     """Its entry there."""
     index_answered: bool = True
     num_cached_tokens: int | None = None
@@ -70,7 +70,7 @@ class Placement:
     """Its time in the worker's queue; None: unknown."""
 
 
-class Listener:
+class PlacementListener:
     """Follows each placement, by calls in this order. It subscribes where the gateway is put together."""
 
     def placed(self, placement: Placement, decision: Decision) -> None:
@@ -150,7 +150,8 @@ class Scorer:
         workers = self._views(request, listed.candidates, broken)
         short_list.scored(workers)
         unguarded = {worker.member.worker_id for worker in workers if worker.guard is None}
-        if not unguarded or (request.hard_affinity and listed.own is not None and listed.own not in unguarded):
+        own = listed.affinity_worker
+        if not unguarded or (request.hard_affinity and own is not None and own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
         fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
@@ -159,7 +160,7 @@ class Scorer:
 
     def _short_list(self, model: str) -> ShortList:
         if (known := self._short_lists.get(model)) is None:
-            known = self._short_lists[model] = ShortList(self._cost.recent_weight, self.loads.queued_s)
+            known = self._short_lists[model] = ShortList(self._cost.assigned_weight, self.loads.queued_s)
         return known
 
     def _decision(

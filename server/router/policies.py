@@ -83,7 +83,7 @@ class Headstart(Policy):
             if own.matched_tokens >= max(worker.matched_tokens for worker in workers):
                 # Keys spread by themselves, and every gateway must find the same worker, whatever it has sent lately.
                 least_assigned_s = min(worker.assigned_s for worker in workers)
-                recent_s = cost.recent_weight * (own.assigned_s - least_assigned_s)
+                recent_s = cost.assigned_weight * (own.assigned_s - least_assigned_s)
                 own_s = costs_s[at]
                 costs_s = [cost_s + AFFINITY * own.prefill_s + recent_s for cost_s in costs_s]
                 costs_s[at] = own_s

@@ -21,7 +21,7 @@ from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
 from server.router.cost import SLOW, TOO_SHORT, guard_of
-from server.router.placement import Decision, Listener, Placement, Scorer
+from server.router.placement import Decision, Placement, PlacementListener, Scorer
 from server.router.policies import make_policy
 from server.router.queue import RETRY_S, HeldRequest, RequestQueue
 from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
@@ -29,7 +29,7 @@ from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S: Final = 1.0
+RETRY_AFTER_S: Final = 1.0  # short: a worker may start or return at any time
 
 
 class Router:
@@ -44,7 +44,7 @@ class Router:
         *,
         policy: str = "headstart",
         queue: RequestQueue[asyncio.Future[Placement]] | None = None,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[PlacementListener] = (),
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from cache.types import BlockHash, WorkerIncarnation
 from worker.common.capabilities import TOKENS
 
-MAX_KEY_CHARS: Final = 128
+MAX_KEY_CHARS: Final = 128  # twice a digest: UUIDs and user names are kept as they are
 Key = NewType("Key", str)
 """A text of a client or a model that is kept after its request. Only `short_key` makes one."""
 

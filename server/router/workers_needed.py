@@ -21,7 +21,7 @@ from cache.types import Epoch, WorkerId
 from server.rates import DecayedRatio
 from server.router.router import Router
 
-INTERVAL_S: Final = 5.0
+INTERVAL_S: Final = 5.0  # twelve numbers within `SETTLE_S`
 WARM_UP_S: Final = 60.0
 """A gateway that has just started has no number."""
 SETTLE_S: Final = 60.0
@@ -30,9 +30,9 @@ MAX_GROWTH: Final = 4
 """The number is at most that many times the workers there are: reports in Redis may be forged."""
 SPREAD: Final = 1.2
 """For minutes that bring more than the mean. One use for all sizes takes two workers more at 12 (RESULTS.md, scale)."""
-_WINDOW_S: Final = 120.0
-_DRAIN_S: Final = 60.0
-_MAX_POOL_USE: Final = 0.9
+_WINDOW_S: Final = 120.0  # of the mean work: at half, it follows single prompts; at twice, workers are added late
+_DRAIN_S: Final = 60.0  # in which the workers should clear a queue that exceeds the objective
+_MAX_POOL_USE: Final = 0.9  # a fuller pool evicts prefixes, and preempts
 
 
 class WorkersNeeded:

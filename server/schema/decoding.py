@@ -198,10 +198,10 @@ def unsupported(field: str, why: str, details: Mapping[str, Any] | None = None) 
     return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter", details=details)
 
 
-def located(text: str, place: str = "") -> InvalidRequestError:
-    """Split msgspec's "Expected `int`, got `str` - at `$.max_tokens`". The path under `place` becomes `param`."""
+def located(text: str, parent: str = "") -> InvalidRequestError:
+    """Split msgspec's "Expected `int`, got `str` - at `$.max_tokens`". The path under `parent` becomes `param`."""
     reason, _, path = text.partition(" - at `")
-    param = (place + path.rstrip("`").removeprefix("$")).removeprefix(".")
+    param = (parent + path.rstrip("`").removeprefix("$")).removeprefix(".")
     if missing := _MISSING.search(reason):
         param = f"{param}.{missing[1]}" if param else missing[1]
         reason = f"{missing[1]} is required"

@@ -205,8 +205,8 @@ class ResponseFormat(Struct, kw_only=True):
     def given_schema(self) -> tuple[str, dict[str, Any]] | None:
         """The schema, wherever it is given, after the field that holds it."""
         nested = None if self.json_schema is None else self.json_schema.schema
-        places = {"json_schema.schema": nested, "schema": self.schema, "value": self.value}
-        return next(((name, schema) for name, schema in places.items() if schema is not None), None)
+        schemas = {"json_schema.schema": nested, "schema": self.schema, "value": self.value}
+        return next(((name, schema) for name, schema in schemas.items() if schema is not None), None)
 
     def check(self) -> None:
         """Raises InvalidRequestError."""

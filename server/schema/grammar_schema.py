@@ -1,6 +1,6 @@
-"""A client's JSON Schema for a grammar: references hold wherever it is placed, and unsupported keywords are removed.
+"""A client's JSON Schema for a grammar: references stay valid at any path, and unsupported keywords are removed.
 
-An unknown `format` is an annotation, and is dropped. Any other keyword that a grammar cannot hold is refused with
+An unknown `format` is an annotation, and is dropped. Any other keyword that a grammar cannot enforce is refused with
 `strict: true`, but for the limits of a float's type. Otherwise it is left to the model, and named in a header of the
 answer.
 """
@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from server.event_loop import Steps
 from server.schema.decoding import invalid
-from server.schema.patterns import FORMAT_PATTERNS, HELD_FORMATS, held_pattern
+from server.schema.patterns import FORMAT_PATTERNS, HELD_FORMATS, enforceable_pattern
 from server.schema.schema_references import ASIDE, Node, References
 from worker.common.json_schema import Path, is_countable, pointer
 
-_NEVER_HELD: Final[dict[str, tuple[Any, ...]]] = {
+_NEVER_ENFORCED: Final[dict[str, tuple[Any, ...]]] = {
     "contains": (),
     "dependencies": ({},),
     "dependentRequired": ({},),
@@ -32,7 +32,7 @@ _NEVER_HELD: Final[dict[str, tuple[Any, ...]]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-"""Keywords that no grammar holds, with the values that have no effect."""
+"""Keywords that no grammar enforces, with the values that have no effect."""
 _NEEDED: Final = {"maxContains": ("contains",), "minContains": ("contains",), "if": ("then", "else")}
 """Keywords that have no effect without one of these others."""
 _LOCAL: Final = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema", "$vocabulary", "id"})
@@ -41,8 +41,8 @@ _REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_BOUND: Final = 10**16  # the compiler writes no range of larger floats
 _FLOAT_LIMITS: Final = (3.4028234663852886e38, 1.7976931348623157e308)
 """Largest numbers of 32 and 64 bits. zod writes them as bounds of the type."""
-_SHOWN_PLACES: Final = 16  # with the next one, keeps the header below the limits of proxies
-_MAX_PLACE_CHARS: Final = 120
+_MAX_SHOWN: Final = 16  # with the next one, keeps the header below the limits of proxies
+_MAX_FIELD_CHARS: Final = 120
 """Keeps the header below the limits of proxies."""
 
 
@@ -50,13 +50,13 @@ _MAX_PLACE_CHARS: Final = 120
 class GrammarSchema:
     schema: Node
     relaxed: tuple[str, ...] = ()
-    """The places that are left to the model."""
+    """The fields that are left to the model."""
 
 
 def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> Steps[GrammarSchema]:
     """Return a schema for a grammar that has it at a path. `param` names the client's field.
 
-    Raises InvalidRequestError for a reference without a target, and with `strict` for a keyword that is not held.
+    Raises InvalidRequestError for a reference without a target, and with `strict` for an unenforced keyword.
     """
     schema: Node = json.loads(json.dumps(given))
     schema.pop("x-guidance", None)  # the options of the compiler are ours
@@ -65,12 +65,12 @@ def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> S
     links: list[tuple[Node, str]] = []
     relaxed: list[str] = []
     for path, node in nodes:  # which grows
-        for keyword in _unheld(node, references):
-            place = _place(param, (*path, keyword))
+        for keyword in _unenforced(node, references):
+            field = _field_name(param, (*path, keyword))
             if strict and not _is_float_limit(node[keyword]):
-                why = "is nothing that a grammar can hold: leave it out, or leave strict out"
-                raise invalid(place, why)
-            relaxed.append(place)
+                why = "cannot be enforced by a grammar: leave it out, or leave strict out"
+                raise invalid(field, why)
+            relaxed.append(field)
             if keyword != "oneOf":  # which the compiler takes as anyOf
                 for name in (keyword, "then", "else") if keyword == "if" else (keyword,):
                     if name in node:
@@ -78,7 +78,7 @@ def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> S
         for keyword in _REFERENCES:
             if isinstance(reference := node.get(keyword), str):
                 if (target := references.find(node, reference)) is None:
-                    raise invalid(_place(param, (*path, keyword)), "refers to nothing in this schema")
+                    raise invalid(_field_name(param, (*path, keyword)), "refers to nothing in this schema")
                 links.append((node, keyword))
                 nodes += yield from references.add(*target)
         yield
@@ -93,24 +93,23 @@ def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> S
     return GrammarSchema(schema, tuple(relaxed))
 
 
-def relaxed_header(places: tuple[str, ...]) -> tuple[bytes, bytes]:
-    """Return the header that names the places, the first ones of many."""
+def relaxed_header(fields: tuple[str, ...]) -> tuple[bytes, bytes]:
+    """Return the header that names the fields, the first ones of many."""
     shown = [
-        place if len(place) <= _MAX_PLACE_CHARS else f"...{place[-_MAX_PLACE_CHARS:]}"
-        for place in places[:_SHOWN_PLACES]
+        field if len(field) <= _MAX_FIELD_CHARS else f"...{field[-_MAX_FIELD_CHARS:]}" for field in fields[:_MAX_SHOWN]
     ]
-    if len(places) > len(shown):
-        shown.append(f"and {len(places) - len(shown)} more")
+    if len(fields) > len(shown):
+        shown.append(f"and {len(fields) - len(shown)} more")
     return b"x-headstart-relaxed", ", ".join(shown).encode()
 
 
-def _unheld(node: Node, references: References) -> Iterator[str]:
-    """Remove the keywords without an effect, and yield those that a grammar cannot hold."""
+def _unenforced(node: Node, references: References) -> Iterator[str]:
+    """Remove the keywords without an effect, and yield those that a grammar cannot enforce."""
     if node.get("not", False) in ({}, True):
         del node["not"]
         node["enum"] = []
     _write_format(node)
-    for keyword, neutral in _NEVER_HELD.items():
+    for keyword, neutral in _NEVER_ENFORCED.items():
         if keyword in node:
             needed = _NEEDED.get(keyword)
             if node[keyword] in neutral or (needed and not any(other in node for other in needed)):
@@ -121,18 +120,18 @@ def _unheld(node: Node, references: References) -> Iterator[str]:
         node.pop(keyword, None)
     patterns = node.get("patternProperties")
     if isinstance(patterns, dict):
-        held = {held_pattern(pattern) for pattern in patterns}
-        if len(patterns) > 1 or None in held:
+        enforceable = {enforceable_pattern(pattern) for pattern in patterns}
+        if len(patterns) > 1 or None in enforceable:
             yield "patternProperties"
             if node.get("additionalProperties", True) not in (True, {}):
                 yield "additionalProperties"
-    yield from _unheld_counts(node)
+    yield from _unenforced_counts(node)
     if isinstance(pattern := node.get("pattern"), str):
-        if (same := held_pattern(pattern)) is None:
+        if (same := enforceable_pattern(pattern)) is None:
             yield "pattern"
         else:
             node["pattern"] = same
-    yield from _unheld_numbers(node)
+    yield from _unenforced_numbers(node)
     if isinstance(options := node.get("oneOf"), list) and not _are_disjoint(node, options, references):
         yield "oneOf"
 
@@ -151,7 +150,7 @@ def _write_format(node: Node) -> None:
         both.append({"pattern": pattern})
 
 
-def _unheld_counts(node: Node) -> Iterator[str]:
+def _unenforced_counts(node: Node) -> Iterator[str]:
     """Yield bounds on the number of an object's properties, where some of the named ones may be absent."""
     if node.get("minProperties") == 0:
         del node["minProperties"]
@@ -162,7 +161,7 @@ def _unheld_counts(node: Node) -> Iterator[str]:
         yield from counts
 
 
-def _unheld_numbers(node: Node) -> Iterator[str]:
+def _unenforced_numbers(node: Node) -> Iterator[str]:
     """Yield bounds and factors that take more digits than a grammar counts."""
     is_integer = node.get("type") == "integer"
     for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
@@ -204,16 +203,16 @@ def _have_own_values(options: list[Node], references: References) -> bool:
     if any(_types(option) != {"object"} for option in options):
         return False
     for name in frozenset.intersection(*map(_required, options)):
-        held = []
+        value_sets = []
         for option in options:
             properties = option.get("properties")
             if not isinstance(properties, dict) or name not in properties:
                 break
             if (found := _values(references.resolve(option, properties[name]))) is None:
                 break
-            held.append(found)
+            value_sets.append(found)
         else:
-            if _share_nothing(held):
+            if _share_nothing(value_sets):
                 return True
     return False
 
@@ -247,8 +246,8 @@ def _written(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _place(param: str, path: Path) -> str:
-    """Write a place in a schema as a field's name."""
+def _field_name(param: str, path: Path) -> str:
+    """Write a path in a schema as a field of the request."""
     return param + "".join(map(_step, path))
 
 

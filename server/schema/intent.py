@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from server.schema.decoding import invalid
 from server.schema.fields import LeftOut, Message, ModelFields, ResponseFormat, Tool, check_constraints
-from server.schema.tools import Ignored, Toolbox, ToolMode
+from server.schema.tools import Ignored, ToolMode, ToolSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Conversation:
     num_removed: int = 0
     """Messages of the client that came before the first."""
 
-    def place(self, number: int, path: str) -> str:
+    def param_of(self, number: int, path: str) -> str:
         """Name a part of a message, where the route has the same messages as the conversation."""
         return f"messages[{number + self.num_removed}].{path}" if self.names is CHAT_NAMES else self.names.messages
 
@@ -70,7 +70,7 @@ class ChatIntent:
     tool_mode: ToolMode = "none"
     named_tool: Tool | None = None
     """The one function that has to be called, in the mode `named`."""
-    toolbox: Toolbox = field(default_factory=Toolbox)
+    tool_set: ToolSet = field(default_factory=ToolSet)
     """The names and the grammars of the tools."""
     dropped_items: tuple[Ignored, ...] = ()
     """Items of the history that only a vendor's server could read."""
@@ -83,13 +83,13 @@ class ChatIntent:
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        return (*self.toolbox.ignored, *self.dropped_items, *self._blocks())
+        return (*self.tool_set.ignored, *self.dropped_items, *self._blocks())
 
     def _blocks(self) -> Iterator[Ignored]:
         for number, message in enumerate(self.conversation.messages):
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 if isinstance(part, LeftOut):
-                    field = self.conversation.place(number, f"content[{index}].type")
+                    field = self.conversation.param_of(number, f"content[{index}].type")
                     yield Ignored(part.kind, field, is_block=True)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens.
 
 Source: the reference of Anthropic's Messages API, https://platform.claude.com/docs/en/api/messages. The sampling fields
-of the other routes are honoured, too. A part that is not offered and would change the answer is refused by name, also
-in blocks and tools.
+of the other routes are honoured, too. A field that is not supported and would change the answer is refused by
+name, also in blocks and tools.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from server.schema.fields import (
     check_stops,
 )
 from server.schema.requests import MAX_MESSAGES, BodyDecoder
-from server.schema.tools import Ignored, Offer, OfferedTool, Toolbox, ToolName, converted, make_toolbox
+from server.schema.tools import Ignored, ToolDefinition, ToolName, ToolSet, ToolSpec, converted, make_tool_set
 
 MessageRole = Literal["user", "assistant", "system"]
 _BLOCKS: Final[dict[MessageRole, tuple[str, ...]]] = {
@@ -85,7 +85,7 @@ class ContentBlock(Struct, kw_only=True):
                 for index, part in enumerate(self.content):
                     part.check(f"{field}.content[{index}]", ("text", "tool_reference"))
             elif isinstance(self.content, dict):
-                raise invalid(f"{field}.content", "is a text or a list of blocks")
+                raise invalid(f"{field}.content", "must be a text or a list of blocks")
 
 
 class InputMessage(Struct, kw_only=True):
@@ -184,11 +184,11 @@ class CountTokensRequest(ModelFields, kw_only=True):
     metadata: MessagesMetadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 
-    def toolbox(self) -> Toolbox:
+    def tool_set(self) -> ToolSet:
         """Return the tools. Only Anthropic's models can use those with a type of their own."""
         read = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
         servers = [Ignored("mcp_servers", "mcp_servers")] if self.mcp_servers else []
-        return make_toolbox([*read, *servers])
+        return make_tool_set([*read, *servers])
 
     @property
     def affinity_key(self) -> str | None:
@@ -222,7 +222,7 @@ class CountTokensRequest(ModelFields, kw_only=True):
             raise invalid("messages", "end with a tool_use: send its tool_result in a message of the user")
 
 
-def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:
+def _read_tool(given: dict[str, Any], field: str) -> ToolSpec | Ignored:
     kind = given.get("type")
     if isinstance(kind, str) and kind != "custom":
         name = given.get("name")
@@ -232,10 +232,10 @@ def _read_tool(given: dict[str, Any], field: str) -> Offer | Ignored:
     assert tool.name is not None, "just checked"
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
         return Ignored(tool.allowed_callers[0], f"{field}.allowed_callers", tool.name)
-    definition = OfferedTool(
+    definition = ToolDefinition(
         name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
     )
-    return Offer(field, ToolName(tool.name), definition)
+    return ToolSpec(field, ToolName(tool.name), definition)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

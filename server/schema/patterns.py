@@ -1,4 +1,4 @@
-"""The regular expressions of JSON Schemas that a grammar can hold."""
+"""The regular expressions of JSON Schemas that a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _PROPERTY: Final = re.compile(r"\\(?:[pP](?:[A-Z]|\{\w+\})|u\{[0-9a-fA-F]+\})")
 """Escapes that Python's expressions lack."""
 
 
-def held_pattern(pattern: str) -> str | None:
-    """Return an equivalent pattern that a grammar can hold; None: there is none.
+def enforceable_pattern(pattern: str) -> str | None:
+    """Return an equivalent pattern that a grammar can enforce; None: there is none.
 
     Look-around, back references and word boundaries look beyond the text that a grammar has read.
     """

@@ -34,9 +34,9 @@ from server.schema.fields import (
     TopLogprobs,
 )
 from server.schema.intent import ChatIntent, Conversation
-from server.schema.tools import Toolbox, ToolName, input_call, make_toolbox, read_choice, read_tools
+from server.schema.tools import ToolName, ToolSet, input_call, make_tool_set, read_choice, read_tools
 
-MAX_MESSAGES: Final = 65_536
+MAX_MESSAGES: Final = 65_536  # bounds a body's objects; long sessions of agents have some thousand
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
 """The value of `include` in /v1/responses that asks for log probabilities."""
 
@@ -82,10 +82,10 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def intent(self, *, clamps_max_tokens: bool = False) -> ChatIntent:
         """Return what a checked request asks for. Raises InvalidRequestError."""
-        toolbox = make_toolbox(read_tools(self.tools or (), nested=True))
-        use, tools, named = toolbox.chosen(read_choice(self.tool_choice, toolbox, nested=True))
+        tool_set = make_tool_set(read_tools(self.tools or (), nested=True))
+        use, tools, named = tool_set.chosen(read_choice(self.tool_choice, tool_set, nested=True))
         conversation = Conversation(
-            messages=[_with_model_names(message.with_thoughts(), toolbox) for message in self.messages],
+            messages=[_with_model_names(message.with_thoughts(), tool_set) for message in self.messages],
             tools=tools,
             is_continued=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
@@ -103,7 +103,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             num_prompt_logprobs=self.prompt_logprobs,
             tool_mode=use.mode,
             named_tool=named,
-            toolbox=toolbox,
+            tool_set=tool_set,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
         )
@@ -111,7 +111,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         return intent
 
 
-def _with_model_names(message: Message, toolbox: Toolbox) -> Message:
+def _with_model_names(message: Message, tool_set: ToolSet) -> Message:
     """Write a message's calls as functions, under the model's names."""
     if not message.tool_calls:
         return message
@@ -119,10 +119,10 @@ def _with_model_names(message: Message, toolbox: Toolbox) -> Message:
     for call in message.tool_calls:
         if call.custom is not None and call.type == "custom":
             given = call.custom
-            function = input_call(toolbox.model_name(ToolName(given.name, "custom", given.namespace)), given.input)
+            function = input_call(tool_set.model_name(ToolName(given.name, "custom", given.namespace)), given.input)
         else:
             name = ToolName(call.called.name, "function", call.called.namespace)
-            function = FunctionCall(name=toolbox.model_name(name), arguments=call.called.arguments)
+            function = FunctionCall(name=tool_set.model_name(name), arguments=call.called.arguments)
         calls.append(ToolCall(id=call.id, function=function))
     return msgspec.structs.replace(message, tool_calls=calls)
 
@@ -241,8 +241,8 @@ class ResponsesRequest(ModelFields, kw_only=True):
 BodyT = TypeVar("BodyT", bound=RequestFields)
 
 
-class NotOffered:
-    """A neutral value of a refused field."""
+class NeutralValue:
+    """The type of a refused field: it accepts only the values that change nothing."""
 
     neutral: ClassVar[tuple[Any, ...]] = ()
 
@@ -255,15 +255,15 @@ class BodyDecoder(Generic[BodyT]):
         self.refused: Mapping[str, FieldRefusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
         self._text_field = kind.text_field
         fields = [
-            (name, type("NotOffered", (NotOffered,), {"neutral": refusal.neutral}) | None, None)
+            (name, type("NeutralValue", (NeutralValue,), {"neutral": refusal.neutral}) | None, None)
             for name, refusal in self.refused.items()
         ]
         decoded = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
         # Not strict: clients of typed languages send 100.0 for 100, and forms send "100".
-        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_nothing, strict=False).decode
+        self._decode = msgspec.json.Decoder(decoded, dec_hook=_accept_neutral, strict=False).decode
 
     async def read(self, body: bytes, text_limit: Callable[[], TextLimit]) -> BodyT:
-        """Return a checked request, with rests between the steps of a large one. Raises InvalidRequestError."""
+        """Return a checked request. A large one yields to the event loop between steps. Raises InvalidRequestError."""
         is_large = len(body) >= LARGE_BODY_BYTES
         try:
             request: BodyT = await read_json(body, self._decode, text_limit, self._text_field)
@@ -279,10 +279,10 @@ class BodyDecoder(Generic[BodyT]):
         return request
 
 
-def _accept_nothing(kind: type, value: object) -> NotOffered:
+def _accept_neutral(kind: type, value: object) -> NeutralValue:
     if isinstance(value, dict):  # null equals absent
         value = {name: item for name, item in value.items() if item is not None}
-    if issubclass(kind, NotOffered) and value in kind.neutral:
+    if issubclass(kind, NeutralValue) and value in kind.neutral:
         return kind()
     raise ValueError("not offered")
 
@@ -297,11 +297,11 @@ def _batch(prompts: str | list[Any] | None, param: str) -> list[str | list[int]]
 
 def _one_prompt(item: object, param: str) -> str | list[int]:
     if not isinstance(item, str | list) or not item:
-        raise invalid(param, "is a non-empty string or a non-empty list of token ids")
+        raise invalid(param, "must be a non-empty string or a non-empty list of token ids")
     try:
         return item if isinstance(item, str) else msgspec.convert(item, list[TokenId])
     except msgspec.ValidationError as error:
-        raise invalid(param, f"holds token ids, which are integers from 0: {error}") from None
+        raise invalid(param, f"must hold token ids, which are integers from 0: {error}") from None
 
 
 CHAT: Final = BodyDecoder(ChatRequest, "/v1/chat/completions")

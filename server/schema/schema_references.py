@@ -1,4 +1,4 @@
-"""The references of a JSON Schema: `#`, pointers, anchors and identifiers, by the base that each stands in."""
+"""The references of a JSON Schema: `#`, pointers, anchors and identifiers, each resolved by the base URI around it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.common.json_schema import Path, children
 
 Node = dict[str, Any]
 ASIDE = "x-"
-"""Before the name of a keyword that was set aside. References may point into it."""
+"""Prefix of a keyword that the grammar ignores. It stays under this name, as references may point into it."""
 
 
 class References:
@@ -19,9 +19,9 @@ class References:
     def __init__(self, schema: Node) -> None:
         self._schema = schema
         self._bases: dict[int, str] = {}
-        """The base of each schema, by its identity."""
+        """The base URI of each schema, by its `id()`."""
         self._targets: dict[str, Path] = {"": ()}
-        """The paths of identifiers and anchors."""
+        """The path of each identifier and anchor."""
         self._id = "id" if "/draft-04/" in str(schema.get("$schema")) else "$id"
 
     def add(self, path: Path, node: Any, base: str = "") -> Steps[list[tuple[Path, Node]]]:
@@ -47,7 +47,7 @@ class References:
         return found
 
     def find(self, node: Node, reference: str) -> tuple[Path, Any] | None:
-        """Return the schema that a reference in `node` points to, after its present path; None if there is none."""
+        """Return the path and the schema that a reference in `node` points to; None if there is none."""
         base = self._bases[id(node)]
         uri, fragment = urldefrag(_joined(base, reference))
         if reference.startswith("#"):
@@ -60,7 +60,7 @@ class References:
         if (path := self._targets.get(uri)) is None:
             return None
         found: Any = self._schema
-        present: list[str] = []
+        path_now: list[str] = []
         for token in (*path, *tokens):
             if isinstance(found, dict) and token not in found:
                 token = ASIDE + token
@@ -68,12 +68,12 @@ class References:
                 found = found[int(token) if isinstance(found, list) else token]
             except (LookupError, TypeError, ValueError):
                 return None
-            present.append(token)
-        return (tuple(present), found) if isinstance(found, dict | bool) else None
+            path_now.append(token)
+        return (tuple(path_now), found) if isinstance(found, dict | bool) else None
 
     def resolve(self, node: Node, option: Any) -> Node:
-        """Return the schema that an option in `node` is, or refers to; {} if there is none."""
-        for _ in range(8):
+        """Return an option of `node`, or the schema that it refers to; {} if there is none."""
+        for _ in range(8):  # references to references: a longer chain is taken as a loop
             if not isinstance(option, dict):
                 break
             if not isinstance(reference := option.get("$ref"), str):
@@ -87,5 +87,5 @@ class References:
 def _joined(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference)
-    except ValueError:  # no URI at all
+    except ValueError:  # it is no URI
         return reference

@@ -55,7 +55,7 @@ class Ignored:
     field: str
     name: str | None = None
     is_block: bool = False
-    """A part that a model of text cannot read. A line is in its place."""
+    """A part that a model of text cannot read. A line of text replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +91,26 @@ class CustomFormat(Struct, kw_only=True):
         return GrammarDefinition(syntax=self.syntax, definition=self.definition)
 
 
-class OfferedTool(FunctionDefinition, kw_only=True):
+class ToolDefinition(FunctionDefinition, kw_only=True):
     """The fields of a function or a custom tool that are read."""
 
     format: CustomFormat | None = None
     allowed_callers: list[str] | None = None
 
 
-class OfferedNamespace(Struct, kw_only=True):
+class ToolNamespace(Struct, kw_only=True):
     name: str
     description: str | None = None
     tools: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolSpec:
     """A tool that the model can call."""
 
     field: str
     name: ToolName
-    definition: OfferedTool
+    definition: ToolDefinition
     grammar: GrammarDefinition | None = None
     preface: str = ""
     """The description of a namespace, with its first tool."""
@@ -139,7 +139,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Toolbox:
+class ToolSet:
     """The tools of one request."""
 
     tools: tuple[Tool, ...] = ()
@@ -165,7 +165,7 @@ class Toolbox:
         Raises InvalidRequestError for a use that needs a missing tool.
         """
         for name in use.names or ():
-            self._check_offered(name)
+            self._check_present(name)
         nothing_usable = not self.tools or (use.names is not None and not use.names)
         if use.mode == "none":  # shown all the same: the prompt keeps the prefix of the turns before
             return ToolUse("none"), self.tools, None
@@ -182,7 +182,7 @@ class Toolbox:
         chosen = tuple(tool for tool in self.tools if tool.name in shown)
         return (use, self.tools, chosen[0]) if use.mode == "named" else (use, chosen, None)
 
-    def _check_offered(self, name: ToolName) -> None:
+    def _check_present(self, name: ToolName) -> None:
         """Raises InvalidRequestError unless the model can call the tool."""
         if name in self.model_names:
             return
@@ -192,73 +192,73 @@ class Toolbox:
         raise invalid("tool_choice", "names a function that is not among the tools")
 
 
-def read_tools(given: Sequence[dict[str, Any]], *, nested: bool, path: str = "tools") -> list[Offer | Ignored]:
+def read_tools(given: Sequence[dict[str, Any]], *, nested: bool, path: str = "tools") -> list[ToolSpec | Ignored]:
     """Read OpenAI's tools. `nested`: a definition is under the tool's type, as in chats. Raises InvalidRequestError."""
-    read: list[Offer | Ignored] = []
+    read: list[ToolSpec | Ignored] = []
     for index, tool in enumerate(given):
-        place = f"{path}[{index}]"
+        param = f"{path}[{index}]"
         if tool.get("type") != "namespace":
-            read.append(_offer(tool, place, nested=nested))
+            read.append(_read_spec(tool, param, nested=nested))
             continue
-        space = converted(tool, OfferedNamespace, place)
-        _check_name(space.name, f"{place}.name", _NAME_WITHIN)
+        space = converted(tool, ToolNamespace, param)
+        _check_name(space.name, f"{param}.name", _NAME_WITHIN)
         preface = f"{space.name}: {space.description}" if space.description else ""
         for number, inner in enumerate(space.tools):
-            offer = _offer(inner, f"{place}.tools[{number}]", nested=nested, namespace=space.name, preface=preface)
-            preface = preface if isinstance(offer, Ignored) else ""
-            read.append(offer)
+            spec = _read_spec(inner, f"{param}.tools[{number}]", nested=nested, namespace=space.name, preface=preface)
+            preface = preface if isinstance(spec, Ignored) else ""
+            read.append(spec)
     return read
 
 
-def _offer(
-    tool: dict[str, Any], place: str, *, nested: bool, namespace: str | None = None, preface: str = ""
-) -> Offer | Ignored:
+def _read_spec(
+    tool: dict[str, Any], param: str, *, nested: bool, namespace: str | None = None, preface: str = ""
+) -> ToolSpec | Ignored:
     written = tool.get("type")
     if not isinstance(written, str) or not written:
-        raise invalid(f"{place}.type", "is required, and is a string")
+        raise invalid(f"{param}.type", "is required, and is a string")
     kind = _KINDS.get(written)
     if kind is None:
         name = tool.get("name")
-        return Ignored(written, f"{place}.type", name if isinstance(name, str) else None)
-    tool, place = _inner(tool, kind, place, nested=nested)
+        return Ignored(written, f"{param}.type", name if isinstance(name, str) else None)
+    tool, param = _inner(tool, kind, param, nested=nested)
     if not tool:
-        raise invalid(place, "is required")
-    definition = converted(tool, OfferedTool, place)
-    _check_name(definition.name, f"{place}.name", _NAME if namespace is None else _NAME_WITHIN)
+        raise invalid(param, "is required")
+    definition = converted(tool, ToolDefinition, param)
+    _check_name(definition.name, f"{param}.name", _NAME if namespace is None else _NAME_WITHIN)
     callers = definition.allowed_callers
     if callers and "direct" not in callers:
-        return Ignored(callers[0], f"{place}.allowed_callers", definition.name)
+        return Ignored(callers[0], f"{param}.allowed_callers", definition.name)
     form = definition.format if kind == "custom" else None
-    grammar = None if form is None else form.given(f"{place}.format")
+    grammar = None if form is None else form.given(f"{param}.format")
     if (definition.parameters or {}).get("type", "object") != "object":
-        raise invalid(f"{place}.parameters", "must be a JSON schema with type: object")
-    return Offer(place, ToolName(definition.name, kind, namespace), definition, grammar, preface)
+        raise invalid(f"{param}.parameters", "must be a JSON schema with type: object")
+    return ToolSpec(param, ToolName(definition.name, kind, namespace), definition, grammar, preface)
 
 
-def make_toolbox(read: Sequence[Offer | Ignored]) -> Toolbox:
+def make_tool_set(read: Sequence[ToolSpec | Ignored]) -> ToolSet:
     """Give each tool a name of its own for the model. Raises InvalidRequestError."""
     if len(read) > MAX_TOOLS:
         raise invalid("tools", f"take at most {MAX_TOOLS} tools")
-    offers: dict[ToolName, Offer] = {}
-    for offer in read:
-        if isinstance(offer, Ignored):
+    specs: dict[ToolName, ToolSpec] = {}
+    for spec in read:
+        if isinstance(spec, Ignored):
             continue
-        first = offers.setdefault(offer.name, offer)
-        if first.definition != offer.definition:
+        first = specs.setdefault(spec.name, spec)
+        if first.definition != spec.definition:
             why = f"is the name of {first.field} too, which differs: give each tool a name of its own"
-            raise invalid(f"{offer.field}.name", why)
-    names = {name.name: name for name in offers if name.namespace is None and name.kind == "function"}
-    for name in offers:
+            raise invalid(f"{spec.field}.name", why)
+    names = {name.name: name for name in specs if name.namespace is None and name.kind == "function"}
+    for name in specs:
         if names.get(name.name) != name:
             names[_free_name(joined_name(name), names)] = name
     model_names = {name: model_name for model_name, name in names.items()}
     grammars = {}
-    for name, offer in offers.items():
-        if offer.grammar is not None:
-            kind: Literal["grammar", "regex"] = "grammar" if offer.grammar.syntax == "lark" else "regex"
-            grammars[model_names[name]] = Grammar(kind, offer.grammar.definition)
-    return Toolbox(
-        tools=tuple(offer.tool(model_names[name]) for name, offer in offers.items()),
+    for name, spec in specs.items():
+        if spec.grammar is not None:
+            kind: Literal["grammar", "regex"] = "grammar" if spec.grammar.syntax == "lark" else "regex"
+            grammars[model_names[name]] = Grammar(kind, spec.grammar.definition)
+    return ToolSet(
+        tools=tuple(spec.tool(model_names[name]) for name, spec in specs.items()),
         names=names,
         grammars=grammars,
         ignored=tuple(each for each in read if isinstance(each, Ignored)),
@@ -290,21 +290,21 @@ class AllowedTools(Struct, kw_only=True):
     tools: list[dict[str, Any]]
 
 
-def read_choice(choice: str | dict[str, Any] | None, toolbox: Toolbox, *, nested: bool) -> ToolUse:
+def read_choice(choice: str | dict[str, Any] | None, tool_set: ToolSet, *, nested: bool) -> ToolUse:
     """Read OpenAI's `tool_choice`. Raises InvalidRequestError."""
     if choice is None:
-        return ToolUse("auto" if toolbox.tools else "none")
+        return ToolUse("auto" if tool_set.tools else "none")
     if isinstance(choice, str):
         if choice not in _MODES:
             raise invalid("tool_choice", _CHOICES)
         return ToolUse(_MODES[choice])
     match choice:
         case {"type": "allowed_tools"}:
-            place = "tool_choice.allowed_tools" if nested else "tool_choice"
-            allowed = converted(choice.get("allowed_tools") or {} if nested else choice, AllowedTools, place)
+            param = "tool_choice.allowed_tools" if nested else "tool_choice"
+            allowed = converted(choice.get("allowed_tools") or {} if nested else choice, AllowedTools, param)
             if not 1 <= len(allowed.tools) <= MAX_TOOLS:
-                raise invalid(f"{place}.tools", f"holds 1 to {MAX_TOOLS} tools")
-            return ToolUse(allowed.mode or "auto", list(_allowed(allowed, toolbox, place, nested=nested)))
+                raise invalid(f"{param}.tools", f"holds 1 to {MAX_TOOLS} tools")
+            return ToolUse(allowed.mode or "auto", list(_allowed(allowed, tool_set, param, nested=nested)))
         case {"type": "function" | "custom"}:
             return ToolUse("named", [_named(choice, "tool_choice", nested=nested)])
         case {"type": str(mode)} if mode in _MODES:
@@ -314,12 +314,12 @@ def read_choice(choice: str | dict[str, Any] | None, toolbox: Toolbox, *, nested
     raise invalid("tool_choice", _CHOICES)
 
 
-def _allowed(allowed: AllowedTools, toolbox: Toolbox, place: str, *, nested: bool) -> Iterator[ToolName]:
-    types = {each.type for each in toolbox.ignored}
+def _allowed(allowed: AllowedTools, tool_set: ToolSet, param: str, *, nested: bool) -> Iterator[ToolName]:
+    types = {each.type for each in tool_set.ignored}
     for index, tool in enumerate(allowed.tools):
-        kind, path = tool.get("type"), f"{place}.tools[{index}]"
+        kind, path = tool.get("type"), f"{param}.tools[{index}]"
         if kind == "namespace":
-            inner = [name for name in toolbox.model_names if name.namespace == tool.get("name")]
+            inner = [name for name in tool_set.model_names if name.namespace == tool.get("name")]
             if not inner:
                 raise invalid(f"{path}.name", "names a namespace that is not among the tools")
             yield from inner
@@ -334,29 +334,29 @@ class _Named(Struct, kw_only=True):
     namespace: str | None = None
 
 
-def _named(choice: dict[str, Any], place: str, *, nested: bool) -> ToolName:
+def _named(choice: dict[str, Any], param: str, *, nested: bool) -> ToolName:
     kind: ToolKind = choice["type"]
-    inner, place = _inner(choice, kind, place, nested=nested)
-    named = converted(inner if isinstance(inner, dict) else {}, _Named, place)
+    inner, param = _inner(choice, kind, param, nested=nested)
+    named = converted(inner if isinstance(inner, dict) else {}, _Named, param)
     return ToolName(named.name, kind, named.namespace)
 
 
-def _inner(given: dict[str, Any], kind: str, place: str, *, nested: bool) -> tuple[Any, str]:
+def _inner(given: dict[str, Any], kind: str, param: str, *, nested: bool) -> tuple[Any, str]:
     """Return what describes a tool, and its path: the value under its type, or all of the flat form.
 
     Some agents send the form of chats to responses, or that of responses to chats.
     """
     if given.get(kind) is None and (not nested or "name" in given):
-        return given, place
-    return given.get(kind) or {}, f"{place}.{kind}"
+        return given, param
+    return given.get(kind) or {}, f"{param}.{kind}"
 
 
-def converted(value: object, kind: type[StructT], place: str) -> StructT:
-    """Read a part of a body. Raises InvalidRequestError, which names the field under `place`."""
+def converted(value: object, kind: type[StructT], param: str) -> StructT:
+    """Read a part of a body. Raises InvalidRequestError, which names the field under `param`."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise located(str(error), place) from None
+        raise located(str(error), param) from None
 
 
 def input_call(model_name: str, text: str) -> FunctionCall:
@@ -364,6 +364,6 @@ def input_call(model_name: str, text: str) -> FunctionCall:
     return FunctionCall(name=model_name, arguments=json.dumps({INPUT: text}, ensure_ascii=False))
 
 
-def _check_name(name: str, place: str, pattern: re.Pattern[str]) -> None:
+def _check_name(name: str, param: str, pattern: re.Pattern[str]) -> None:
     if pattern.fullmatch(name) is None:
-        raise InvalidRequestError(f"{place}: must match {pattern.pattern!r}.", param=place)
+        raise InvalidRequestError(f"{param}: must match {pattern.pattern!r}.", param=param)

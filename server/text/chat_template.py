@@ -20,12 +20,12 @@ from server.schema.fields import Message
 from server.schema.intent import Conversation
 from server.text.call_ids import number_calls, writes_ids
 from server.text.control_tokens import Marker, RenderedPrompt
-from server.text.shape_probes import PROBE_TOOL, PROBE_WORDS, Probe, find_shapes
+from server.text.shape_probes import PROBE_TOOL, PROBE_WORDS, ShapeProbe, find_shapes
 from server.text.shapes import Shapes, Turn, repaired, without_marks
 from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
-from server.text.template_sandbox import HeldTooLongError, RenderClock, TemplateEnvironment, TemplateError
+from server.text.template_sandbox import RenderClock, StepTooLongError, TemplateEnvironment, TemplateError
 
-MAX_HOLD_S: Final = 0.03
+MAX_STEP_S: Final = 0.03
 """Time that a template may hold the event loop without writing text."""
 MAX_PROBE_S: Final = 0.2
 """Time of a probe."""
@@ -105,8 +105,8 @@ class ChatTemplate:
     async def render_in_slices(self, conversation: Conversation, executor: Executor) -> RenderedPrompt:
         """Render on the event loop while the template keeps writing, else in a thread."""
         try:
-            return await run_sliced(self._rendering(conversation, RenderClock(hold_s=MAX_HOLD_S)))
-        except HeldTooLongError:
+            return await run_sliced(self._rendering(conversation, RenderClock(max_step_s=MAX_STEP_S)))
+        except StepTooLongError:
             return await asyncio.get_running_loop().run_in_executor(executor, self.render, conversation)
 
     def _rendering(self, conversation: Conversation, clock: RenderClock) -> Steps[RenderedPrompt]:
@@ -165,11 +165,11 @@ class ChatTemplate:
     def _found_joint(self) -> str:
         """Return what the template writes between the parts of a text: white space, or nothing."""
         parts = [{"type": "text", "text": word} for word in PROBE_WORDS]
-        text = self._probed(Probe([{"role": "user", "content": parts}], has_tools=False)) or ""
+        text = self._probed(ShapeProbe([{"role": "user", "content": parts}], has_tools=False)) or ""
         joint, found, _ = text.partition(PROBE_WORDS[0])[2].partition(PROBE_WORDS[1])
         return joint if found and not joint.strip() else LINE_END
 
-    def _probed(self, probe: Probe) -> str | None:
+    def _probed(self, probe: ShapeProbe) -> str | None:
         """Return the text of a probe; None: the template refuses it."""
         clock = RenderClock(MAX_PROBE_S)
         variables = {**self._tokens, **self._defaults, **clock.variables(), "add_generation_prompt": False}

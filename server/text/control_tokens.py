@@ -29,9 +29,9 @@ import tokenizers
 from server.errors import InvalidRequestError
 from server.event_loop import Steps
 
-PART_CHARS: Final = 1 << 14
+PART_CHARS: Final = 1 << 14  # marked between two turns of the event loop
 MARK_DIGITS: Final = 20  # no client guesses a mark
-SHORT_MARK_DIGITS: Final = 6
+SHORT_MARK_DIGITS: Final = 6  # a million marks: one that is in no text is soon found
 MANY_MARKS: Final = 50_000
 """With this many or more, marks are short, and are searched for in the texts first."""
 MAX_MARK_BYTES: Final = 8 << 20
@@ -71,9 +71,9 @@ class Marker:
         self._pattern = re.compile(f"({'|'.join(map(re.escape, unmarked)) or '(?!)'})|{'|'.join(risky) or '(?!)'}")
 
     def mark_for(self, texts: Sequence[str]) -> Steps[str]:
-        """Return a mark that is in none of a request's texts. Raises InvalidRequestError for too many places to mark.
+        """Return a mark that is in none of a request's texts. Raises InvalidRequestError for too many marks.
 
-        Such a text is longer than any context: nearly every place takes a token or more.
+        Such a text is longer than any context: nearly every mark stands for a token or more.
         """
         if sum(text.count(first) for text in texts for first in self._firsts) < MANY_MARKS:
             return new_mark()
@@ -88,7 +88,7 @@ class Marker:
         num_bytes = 0
         for text in texts:
             for _, found in self._found(text):
-                num_marks = sum(place[1] is None for place in found)
+                num_marks = sum(match[1] is None for match in found)
                 num_bytes += num_marks * len(mark) * (1 if text.isascii() else 4)
                 if num_bytes > MAX_MARK_BYTES:
                     message = "The messages hold too many beginnings of control tokens: send less text."
@@ -131,9 +131,9 @@ class Marker:
         """Yield the end of each part of a text, and what the pattern finds in it."""
         done = 0
         for end in range(PART_CHARS, len(text) + PART_CHARS, PART_CHARS):
-            places = self._pattern.finditer(text, done, end + self._lookahead_chars)
-            found = list(takewhile(lambda place, end=end: place.start() < end, places))  # type: ignore[misc]
-            done = max([done, end, *(place.end() for place in found[-1:])])
+            matches = self._pattern.finditer(text, done, end + self._lookahead_chars)
+            found = list(takewhile(lambda match, end=end: match.start() < end, matches))  # type: ignore[misc]
+            done = max([done, end, *(match.end() for match in found[-1:])])
             yield done, found
 
     def _mark_text(self, text: str, mark: str) -> Steps[str]:
@@ -141,9 +141,9 @@ class Marker:
         done = 0
         for end, found in self._found(text):
             parts: list[str] = []
-            for place in found:
-                parts += [text[done : place.end()], "" if place[1] else mark]
-                done = place.end()
+            for match in found:
+                parts += [text[done : match.end()], "" if match[1] else mark]
+                done = match.end()
             marked.append("".join([*parts, text[done:end]]))  # few long texts take less than many short ones
             done = end
             yield
@@ -179,8 +179,8 @@ class Marker:
 
 def holds(offsets: Sequence[int], at: int) -> bool:
     """Return whether `at` is one of the sorted `offsets`."""
-    place = bisect_left(offsets, at)
-    return place < len(offsets) and offsets[place] == at
+    index = bisect_left(offsets, at)
+    return index < len(offsets) and offsets[index] == at
 
 
 def new_mark(num_digits: int = MARK_DIGITS) -> str:
@@ -189,7 +189,7 @@ def new_mark(num_digits: int = MARK_DIGITS) -> str:
 
 
 def any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return the pattern that finds the longest of `tokens` that begin at a place."""
+    """Return the pattern that finds the longest of `tokens` that begin at a position."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 

@@ -6,7 +6,7 @@ are those of the whole text, except for the last. The next window begins there:
     aaa=bbb=ccc=dd|d...      aaa =bbb =ccc | =dd        the next begins at =dd
 
 A word longer than a window is merged in overlapping windows. Tokens are the encoding of their text if each two
-neighbours are the encoding of their own text. So two encodings may be joined after a token that both have in one place:
+neighbours are the encoding of their own text. So two encodings may be joined after a token that both have there:
 
     encoding of one window     | ab | ab | a
     of the next                     | ab | aab | ...      joined:  | ab | ab | aab | ...
@@ -30,11 +30,11 @@ import tokenizers
 
 from server.text.detokenizer import BYTE_ALPHABET
 
-WINDOW_CHARS: Final = 8192
+WINDOW_CHARS: Final = 8192  # encoded in one call, which holds the event loop
 _SEARCH_CHARS: Final = 1 << 17  # searched between two rests of the loop
 _BACK_CHARS: Final = 256
 """A window may begin up to this much earlier, to avoid a combining character at its beginning."""
-_MAX_RUN_CHARS: Final = 1 << 16
+_MAX_RUN_CHARS: Final = 1 << 16  # see `_apart`
 _SPACE_CHARS: Final = "".join(
     map(chr, (*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000))
 )
@@ -116,22 +116,22 @@ class Windows:
         return not self._composes or (unicodedata.category(char)[0] != "M" and not "\u1160" <= char <= "\u11ff")
 
     def _before(self, text: str, at: int) -> int:
-        """Return the last place up to `at` where a window may begin; `at` if there is none in half a window."""
-        for place in range(at, at - min(_BACK_CHARS, self._num_chars // 2), -1):
-            if self._may_begin(text, place):
-                return place
+        """Return the last offset up to `at` where a window may begin; `at` if there is none in half a window."""
+        for offset in range(at, at - min(_BACK_CHARS, self._num_chars // 2), -1):
+            if self._may_begin(text, offset):
+                return offset
         return at
 
     def _apart(self, text: str, at: int, end: int) -> int:
-        """Return a place near `at`, or the first after it, at which a normalizer joins nothing across.
+        """Return an offset near `at`, or the first after it, where a normalizer composes nothing across.
 
-        A run of more than `_MAX_RUN_CHARS` combining characters is cut: to compose it whole would hold the loop.
+        A run of more than `_MAX_RUN_CHARS` combining characters is cut: composing all of it would block the event loop.
         """
-        place = self._before(text, at)
-        end = min(end, place + _MAX_RUN_CHARS)
-        while place < end and not self._may_begin(text, place):
-            place += 1
-        return place
+        offset = self._before(text, at)
+        end = min(end, offset + _MAX_RUN_CHARS)
+        while offset < end and not self._may_begin(text, offset):
+            offset += 1
+        return offset
 
     def _word_end(self, text: str, start: int, end: int) -> Generator[list[int], None, int | None]:
         """Return where the word ends that fills a window at `start`; None if no window may begin there.
@@ -192,14 +192,14 @@ def merged(model: Any, word: bytes, size: int) -> Iterator[list[int]]:
     while begin + size < len(word):
         known = set(window)
         for share in (8, 2, 1):
-            places = [end for end, _ in window if end > max(done, begin + size - size // share) and _splits(word, end)]
-            if not places:
+            joints = [end for end, _ in window if end > max(done, begin + size - size // share) and _splits(word, end)]
+            if not joints:
                 continue
-            following = _tokens(model, word, places[0], size)
+            following = _tokens(model, word, joints[0], size)
             joint = next((end for end, id_ in following if (end, id_) in known), None)
             if joint is not None:
                 yield [id_ for end, id_ in window if done < end <= joint]
-                begin, done, window = places[0], joint, following
+                begin, done, window = joints[0], joint, following
                 break
         else:
             size *= 2

@@ -25,14 +25,14 @@ PROBE_TOOL: Final[dict[str, Any]] = {
 }
 
 
-class Probe(NamedTuple):
+class ShapeProbe(NamedTuple):
     """A conversation to render."""
 
     messages: list[Turn]
     has_tools: bool
 
 
-Finding = Generator[Probe, str | None, _T]
+Finding = Generator[ShapeProbe, str | None, _T]
 """Yields probes, and takes their texts; None: the template refuses it."""
 Prepare = Callable[[Sequence[Turn], bool], Sequence[Turn]]
 
@@ -189,12 +189,12 @@ class _Finder:
 
     def shows(self, shapes: Shapes, probe: _Conversation, *words: str) -> Finding[bool]:
         text = yield from self._text(shapes, probe)
-        places = [-1 if text is None else text.find(word) for word in (*words, *probe.words)]
-        return -1 not in places and places == sorted(places)
+        offsets = [-1 if text is None else text.find(word) for word in (*words, *probe.words)]
+        return -1 not in offsets and offsets == sorted(offsets)
 
     def renders(self, shapes: Shapes, probe: _Conversation) -> Finding[bool]:
         return (yield from self._text(shapes, probe)) is not None
 
     def _text(self, shapes: Shapes, probe: _Conversation) -> Finding[str | None]:
         messages, _ = repaired(shapes, self._prepare(probe.turns, probe.has_tools), has_tools=probe.has_tools)
-        return (yield Probe(messages, probe.has_tools))
+        return (yield ShapeProbe(messages, probe.has_tools))

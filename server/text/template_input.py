@@ -50,7 +50,7 @@ def template_messages(
         if calls:
             fields["tool_calls"] = written = []
         for name, id_, function in calls:
-            field = conversation.place(number, f"{name}.arguments")
+            field = conversation.param_of(number, f"{name}.arguments")
             num_values += yield from _num_values(function.arguments or "", field)
             if num_values > MAX_ARGUMENT_VALUES:
                 refusal = f"The arguments of all tool calls hold more than {MAX_ARGUMENT_VALUES} JSON values."

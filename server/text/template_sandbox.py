@@ -1,8 +1,8 @@
-"""The sandbox of chat templates: jinja2's immutable one, with what these templates use.
+"""The sandbox of chat templates: jinja2's immutable one, with the filters and tags that these templates use.
 
-A template comes with the model's files and is code. It can neither reach Python's objects nor change its input. The
-sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. So every loop checks the clock at each
-turn, and products are bounded.
+A template comes with the model's files and is code. It can neither reach Python's objects nor change its input.
+jinja2's sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. Here every loop checks the
+clock at each turn, and products are bounded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def bounded(self, tree: jinja2.nodes.Template) -> jinja2.Template:
-        """Compile a template whose loops check the clock. Its variables include those of a `RenderClock`."""
+        """Compile a template whose loops check the clock. Render it with the variables of a `RenderClock`."""
         for loop in tree.find_all(jinja2.nodes.For):
             check = jinja2.nodes.Call(jinja2.nodes.Name(_CHECK, "load"), [], [], None, None)
             loop.body.insert(0, jinja2.nodes.ExprStmt(check).set_lineno(loop.lineno))
@@ -86,16 +86,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return template
 
 
-class HeldTooLongError(Exception):
-    """The template wrote nothing for too long."""
+class StepTooLongError(Exception):
+    """The template held the event loop for too long without writing."""
 
 
 class RenderClock:
     """Limits the time of one rendering. Every loop of the template checks it."""
 
-    def __init__(self, max_s: float = MAX_RENDER_S, hold_s: float = float("inf")) -> None:
-        """`hold_s`: the longest time between two calls of `rest`."""
-        self._left_s, self._hold_s = max_s, hold_s
+    def __init__(self, max_s: float = MAX_RENDER_S, max_step_s: float = float("inf")) -> None:
+        """`max_step_s`: the longest time between two calls of `rest`."""
+        self._left_s, self._max_step_s = max_s, max_step_s
         self.begin()
 
     def begin(self) -> None:
@@ -111,9 +111,9 @@ class RenderClock:
         return {_CHECK: self._check}
 
     def _check(self) -> None:
-        """Raise TemplateRuntimeError after `max_s`, HeldTooLongError after `hold_s`."""
+        """Raise TemplateRuntimeError after `max_s`, StepTooLongError after `max_step_s`."""
         running_s = time.monotonic() - self._begun_s
         if running_s > self._left_s:
             raise jinja2.TemplateRuntimeError(f"it took more than {MAX_RENDER_S:g} s")
-        if running_s > self._hold_s:
-            raise HeldTooLongError
+        if running_s > self._max_step_s:
+            raise StepTooLongError

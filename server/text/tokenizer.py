@@ -138,19 +138,19 @@ class Tokenizer:
         *,
         add_bos: bool = False,
         client_offsets: Sequence[int] | None = None,
-        room: float = math.inf,
+        most: float = math.inf,
     ) -> list[int]:
         """Encode a text. Special tokens in it are special, as in the model's own tokenizer.
 
         `client_offsets`: where clients' control tokens begin in a rendered prompt, sorted; they are text.
-        Raises TooManyTokensError early for a long text with more than `room` tokens.
+        Raises TooManyTokensError early for a long text with more than `most` tokens.
         """
         is_long = len(text) > INLINE_CHARS
-        if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > room:
+        if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > most:
             raise TooManyTokensError(at_least)
         has_client_tokens = client_offsets is not None and bool(client_offsets or self.can_spell_control)
         if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self.can_spell_control)):
-            ids = await self._encode_segments(self._cut, text, client_offsets or (), room if is_long else None)
+            ids = await self._encode_segments(self._cut, text, client_offsets or (), most if is_long else None)
         elif has_client_tokens:
             ids = await self._encode_client_tokens(text, client_offsets or ())
         else:
@@ -201,9 +201,9 @@ class Tokenizer:
         return await loop.run_in_executor(self.executor, self._texts.encode, text, client_offsets)
 
     async def _encode_segments(
-        self, cut: re.Pattern[str], text: str, client_offsets: Sequence[int], room: float | None
+        self, cut: re.Pattern[str], text: str, client_offsets: Sequence[int], most: float | None
     ) -> list[int]:
-        """Encode segment by segment, in slices if there is a `room`. Raises TooManyTokensError."""
+        """Encode segment by segment, in slices if `most` is given. Raises TooManyTokensError."""
         ids: list[int] = []
         time_slice = TimeSlice()
         start = at = 0
@@ -219,7 +219,7 @@ class Tokenizer:
             if special is not None and client_offsets and holds(client_offsets, special.start()):
                 at = special.start() + 1
                 holds_client_tokens = True
-                if room is not None:
+                if most is not None:
                     await time_slice.rest()
                 continue
             end = len(text) if special is None else special.start()
@@ -228,7 +228,7 @@ class Tokenizer:
                 known = None if segment is None else self._cache.get(segment)
                 if known is None:
                     begun = len(ids)
-                    await self._extend(ids, text, start, end, room, time_slice, as_text=holds_client_tokens)
+                    await self._extend(ids, text, start, end, most, time_slice, as_text=holds_client_tokens)
                     if segment is not None:
                         self._cache.put(segment, ids[begun:])
                 else:
@@ -237,27 +237,27 @@ class Tokenizer:
                 ids.append(self._special_ids[special[0]])
                 start = at = special.end()
                 holds_client_tokens = False
-            if room is not None:
-                _check_room(ids, room)
+            if most is not None:
+                _check_length(ids, most)
                 await time_slice.rest()
             if special is None:
                 return ids
 
     async def _extend(
-        self, ids: list[int], text: str, start: int, end: int, room: float | None, turn: TimeSlice, *, as_text: bool
+        self, ids: list[int], text: str, start: int, end: int, most: float | None, turn: TimeSlice, *, as_text: bool
     ) -> None:
         """Append the ids of a new segment, window by window; `as_text`: it holds control tokens of a client."""
         begun = len(ids)
         shared: dict[int, int] = {}
         for bounds in ((start, end),) if self._pretokens is None else windows(text, start, end):
             for fresh in self._parts(text, *bounds, as_text=as_text):
-                if room is None:
+                if most is None:
                     ids += fresh
                 else:  # one object for each id: a million objects of their own take 32 MB
                     ids += [shared.setdefault(id_, id_) for id_ in fresh]
-                    _check_room(ids, room)
+                    _check_length(ids, most)
                     await turn.rest()
-            if room is not None:
+            if most is not None:
                 await turn.rest()
         if as_text:
             self._texts.check(ids[begun:])
@@ -276,8 +276,8 @@ class Tokenizer:
             yield from self.encode_texts([part])
 
 
-def _check_room(ids: list[int], room: float) -> None:
-    if len(ids) > room:
+def _check_length(ids: list[int], most: float) -> None:
+    if len(ids) > most:
         raise TooManyTokensError(len(ids))
 
 

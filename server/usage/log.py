@@ -1,7 +1,7 @@
 """The usage log: a line of JSON for each request, written in batches by a thread of its own.
 
 Several gateways of one machine may share a file: a batch is written under the file's lock, whole or not at all. At
-`max_bytes` the file is renamed to FILE.TIME and a new one begins. A line broken by a killed process stays by itself.
+`max_bytes` the file is renamed to FILE.TIME and a new one begins. An incomplete line of a killed process is ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 FLUSH_S: Final = 0.25  # a killed gateway loses at most this much of the log
 RETRY_S: Final = 1.0  # a full disk is tried again
 MAX_PENDING: Final = 50_000
-"""Lines that wait while the file cannot be written, some 25 MB; later ones are lost."""
+"""Lines kept while the file cannot be written, some 25 MB of memory; later ones are lost."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _ROTATED: Final = re.compile(r"\.\d{8}T\d{6}\.\d{6}")
 _encode: Final = msgspec.json.Encoder().encode

@@ -33,7 +33,7 @@ from worker.common.proof import (
     PROVE_PATH,
     Proof,
     instance_token,
-    is_same_place,
+    is_same_endpoint,
     new_challenge,
     verifies,
 )
@@ -176,7 +176,7 @@ class HttpConnection(asyncio.Protocol):
             proof = unpack(answer, Proof)
             if not verifies(proof, token, challenge):
                 raise WorkerAbsent(f"{url}: its proof is not made with this gateway's cluster secret")
-            if not is_same_place(proof.url, url):
+            if not is_same_endpoint(proof.url, url):
                 raise WorkerElsewhere(url, proof.url)
         except (WireError, ValueError) as error:
             raise WorkerAbsent(f"{url}: asked to prove that it has the cluster secret: {error}") from error

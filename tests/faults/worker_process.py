@@ -89,13 +89,13 @@ class AddingRunner:
 
 def _slow_disk(seconds: float) -> type[DiskStore]:
     class SlowDisk(DiskStore):
-        def _fill(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+        def _read_record(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
             time.sleep(seconds)
-            return super()._fill(payload, link, slot)
+            return super()._read_record(payload, link, slot)
 
-        def _keep(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
+        def _write_record(self, payload: memoryview, link: ChainLink, slot: int) -> bool:
             time.sleep(seconds)
-            return super()._keep(payload, link, slot)
+            return super()._write_record(payload, link, slot)
 
     return SlowDisk
 

@@ -68,7 +68,7 @@ def test_keys_of_a_large_fleet_take_bounded_memory() -> None:
         assert tracemalloc.get_traced_memory()[0] < 1 << 20
     finally:
         tracemalloc.stop()
-    assert max(map(len, short_list._own)) <= MAX_KEY_CHARS
+    assert max(map(len, short_list._affinity_workers)) <= MAX_KEY_CHARS
 
 
 class TextsOfEngines(EngineWorker):

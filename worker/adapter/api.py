@@ -89,7 +89,7 @@ class EventSource:
     """The engine binds `endpoint`, or connects to it; None: by the form of the endpoint (`engine_binds`)."""
 
 
-class TextPart(NamedTuple):
+class EnginePart(NamedTuple):
     """An event of an engine's API, or a whole answer."""
 
     data: bytes
@@ -156,7 +156,7 @@ class EngineApi(Protocol):
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""
 
-    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Answer the call of a request. Closing the iterator aborts it in the engine."""
 
     async def close(self) -> None:

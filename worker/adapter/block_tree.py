@@ -39,7 +39,7 @@ class BlockTree:
         self._has_lost_events = False
         self._has_copies = False
         """A held block was stored again."""
-        self._placed: set[Node] | None = None
+        self._located: set[Node] | None = None
         """The nodes with new hashes, for `KvGroups`; None for an engine without ends."""
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class BlockTree:
         node = self._nodes[key] = Node(key, is_orphan)
         return node
 
-    def place(self, node: Node, parent: Node | None, is_orphan: bool, names: Names, position: int) -> None:
+    def locate(self, node: Node, parent: Node | None, is_orphan: bool, names: Names, position: int) -> None:
         """Give a node its parent and its hashes, if its root is known. A node without a root may get one later."""
         was_held = node.is_held
         if was_held:
@@ -67,8 +67,8 @@ class BlockTree:
                 parent.children.add(node)
         node.is_orphan = is_orphan
         names.assign(node, position)
-        if self._placed is not None:
-            self._placed.add(node)
+        if self._located is not None:
+            self._located.add(node)
         self._set_held(node, was_held)
 
     def hold(self, node: Node) -> None:
@@ -116,23 +116,23 @@ class BlockTree:
                 self.make_ambiguous(node)
 
     @property
-    def has_placed(self) -> bool:
-        """True once it keeps the nodes that are placed, for `take_placed`."""
-        return self._placed is not None
+    def has_located(self) -> bool:
+        """True once it keeps the nodes that it locates, for `take_located`."""
+        return self._located is not None
 
-    def place_all(self) -> None:
+    def locate_all(self) -> None:
         """Count every node as placed, and later also those of new events."""
-        self._placed = set(self._nodes.values())
+        self._located = set(self._nodes.values())
 
-    def take_placed(self) -> set[Node]:
+    def take_located(self) -> set[Node]:
         """Return the nodes that were placed since the last call."""
-        placed, self._placed = self._placed or set(), set()
+        placed, self._located = self._located or set(), set()
         return placed
 
     def clear(self) -> None:
         """Forget every node. The holders are the owner's to clear."""
         self._nodes = {}
-        self._placed = None if self._placed is None else set()
+        self._located = None if self._located is None else set()
         self._idle = OrderedDict()
         self.num_held = self.num_opaque = self.num_orphans = self.num_walked = 0
         self._has_lost_events = False

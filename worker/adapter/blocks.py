@@ -121,12 +121,12 @@ class EngineBlocks:
         root: BlockHash,
         prompt_ids: Sequence[int],
         num_found: int,
-        promised_at: int,
+        at_batch: int,
         media: Sequence[MediaStart] = (),
     ) -> list[BlockEvent]:
         """Remove the blocks of a prompt that the engine did not find, and all blocks after them.
 
-        `num_found`: the prompt's tokens that it found. `promised_at`: `num_batches` at the time of the promise. Blocks
+        `num_found`: the prompt's tokens that it found. `at_batch`: `num_batches` when the request was sent. Blocks
         that a later batch has stored or marked as held stay. `media`: those in the prompt.
         """
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
@@ -135,12 +135,12 @@ class EngineBlocks:
             return []
         for node in self._holders.of(hashes[-1]):
             missing = with_descendants(node)
-            if all(each.stored_at <= promised_at for each in missing):
+            if all(each.stored_at <= at_batch for each in missing):
                 for each in missing:
                     self.tree.release(each)
         return self._take_events()
 
-    def note_prompt(self, num_tokens: int) -> list[BlockEvent]:
+    def record_prompt(self, num_tokens: int) -> list[BlockEvent]:
         """Note that the engine has answered a prompt: it has then stored blocks in every group of windows.
 
         Events may come later than the answer, so prompts count only if a batch came since the last one.
@@ -210,7 +210,7 @@ class EngineBlocks:
             if node.root is None and not node.is_ambiguous:
                 if names is None:
                     names = Names.of(event, position, parent, is_orphan, self._block_size)
-                self.tree.place(node, parent, is_orphan, names, position)
+                self.tree.locate(node, parent, is_orphan, names, position)
             node.stored_at = self.num_batches
             self.tree.hold(node)
             parent = node
@@ -235,7 +235,7 @@ class EngineBlocks:
     def _take_events(self) -> list[BlockEvent]:
         """End a batch: return its events, with the stops that have changed."""
         if self._groups.is_needed:
-            self._holders.publish_stops(self._groups.settle(), self._block_size)
+            self._holders.publish_stops(self._groups.update_stops(), self._block_size)
         self.tree.forget_names()
         return self._holders.take_events()
 

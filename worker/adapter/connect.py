@@ -167,16 +167,16 @@ def open_api(config: WorkerConfig) -> EngineApi:
 def claim_engine(config: WorkerConfig) -> socket.socket:
     """Return a socket whose name stands for the engine until it is closed. Raises ValueError when another has it.
 
-    Two adapters of one engine would count its room twice. Names of abstract sockets belong to a network namespace, as
-    loopback addresses do, and end with their process. Elsewhere than on Linux nothing is claimed.
+    Two adapters of one engine would count its free blocks twice. Names of abstract sockets belong to a network
+    namespace, as loopback addresses do, and end with their process. Elsewhere than on Linux nothing is claimed.
     """
     url = urlsplit(config.engine_url)
     address, port = socket.getaddrinfo(url.hostname, url.port or url.scheme, type=socket.SOCK_STREAM)[0][4][:2]
-    place = "loopback" if is_loopback(str(address)) else address, port
+    name = "loopback" if is_loopback(str(address)) else address, port
     claim = socket.socket(socket.AF_UNIX)
     try:
         if sys.platform == "linux":
-            claim.bind(f"\0headstart-adapter {place!r} {config.engine_rank}")
+            claim.bind(f"\0headstart-adapter {name!r} {config.engine_rank}")
     except OSError as error:
         claim.close()
         if error.errno != errno.EADDRINUSE:

@@ -113,7 +113,7 @@ class AdapterEngine:
         """Return why the index is incomplete for this engine, or None."""
         if self._subscriber is None:
             return self.member.index_problem or "the engine publishes no cache events"
-        if self._subscriber.is_silent and self._subscriber.num_batches == 0 and self._requests.has_prompts:
+        if self._subscriber.is_silent and self._subscriber.num_batches == 0 and self._requests.has_sent_block:
             return "no cache event has arrived from the engine: run `headstart doctor --engine-url`"
         return self._blocks.problem
 
@@ -226,7 +226,7 @@ class AdapterEngine:
             return str(error)
 
     @property
-    def unreadiness(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         return self._life.problem
 
     # --- the engine's life --------------------------------------------------------------------------------------

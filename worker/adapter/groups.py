@@ -69,7 +69,7 @@ class KvGroup:
         """Return whether the engine may hold a copy, if no event was lost."""
         return name in self.held or name in self.copies
 
-    def note_stored(self, names: Sequence[EngineHash], counted: Sequence[EngineHash]) -> None:
+    def record_stored(self, names: Sequence[EngineHash], counted: Sequence[EngineHash]) -> None:
         """Note the names of an event, before those that count are held. Each may be one more copy."""
         first = set(counted).difference(self.held)
         for name in names:
@@ -81,9 +81,9 @@ class KvGroup:
         if name in self.held:
             self.held.discard(name)
         else:
-            self.note_left(name, self.copies.get(name, 0) - 1)
+            self.set_copies_left(name, self.copies.get(name, 0) - 1)
 
-    def note_left(self, name: EngineHash, num_left: int) -> None:
+    def set_copies_left(self, name: EngineHash, num_left: int) -> None:
         """Set how many copies of a name may be left, if there may be any."""
         if num_left <= 0:
             self.copies.pop(name, None)
@@ -184,7 +184,7 @@ class KvGroups:
         if is_whole and event.parent_block_hash is None and names:
             names = self._without_report(group, names)
         if not self._has_lost_events:
-            group.note_stored(event.block_hashes, names)
+            group.record_stored(event.block_hashes, names)
             if len(group.copies) > _MAX_COPIES:
                 group.copies.clear()
                 self._has_lost_events = True
@@ -213,7 +213,7 @@ class KvGroups:
                 group.remove_copy(name)
             return
         for name, num_left in zip(event.block_hashes, counts, strict=True):
-            group.note_left(name, num_left)
+            group.set_copies_left(name, num_left)
             if not num_left:
                 changed.add(name)
                 group.held.discard(name)
@@ -231,28 +231,28 @@ class KvGroups:
         self._has_lost_events = True
         self._has_new_rule = True
 
-    def settle(self) -> list[Node]:
+    def update_stops(self) -> list[Node]:
         """Bring the stops up to date after a batch. Return the nodes whose stop has changed."""
         self._link_sparse()
-        if self._has_new_rule or not self._tree.has_placed:
+        if self._has_new_rule or not self._tree.has_located:
             self._has_new_rule = False
-            self._tree.place_all()
+            self._tree.locate_all()
         queue: list[tuple[int, int, Node]] = []
         queued: set[Node] = set()
 
-        def look_at(node: Node | None) -> None:
+        def enqueue(node: Node | None) -> None:
             if node is not None and node.root is not None and node not in queued:
                 queued.add(node)
                 heappush(queue, (node.num_tokens, id(node), node))
 
-        for node in self._tree.take_placed():
-            look_at(node)
+        for node in self._tree.take_located():
+            enqueue(node)
         for index, names in self._changed.items():
             group = self._groups[index]
             for name in names:
-                look_at(self._tree.get(name))
+                enqueue(self._tree.get(name))
                 for key in group.nodes.get(name, ()):
-                    look_at(self._tree.get(key))
+                    enqueue(self._tree.get(key))
                 if name not in group.held:
                     group.nodes.pop(name, None)
                     group.before.pop(name, None)
@@ -265,13 +265,13 @@ class KvGroups:
             self._tree.num_walked += 1
             if self._update_runs(node, margin):
                 for later in _descendants(node, min(step, _MAX_STEP)):
-                    look_at(later)
+                    enqueue(later)
             stop = self._stop(node, step, margin)
             if stop != node.stop:
                 node.stop = stop
                 moved.append(node)
                 for child in node.children or ():
-                    look_at(child)
+                    enqueue(child)
         return moved
 
     def _add_unknown(self, indices: Iterable[int]) -> None:

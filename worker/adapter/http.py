@@ -14,7 +14,7 @@ import msgspec
 from worker.adapter.api import EngineLostError, EngineModel, EngineRefusedError
 
 CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a step
-CONNECT_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
 KEEPALIVE_S: Final = 3.0
 """Engines close idle connections (vLLM after 5 s). This side closes first, so no request meets a closed one."""
 MAX_ANSWER_BYTES: Final = 16 << 20  # bounds what an engine can make this process hold

@@ -71,7 +71,7 @@ class LoadAccount:
             return None
         now_s = time.monotonic()
         first.started_s = max(first.sent_s, self._last_first_token_s)
-        self.starts.note(1, len(self._prefills) - 1, now_s)
+        self.starts.record(1, len(self._prefills) - 1, now_s)
         return first
 
     def first_token(self, prefill: Prefill) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestSink(Protocol):
-    """Takes what requests show of their engine. All methods return at once."""
+    """Receives frames, block events and signs of life. All methods return at once."""
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         """Take frames for clients."""
@@ -74,7 +74,7 @@ class EngineRequests:
     ) -> None:
         """`name` begins the ids of requests at the engine."""
         self.active: dict[RequestKey, ActiveRequest] = {}
-        self.has_prompts = False
+        self.has_sent_block = False
         """A prompt of more than one engine block was sent."""
         self._account = account
         self._api = api
@@ -154,31 +154,31 @@ class EngineRequests:
             self.active.pop(active.key)
             if last is not None:
                 self._emit(active, last)
-            self._sink.report(())
+            self._sink.report(())  # the load has changed
 
     async def _run(self, active: ActiveRequest) -> End:
         request = active.request
         hashes = hash_chain(BlockHash(request.root), request.prompt_ids, self._block_size, request.media)
-        num_cached = self._blocks.num_matched_tokens(hashes, len(request.prompt_ids))
-        promised_at = self._blocks.num_batches
+        num_expected = self._blocks.num_matched_tokens(hashes, len(request.prompt_ids))
+        at_batch = self._blocks.num_batches
         suspects = self._suspects if request.is_suspect else contextlib.nullcontext()
         async with contextlib.AsyncExitStack() as until_first_token:
             deadline_s = None if request.deadline_s is None else max(0.0, request.deadline_s)
             await until_first_token.enter_async_context(asyncio.timeout(deadline_s))
             await until_first_token.enter_async_context(suspects)
             if request.is_suspect:
-                self._start(active, num_cached)
+                self._start(active, num_expected)
                 await asyncio.sleep(SUSPECT_NOTICE_S)
-            self.has_prompts = self.has_prompts or len(request.prompt_ids) > self._blocks.engine_block_size
-            prefill = self._account.send(active.key, request.gateway_id, len(request.prompt_ids) - num_cached)
+            self.has_sent_block = self.has_sent_block or len(request.prompt_ids) > self._blocks.engine_block_size
+            prefill = self._account.send(active.key, request.gateway_id, len(request.prompt_ids) - num_expected)
             try:
-                self._start_first()
-                await self._answer(active, prefill, num_cached, until_first_token)
-                self._remove_missing(active, num_cached, promised_at)
-                self._sink.report(self._blocks.note_prompt(len(request.prompt_ids)))
+                self._start_reached()
+                await self._answer(active, prefill, num_expected, until_first_token)
+                self._remove_missing(active, num_expected, at_batch)
+                self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
                 self._account.drop(prefill)
-                self._start_first()
+                self._start_reached()
         ended_s = time.monotonic()
         first_s = active.first_token_s or ended_s
         started_s = active.begun_s if prefill.started_s is None else prefill.started_s
@@ -186,16 +186,16 @@ class EngineRequests:
             max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
         )
 
-    def _remove_missing(self, active: ActiveRequest, num_promised: int, promised_at: int) -> None:
+    def _remove_missing(self, active: ActiveRequest, num_expected: int, at_batch: int) -> None:
         """Remove the blocks that the engine should have found but did not."""
         num_found, request = active.num_cached, active.request
-        if num_found is not None and num_found < num_promised:
+        if num_found is not None and num_found < num_expected:
             root = BlockHash(request.root)
-            missing = self._blocks.remove_missing(root, request.prompt_ids, num_found, promised_at, request.media)
+            missing = self._blocks.remove_missing(root, request.prompt_ids, num_found, at_batch, request.media)
             self._sink.report(missing)
 
     async def _answer(
-        self, active: ActiveRequest, prefill: Prefill, num_cached: int, until_first_token: contextlib.AsyncExitStack
+        self, active: ActiveRequest, prefill: Prefill, num_expected: int, until_first_token: contextlib.AsyncExitStack
     ) -> None:
         """Pass on what an API of the engine answers. Choices end only after the whole answer."""
         request, reasons = active.request, dict[int, str]()
@@ -208,7 +208,7 @@ class EngineRequests:
                 async for part in stream:
                     self._sink.token()
                     if active.first_token_s is None:
-                        self._begin(active, prefill, num_cached)
+                        self._record_first_token(active, prefill, num_expected)
                         await until_first_token.aclose()
                     if part.num_cached_tokens is not None:
                         # The engine's prompt of a resumed answer includes the output so far.
@@ -220,14 +220,14 @@ class EngineRequests:
             self._account.num_open -= len(request.choices)
         self._emit(active, *[Finished(each.index, reasons.get(each.index, "stop")) for each in request.choices])
 
-    def _begin(self, active: ActiveRequest, prefill: Prefill, num_cached: int) -> None:
+    def _record_first_token(self, active: ActiveRequest, prefill: Prefill, num_expected: int) -> None:
         """Record the first token of a request."""
-        self._start(active, num_cached)
+        self._start(active, num_expected)
         self._account.first_token(prefill)
         active.first_token_s = time.monotonic()
         if active.steps is not None:
             active.steps.first_token_s = active.first_token_s
-        self._start_first()
+        self._start_reached()
 
     def _emit(self, active: ActiveRequest, *frames: Frame) -> None:
         """Deliver frames of a request, but none after its last one."""
@@ -238,20 +238,20 @@ class EngineRequests:
         self._metrics.count_outputs(outputs)
         self._sink.deliver(outputs)
 
-    def _start(self, active: ActiveRequest, num_cached: int) -> None:
-        """Deliver Started, once."""
+    def _start(self, active: ActiveRequest, num_expected: int) -> None:
+        """Deliver Started, once. `num_expected`: the cached tokens by our index; the engine's own count comes later."""
         if not active.is_started:
             active.is_started = True
             if active.steps is not None:
-                active.steps.begun_s, active.steps.num_cached_tokens = time.monotonic(), num_cached
+                active.steps.begun_s, active.steps.num_cached_tokens = time.monotonic(), num_expected
             self._metrics.prompt_tokens.inc(len(active.request.prompt_ids))
-            self._metrics.cached_tokens.inc(num_cached)
+            self._metrics.cached_tokens.inc(num_expected)
             queue_s = time.monotonic() - active.begun_s
             self._metrics.queue_s.observe(queue_s)
-            self._emit(active, Started(num_cached, queue_s=queue_s))
+            self._emit(active, Started(num_expected, queue_s=queue_s))
 
-    def _start_first(self) -> None:
-        """Start the request whose prefill the engine has reached."""
+    def _start_reached(self) -> None:
+        """Deliver Started for the request whose prefill the engine has reached, if any."""
         prefill = self._account.started()
         if prefill is not None and (active := self.active.get(prefill.key)) is not None:
             self._start(active, len(active.request.prompt_ids) - prefill.num_tokens)

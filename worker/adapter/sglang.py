@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from worker.adapter.api import EngineLoad, EngineModel, EngineRefusedError, EventSource, TextPart
+from worker.adapter.api import EngineLoad, EngineModel, EnginePart, EngineRefusedError, EventSource
 from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
 from worker.adapter.text import LENGTHS, answer_of, decode_body, shorten
 from worker.common.capabilities import CHAT
@@ -26,7 +26,7 @@ _COUNTS: Final = (
     *("num_running_reqs", "num_queue_reqs", "token_usage", "prompt_tokens_total", "generation_tokens_total"),
 )
 _SAMPLE: Final = re.compile(rf"^sglang:({'|'.join(_COUNTS)})(?:\{{([^}}]*)\}})? (\S+)", re.MULTILINE)
-_OF_A_START: Final = (
+_START_FIELDS: Final = (
     *("context_length", "dtype", "kv_cache_dtype", "max_total_num_tokens", "model_path", "quantization"),
     *("random_seed", "served_model_name", "startup_time", "tokenizer_path", "version"),
 )
@@ -68,7 +68,7 @@ _NOT_SENT: Final = frozenset(
         *("store", "verbosity"),
     }
 )
-"""Hints. A name with a colon would name an adapter. SGLang's priorities go the other way, and need an option of its."""
+"""Hints that are dropped. A `model` with a colon would name an adapter; SGLang's priorities have the opposite order."""
 
 
 class SglangApi(EngineServer):
@@ -154,7 +154,7 @@ class SglangApi(EngineServer):
             )
 
     async def drops_last_block(self) -> bool:
-        """Return False: its events show whether it matches pairs of tokens."""
+        """Return False: SGLang's events show by their tokens whether it matches pairs (see `worker.adapter.groups`)."""
         return False
 
     async def index_problem(self) -> str | None:
@@ -195,7 +195,7 @@ class SglangApi(EngineServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
         assert request.call is not None
         body = chat_body(request, request_id, self._rank)
@@ -256,8 +256,8 @@ def _has_windows(state: dict[str, Any]) -> bool:
 
 
 def _start_of(info: dict[str, Any]) -> float:
-    """Return a number for this start of the server. It draws a seed unless one is set; newer versions time it."""
-    fields = {name: info[name] for name in _OF_A_START if name in info}
+    """Return a number that differs for each start: the random seed differs, and in newer versions the start time."""
+    fields = {name: info[name] for name in _START_FIELDS if name in info}
     return float(zlib.crc32(json.dumps(fields).encode())) if fields else 0.0
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from cache.types import MediaStart
-from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart, stream_error
+from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError, stream_error
 from worker.adapter.http import (
     CALL_TIMEOUT_S,
     MAX_ANSWER_BYTES,
@@ -33,7 +33,7 @@ TEXT_APIS: Final = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 LAST_EVENTS: Final = (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 """Types of the last event of a stream without [DONE]."""
 _RENDER_TIMEOUT_S: Final = 60.0  # images have to be read, and prompts of megabytes
-_RENDER_ATTEMPTS: Final = 3
+_RENDER_ATTEMPTS: Final = 3  # a request that ends three connections has caused the faults itself
 _CLOSING_S: Final = 0.05
 """Time until the ends of connections that the engine has closed are known."""
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
@@ -174,7 +174,7 @@ class TextCalls:
             return False
         return bool(rendered.media)
 
-    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
         call = request.call
         assert call is not None
@@ -196,7 +196,7 @@ class TextCalls:
         return self._model_name
 
 
-async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]) -> AsyncIterator[TextPart]:
+async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]) -> AsyncIterator[EnginePart]:
     """Yield the answer of the engine's API to a body: its events, or the whole."""
     if not call.streams:
         try:
@@ -211,7 +211,7 @@ async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]
         yield part_of(data)
 
 
-def part_of(data: bytes) -> TextPart:
+def part_of(data: bytes) -> EnginePart:
     """Read what the worker itself needs of an event. Raises EngineLostError, EngineRefusedError for an error."""
     try:
         answer = _decode_answer(data)
@@ -220,7 +220,7 @@ def part_of(data: bytes) -> TextPart:
     if answer.error is not None:
         raise stream_error(answer.error)
     usage = answer.usage or (None if answer.response is None else answer.response.usage)
-    return TextPart(
+    return EnginePart(
         data,
         tuple([(choice.index, choice.token_ids) for choice in answer.choices if choice.token_ids]),
         tuple([(choice.index, choice.finish_reason) for choice in answer.choices if choice.finish_reason]),

@@ -18,7 +18,7 @@ from worker.wire import SamplingDefaults, SamplingParams
 
 _SLOW_TIMEOUT_S: Final = 30.0
 """For calls that wait for the engine's core or collect much data."""
-_PAUSED_TIMEOUT_S: Final = 0.5
+_PAUSED_TIMEOUT_S: Final = 0.5  # a core that works answers in milliseconds
 _KEEPS_LAST_BLOCK: Final = (
     *("draft_model", "extract_hidden_states", "medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"),
 )

@@ -49,8 +49,8 @@ class InvariantAttention:
         for span in spans:
             num_tiles = -(-span.stop // TILE)
             num_blocks = -(-num_tiles * TILE // self._cache.block_size)
-            held = list(span.block_table[:num_blocks])
-            blocks = to_device(held + [0] * (num_blocks - len(held)), torch.int64, self._cache.device)
+            own = list(span.block_table[:num_blocks])
+            blocks = to_device(own + [0] * (num_blocks - len(own)), torch.int64, self._cache.device)
             plans.append(_SpanPlan(span, first, blocks))
             first += span.num_tokens
         return tuple(plans)

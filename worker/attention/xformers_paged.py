@@ -34,10 +34,10 @@ HEAD_DIMS: Final = frozenset({16, 32, 64, 128, 256})
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 MAX_GATHERED: Final = 1 << 16
 """Keys that are gathered at a time, unless one sequence has more: bounds the memory of many chunks."""
-_TILE: Final = 64
+_TILE: Final = 64  # keys: the size that xformers assumes when it splits
 _FULL: Final = 1024
 """About the number of programs that a GPU runs at once: up to it, more splits make a step shorter."""
-_MAX_SPLITS: Final = 64
+_MAX_SPLITS: Final = 64  # bounds the partial results that are merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from worker.common.http_reader import MessageError, RequestHead, RequestReader
 
-MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_HEAD_BYTES: Final = 64 * 1024  # twice what nginx takes
 LINGER_S: Final = 120.0
 """A client that was refused may send the rest of its body in this time: some fronts read the answer only afterwards."""
 MAX_LINGER_BYTES: Final = 128 << 20  # several times the largest body that is taken: the rest gets a reset

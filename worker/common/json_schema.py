@@ -1,4 +1,4 @@
-"""The places in a JSON Schema that hold further schemas, and the options of its compiler.
+"""The parts of a JSON Schema that contain further schemas, and the options of its compiler.
 
 Source: JSON Schema 2020-12, and its earlier drafts, https://json-schema.org/specification
 """

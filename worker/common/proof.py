@@ -70,12 +70,12 @@ def epoch_token(token: str, epoch: str) -> str:
     return _mac(token, b"epoch", epoch.encode()).hex()
 
 
-def is_same_place(url: str, other: str) -> bool:
+def is_same_endpoint(url: str, other: str) -> bool:
     """Return whether two base URLs name the same scheme, host and port. Raises ValueError for what is no URL."""
-    return _place(url) == _place(other)
+    return _endpoint(url) == _endpoint(other)
 
 
-def _place(url: str) -> tuple[str, str | None, int | None]:
+def _endpoint(url: str) -> tuple[str, str | None, int | None]:
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 MAX_RECORDED_STEPS: Final = 64
-"""Steps of each kind that a StepLog records, and batches."""
+"""The most steps of each kind that a StepLog records, and the most batches: a span each, so a trace stays readable."""
 
 SUSPECT_NOTICE_S: Final = 0.02
 """Time for Started to reach the gateway before a step that the process may not survive."""
@@ -153,11 +153,11 @@ class Engine(Protocol):
 
     @property
     def index_problem(self) -> str | None:
-        """Why the index is incomplete for this engine, or None."""
+        """Why the index lacks blocks of this engine, or None."""
 
     @property
-    def unreadiness(self) -> str | None:
-        """Why no request should come, though the worker may be fine; or None."""
+    def not_ready_reason(self) -> str | None:
+        """Why the engine can take no request now, though the process works; or None."""
 
     @property
     def exchange(self) -> BlockExchange | None:

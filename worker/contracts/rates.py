@@ -98,7 +98,7 @@ class StartInterval:
         self._backlog_s: float | None = None
         """When the last request started, or the queue formed, while requests wait."""
 
-    def note(self, num_started: int, num_waiting: int, now_s: float) -> None:
+    def record(self, num_started: int, num_waiting: int, now_s: float) -> None:
         """Count the starts of one step's admission, and the requests that it left waiting."""
         if num_started and self._backlog_s is not None:
             fade = 0.5 ** (num_started / _HALF_LIFE_STARTS)

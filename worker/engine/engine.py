@@ -133,7 +133,7 @@ class EngineCore:
         return self._reporter.load
 
     @property
-    def unreadiness(self) -> None:
+    def not_ready_reason(self) -> None:
         """Return None: it serves as soon as it has started."""
 
     @property

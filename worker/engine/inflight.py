@@ -89,7 +89,7 @@ class InFlightBatches:
             launch = raised(error)
         self._batches.append(_Batch(plan, launch, started_s))
         self._observe_start(plan, started_s - begun_s)
-        self.reporter.starts.note(len(plan.started), len(self.scheduler.waiting), begun_s)
+        self.reporter.starts.record(len(plan.started), len(self.scheduler.waiting), begun_s)
 
     def launch_async(self) -> None:
         """Launch a second step, if the scheduler can plan it without the tokens of the first."""

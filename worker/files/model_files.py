@@ -31,7 +31,7 @@ _PIECE_BYTES: Final = 32 << 20
 _SAMPLE_BYTES: Final = 64 << 10  # of each of _NUM_SAMPLES pieces
 _NUM_SAMPLES: Final = 32  # 2 MB of a file of any size
 _READ_BYTES: Final = 1 << 20  # a thread reads and hashes this without the interpreter
-_MAX_THREADS: Final = 16
+_MAX_THREADS: Final = 16  # bounds the memory: each has `_READ_BYTES`
 MIN_KEPT_BYTES: Final = 16 << 20
 """The digest of a smaller file takes milliseconds, and is not kept."""
 SETTLED_S: Final = 2.0

@@ -75,7 +75,7 @@ _ADVICE: Final = "start the worker with --advertise-url to name it, or give the 
 _BROWSER_HEADERS: Final = frozenset({"accept-language", "referer"})
 _UNAUTHORIZED: Final = Failed("unauthorized", "a token of this fleet's cluster secret is needed", retryable=True)
 _EPOCH_HEADER: Final = EPOCH_HEADER.encode()
-HEAD_WAIT_S: Final = 0.002  # in this time an idle engine has begun
+HEAD_WAIT_S: Final = 0.002  # an idle engine delivers Started in this time
 _DEBUG_TIMEOUT_S: Final = 10.0  # the engine answers between two steps
 _STREAM_HEADERS: Final = [(b"content-type", CONTENT_TYPE.encode())]
 
@@ -87,10 +87,10 @@ def make_app(
     advertise_url: str | None = None,
     url: str | None = None,
 ) -> ASGIApp:
-    """Build the application, for members of the fleet of `token`; without a token, for programs but no web pages.
+    """Build the application: for members of the fleet that share `token`; without one, for programs but no web pages.
 
-    `host` and `advertise_url` are then the names under which it answers. `url`: what it is registered under; None: ask
-    the engine.
+    Without a token, a browser must name `host`, `advertise_url` or this machine. `url`: the registered address; None:
+    that of the engine's member.
     """
     endpoints, instance = _Endpoints(service), new_instance()
 
@@ -150,17 +150,17 @@ class MembersOnly(_Guard):
         if scope["path"] in OPEN_PATHS:
             return None
         headers = [(name, value) for name, value in scope["headers"] if name in (b"authorization", _EPOCH_HEADER)]
-        shown = [value.removeprefix(b"Bearer ") for _, value in headers if value.startswith(b"Bearer ")]
+        presented = [value.removeprefix(b"Bearer ") for _, value in headers if value.startswith(b"Bearer ")]
         match headers:
-            case [(b"authorization", _)] if shown:
-                if hmac.compare_digest(shown[0], self._instance_token):
+            case [(b"authorization", _)] if presented:
+                if hmac.compare_digest(presented[0], self._instance_token):
                     return None
-            case [(b"authorization", _), (_, epoch)] | [(_, epoch), (b"authorization", _)] if shown:
-                return self._peer_refusal(scope["path"], shown[0], epoch.decode("latin-1"))
+            case [(b"authorization", _), (_, epoch)] | [(_, epoch), (b"authorization", _)] if presented:
+                return self._peer_refusal(scope["path"], presented[0], epoch.decode("latin-1"))
         return _UNAUTHORIZED
 
-    def _peer_refusal(self, path: str, shown: bytes, epoch: str) -> Failed | None:
-        if path not in _PEER_PATHS or not hmac.compare_digest(shown, epoch_token(self._token, epoch).encode()):
+    def _peer_refusal(self, path: str, presented: bytes, epoch: str) -> Failed | None:
+        if path not in _PEER_PATHS or not hmac.compare_digest(presented, epoch_token(self._token, epoch).encode()):
             return _UNAUTHORIZED
         try:
             own = self._service.engine.member.epoch
@@ -172,7 +172,7 @@ class MembersOnly(_Guard):
 class ProgramsOnly(_Guard):
     """Middleware that answers 403 to web pages, and to browsers under an unknown Host.
 
-    Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` where they can, and
+    Browsers send `Origin` with every request that changes something, `Sec-Fetch-Site` over HTTPS or loopback, and
     `Accept-Language` always; gateways send none of them, and may use any name of a worker. A page whose own name
     resolves to this machine (DNS rebinding) may send only `Accept-Language`, but its Host is foreign.
     """
@@ -266,7 +266,7 @@ class _Endpoints:
 
 
 def _health(problem: str | None, index_problem: str | None = None) -> Response:
-    """`index_problem` is a detail: a worker outside the index serves."""
+    """`index_problem` is only a detail of the answer: a worker outside the index is ready too."""
     detail = {} if index_problem is None else {"index": index_problem}
     if problem is None:
         return JSONResponse({"status": "ok", **detail})

@@ -75,7 +75,7 @@ class WorkerService:
         return EngineSinks(deliver, lambda error: call_soon(die), publisher)
 
     def report(self, progress: str) -> None:
-        """Answer with `progress` while the model loads. Any thread."""
+        """Set what requests are answered while the model loads. Any thread."""
         self._progress = progress
 
     def start(self, engine: Engine) -> None:
@@ -125,7 +125,7 @@ class WorkerService:
     def abort(self, request_id: str, choice: int | None) -> int:
         """Abort by the gateway's id; return the number of requests found.
 
-        Two where a gateway repeats a request before its old connection is seen broken.
+        There are two if a gateway repeated a request before the worker noticed that the first connection is broken.
         """
         engine = self.engine
         keys = [key for key, stream in self._streams.items() if stream.request.request_id == request_id]
@@ -164,10 +164,10 @@ class WorkerService:
         """Return why no request should come, or None."""
         if self._engine is None:
             return self._progress
-        return "draining" if self.draining else self._engine.unreadiness or await self._engine.liveness()
+        return "draining" if self.draining else self._engine.not_ready_reason or await self._engine.liveness()
 
     def _check(self, request: GenerateRequest) -> None:
-        """Raise RefusedError if the request may not come, or not now."""
+        """Raise RefusedError if this worker cannot serve the request, or cannot take it now."""
         engine = self.engine
         epoch = engine.member.epoch
         failed: Failed | None

@@ -3,8 +3,8 @@
     engine thread   start: reserve blocks -> | poll: make findable what has arrived | -> end: release the reservation
     fetch thread                              read a record, check it, fill a reserved block, and so on
 
-A fetched block is a cached block like any other: the sequence finds it when it is admitted. A fetch that fails, lags
-or is given up only costs time. The thread writes into the pool under the fetch's lock, and never after its end.
+A fetched block is a cached block like any other: the sequence finds it when it is admitted. A fetch that fails, is
+late or is given up only costs time. The thread writes into the pool under the fetch's lock, and never after its end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from worker.scheduler.request import TokenSequence
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS: Final = 4  # each waits for one place; further sequences wait their turn
+NUM_THREADS: Final = 4  # each runs one fetch; further sequences wait for a thread
 _LAG_FACTOR: Final = 4.0  # see _LAG_S
 _LAG_S: Final = 0.5
-"""A fetch lags behind when it takes 4 times as long as expected and half a second."""
+"""A fetch is late after 4 times its expected time plus this. Computing the blocks instead must not be quicker."""
 
 
 class BlockReader(Protocol):
@@ -96,20 +96,20 @@ class FetchQueue:
         pool: PoolBlocks,
         prefill_rate: PrefillRate,
         sources: Callable[[TokenSequence, Sequence[BlockHash], int], list[FetchSource]],
-        ended: Callable[[PrefixFetch], None] = lambda fetch: None,
+        on_end: Callable[[PrefixFetch], None] = lambda fetch: None,
         wake: Callable[[], None] = lambda: None,
         *,
         num_threads: int = NUM_THREADS,
     ) -> None:
         """`sources` lists the places of the blocks after the first n, in the order of the chain.
 
-        `ended` receives every fetch that has ended. `wake`, on any thread, makes the engine thread call `poll` soon.
+        `on_end` receives every fetch that has ended. `wake`, on any thread, makes the engine thread call `poll` soon.
         """
         self._allocator = allocator
         self._pool = pool
         self._prefill_rate = prefill_rate
         self._sources = sources
-        self._ended = ended
+        self._on_end = on_end
         self._wake = wake
         self.active: list[PrefixFetch] = []
         self._fetches: dict[BlockHash, PrefixFetch] = {}
@@ -132,7 +132,7 @@ class FetchQueue:
             return False
         other = self._fetches.get(hashes[num_cached_blocks])
         if other is not None and other.in_background and sequence.request.wire.source is not None:
-            self._end(other)  # its peer sends slowly, and this sequence has a peer that sends at once
+            self._end(other)  # a background fetch is slow, and this request names a peer that sends at once
             return self.start(sequence, sequence.count_cached(self._allocator) // self._allocator.block_size)
         if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
             compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
@@ -176,13 +176,13 @@ class FetchQueue:
         for fetch in self.active.copy():
             if fetch.num_arrived > fetch.allocation.num_filled:
                 fetch.allocation.fill(fetch.num_arrived)
-            late = next((source for source in fetch.sources if fetch.num_arrived < source.stop), None)
-            if fetch.finished or late is None:
+            unfinished = next((source for source in fetch.sources if fetch.num_arrived < source.stop), None)
+            if fetch.finished or unfinished is None:
                 self._end(fetch)
             elif now_s >= fetch.deadline_s:
                 self._end(fetch)
                 if not fetch.in_background:
-                    late.rate.add(0, now_s - fetch.started_s, now_s)
+                    unfinished.rate.add(0, now_s - fetch.started_s, now_s)
 
     def stop(self) -> None:
         self.give_up_all()
@@ -252,7 +252,7 @@ class FetchQueue:
         for link in fetch.links[fetch.sources[0].start :]:
             if self._fetches.get(link.block_hash) is fetch:
                 del self._fetches[link.block_hash]
-        self._ended(fetch)
+        self._on_end(fetch)
 
     # --- on a fetch thread ---------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class FetchQueue:
                         num_read += 1
                         yield
             finally:
-                if num_read and not fetch.in_background:  # neither a miss nor a slow peer measures the rate
+                if num_read and not fetch.in_background:  # neither a miss nor a background fetch measures the rate
                     now_s = time.monotonic()
                     source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
 

@@ -62,10 +62,10 @@ async def warm_start(
     member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], time_s: float
 ) -> Counter[Peer]:
     """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
-    begun_s, room = time.monotonic(), min(MAX_BLOCKS, int(POOL_SHARE * exchange.num_blocks))
+    begun_s, max_blocks = time.monotonic(), min(MAX_BLOCKS, int(POOL_SHARE * exchange.num_blocks))
     peers = [entry.member for entry in peers_of(member, entries) if entry.num_entries]
-    chosen = random.sample(peers, min(MAX_PEERS, len(peers)) if room else 0)
-    wanted = [ChainsWanted(peer.epoch, exchange.layout, room) for peer in chosen]
+    chosen = random.sample(peers, min(MAX_PEERS, len(peers)) if max_blocks else 0)
+    wanted = [ChainsWanted(peer.epoch, exchange.layout, max_blocks) for peer in chosen]
     asked = [
         exchange.ask(peer.url, peer.epoch, each, Handover, _ASK_SHARE * time_s)
         for peer, each in zip(chosen, wanted, strict=True)
@@ -75,7 +75,7 @@ async def warm_start(
         for peer, answer in zip(chosen, await asyncio.gather(*asked), strict=True)
         if answer is not None
     ]
-    plan, fetched = plan_chains(offers, room), Counter[Peer]()
+    plan, fetched = plan_chains(offers, max_blocks), Counter[Peer]()
 
     async def adopt(offer: Handover, chain: OfferedChain) -> None:
         fetched[offer.url, offer.epoch] += 0  # a chain that is given up may still come
@@ -97,8 +97,8 @@ def has_purged(fetched: Counter[Peer], entries: Sequence[RegistryEntry]) -> bool
     return any(epochs.get(entry.member.url, entry.member.epoch) != entry.member.epoch for entry in entries)
 
 
-def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, OfferedChain]]:
-    """Take the peers' chains in turn, the latest first, with at most `room` different blocks."""
+def plan_chains(offers: Sequence[Handover], max_blocks: int) -> list[tuple[Handover, OfferedChain]]:
+    """Take the peers' chains in turn, the latest first, with at most `max_blocks` different blocks."""
     taken: set[BlockHash] = set()
     plan = []
     for rank in range(max((len(offer.chains) for offer in offers), default=0)):
@@ -106,7 +106,7 @@ def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, O
             if rank >= len(offer.chains):
                 continue
             new = set(offer.chains[rank].block_hashes()) - taken
-            if new and len(taken) + len(new) <= room:
+            if new and len(taken) + len(new) <= max_blocks:
                 taken |= new
                 plan.append((offer, offer.chains[rank]))
     return plan
@@ -115,14 +115,14 @@ def plan_chains(offers: Sequence[Handover], room: int) -> list[tuple[Handover, O
 async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], held: Held) -> int:
     """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
     peers = peers_of(member, entries)
-    room = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
-    chains = await exchange.latest_chains(exchange.num_blocks if any(room) else 0)
+    free_blocks = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
+    chains = await exchange.latest_chains(exchange.num_blocks if any(free_blocks) else 0)
     num_unused = sum(max(0, peer.load.num_blocks - peer.num_entries) for peer in peers)
     most = most_offered(exchange.num_blocks, num_unused)
     chains = unique_first(chains, await held(peers, [chain.tip for chain in chains]), most)
     shares = [
         (peer.member, Handover(member.url, member.epoch, member.layout, offered))
-        for peer, offered in zip(peers, share_out(chains, room), strict=True)
+        for peer, offered in zip(peers, share_out(chains, free_blocks), strict=True)
         if offered
     ]
     offers = (exchange.ask(peer.url, peer.epoch, offer, dict[str, int], HANDOVER_S) for peer, offer in shares)
@@ -149,10 +149,10 @@ def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], most: int
     return chosen
 
 
-def share_out(chains: Sequence[OfferedChain], room: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
-    """Give each chain to the peer with the most room left, in blocks."""
-    left = list(room)
-    shares: list[list[OfferedChain]] = [[] for _ in room]
+def share_out(chains: Sequence[OfferedChain], max_blocks: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
+    """Give each chain to the peer that may take most further blocks. `max_blocks`: of each peer."""
+    left = list(max_blocks)
+    shares: list[list[OfferedChain]] = [[] for _ in max_blocks]
     for chain in chains:
         largest = max(range(len(left)), key=left.__getitem__)
         if left[largest] >= chain.num_blocks <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:

@@ -3,9 +3,9 @@
 http.client, not aiohttp: a fetch thread reads each record straight into the buffer that it copies to the pool. In the
 event loop, megabytes of blocks would delay the streams.
 
-Hashes are capabilities: they carry the tenant's salt. Only a holder of the fleet's secret may ask, and is
-trusted for the contents: the MAC of each record proves that it holds the secret. A request carries a token of the
-peer's epoch (`worker.common.proof`). Another process at the address of a worker that has gone cannot use the token.
+A hash is a capability: only who has the tenant's salt can compute it. Only workers with the fleet's secret may ask, and
+only their blocks are used: the MAC of each record proves the secret. A request carries a token of the peer's epoch
+(`worker.common.proof`). Another process at the address of a worker that has gone cannot use the token elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from worker.contracts.exchange import (
 )
 from worker.wire import CONTENT_TYPE, pack, unpack
 
-_CONNECT_TIMEOUT_S: Final = 1.0  # a machine that is gone must not hold a fetch thread
+_CONNECT_TIMEOUT_S: Final = 1.0  # a machine that has gone must not keep a fetch thread waiting
 _READ_TIMEOUT_S: Final = 5.0
 """For the head of an answer, and for each record: so a slow peer cannot block the thread."""
 
@@ -57,7 +57,7 @@ class PeerClient:
     def ask(self, url: str, epoch: str, message: ChainsWanted | Handover, answer_type: type[T], timeout_s: float) -> T:
         """Send a message and return the answer. Raises FetchError, OSError, HTTPException or ValueError."""
         path = "/adopt" if isinstance(message, Handover) else "/chains"
-        with self._asking(url, epoch, path, pack(message)) as answer:
+        with self._posted(url, epoch, path, pack(message)) as answer:
             answer.begin_within(url, timeout_s)
             return unpack(answer.read(MAX_CHAINS_BYTES), answer_type)
 
@@ -68,11 +68,11 @@ class PeerClient:
         """Ask the worker at `url` for these blocks. Raises FetchError, OSError or HTTPException, as `read` does."""
         hashes = b"".join(link.block_hash for link in links[:MAX_BLOCKS])
         wanted = BlocksWanted(epoch, self._record.fingerprint, links[0].parent, links[0].depth, hashes, background)
-        with self._asking(url, epoch, "/blocks", pack(wanted)) as answer:
+        with self._posted(url, epoch, "/blocks", pack(wanted)) as answer:
             yield PeerStream(url, answer, self._record)
 
     @contextmanager
-    def _asking(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:
+    def _posted(self, url: str, epoch: str, path: str, body: bytes) -> Iterator[_Answer]:
         headers = {"content-type": CONTENT_TYPE}
         if self._token:
             headers |= {"authorization": f"Bearer {epoch_token(self._token, epoch)}", EPOCH_HEADER: epoch}
@@ -120,11 +120,12 @@ class _TimedSocket(io.RawIOBase):
 
     def interrupt(self) -> None:
         with suppress(OSError):
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of TLS would wait for the reader
+            # Not `SSLSocket.shutdown`, which would wait for the reader.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
 
 class _Answer(http.client.HTTPResponse):
-    """An answer, each part of which is read within a time."""
+    """An answer of which each part has a deadline."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.timed = _TimedSocket(sock)

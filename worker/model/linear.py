@@ -26,7 +26,7 @@ _TILE_ROWS: Final = 32
 _GROUP: Final = 32  # values with one scale, in all three kinds
 PACKABLE_IN_BFLOAT16: Final = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4}
 """Most rows, by the kind of a matrix. Measured on SmolLM2's shapes: with more the dense weight is faster."""
-_ROW_ALIGNMENT: Final = 16
+_ROW_ALIGNMENT: Final = 16  # torch's packed products take multiples of it
 
 
 class Linear(ABC):

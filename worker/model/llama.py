@@ -118,7 +118,7 @@ class LlamaDecoder:
 
 
 class _WeightLoader:
-    """Loads weights in the form and dtype, and to the device, of the options. A tensor is in memory once."""
+    """Loads weights in the form and dtype, and to the device, of the options. No tensor is in memory twice."""
 
     __slots__ = ("_checkpoint", "_config", "_device", "_dtype", "_num_packed", "_options", "_products", "_weights")
 
@@ -158,7 +158,7 @@ class _WeightLoader:
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
         names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
         options = self._options
-        # Fused products round once. In float32 the plain form rounds as the reference does.
+        # Fused products round once, not after each part. In float32 the plain form rounds as the reference does.
         is_plain = options.weights != "packed" and not options.deterministic
         if self._dtype == torch.bfloat16 and self._device.type == "cpu" and is_plain:
             gate, up = (self._linear([name], (inner,), hidden) for name in names)

@@ -27,7 +27,7 @@ from worker.files.tokenizer_files import read_json
 from worker.model.base import Checkpoint
 from worker.model.config import LoadOptions, ModelConfig, RopeConfig
 
-_NUM_CHECKED: Final = 64
+_NUM_CHECKED: Final = 64  # tokens of a checked sequence: several blocks, and soon computed
 _NUM_FAR: Final = 32
 """Tokens of a checked sequence that does not begin at 0."""
 _CHECK_BLOCK: Final = 8  # _NUM_CHECKED tokens take several blocks

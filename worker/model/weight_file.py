@@ -32,7 +32,7 @@ Weights = Callable[[str, Callable[[], Tensor]], Tensor]
 """The source of a decoder's tensors. Returns the one of a unique name, or makes it."""
 
 MAGIC: Final = b"headstart weights 1\n"
-MAX_BYTES: Final = 8 << 30
+MAX_BYTES: Final = 8 << 30  # a larger model is not prepared: it would fill the disk for a start now and then
 DISK_SHARE: Final = 0.25
 """Part of the free disk space that a file may take."""
 _ALIGNMENT: Final = 64  # a cache line, and a vector of AVX-512

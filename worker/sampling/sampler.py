@@ -4,8 +4,8 @@
                -> rules: constraints, penalties, bias -> best token                       greedy
                                                       -> / temperature -> truncation -> inverse transform sampling
 
-The distribution is cumulated in the order of token ids, not of probabilities. Rounding that swaps two nearly equal
-tokens moves no boundary by more than their difference. A row's result does not depend on the other rows.
+Probabilities are summed in the order of token ids, not of their size. So rounding that swaps two nearly equal tokens
+moves no boundary by more than their difference. A row's result does not depend on the other rows.
 
 All work is queued on the device of the logits, and no call here waits for a result. Errors show when the tokens are
 read.

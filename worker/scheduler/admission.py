@@ -1,6 +1,6 @@
 """Admission: moves sequences from the waiting queue to the running batch, and back when they are preempted.
 
-`BatchUsage` counts what the running sequences use of limits and pool, and what a waiting sequence lacks.
+`BatchUsage` counts what the running sequences use of the limits and of the pool, and what a waiting one lacks.
 """
 
 from __future__ import annotations

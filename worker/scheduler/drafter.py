@@ -1,7 +1,7 @@
 """Guesses of the next tokens of a sequence, looked up in its own: what followed the same tokens before.
 
-    tokens   ... [ the latest place with the same end ] 7 8 9 ...          the end ]
-                                                        ^ source: the draft is 7 8 9
+    tokens   ... [ the same tokens, as late as possible ] 7 8 9 ...          [ the last tokens ]
+                                                          ^ source: the draft is 7 8 9
 
 Hit rates are updated with every sampled token, drafted or not.
 Source: Saxena, "Prompt Lookup Decoding" (2023), https://github.com/apoorvumang/prompt-lookup-decoding
@@ -77,7 +77,7 @@ class Drafter:
         self._match = min(self._match + 1, _MAX_MATCH) if is_hit else 0
 
     def _look_up(self) -> None:
-        """Find the latest of the places with the longest equal end."""
+        """Find the latest earlier position before which most tokens equal the sequence's end."""
         first = max(0, self._num_ids - _MAX_LOOKED_UP)
         count, ids = self._num_ids - first, self._ids[first:]
         if count <= _MIN_MATCH:

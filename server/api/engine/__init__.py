@@ -1,1 +1,1 @@
-"""Requests whose text an engine writes. Every other room reaches it by `EngineTexts.prepare`."""
+"""Requests whose text an engine writes. Other packages call only `EngineTexts.prepare`."""

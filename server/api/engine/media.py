@@ -43,7 +43,7 @@ _dict_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 class Image(NamedTuple):
     """An image in a body."""
 
-    place: str
+    param: str
     part: dict[str, Any]
     """Its part of the body. Its bytes are `Raw`."""
 
@@ -94,68 +94,68 @@ class _Reader:
         self._rules = rules
         self._salt = salt
 
-    def value(self, raw: Raw, place: str) -> Steps[Any]:
+    def value(self, raw: Raw, param: str) -> Steps[Any]:
         """Return a part, or a list of them, with the names of its images; None if it has no image."""
         if first_char(raw) == "[":
             items = _list_of(raw)
             read = []
             for index, item in enumerate(items):
-                read.append((yield from self.value(item, f"{place}[{index}]")))
+                read.append((yield from self.value(item, f"{param}[{index}]")))
                 yield
             if all(each is None for each in read):
                 return None
             return [_value_of(item) if new is None else new for item, new in zip(items, read, strict=True)]
-        return (yield from self._part(_dict_of(raw), place)) if first_char(raw) == "{" else None
+        return (yield from self._part(_dict_of(raw), param)) if first_char(raw) == "{" else None
 
-    def _part(self, part: dict[str, Raw], place: str) -> Steps[Any]:
+    def _part(self, part: dict[str, Raw], param: str) -> Steps[Any]:
         type_ = _value_of(part["type"]) if first_char(part.get("type", _NULL)) == '"' else None
         named = [type_, *[key for key, item in part.items() if first_char(item) != "n"]]
         if found := [name for name in named if name in MEDIA]:
             if type_ is None and first_char(part.get("type", _NULL)) != "n":
-                raise invalid(f"{place}.type", "must be a string")
+                raise invalid(f"{param}.type", "must be a string")
             if self._rules is not None and type_ in self._types and _IMAGE_KEYS.issuperset(found):
-                return (yield from self._image(part, place, self._rules))
+                return (yield from self._image(part, param, self._rules))
             why = "which is not served where the engine writes the text"
             if type_ in self._types and _IMAGE_KEYS.issuperset(found):
                 why = "and this model takes no images here"
             name = next((name for name in found if name not in _IMAGE_KEYS), found[0])
-            raise unsupported(place, f"holds {name}, {why}: send text")
+            raise unsupported(param, f"holds {name}, {why}: send text")
         new = {}
         for name in _LISTS:
-            if name in part and (value := (yield from self.value(part[name], f"{place}.{name}"))) is not None:
+            if name in part and (value := (yield from self.value(part[name], f"{param}.{name}"))) is not None:
                 new[name] = value
         return {name: _value_of(item) for name, item in part.items() if name not in new} | new if new else None
 
-    def _image(self, part: dict[str, Raw], place: str, rules: ImageRules) -> Steps[dict[str, Any]]:
+    def _image(self, part: dict[str, Raw], param: str, rules: ImageRules) -> Steps[dict[str, Any]]:
         if len(self.images) == rules.max_images:
-            raise invalid(place, f"is one image too many: send at most {rules.max_images} in a request")
+            raise invalid(param, f"is one image too many: send at most {rules.max_images} in a request")
         key = "source" if "image" in self._types else "image_url"
-        place = f"{place}.{key}"
+        param = f"{param}.{key}"
         raw = part.get(key, _NULL)
         inner = _dict_of(raw) if first_char(raw) == "{" else None
         new = {name: _value_of(item) for name, item in part.items() if name != key}
         if key == "image_url":
             new["type"] = new.get("type") or "image_url"
             url = raw if inner is None else inner.get("url", _NULL)
-            new["uuid"] = yield from image_name(url, place, rules, self._salt)
+            new["uuid"] = yield from image_name(url, param, rules, self._salt)
             new[key] = url if inner is None else {**_others(inner, "url"), "url": url}
         else:
-            new[key], url = yield from self._source(inner or {}, place, rules)
+            new[key], url = yield from self._source(inner or {}, param, rules)
         self.num_bytes += len(memoryview(url))
-        self.images.append(Image(place, new))
+        self.images.append(Image(param, new))
         return new
 
-    def _source(self, source: dict[str, Raw], place: str, rules: ImageRules) -> Steps[tuple[dict[str, Any], Raw]]:
+    def _source(self, source: dict[str, Raw], param: str, rules: ImageRules) -> Steps[tuple[dict[str, Any], Raw]]:
         """Check the source of a block of the Messages API. The engine names these images itself."""
         kind = _value_of(source["type"]) if "type" in source else None
         if kind not in ("base64", "url"):
-            raise unsupported(f"{place}.type", "must be `base64` or `url`")
+            raise unsupported(f"{param}.type", "must be `base64` or `url`")
         media_type = _value_of(source.get("media_type", Raw(b'"image/png"')))
         if not isinstance(media_type, str) or not _MEDIA_TYPE.fullmatch(media_type):
-            raise invalid(f"{place}.media_type", "must be the type of an image, as `image/png`")
+            raise invalid(f"{param}.media_type", "must be the type of an image, as `image/png`")
         key = "data" if kind == "base64" else "url"
         value = source.get(key, _NULL)
-        yield from (base64_image_name if kind == "base64" else image_name)(value, place, rules, self._salt)
+        yield from (base64_image_name if kind == "base64" else image_name)(value, param, rules, self._salt)
         return {**_others(source, key), key: value}, value
 
 

@@ -159,14 +159,14 @@ async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
         conversation = request.intent().conversation
         template = model.template_for(conversation) or model.template
         rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
-        room = model.max_model_len
-        ids = await model.tokenizer.encode(rendered.text, client_offsets=rendered.client_offsets, room=room)
+        max_tokens = model.max_model_len
+        ids = await model.tokenizer.encode(rendered.text, client_offsets=rendered.client_offsets, most=max_tokens)
     except (ApiError, TemplateError, TooManyTokensError):
         return None
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    room = room - len(ids)
-    longest = min(room, model.bundle.sampling_defaults.max_tokens or room) if asked is None else asked
-    return Rendered((tuple(ids),), (longest,)) if ids and 0 < longest <= room else None
+    tokens_left = max_tokens - len(ids)
+    longest = min(tokens_left, model.bundle.sampling_defaults.max_tokens or tokens_left) if asked is None else asked
+    return Rendered((tuple(ids),), (longest,)) if ids and 0 < longest <= tokens_left else None
 
 
 def _is_object(arguments: str) -> bool:

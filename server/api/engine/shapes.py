@@ -18,7 +18,7 @@ from server.api.formatting import encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
-from server.text.shape_probes import PROBE_TOOL, TOOL_NAME, Probe, find_shapes
+from server.text.shape_probes import PROBE_TOOL, TOOL_NAME, ShapeProbe, find_shapes
 from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, repaired, without_marks
 from worker.wire import EngineCall, Rendered
 
@@ -98,7 +98,7 @@ class EngineShapes:
         return self._known[key]
 
 
-async def _text(probe: Probe, model: ServedModel, render: Render) -> str | None:
+async def _text(probe: ShapeProbe, model: ServedModel, render: Render) -> str | None:
     """Return what the engine's template writes for a probe; None if it refuses it."""
     body = {"model": model.adapter or model.name, **_body(CHAT_PATH, probe.messages), "max_tokens": 1}
     body |= {"tools": [PROBE_TOOL]} if probe.has_tools else {}

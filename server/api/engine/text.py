@@ -52,7 +52,7 @@ from server.http.stream import DONE, sse
 from server.models.registry import COMPLETIONS_PATH, Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
-from server.request.engine_ask import EngineAsk
+from server.request.engine_text_request import EngineTextRequest
 from server.request.response import ResponseStream
 from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
@@ -120,7 +120,7 @@ class _Known(Struct):
         return self.prompt_cache_key or self.user
 
 
-class _Asked(NamedTuple):
+class _EngineBody(NamedTuple):
     """The part of a body for an engine that the gateway reads."""
 
     path: str
@@ -131,7 +131,7 @@ class _Asked(NamedTuple):
     known: _Known
     fields: Mapping[str, Raw]
     media: Media
-    wrong: msgspec.ValidationError | None
+    error: msgspec.ValidationError | None
     """Why the known fields could not be read: the engine refuses them in its own words."""
 
 
@@ -177,8 +177,8 @@ class EngineTexts:
             return None
         sent, ignored = await self._repaired(asked)
         call = EngineCall(path, encode_json(sent), bool(asked.known.stream) and path not in POOLING_PATHS)
-        if asked.wrong is not None and call.pools:
-            raise located(str(asked.wrong))
+        if asked.error is not None and call.pools:
+            raise located(str(asked.error))
         rendered = None
         if not call.pools:
             with trace_stage("tokenise"):
@@ -189,7 +189,7 @@ class EngineTexts:
         spec = _spec(call, asked, identity, rendered)
         return PreparedRequest((spec,), EngineFormatter(path), call.streams, ignored)
 
-    async def _read(self, path: str, body: bytes, identity: Identity) -> _Asked | None:
+    async def _read(self, path: str, body: bytes, identity: Identity) -> _EngineBody | None:
         """Decode and check a body. None: the gateway writes the text itself. Raises ApiError."""
         limit = self._models.batch_text_limit if path in POOLING_PATHS else self._models.text_limit
         name = (await read_json(body, head_of, lambda: self._image_rules.widened(limit()))).model
@@ -201,22 +201,22 @@ class EngineTexts:
             return None
         rules = self._image_rules if self._models.takes_images(path, model) else None
         with _decoding():
-            fields, wrong = _fields_of(body), None
+            fields, body_error = _fields_of(body), None
             try:
                 known = _known_of(body)
             except msgspec.ValidationError as error:  # the engine refuses it in its own words
-                known, wrong = _Known(), error
+                known, body_error = _Known(), error
             salt = request_salt(identity, known.cache_salt)
             media = await run_sliced(read_media(fields, path, rules, salt))
         await _check_text(body, media, limit())
         _check(path, known, fields, self._xargs)
-        return _Asked(path, name, model, known, fields, media, wrong)
+        return _EngineBody(path, name, model, known, fields, media, body_error)
 
-    async def _repaired(self, asked: _Asked) -> tuple[dict[str, Any], str]:
+    async def _repaired(self, asked: _EngineBody) -> tuple[dict[str, Any], str]:
         """Return the body for the engine, in a shape that its template takes, and what is left out of it."""
         path, model = asked.path, asked.model
         sent = _body(asked)
-        if path not in TEXTS or asked.wrong is not None:
+        if path not in TEXTS or asked.error is not None:
             return sent, ""
         render = partial(self._render, model=model, has_images=False)
         digests = frozenset(each.member.chat_probes for each in self._able(model, path))
@@ -227,15 +227,15 @@ class EngineTexts:
             context.repairs = repairs
         return sent, ignored
 
-    async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _Asked) -> Rendered:
+    async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
         """Return the prompt of a call, without control tokens of the client. Raises ApiError."""
-        model, own = asked.model, None
-        if call.path == CHAT_PATH and asked.wrong is None and not asked.media.images:
-            own = await self._prompts.render(sent, model, self._able(model, call.path))
-        rendered = own or await self._rendered(call, asked.media, model)
-        if asked.wrong is not None:
-            raise located(str(asked.wrong))
-        if own is None and call.path != COMPLETIONS_PATH and not self._keeps_control_tokens:
+        model, gateway_prompt = asked.model, None
+        if call.path == CHAT_PATH and asked.error is None and not asked.media.images:
+            gateway_prompt = await self._prompts.render(sent, model, self._able(model, call.path))
+        rendered = gateway_prompt or await self._rendered(call, asked.media, model)
+        if asked.error is not None:
+            raise located(str(asked.error))
+        if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._keeps_control_tokens:
             render = partial(self._render, model=model, has_images=bool(asked.media.images))
             await check_control_tokens(call, sent, rendered, model, render)
         return rendered
@@ -245,7 +245,7 @@ class EngineTexts:
         if not model.keeps_client_lines:
             sent, rule = without_line(sent, LEADS.get(path, ""), TEXTS[path])
             if rule and (context := CURRENT.get(None)) is not None:
-                context.removed_line = rule
+                context.removal_rule = rule
         return self._ignored_tools.without(sent)
 
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
@@ -259,12 +259,12 @@ class EngineTexts:
                     await self._render(image.alone(call), model, has_images=True)
                 except (InvalidRequestError, InternalError) as error:
                     why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
-                    raise invalid(image.place, f"is an image that the engine cannot read{why}") from error
+                    raise invalid(image.param, f"is an image that the engine cannot read{why}") from error
             raise
         num_read = sum(map(len, rendered.media))
         if num_read < len(media.images):
             message = f"The engine reads {num_read} of {len(media.images)} images: send them in messages of the user."
-            raise InvalidRequestError(message, param=media.images[0].place)
+            raise InvalidRequestError(message, param=media.images[0].param)
         return rendered
 
     def _able(self, model: ServedModel, path: str, has_images: bool = False) -> list[Candidate]:
@@ -346,15 +346,15 @@ def _check(path: str, known: _Known, fields: Mapping[str, Raw], xargs: Collectio
         raise unsupported("encoding_format", "of this kind is not served: use `float` or `base64`")
 
 
-def _not_sent(place: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:
-    return unsupported(f"{place}{name:.64}", _NOT_SENT.get(name, why))
+def _not_sent(prefix: str, name: str, why: str = "is not sent on to the model's engine: leave it out") -> ApiError:
+    return unsupported(f"{prefix}{name:.64}", _NOT_SENT.get(name, why))
 
 
-def _body(asked: _Asked) -> dict[str, Any]:
-    """Return the client's fields that are the engine's business; of a wrong body also the others."""
+def _body(asked: _EngineBody) -> dict[str, Any]:
+    """Return the client's fields that are the engine's business; of a body with an error also the others."""
     path, model, known, fields = asked.path, asked.model, asked.known, asked.media.fields
-    own = _OWN_FIELDS if asked.wrong is None else ("model",)
-    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in own and _is_sent(path, name)}
+    skip = _OWN_FIELDS if asked.error is None else ("model",)
+    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in skip and _is_sent(path, name)}
     if model.adapter:
         body["model"] = model.adapter
     if path in TEXTS and model.template_kwargs:
@@ -369,7 +369,7 @@ def _body(asked: _Asked) -> dict[str, Any]:
     return body
 
 
-def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendered | None) -> GenerationSpec:
+def _spec(call: EngineCall, asked: _EngineBody, identity: Identity, rendered: Rendered | None) -> GenerationSpec:
     """Return the request of a call. `rendered`: None without text; then its length is estimated."""
     known, model, options = asked.known, asked.model, asked.known.stream_options
     num_choices = 1 if rendered is None else min(max(1, known.n or 1), MAX_CHOICES)
@@ -378,7 +378,7 @@ def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendere
     is_stateful = any(bytes(asked.fields.get(field, b"null")) not in _EMPTY for field in _STATEFUL)
     id_ = response_id(_PREFIXES[call.path])
     head = {"id": _raw(id_), "model": _raw(asked.name)}
-    ask = EngineAsk(
+    text_request = EngineTextRequest(
         call=call,
         head=head if rendered is None else head | {"created": _raw(int(time.time()))},
         shows_usage=shows_usage or rendered is None,
@@ -388,7 +388,7 @@ def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendere
         num_tokens=0 if rendered is not None else min(len(call.body) // _BYTES_PER_TOKEN, model.max_model_len - 1),
     )
     if rendered is None:
-        return replace(new_spec(id_, model, identity, known, "input"), ask=ask)
+        return replace(new_spec(id_, model, identity, known, "input"), text_request=text_request)
     return replace(
         new_spec(id_, model, identity, known, "prompt" if call.path == COMPLETIONS_PATH else "messages"),
         prompt_ids=rendered.prompts[0],
@@ -396,7 +396,7 @@ def _spec(call: EngineCall, asked: _Asked, identity: Identity, rendered: Rendere
         sampling=SamplingParams(max_tokens=rendered.max_tokens[0]),
         grammar_param="response_format",
         clamps_max_tokens=True,
-        ask=ask,
+        text_request=text_request,
         media=media,
     )
 

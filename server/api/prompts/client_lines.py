@@ -33,9 +33,9 @@ def without_line(fields: dict[str, Any], lead: str, messages: str) -> tuple[dict
 
     `lead` and `messages` name the fields of the system prompt and of the messages; no field is called "".
     """
-    place = lead if lead in fields else messages
-    value = decoded = _decoded(fields.get(place))
-    if place == messages:
+    field = lead if lead in fields else messages
+    value = decoded = _decoded(fields.get(field))
+    if field == messages:
         first = decoded[0] if isinstance(decoded, list) and decoded and isinstance(decoded[0], dict) else {}
         value = first.get("content") if first.get("role") in ("system", "developer") else None
     parts = value if isinstance(value, list) and value and isinstance(value[0], dict) else None
@@ -46,7 +46,7 @@ def without_line(fields: dict[str, Any], lead: str, messages: str) -> tuple[dict
     rest: Any = text[end:]
     if parts is not None:
         rest = [*([parts[0] | {"text": rest}] if rest else ()), *parts[1:]]
-    if place == lead:
+    if field == lead:
         return {**{n: v for n, v in fields.items() if n != lead}, **({lead: rest} if rest else {})}, rule
     first_left = [decoded[0] | {"content": rest}] if rest or len(decoded) == 1 else []
     return {**fields, messages: [*first_left, *decoded[1:]]}, rule

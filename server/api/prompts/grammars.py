@@ -29,24 +29,24 @@ MAX_SCHEMA_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class HeldGrammar:
+class Constraint:
     """The constraint on an output."""
 
     grammar: Grammar | None
     param: str = ""
     """The field to name when no worker can compile the grammar."""
     relaxed: tuple[str, ...] = ()
-    """The places in schemas that no grammar holds and that are left to the model."""
+    """The fields of schemas that no grammar enforces: the model may ignore them."""
 
 
-def is_held(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> bool:
+def has_format(formatted: ResponseFormat | None, structured: StructuredOutputs | None) -> bool:
     """Return whether a format constrains the answer."""
     return structured is not None or (formatted is not None and formatted.type != "text")
 
 
 async def answer_grammar(
     formatted: ResponseFormat | None, structured: StructuredOutputs | None, format_param: str = "response_format"
-) -> HeldGrammar:
+) -> Constraint:
     """Return the grammar of a format; at most one of both is given. `format_param` names the format's field.
 
     Raises InvalidRequestError.
@@ -54,50 +54,50 @@ async def answer_grammar(
     param = format_param if structured is None else "structured_outputs"
     if formatted is not None and (given := formatted.given_schema) is not None:
         field, schema = given
-        place = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
-        _check_size(msgspec.json.encode(schema), place)
+        schema_param = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
+        _check_size(msgspec.json.encode(schema), schema_param)
         strict = formatted.json_schema is not None and formatted.json_schema.strict is True
-        held = await run_sliced(grammar_schema(schema, place, strict=strict))
-        return HeldGrammar(Grammar("json_schema", _compact(held.schema)), param, held.relaxed)
+        checked = await run_sliced(grammar_schema(schema, schema_param, strict=strict))
+        return Constraint(Grammar("json_schema", _compact(checked.schema)), param, checked.relaxed)
     if formatted is not None and formatted.type == "json_object":
-        return HeldGrammar(Grammar("json_object", ""), param)
+        return Constraint(Grammar("json_object", ""), param)
     if structured is None:
-        return HeldGrammar(None, param)
+        return Constraint(None, param)
     [name] = structured.given()
     kind: Any = "json_schema" if name == "json" else name
     value, compact = getattr(structured, name), bool(structured.disable_any_whitespace)
     if kind == "json_object":
-        return HeldGrammar(Grammar(kind, "", compact), param)
+        return Constraint(Grammar(kind, "", compact), param)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     _check_size(text, param)
     if kind == "json_schema" and (parsed := _object(text, f"{param}.json")) is not None:
-        held = await run_sliced(grammar_schema(parsed, f"{param}.json", strict=False))
-        return HeldGrammar(Grammar(kind, _compact(held.schema), compact), param, held.relaxed)
-    return HeldGrammar(Grammar(kind, text, compact), param)
+        checked = await run_sliced(grammar_schema(parsed, f"{param}.json", strict=False))
+        return Constraint(Grammar(kind, _compact(checked.schema), compact), param, checked.relaxed)
+    return Constraint(Grammar(kind, text, compact), param)
 
 
-async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRules) -> HeldGrammar:
-    """Return what the whole output of a chat is held to. `rules` read it. Raises InvalidRequestError.
+async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRules) -> Constraint:
+    """Return the constraint on the whole output of a chat. `rules` read it. Raises InvalidRequestError.
 
     With tools in `auto` and a format, the answer is in the format or consists of the family's calls.
     With tools in `auto` and no format there is no grammar: schemas are not compiled, and strict ones are checked.
     """
     tools = intent.conversation.tools
-    if intent.named_tool is not None and (own := intent.toolbox.grammars.get(intent.named_tool.name)) is not None:
-        return HeldGrammar(own, "tools")
+    if intent.named_tool is not None and (own := intent.tool_set.grammars.get(intent.named_tool.name)) is not None:
+        return Constraint(own, "tools")
     if model.forced_format is not None and intent.tool_mode in ("required", "named"):
         asked = tools if intent.named_tool is None else (intent.named_tool,)
         placed = await _placed_tools(asked, intent)
         forms = _Forms(asked, placed.schema, model, intent.parallel_tool_calls and intent.named_tool is None)
-        return HeldGrammar(_forced_calls(model.forced_format, forms, rules), "tools", placed.relaxed)
+        return Constraint(_forced_calls(model.forced_format, forms, rules), "tools", placed.relaxed)
     if intent.named_tool is not None:
-        held = await _tool_schema(intent.named_tool, intent)
-        return HeldGrammar(Grammar("json_schema", json.dumps(held.schema)), "tools", held.relaxed)
+        checked = await _tool_schema(intent.named_tool, intent)
+        return Constraint(Grammar("json_schema", json.dumps(checked.schema)), "tools", checked.relaxed)
     if intent.tool_mode == "required":
         placed = await _placed_tools(tools, intent)
         forms = _Forms(tools, placed.schema, model, intent.parallel_tool_calls)
         schema = list_schema(forms, "parameters") | {"$defs": placed.schema}
-        return HeldGrammar(Grammar("json_schema", json.dumps(schema)), "tools", placed.relaxed)
+        return Constraint(Grammar("json_schema", json.dumps(schema)), "tools", placed.relaxed)
     answer = await answer_grammar(
         intent.response_format, intent.fields.structured_outputs, intent.names.response_format
     )
@@ -109,19 +109,19 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     placed = await _placed_tools(tools, intent)
     forms = _Forms(tools, placed.schema, model, intent.parallel_tool_calls)
     grammar = _answer_or_calls(answer.grammar, forms, model)
-    return HeldGrammar(grammar, answer.param, answer.relaxed + placed.relaxed)
+    return Constraint(grammar, answer.param, answer.relaxed + placed.relaxed)
 
 
 async def _tool_schema(tool: Tool, intent: ChatIntent, at: tuple[str, ...] = ()) -> GrammarSchema:
-    place = f"tools[{tool.name}].{intent.names.tool_schema}"
-    return await run_sliced(grammar_schema(tool.parameters, place, strict=_is_strict(tool), at=at))
+    schema_param = f"tools[{tool.name}].{intent.names.tool_schema}"
+    return await run_sliced(grammar_schema(tool.parameters, schema_param, strict=_is_strict(tool), at=at))
 
 
 async def _placed_tools(tools: Sequence[Tool], intent: ChatIntent) -> GrammarSchema:
     """Return the definitions of the tools' schemas, each under its tool's name."""
     placed = {tool.name: await _tool_schema(tool, intent, ("$defs", tool.name)) for tool in tools}
-    schemas = {name: held.schema for name, held in placed.items()}
-    return GrammarSchema(schemas, tuple(place for held in placed.values() for place in held.relaxed))
+    schemas = {name: checked.schema for name, checked in placed.items()}
+    return GrammarSchema(schemas, tuple(field for checked in placed.values() for field in checked.relaxed))
 
 
 def _is_strict(tool: Tool) -> bool:
@@ -129,7 +129,7 @@ def _is_strict(tool: Tool) -> bool:
 
 
 def _answer_or_calls(answer: Grammar, forms: _Forms, model: ServedModel) -> Grammar:
-    """Take a format, or calls. They are no choice where the form of calls is unknown."""
+    """Allow the format or calls. If the form of calls is unknown, allow only the format."""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
     if model.tool_format is None:
         return answer

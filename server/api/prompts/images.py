@@ -51,39 +51,39 @@ def first_char(value: Raw) -> str:
     return chr(memoryview(value)[0])
 
 
-def image_name(url: Raw, place: str, rules: ImageRules, salt: bytes) -> Steps[str]:
-    """Return the name of an image at a URL, which is a JSON value. Raises InvalidRequestError that names `place`."""
-    text = _text_of(url, place, rules)
+def image_name(url: Raw, param: str, rules: ImageRules, salt: bytes) -> Steps[str]:
+    """Return the name of an image at a URL, which is a JSON value. Raises InvalidRequestError that names `param`."""
+    text = _text_of(url, param, rules)
     if (head := _DATA_URL.match(text)) is not None:
-        return (yield from _name_of_base64(text[head.end() :], place, rules, salt))
+        return (yield from _name_of_base64(text[head.end() :], param, rules, salt))
     if text[:5].tobytes().lower() == b"data:":
-        raise invalid(place, "must be a `data:` URL in base64")
-    _check_url(text, place, rules)
+        raise invalid(param, "must be a `data:` URL in base64")
+    _check_url(text, param, rules)
     return blake2b(text, key=salt, digest_size=32, person=b"headstart-url").hexdigest()
 
 
-def base64_image_name(data: Raw, place: str, rules: ImageRules, salt: bytes) -> Steps[str]:
-    """Return the name of an image in base64, which is a JSON value. Raises InvalidRequestError that names `place`."""
-    return (yield from _name_of_base64(_text_of(data, place, rules), place, rules, salt))
+def base64_image_name(data: Raw, param: str, rules: ImageRules, salt: bytes) -> Steps[str]:
+    """Return the name of an image in base64, which is a JSON value. Raises InvalidRequestError that names `param`."""
+    return (yield from _name_of_base64(_text_of(data, param, rules), param, rules, salt))
 
 
-def _text_of(value: Raw, place: str, rules: ImageRules) -> memoryview:
+def _text_of(value: Raw, param: str, rules: ImageRules) -> memoryview:
     """Return the bytes of a JSON string, mostly without a copy. Raises InvalidRequestError."""
     if first_char(value) != '"':
-        raise invalid(place, "must be a string with an image")
+        raise invalid(param, "must be a string with an image")
     text = memoryview(value)[1:-1]
     if re.search(rb"\\", text) is None:
         return text
     if len(text) > _ESCAPED_BYTES * (_base64_length(rules.max_bytes) + MAX_URL_BYTES):
-        raise _too_large(place, rules)
+        raise _too_large(param, rules)
     return memoryview(msgspec.json.decode(value, type=str).encode())
 
 
-def _name_of_base64(text: memoryview, place: str, rules: ImageRules, salt: bytes) -> Steps[str]:
+def _name_of_base64(text: memoryview, param: str, rules: ImageRules, salt: bytes) -> Steps[str]:
     """Check the size before anything is decoded. Decode slice by slice: the whole image is never in memory."""
     num_bytes = len(text) * 3 // 4 - bytes(text[-2:]).count(b"=")
     if num_bytes > rules.max_bytes:
-        raise _too_large(place, rules)
+        raise _too_large(param, rules)
     digest = blake2b(key=salt, digest_size=32, person=b"headstart-image")
     try:
         for start in range(0, len(text), _SLICE_BYTES):
@@ -93,29 +93,29 @@ def _name_of_base64(text: memoryview, place: str, rules: ImageRules, salt: bytes
             digest.update(part)
             yield
     except binascii.Error as error:
-        raise invalid(place, f"is not an image in base64: {str(error).lower()}") from None
+        raise invalid(param, f"is not an image in base64: {str(error).lower()}") from None
     if num_bytes <= 0:
-        raise invalid(place, "is an image of no bytes")
+        raise invalid(param, "is an image of no bytes")
     return digest.hexdigest()
 
 
-def _check_url(text: memoryview, place: str, rules: ImageRules) -> None:
+def _check_url(text: memoryview, param: str, rules: ImageRules) -> None:
     """Raises InvalidRequestError for a URL that no engine may fetch."""
     if not rules.hosts:
-        raise unsupported(place, "must be a `data:` URL: engines fetch no images for this server (--image-hosts)")
+        raise unsupported(param, "must be a `data:` URL: engines fetch no images for this server (--image-hosts)")
     found = None if len(text) > MAX_URL_BYTES else _URL.fullmatch(text)
     if found is None:
-        raise invalid(place, f"must be a `data:` URL, or an http(s) URL of at most {MAX_URL_BYTES} plain characters")
+        raise invalid(param, f"must be a `data:` URL, or an http(s) URL of at most {MAX_URL_BYTES} plain characters")
     scheme, host = found[1].decode().lower(), found[2].decode().lower()
     own_port = _PORTS[scheme]
     port = str(int(found[3] or own_port))
     if f"{host}:{port}" not in rules.hosts and not (port == own_port and host in rules.hosts):
-        raise unsupported(place, f"names the host {host}:{port}, from which engines fetch no images for this server")
+        raise unsupported(param, f"names the host {host}:{port}, from which engines fetch no images for this server")
 
 
 def _base64_length(num_bytes: int) -> int:
     return -(-num_bytes // 3) * 4
 
 
-def _too_large(place: str, rules: ImageRules) -> Exception:
-    return invalid(place, f"holds an image of more than {rules.max_bytes} bytes: send a smaller one", "image_too_large")
+def _too_large(param: str, rules: ImageRules) -> Exception:
+    return invalid(param, f"holds an image of more than {rules.max_bytes} bytes: send a smaller one", "image_too_large")

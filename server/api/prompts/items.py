@@ -23,12 +23,12 @@ from server.schema.requests import InputItem, ResponsesRequest, TextOptions
 from server.schema.thoughts import thought_text
 from server.schema.tools import (
     Ignored,
-    Offer,
-    Toolbox,
     ToolKind,
     ToolName,
+    ToolSet,
+    ToolSpec,
     input_call,
-    make_toolbox,
+    make_tool_set,
     read_choice,
     read_tools,
 )
@@ -56,9 +56,9 @@ _GONE: Final = {
 
 def responses_intent(request: ResponsesRequest) -> ChatIntent:
     """Raises InvalidRequestError."""
-    toolbox = make_toolbox([*read_tools(request.tools or (), nested=False), *_tools_of_items(request.input)])
-    use, tools, named = toolbox.chosen(read_choice(request.tool_choice, toolbox, nested=False))
-    messages, dropped = messages_of_items(request, toolbox)
+    tool_set = make_tool_set([*read_tools(request.tools or (), nested=False), *_tools_of_items(request.input)])
+    use, tools, named = tool_set.chosen(read_choice(request.tool_choice, tool_set, nested=False))
+    messages, dropped = messages_of_items(request, tool_set)
     conversation = Conversation(
         messages=messages,
         tools=tools,
@@ -75,7 +75,7 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
         num_top_logprobs=request.num_top_logprobs,
         tool_mode=use.mode,
         named_tool=named,
-        toolbox=toolbox,
+        tool_set=tool_set,
         dropped_items=dropped,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         response_format=_format(request.text),
@@ -96,9 +96,9 @@ def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
     return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
 
 
-def _tools_of_items(items: str | Sequence[InputItem]) -> list[Offer | Ignored]:
+def _tools_of_items(items: str | Sequence[InputItem]) -> list[ToolSpec | Ignored]:
     """Return the tools in the items. Raises InvalidRequestError."""
-    found: list[Offer | Ignored] = []
+    found: list[ToolSpec | Ignored] = []
     for index, item in enumerate(() if isinstance(items, str) else items):
         if item.type in _TOOL_ITEMS and item.tools:
             path = f"input[{index}].tools"
@@ -108,7 +108,7 @@ def _tools_of_items(items: str | Sequence[InputItem]) -> list[Offer | Ignored]:
     return found
 
 
-def messages_of_items(request: ResponsesRequest, toolbox: Toolbox) -> tuple[list[schema.Message], tuple[Ignored, ...]]:
+def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[list[schema.Message], tuple[Ignored, ...]]:
     """Return the messages, and the items that are left out. Raises InvalidRequestError."""
     messages = [] if request.instructions is None else [schema.Message(role="system", content=request.instructions)]
     dropped: list[Ignored] = []
@@ -124,7 +124,7 @@ def messages_of_items(request: ResponsesRequest, toolbox: Toolbox) -> tuple[list
         if item.type in _SERVER_RUN:
             dropped.append(Ignored(item.type, f"{field}.type"))
             continue
-        message = _read_item(item, field, toolbox)
+        message = _read_item(item, field, tool_set)
         if message is None:
             continue
         last = messages[-1] if messages else None
@@ -156,18 +156,18 @@ def _think(messages: list[schema.Message], thoughts: list[str]) -> None:
     thoughts.clear()
 
 
-def _read_item(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message | None:
+def _read_item(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message | None:
     """Return the item as a message; None where it has none. Raises InvalidRequestError."""
     reader = _READERS.get(item.type)
     if reader is not None:
-        return reader(item, field, toolbox)
+        return reader(item, field, tool_set)
     if item.type in _GONE:
         raise unsupported(f"{field}.type", f"is {item.type!r}: it {_GONE[item.type]}")
     why = "can be message, function_call, custom_tool_call, or an output of such a call"
     raise unsupported(f"{field}.type", why)
 
 
-def _message(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+def _message(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     is_empty = item.content is None and item.role != "assistant"
     if item.role not in ("system", "developer", "user", "assistant") or is_empty:
         raise invalid(field, "is a message without role (system, developer, user, assistant) or content")
@@ -176,43 +176,43 @@ def _message(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
     return schema.Message(role=item.role, content=item.content).with_thoughts()
 
 
-def _tool_call(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+def _tool_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     kind: ToolKind = "function" if item.type == "function_call" else "custom"
-    place, text = ("arguments", item.arguments) if kind == "function" else ("input", item.input)
+    key, text = ("arguments", item.arguments) if kind == "function" else ("input", item.input)
     if not (item.call_id and item.name) or not isinstance(text, str):
-        raise invalid(field, f"is a {item.type} without call_id, name or {place}")
-    name = toolbox.model_name(ToolName(item.name, kind, item.namespace or None))
+        raise invalid(field, f"is a {item.type} without call_id, name or {key}")
+    name = tool_set.model_name(ToolName(item.name, kind, item.namespace or None))
     function = input_call(name, text) if kind == "custom" else schema.FunctionCall(name=name, arguments=text)
     return _call(item.call_id, function)
 
 
-def _tool_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+def _tool_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     if not item.call_id:
         raise invalid(f"{field}.call_id", "is required")
     return _result(item.call_id, _output(item.output or "", f"{field}.output"))
 
 
-def _client_call(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+def _client_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     arguments = _as_text(item.action or item.operation or item.arguments or {})
     function = schema.FunctionCall(name=item.type.removesuffix("_call"), arguments=arguments)
     return _call(item.call_id or item.id or item.type, function)
 
 
-def _client_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+def _client_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     output = item.output if item.output is not None else item.status or ""
     return _result(item.call_id or item.id or item.type, _as_text(output))
 
 
-def _search_output(item: InputItem, field: str, toolbox: Toolbox) -> schema.Message:
+def _search_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     names = [str(tool.get("name")) for tool in item.tools or () if isinstance(tool, dict)]
     return _result(item.call_id or item.id or "", f"Loaded: {', '.join(names)}" if names else "Nothing was found.")
 
 
-_READERS: Final[Mapping[str, Callable[[InputItem, str, Toolbox], schema.Message | None]]] = {
+_READERS: Final[Mapping[str, Callable[[InputItem, str, ToolSet], schema.Message | None]]] = {
     "message": _message,
     **dict.fromkeys(("function_call", "custom_tool_call"), _tool_call),
     **dict.fromkeys(("function_call_output", "custom_tool_call_output"), _tool_output),
-    "additional_tools": lambda item, field, toolbox: None,
+    "additional_tools": lambda item, field, tool_set: None,
     **dict.fromkeys(_CLIENT_RUN, _client_call),
     **dict.fromkeys((f"{kind}_output" for kind in _CLIENT_RUN), _client_output),
     "tool_search_output": _search_output,

@@ -38,14 +38,14 @@ class TokenLimits:
         `client_offsets`: see `Tokenizer.encode`.
         """
         keep = self.fields.truncate_prompt_tokens
-        room = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
+        limit = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
         check_text(len(text), model, self.prompt_param)
         try:
-            ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=room)
+            ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, most=limit)
         except TooManyTokensError as error:
             if keep is None:
                 raise self._too_long(model, error.at_least, is_counted=False) from None
-            message = f"the prompt has more than {room} tokens, too many even before truncation"
+            message = f"the prompt has more than {limit} tokens, too many even before truncation"
             raise ContextLengthError(
                 message, model.max_model_len, num_tokens=error.at_least, param=self.prompt_param
             ) from None
@@ -62,20 +62,19 @@ class TokenLimits:
         """Return how many tokens may be generated. Raises InvalidRequestError for an empty prompt, or one too long."""
         if not num_prompt_tokens:
             raise invalid(self.prompt_param, "must not be empty")
-        room = model.max_model_len - num_prompt_tokens
+        tokens_left = model.max_model_len - num_prompt_tokens
         asked, least = self.max_tokens, self.fields.min_tokens or 0
         if asked is None:
-            limit = min(room, model.bundle.sampling_defaults.max_tokens or room)
+            limit = min(tokens_left, model.bundle.sampling_defaults.max_tokens or tokens_left)
         else:
-            limit = min(room, asked) if self.clamps else asked
-        if room < 1 or limit > room:
+            limit = min(tokens_left, asked) if self.clamps else asked
+        if tokens_left < 1 or limit > tokens_left:
             raise self._too_long(model, num_prompt_tokens)
         if asked is not None and least > asked:
             raise invalid("min_tokens", f"must not be above {self.max_tokens_param}")
         if least > limit:
-            bound = (
-                "the tokens that the context has room for" if limit == room else "the model's own limit of an answer"
-            )
+            is_context = limit == tokens_left
+            bound = "the tokens that the context has room for" if is_context else "the model's own limit of an answer"
             raise invalid("min_tokens", f"must not be above {limit}, {bound}")
         return limit
 
@@ -94,7 +93,7 @@ async def encode_any(
     """Tokenise a text that may be longer than a context. Raises ContextLengthError."""
     limit = max(MAX_COUNTED_TOKENS, model.max_model_len)
     try:
-        return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, room=limit)
+        return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, most=limit)
     except TooManyTokensError as error:
         message = f"{param} has more than the {limit} tokens that are counted in one request: send it in parts"
         raise ContextLengthError(message, model.max_model_len, num_tokens=error.at_least, param=param) from None

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from server.text.formats.base import Asking, Emit, GrammarTools, Reading, TextReader, ToolFormat
+from server.text.formats.base import Checking, Emit, GrammarTools, Reading, TextReader, ToolFormat
 from server.text.formats.harmony import HARMONY
 from server.text.formats.llama import LLAMA, PYTHONIC
 from server.text.formats.table import ROWS
@@ -31,7 +31,7 @@ def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
         return own
     readers = {opening: each.read_calls for each in (own, asked) for opening in each.opens}
 
-    def read_calls(reader: TextReader, otherwise: Emit) -> Asking:
+    def read_calls(reader: TextReader, otherwise: Emit) -> Checking:
         opening = next(opening for opening in readers if reader.text.startswith(opening))
         read = readers[opening]
         assert read is not None
@@ -47,7 +47,7 @@ def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
 
 def _read_list(reader: TextReader) -> Reading:
     while (yield from reader.skip()) == "[":
-        yield from reader.call_list(is_held=True)
+        yield from reader.call_list(is_constrained=True)
 
 
 def _no_rules(tools: GrammarTools) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from server.text.formats.base import Asking, TextReader
+from server.text.formats.base import Checking, TextReader
 
 _KEY: Final = re.compile(r"""\s*(["']?)(.*?)\1\s*""", re.DOTALL)
 _BOOLEANS: Final = {"1": "true", "0": "false"}
@@ -51,7 +51,7 @@ class Tags:
     def opening(self) -> str:
         return self.key[0].rstrip("\"'")
 
-    def read(self, reader: TextReader, name: str, ends: Sequence[str]) -> Asking:
+    def read(self, reader: TextReader, name: str, ends: Sequence[str]) -> Checking:
         """Read arguments up to one of `ends`, which is left. Return False if the text ends before."""
         separator, emit = "{", partial(reader.emit, "arguments")
         opening, schema = self.opening, reader.schemas.get(name)
@@ -74,7 +74,7 @@ class Tags:
             if not closed or not (yield from self._value(reader, types_of(schema, match[2]), ends)):
                 return False
 
-    def _value(self, reader: TextReader, types: frozenset[str], ends: Sequence[str]) -> Asking:
+    def _value(self, reader: TextReader, types: frozenset[str], ends: Sequence[str]) -> Checking:
         if self.value[0]:
             yield from reader.begins((self.value[0],))
         breaks = ("\n", "") if self.trims else ("",)
@@ -182,7 +182,7 @@ def literal(node: ast.expr) -> Any:
     raise ValueError(type(node).__name__)
 
 
-def read_relaxed(reader: TextReader, quote: str) -> Asking:
+def read_relaxed(reader: TextReader, quote: str) -> Checking:
     """Read an object whose strings are between `quote`, and whose keys are bare. Return whether it is closed."""
     depth, previous, emit = 0, "", partial(reader.emit, "arguments")
     marks = (*"{}[],:", quote)

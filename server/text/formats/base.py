@@ -18,8 +18,8 @@ DeltaKind = Literal["content", "reasoning", "call", "arguments", "input"]
 Emit = Callable[[str], None]
 Reading = Generator[None, None, None]
 """Reads on in the text, and yields for more."""
-Asking = Generator[None, None, bool]
-"""Reads on, and answers a question."""
+Checking = Generator[None, None, bool]
+"""Reads on, and returns whether something was found."""
 Finding = Generator[None, None, str]
 """Reads on, and returns what it found."""
 
@@ -45,39 +45,39 @@ class TextReader(ABC):
 
     @abstractmethod
     def emit_content(self, text: str) -> None:
-        """Pass on content. White space at its end is held until more content follows."""
+        """Pass on content. White space at its end waits until more content follows."""
 
     def end_thoughts(self) -> None:
         self.thinking = False
         self.answer_start = self.num_chars - len(self.text)
 
-    def call_list(self, before: str = "", otherwise: Emit | None = None, *, is_held: bool = False) -> Asking:
+    def call_list(self, before: str = "", otherwise: Emit | None = None, *, is_constrained: bool = False) -> Checking:
         """Read a list of calls, which begins with its bracket. Return whether it holds one.
 
         See `call`.
         """
         otherwise = otherwise or self.emit_content
-        held, has_call = before + "[", False
+        unread, has_call = before + "[", False
         self.text = self.text[1:]
         while True:
             space = yield from self.space(", \t\r\n" if has_call else None)
             if self.text[:1] == "{":
-                is_call = yield from self.call(held + space, otherwise, is_held=is_held)
-                held, has_call = "", has_call or is_call
-                if is_call or is_held:
+                is_call = yield from self.call(unread + space, otherwise, is_constrained=is_constrained)
+                unread, has_call = "", has_call or is_call
+                if is_call or is_constrained:
                     continue
             elif self.text[:1] == "]":
                 self.text = self.text[1:]
-                held += space + "]" if held else ""
-            if held and not is_held:
-                otherwise(held)
+                unread += space + "]" if unread else ""
+            if unread and not is_constrained:
+                otherwise(unread)
             return has_call
 
-    def call(self, before: str = "", otherwise: Emit | None = None, *, is_held: bool = False) -> Asking:
+    def call(self, before: str = "", otherwise: Emit | None = None, *, is_constrained: bool = False) -> Checking:
         """Read one call object, which begins with its brace. Return whether it is a call.
 
-        Another object goes to `otherwise`, after the text `before` it: content by default. `is_held`: a grammar holds
-        the text, so that a cut object is never content.
+        Another object goes to `otherwise`, after the text `before` it: content by default. `is_constrained`: the text
+        follows a grammar, so a cut object is never content.
         """
         scanner, size = JsonScanner(), 0
         while True:
@@ -89,7 +89,7 @@ class TextReader(ABC):
         parts: list[str] = []
         if not isinstance(head, tuple):
             complete = yield from self.value(parts.append)
-            return self._emit_object("".join(parts), before, otherwise or self.emit_content, complete, is_held)
+            return self._emit_object("".join(parts), before, otherwise or self.emit_content, complete, is_constrained)
         self.emit("call", head[0])
         self.text = self.text[head[1] :]
         if self.text[0] == '"':
@@ -100,7 +100,7 @@ class TextReader(ABC):
         yield from self._tail()
         return True
 
-    def _emit_object(self, text: str, before: str, otherwise: Emit, complete: bool, is_held: bool) -> bool:
+    def _emit_object(self, text: str, before: str, otherwise: Emit, complete: bool, is_constrained: bool) -> bool:
         """Pass on an object whose head is not that of a call. Return whether it is a call all the same."""
         if (call := call_of(text)) is not None:
             self.emit("call", call[0])
@@ -110,7 +110,7 @@ class TextReader(ABC):
         if is_cut and (name := self.cut_name(cut_name(text))) is not None:
             self.emit("call", name)
             return True
-        if not (is_cut and is_held):
+        if not (is_cut and is_constrained):
             otherwise(before + text)
         return False
 
@@ -129,7 +129,7 @@ class TextReader(ABC):
         possible = [known for known in self.tool_names if known.startswith(name or "")]
         return possible[0] if len(possible) == 1 else name
 
-    def value(self, emit: Emit, depth: int = 0) -> Asking:
+    def value(self, emit: Emit, depth: int = 0) -> Checking:
         """Pass on a JSON value as it arrives. Return whether it is complete."""
         scanner = JsonScanner(depth)
         while True:
@@ -212,7 +212,7 @@ class GrammarTools(Protocol):
         """Return a JSON value of a schema. It may hold what `ref` returns."""
 
     def ref(self, name: str, *path: str) -> dict[str, Any]:
-        """Return a schema that stands for a place in a tool's own."""
+        """Return a schema that refers to a part of a tool's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class ToolFormat:
     """Returns the Lark rules of an answer that is only calls; the first is named `calls`."""
     opens: tuple[str, ...] = ()
     """Texts that begin calls."""
-    read_calls: Callable[[TextReader, Emit], Asking] | None = field(default=None, repr=False)
+    read_calls: Callable[[TextReader, Emit], Checking] | None = field(default=None, repr=False)
     """Reads calls that begin with one of `opens`. Passes on other text, and returns False, if there is none."""
     tokens: tuple[str, ...] = ()
     """Tokens that only vocabularies of this family have."""

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from server.text.detokenizer import ambiguous_len
 from server.text.formats.arguments import Tags, read_relaxed
-from server.text.formats.base import Asking, Emit, Reading, TextReader
+from server.text.formats.base import Checking, Emit, Reading, TextReader
 
 MAX_NAME_CHARS: Final = 256  # twice the limit for a tool's name
 _NAME: Final = r"[\w.:/-]+"
@@ -23,8 +23,8 @@ Arguments = Literal["object", "json", "tags", "python", "relaxed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """How a grammar has the model write calls: the texts around all of them, and around each one's name."""
+class CallForm:
+    """The form of calls that a grammar makes the model write: the texts around all calls, and around each name."""
 
     call: tuple[str, str, str]
     """Before the name, after it, and after the arguments. Without a name: before and after a call object."""
@@ -45,14 +45,14 @@ class Syntax:
     closes: tuple[str, ...]
     """Texts that stand after a call."""
     arguments: Arguments
-    writes: Written
-    stops: tuple[str, ...] = ()
-    """Texts after a name, where calls are no objects. `{` and `<` begin what follows."""
+    form: CallForm
+    name_ends: tuple[str, ...] = ()
+    """Texts that end a name, if calls are no objects. `{` and `<` are the first characters of the arguments."""
     name: str = rf"[\"']?({_NAME})[\"']?"
     """A pattern; its group is the name."""
     tags: Tags | None = None
     quote: str = ""
-    """A text around strings."""
+    """The quotation mark of this family's strings."""
     extra: tuple[str, ...] = ()
     """Further special tokens within calls."""
 
@@ -61,38 +61,38 @@ class Syntax:
         while (yield from reader.before(self.opens, reader.emit_content)):
             yield from self.read_calls(reader, reader.emit_content)
 
-    def read_calls(self, reader: TextReader, otherwise: Emit) -> Asking:
+    def read_calls(self, reader: TextReader, otherwise: Emit) -> Checking:
         """Read the calls that begin here, with their markers. Return whether there is one."""
-        held, has_call, is_open = "", False, False
+        markers, has_call, is_open = "", False, False
         while True:
             space = yield from reader.space()
             marker = yield from reader.starts((*self.opens, *self.closes))
             if marker:
                 reader.text = reader.text[len(marker) :]
                 is_open = marker in self.opens
-                held += space + marker if held or is_open else ""
-            elif held or (is_open and reader.text[:1] == "{" and self.arguments == "object"):
-                if not (yield from self._call(reader, held + space, otherwise)):
+                markers += space + marker if markers or is_open else ""
+            elif markers or (is_open and reader.text[:1] == "{" and self.arguments == "object"):
+                if not (yield from self._call(reader, markers + space, otherwise)):
                     return has_call
-                held, has_call = "", True
+                markers, has_call = "", True
             else:
                 is_cut = reader.ended and any(marker.startswith(reader.text) for marker in self.closes)
                 reader.text = "" if is_cut else space + reader.text
                 return has_call
 
-    def _call(self, reader: TextReader, held: str, otherwise: Emit) -> Asking:
-        """Read what follows the markers. What is no call goes to `otherwise`. Return whether it is one."""
+    def _call(self, reader: TextReader, markers: str, otherwise: Emit) -> Checking:
+        """Read what follows the markers. Return whether it is a call; other text goes to `otherwise`."""
         start = reader.text[:1]
         if start == "{" and self.arguments != "relaxed":
-            return (yield from reader.call(held, otherwise))
+            return (yield from reader.call(markers, otherwise))
         if start == "[":
-            return (yield from reader.call_list(held, otherwise))
+            return (yield from reader.call_list(markers, otherwise))
         is_call = yield from self._named(reader)
         if not is_call:
-            otherwise(held)
+            otherwise(markers)
         return is_call
 
-    def _named(self, reader: TextReader) -> Asking:
+    def _named(self, reader: TextReader) -> Checking:
         """Read a name and its arguments. Return False, and leave the text, if there is no call."""
         head, stop = yield from self._head(reader)
         name = re.fullmatch(self.name, head.strip())
@@ -116,18 +116,18 @@ class Syntax:
         return True
 
     def _head(self, reader: TextReader) -> Generator[None, None, tuple[str, str]]:
-        """Return the text before what follows a name, and that. It is "" where the text ends, or is no name."""
+        """Return the text before the first of `name_ends`, and that end: "" if the text ends or holds no name."""
         while True:
             text = reader.text
-            at, stop = min(((at, stop) for stop in self.stops if (at := text.find(stop)) >= 0), default=(-1, ""))
-            size = at if stop else len(text) - ambiguous_len(text, self.stops)
-            if not self.stops or size > MAX_NAME_CHARS:
+            at, stop = min(((at, stop) for stop in self.name_ends if (at := text.find(stop)) >= 0), default=(-1, ""))
+            size = at if stop else len(text) - ambiguous_len(text, self.name_ends)
+            if not self.name_ends or size > MAX_NAME_CHARS:
                 return "", ""
             if stop or reader.ended:
                 return text[:size], stop
             yield
 
-    def _has_arguments(self, reader: TextReader) -> Asking:
+    def _has_arguments(self, reader: TextReader) -> Checking:
         """Return whether arguments begin here, or the call ends without any."""
         if self.tags is None and reader.text[:1] == "{":
             return True

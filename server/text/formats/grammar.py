@@ -19,19 +19,19 @@ _SCALARS: Final = frozenset({"number", "integer", "boolean", "null"})
 
 def call_rules(syntax: Syntax, tools: GrammarTools) -> list[str]:
     """Return rules; the first is named `calls`."""
-    written, names = syntax.writes, list(tools.parameters)
-    if written.is_list:
-        body = tools.json(list_schema(tools, written.arguments_key))
-        return [_line("calls", _around(tools, written.call, "body")), _line("body", body)]
-    separator = tools.literal(written.separator)
+    form, names = syntax.form, list(tools.parameters)
+    if form.is_list:
+        body = tools.json(list_schema(tools, form.arguments_key))
+        return [_line("calls", _around(tools, form.call, "body")), _line("body", body)]
+    separator = tools.literal(form.separator)
     calls = f"call ({separator} call)*" if tools.parallel else "call"
-    lines = [_line("calls", " ".join((tools.literal(written.section[0]), calls, tools.literal(written.section[1]))))]
+    lines = [_line("calls", " ".join((tools.literal(form.section[0]), calls, tools.literal(form.section[1]))))]
     if syntax.arguments == "object":
-        body = tools.json(_any_call(tools, written.arguments_key))
-        return [*lines, _line("call", _around(tools, written.call, "body")), _line("body", body)]
+        body = tools.json(_any_call(tools, form.arguments_key))
+        return [*lines, _line("call", _around(tools, form.call, "body")), _line("body", body)]
     lines.append(_line("call", " | ".join(f"call_{number}" for number in range(len(names)))))
     for number, name in enumerate(names):
-        before, after, end = written.call
+        before, after, end = form.call
         arguments = f"arguments_{number}"
         lines.append(_line(f"call_{number}", _around(tools, (before + name + after, "", end), arguments)))
         if syntax.arguments == "json":

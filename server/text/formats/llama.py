@@ -15,8 +15,8 @@ from typing import Final
 
 from server.text.call_syntax import call_of, cut_name, is_json, match_head
 from server.text.formats.arguments import literal
-from server.text.formats.base import Asking, Finding, Reading, TextReader, ToolFormat
-from server.text.formats.calls import MAX_NAME_CHARS, Syntax, Written
+from server.text.formats.base import Checking, Finding, Reading, TextReader, ToolFormat
+from server.text.formats.calls import MAX_NAME_CHARS, CallForm, Syntax
 from server.text.formats.grammar import call_rules
 
 _TAGS: Final = ("<|python_tag|>", "<|python_start|>")
@@ -25,8 +25,8 @@ _LINES: Final = ("\n{", *_TAGS)
 _FUNCTION: Final = re.compile(r"[\[,]\s*([^\W\d][\w.-]*)\(")
 _FUNCTION_START: Final = re.compile(r"(?:[\[,]\s*(?:[^\W\d][\w.-]*)?)?")
 _STOP: Final = re.compile(r"\\.?|[\"'(){}\[\]]", re.DOTALL)
-_OBJECTS: Final = Syntax((), (), "object", Written(("", "", ""), separator="; ", arguments_key="parameters"))
-_FUNCTIONS: Final = Syntax((), (), "python", Written(("", "(", ")"), ("[", "]"), ", "))
+_OBJECTS: Final = Syntax((), (), "object", CallForm(("", "", ""), separator="; ", arguments_key="parameters"))
+_FUNCTIONS: Final = Syntax((), (), "python", CallForm(("", "(", ")"), ("[", "]"), ", "))
 
 
 def _read(reader: TextReader) -> Reading:
@@ -61,7 +61,7 @@ def _read(reader: TextReader) -> Reading:
             reader.text = reader.text[len(_END) :]
 
 
-def _pass_on(reader: TextReader, size: int) -> Asking:
+def _pass_on(reader: TextReader, size: int) -> Checking:
     """Pass on text that begins with no call, at least `size` characters. Return whether a line after it may."""
     reader.emit_content(reader.text[:size])
     reader.text = reader.text[size:]
@@ -84,7 +84,7 @@ def _read_cut(reader: TextReader, body: str) -> None:
         reader.text = ""
 
 
-def _read_functions(reader: TextReader) -> Asking:
+def _read_functions(reader: TextReader) -> Checking:
     """Read a list of calls, each when it is complete. Return False, and leave the text, if there is none."""
     has_call = False
     while True:

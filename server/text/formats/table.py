@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001 (DeepSeek's markers have a wide bar)
 """The families whose calls stand between markers: one row each, which a reader and a grammar share.
 
-The first row whose marks a chat template holds is taken, so that narrow ones come first. Each example is what the row's
-model card, chat template or the engine's documentation shows.
+A chat template gets the first row whose marks it contains, so narrower rows come first. Each example is from the row's
+model card, its chat template or the engine's documentation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from server.text.formats.arguments import Tags
 from server.text.formats.base import ToolFormat
-from server.text.formats.calls import Syntax, Written
+from server.text.formats.calls import CallForm, Syntax
 from server.text.formats.grammar import call_rules
 
 _DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -22,9 +22,9 @@ _KIMI: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 
 def _row(name: str, marks: tuple[tuple[str, ...], ...], syntax: Syntax, tokens: tuple[str, ...] = ()) -> ToolFormat:
-    """`marks`: texts in chat templates, all of any group. `tokens`: those that only this family's vocabularies have."""
+    """`marks`: groups of texts; a template with all texts of one group uses this row. `tokens`: see `ToolFormat`."""
     tags = () if syntax.tags is None else (*syntax.tags.key, *syntax.tags.value)
-    texts = (*syntax.opens, *syntax.closes, *syntax.stops, *tags, syntax.quote, *syntax.extra)
+    texts = (*syntax.opens, *syntax.closes, *syntax.name_ends, *tags, syntax.quote, *syntax.extra)
     return ToolFormat(
         name,
         tuple(dict.fromkeys(text for text in texts if len(text) > 1)),
@@ -39,14 +39,14 @@ def _row(name: str, marks: tuple[tuple[str, ...], ...], syntax: Syntax, tokens: 
 
 def _list(opening: str, closing: str, opens: tuple[str, ...] = (), closes: tuple[str, ...] = ()) -> Syntax:
     """<|tool_call|>[{"name": ..., "arguments": {...}}, ...]"""
-    written = Written((opening, "", closing), is_list=True)
-    return Syntax((opening, *opens), (*filter(None, [closing]), *closes), "object", written)
+    form = CallForm((opening, "", closing), is_list=True)
+    return Syntax((opening, *opens), (*filter(None, [closing]), *closes), "object", form)
 
 
-def _mistral(writes: Written) -> Syntax:
+def _mistral(form: CallForm) -> Syntax:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}] or [TOOL_CALLS]NAME[ARGS]{...}"""
     name = r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*)?"
-    return Syntax(("[TOOL_CALLS]",), (), "json", writes, ("[ARGS]", "{"), name, extra=("[CALL_ID]",))
+    return Syntax(("[TOOL_CALLS]",), (), "json", form, ("[ARGS]", "{"), name, extra=("[CALL_ID]",))
 
 
 def _glm(line: str) -> Syntax:
@@ -55,8 +55,8 @@ def _glm(line: str) -> Syntax:
         opens=("<tool_call>",),
         closes=("</tool_call>",),
         arguments="tags",
-        writes=Written(("<tool_call>", line, "</tool_call>"), separator=line),
-        stops=("<",),
+        form=CallForm(("<tool_call>", line, "</tool_call>"), separator=line),
+        name_ends=("<",),
         tags=Tags(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), line=line),
     )
 
@@ -69,10 +69,10 @@ ROWS: Final = (
             opens=(_DEEPSEEK[0], _DEEPSEEK_CALL[0]),
             closes=("```", _DEEPSEEK_CALL[1], _DEEPSEEK[1]),
             arguments="json",
-            writes=Written(
+            form=CallForm(
                 (f"{_DEEPSEEK_CALL[0]}function{_SEP}", "\n```json\n", f"\n```{_DEEPSEEK_CALL[1]}"), _DEEPSEEK, "\n"
             ),
-            stops=("```json",),
+            name_ends=("```json",),
             name=rf"(?:[a-z]*{_SEP})?\s*([\w.:/-]+)",
             extra=(_SEP,),
         ),
@@ -84,8 +84,8 @@ ROWS: Final = (
             opens=(_DEEPSEEK[0], _DEEPSEEK_CALL[0]),
             closes=(_DEEPSEEK_CALL[1], _DEEPSEEK[1]),
             arguments="json",
-            writes=Written((_DEEPSEEK_CALL[0], _SEP, _DEEPSEEK_CALL[1]), _DEEPSEEK),
-            stops=(_SEP,),
+            form=CallForm((_DEEPSEEK_CALL[0], _SEP, _DEEPSEEK_CALL[1]), _DEEPSEEK),
+            name_ends=(_SEP,),
         ),
         (*_DEEPSEEK, _SEP),
     ),
@@ -96,10 +96,10 @@ ROWS: Final = (
             opens=(_KIMI[0], "<|tool_call_begin|>"),
             closes=("<|tool_call_end|>", _KIMI[1]),
             arguments="json",
-            writes=Written(
+            form=CallForm(
                 ("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>"), _KIMI
             ),
-            stops=("<|tool_call_argument_begin|>",),
+            name_ends=("<|tool_call_argument_begin|>",),
             name=r"(?:functions\.)?([\w./-]+?)(?::[0-9]*)?",
         ),
         _KIMI,
@@ -113,10 +113,8 @@ ROWS: Final = (
             opens=("<minimax:tool_call>", "<invoke name="),
             closes=("</invoke>", "</minimax:tool_call>"),
             arguments="tags",
-            writes=Written(
-                ('<invoke name="', '">\n', "</invoke>\n"), ("<minimax:tool_call>\n", "</minimax:tool_call>")
-            ),
-            stops=(">",),
+            form=CallForm(('<invoke name="', '">\n', "</invoke>\n"), ("<minimax:tool_call>\n", "</minimax:tool_call>")),
+            name_ends=(">",),
             tags=Tags(('<parameter name="', '">'), ("", "</parameter>"), line="\n"),
         ),
     ),
@@ -127,8 +125,8 @@ ROWS: Final = (
             opens=("<tool_call>", "<function="),
             closes=("</function>", "</tool_call>"),
             arguments="tags",
-            writes=Written(("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"), separator="\n"),
-            stops=(">",),
+            form=CallForm(("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"), separator="\n"),
+            name_ends=(">",),
             tags=Tags(("<parameter=", ">"), ("", "</parameter>"), trims=True, line="\n"),
         ),
     ),
@@ -139,8 +137,8 @@ ROWS: Final = (
             opens=("<|tool_call>",),
             closes=("<tool_call|>",),
             arguments="relaxed",
-            writes=Written(("<|tool_call>call:", "", "<tool_call|>")),
-            stops=("{",),
+            form=CallForm(("<|tool_call>call:", "", "<tool_call|>")),
+            name_ends=("{",),
             name=r"(?:call)?\s*:?\s*([\w.-]+)",
             quote='<|"|>',
         ),
@@ -157,10 +155,12 @@ ROWS: Final = (
     _row(
         "mistral_v11",
         (("[TOOL_CALLS]", "[ARGS]"),),
-        _mistral(Written(("[TOOL_CALLS]", "[ARGS]", ""))),
+        _mistral(CallForm(("[TOOL_CALLS]", "[ARGS]", ""))),
         ("[TOOL_CALLS]", "[ARGS]"),
     ),
-    _row("mistral", (("[TOOL_CALLS]",),), _mistral(Written(("[TOOL_CALLS]", "", ""), is_list=True)), ("[TOOL_CALLS]",)),
+    _row(
+        "mistral", (("[TOOL_CALLS]",),), _mistral(CallForm(("[TOOL_CALLS]", "", ""), is_list=True)), ("[TOOL_CALLS]",)
+    ),
     _row(
         "hermes",
         (("<tool_call>",),),
@@ -168,7 +168,7 @@ ROWS: Final = (
             opens=("<tool_call>",),
             closes=("</tool_call>",),
             arguments="object",
-            writes=Written(("<tool_call>\n", "", "\n</tool_call>"), separator="\n"),
+            form=CallForm(("<tool_call>\n", "", "\n</tool_call>"), separator="\n"),
         ),
     ),
 )

@@ -205,7 +205,7 @@ def test_a_member_with_many_tiers_costs_few_keys(names: list[str]) -> None:
     shard.registry.refresh([(b"w0", record)], [])
     query = shard._query(None)
     assert len(query.links) == 1 + ("disk" in names)
-    assert len(query.places[0]) == min(1 + len(names), schema.MAX_TIERS)
+    assert len(query.matches_of[0]) == min(1 + len(names), schema.MAX_TIERS)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_closed_store_has_nothing_and_takes_nothing(make_store: MakeStore) -> 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_write_under_way_brings_nothing_back_after_a_clear(make_store: MakeStore, when: str) -> None:
     store = make_store(2)
-    keep = store._keep
+    keep = store._write_record
     links = chain([0, 1])
 
     def clear_while_writing(payload: memoryview, link: ChainLink, record: int) -> bool:
@@ -126,9 +126,9 @@ def test_a_write_under_way_brings_nothing_back_after_a_clear(make_store: MakeSto
             store.clear()
         return is_written
 
-    store._keep = clear_while_writing  # type: ignore[method-assign]
+    store._write_record = clear_while_writing  # type: ignore[method-assign]
     assert write(store, links[0]) == [False]
-    store._keep = keep  # type: ignore[method-assign]
+    store._write_record = keep  # type: ignore[method-assign]
     assert len(store) == 0
     assert store.take_events() == []
     assert write(store, *links) == [True, True], "a record was lost"
@@ -137,17 +137,17 @@ def test_a_write_under_way_brings_nothing_back_after_a_clear(make_store: MakeSto
 
 def test_a_record_in_use_by_a_cleared_write_is_not_reused(make_store: MakeStore) -> None:
     store = make_store(1)
-    keep = store._keep
+    keep = store._write_record
     late, early = chain([0])[0], chain([1])[0]
 
     def write_another_first(payload: memoryview, link: ChainLink, record: int) -> bool:
-        store._keep = keep  # type: ignore[method-assign]
+        store._write_record = keep  # type: ignore[method-assign]
         store.clear()
         if write(store, early) == [True]:
             assert store.tier == "disk", "two writes share a record"
         return keep(payload, link, record)
 
-    store._keep = write_another_first  # type: ignore[method-assign]
+    store._write_record = write_another_first  # type: ignore[method-assign]
     write(store, late)
     assert write(store, early) == [True]
     assert reads_exactly(store, early)
@@ -157,15 +157,15 @@ def test_a_record_that_is_overwritten_while_it_is_read_is_a_miss(make_store: Mak
     store = make_store(1)
     old, new = chain([0])[0], chain([1])[0]
     write(store, old)
-    fill = store._fill
+    fill = store._read_record
 
     def overwrite_first(payload: memoryview, link: ChainLink, record: int) -> bool:
         assert write(store, new) == [True]
         return fill(payload, link, record)
 
-    store._fill = overwrite_first  # type: ignore[method-assign]
+    store._read_record = overwrite_first  # type: ignore[method-assign]
     assert not reads_exactly(store, old)
-    store._fill = fill  # type: ignore[method-assign]
+    store._read_record = fill  # type: ignore[method-assign]
     assert reads_exactly(store, new), "the block that took the record was dropped for the one before"
 
 
@@ -173,15 +173,15 @@ def test_a_parent_evicted_during_a_write_makes_it_fail(make_store: MakeStore) ->
     store = make_store(3)
     parent, child = chain([0, 1])
     write(store, parent)
-    keep = store._keep
+    keep = store._write_record
 
     def lose_the_parent(payload: memoryview, link: ChainLink, record: int) -> bool:
         store._free += store._chains.forget(lambda held: held.link == parent)
         return keep(payload, link, record)
 
-    store._keep = lose_the_parent  # type: ignore[method-assign]
+    store._write_record = lose_the_parent  # type: ignore[method-assign]
     assert write(store, child) == [False]
-    store._keep = keep  # type: ignore[method-assign]
+    store._write_record = keep  # type: ignore[method-assign]
     assert len(store) == 0
     others = [chain([token])[0] for token in (2, 3, 4)]
     assert write(store, *others) == [True] * 3, "a record was lost"

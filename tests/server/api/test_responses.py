@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from server.api.prompts.items import messages_of_items
 from server.schema.requests import InputItem, ResponsesRequest
-from server.schema.tools import Toolbox
+from server.schema.tools import ToolSet
 from tests.server.api.test_tools import CALL, WEATHER, Says
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
@@ -164,7 +164,7 @@ async def test_thousands_of_calls_in_a_row_are_one_message() -> None:
     for count in (5_000, 50_000) * 3:
         request = ResponsesRequest(model="tiny", input=items[:count])
         begun_s = time.thread_time()
-        [message], _ = messages_of_items(request, Toolbox())
+        [message], _ = messages_of_items(request, ToolSet())
         cpu_s[count] = min(cpu_s[count], time.thread_time() - begun_s)
         assert [call.id for call in message.tool_calls or ()] == [f"c{n}" for n in range(count)]
     assert cpu_s[50_000] < 50 * cpu_s[5_000], "a hundred times as long would be quadratic"

@@ -124,7 +124,7 @@ async def test_what_no_grammar_holds_is_named_and_refused_with_strict(says: Says
         for choice in ("named", "required", "auto"):
             status, _, raw = await post(target.url, body(api, SET, choice=choice, strict=True), PATHS[api])
             assert status == 400
-            assert f"{tool_place} is nothing that a grammar can hold" in json.loads(raw)["error"]["message"]
+            assert f"{tool_place} cannot be enforced by a grammar" in json.loads(raw)["error"]["message"]
         if api != "messages":
             status, _, raw = await post(target.url, body(api, form=SET, strict=True), PATHS[api])
             assert (status, json.loads(raw)["error"]["param"]) == (400, format_place)

@@ -17,7 +17,7 @@ from server.api.prompts.items import messages_of_items
 from server.api.responses import ResponsesFormatter
 from server.request.choice import ChoiceDelta
 from server.schema.requests import ChatRequest, ResponsesRequest
-from server.schema.tools import make_toolbox, read_tools
+from server.schema.tools import make_tool_set, read_tools
 from server.text.formats import FORMATS
 from server.text.output_parser import ChoiceMessage, OutputRules
 from tests.server.api.test_tools import WEATHER, Says, follows
@@ -310,10 +310,10 @@ async def test_three_hundred_tools_with_names_of_128_characters(says: Says) -> N
 
 
 def test_one_name_for_two_tools_is_refused() -> None:
-    same = make_toolbox(read_tools([FUNCTION, FUNCTION], nested=False))
+    same = make_tool_set(read_tools([FUNCTION, FUNCTION], nested=False))
     assert [tool.name for tool in same.tools] == ["get_weather"]
     with pytest.raises(Exception, match=r"tools\[1\].name is the name of tools\[0\] too"):
-        make_toolbox(read_tools([FUNCTION, {**FUNCTION, "description": "other"}], nested=False))
+        make_tool_set(read_tools([FUNCTION, {**FUNCTION, "description": "other"}], nested=False))
 
 
 WORDS = st.sampled_from(["a", "b", "a__b", "b__a", "a_b", "mcp__a__", "x" * 60, "x" * 61, "x" * 128])
@@ -356,11 +356,11 @@ def test_random_mixes_round_trip(tools: list[dict[str, Any]], text: str, cuts: l
     """Every tool has a name of its own for the model. A call of it comes back as the client's, and so does history."""
     text = text.encode("utf-8", "replace").decode()
     for nested in (False, True):
-        toolbox = make_toolbox(read_tools([in_chats(tool) for tool in tools] if nested else tools, nested=nested))
-        names = [tool.name for tool in toolbox.tools]
-        assert len(names) == len(set(names)) == len(toolbox.model_names)
-        rules = OutputRules(tools=FORMATS["hermes"], tool_names=frozenset(names), client_names=toolbox.names)
-        for client_name, name in toolbox.model_names.items():
+        tool_set = make_tool_set(read_tools([in_chats(tool) for tool in tools] if nested else tools, nested=nested))
+        names = [tool.name for tool in tool_set.tools]
+        assert len(names) == len(set(names)) == len(tool_set.model_names)
+        rules = OutputRules(tools=FORMATS["hermes"], tool_names=frozenset(names), client_names=tool_set.names)
+        for client_name, name in tool_set.model_names.items():
             assert client_name.namespace is None or len(name) <= 64
             written = hermes(name, {"input": text})
             key, value = ("input", text) if client_name.kind == "custom" else ("arguments", json.dumps({"input": text}))
@@ -381,7 +381,7 @@ def test_random_mixes_round_trip(tools: list[dict[str, Any]], text: str, cuts: l
             else:
                 called = answered(rules, pieces(written, cuts))
                 request = msgspec.convert({"model": "m", "input": [called], "tools": tools}, ResponsesRequest)
-                (back,), _ = messages_of_items(request, toolbox)
+                (back,), _ = messages_of_items(request, tool_set)
                 function = back.tool_calls[0].called  # type: ignore[index]
             assert (called["name"], called.get("namespace"), called[key]) == (
                 client_name.name,

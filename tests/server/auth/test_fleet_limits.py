@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from server.auth.fleet_limits import GONE_S, Purse, PurseUse
+from server.auth.fleet_limits import GONE_S, Allotment, AllotmentUse
 from server.auth.shared_limits import JOIN_S, PERIOD_S
 from server.errors import OverloadedError
 from tests.server.auth.limits_machine import NUM_GATEWAYS, Episode, Fleet, arrivals, entry
@@ -97,7 +97,7 @@ def test_a_gateway_that_starts_has_its_part_at_once() -> None:
     begun_s = fleet.now_s
     fleet.start("h1")
     assert fleet.now_s - begun_s < JOIN_S / 2
-    assert fleet.gateways["h1"][0].purses["k/requests"].left(fleet.now_s) == 300
+    assert fleet.gateways["h1"][0].allotments["k/requests"].left(fleet.now_s) == 300
     fleet.start("h2")
     assert sum(fleet.ask("h2", "k") for _ in range(10)) == 10
 
@@ -123,58 +123,58 @@ def test_a_gateway_that_redis_hides_keeps_its_share() -> None:
 
 
 def test_a_gift_under_way_keeps_its_room() -> None:
-    purse = Purse("k/requests", 600, 0.5)
-    purse.move(0.0, -100.0, 100.0)
-    assert purse.owned(60.0) == 200.0
-    purse.move(60.0, 0.0, 0.0)
-    assert purse.owned(120.0) == 300.0
+    allotment = Allotment("k/requests", 600, 0.5)
+    allotment.move(0.0, -100.0, 100.0)
+    assert allotment.owned(60.0) == 200.0
+    allotment.move(60.0, 0.0, 0.0)
+    assert allotment.owned(120.0) == 300.0
 
 
 def test_the_room_of_a_gift_that_no_gateway_takes_is_free_again() -> None:
     fleet = Fleet({"k": entry(requests_per_minute=600)}, 2)
-    purse = fleet.gateways["g0"][0].purses["k/requests"]
+    allotment = fleet.gateways["g0"][0].allotments["k/requests"]
     while not under_way(fleet, "k/requests"):
         fleet.ask("g1", "k")
         fleet.advance(fleet.now_s + 0.01)
     fleet.kill("g1")
-    assert purse.owned(fleet.now_s) < purse.part
+    assert allotment.owned(fleet.now_s) < allotment.part
     fleet.advance(fleet.now_s + 60.0)
-    assert purse.owned(fleet.now_s) == purse.part == 300.0
+    assert allotment.owned(fleet.now_s) == allotment.part == 300.0
 
 
-def test_a_purse_above_its_part_runs_off_as_the_others_refill() -> None:
-    purse = Purse("k/requests", 600, 0.25)
-    purse.own(0.0, 300.0)
-    assert (purse.owned(10.0), purse.owned(1000.0)) == (225.0, 150.0)
+def test_an_allotment_above_its_part_runs_off_as_others_refill() -> None:
+    allotment = Allotment("k/requests", 600, 0.25)
+    allotment.own(0.0, 300.0)
+    assert (allotment.owned(10.0), allotment.owned(1000.0)) == (225.0, 150.0)
 
 
-def test_a_purse_says_when_an_amount_can_be_taken() -> None:
-    purse = Purse("k/requests", 600, 0.25)
-    purse.own(0.0, 10.0)
-    assert purse.take(0.0, 1000.0) == 56.0, "when it is full"
-    assert purse.demand.at(0.0) == 1000.0, "refused or not"
-    assert purse.take(0.0, 10.5) == 0.0, "less than one more than it holds"
-    assert purse.owned(0.0) == -0.5
-    whole = Purse("k/requests", 600, 1.0)
+def test_an_allotment_says_when_an_amount_can_be_taken() -> None:
+    allotment = Allotment("k/requests", 600, 0.25)
+    allotment.own(0.0, 10.0)
+    assert allotment.take(0.0, 1000.0) == 56.0, "when it is full"
+    assert allotment.demand.at(0.0) == 1000.0, "refused or not"
+    assert allotment.take(0.0, 10.5) == 0.0, "less than one more than it holds"
+    assert allotment.owned(0.0) == -0.5
+    whole = Allotment("k/requests", 600, 1.0)
     whole.own(0.0, 10.0)
     assert whole.take(0.0, 10.5) == pytest.approx(0.05), "a whole limit grants no more"
 
 
 def test_a_smaller_limit_takes_what_is_above_it() -> None:
-    purse = Purse("k/requests", 600, 0.5)
-    purse.resize(0.0, 60, 0.5)
-    assert purse.owned(0.0) == 30.0
-    purse.resize(0.0, 120, 0.5)
-    assert purse.owned(0.0) == 30.0, "more comes with time"
+    allotment = Allotment("k/requests", 600, 0.5)
+    allotment.resize(0.0, 60, 0.5)
+    assert allotment.owned(0.0) == 30.0
+    allotment.resize(0.0, 120, 0.5)
+    assert allotment.owned(0.0) == 30.0, "more comes with time"
 
 
-def test_only_purses_in_use_are_published() -> None:
-    rate, count = Purse("k/requests", 600, 0.5), Purse("k/streams", 8, 0.5)
+def test_only_allotments_in_use_are_published() -> None:
+    rate, count = Allotment("k/requests", 600, 0.5), Allotment("k/streams", 8, 0.5)
     assert rate.use(0.0) is count.use(0.0) is None
     count.open = 1
-    assert count.use(0.0) == PurseUse(4.0, 1, 0.0)
+    assert count.use(0.0) == AllotmentUse(4.0, 1, 0.0)
     rate.take(0.0, 1.0)
-    assert rate.use(0.0) == PurseUse(299.0, 0, 1.0)
+    assert rate.use(0.0) == AllotmentUse(299.0, 0, 1.0)
     assert rate.use(60.0) is None, "full again"
 
 
@@ -222,17 +222,17 @@ def test_a_new_day_begins_with_its_whole_budget() -> None:
             fleet.advance(fleet.now_s + rng.random() / 20.0)
         fleet.day, fleet.records = "2", {}
         fleet.settle()
-        for purse, limit in (("d/day", 1000), ("s/streams", 40)):
-            while under_way(fleet, purse):
+        for allotment, limit in (("d/day", 1000), ("s/streams", 40)):
+            while under_way(fleet, allotment):
                 fleet.advance(fleet.now_s + PERIOD_S)
-            owned = [limits.purses[purse].owned(fleet.now_s) for limits, _ in fleet.gateways.values()]
-            assert sum(owned) == pytest.approx(limit), (seed, purse)
+            owned = [limits.allotments[allotment].owned(fleet.now_s) for limits, _ in fleet.gateways.values()]
+            assert sum(owned) == pytest.approx(limit), (seed, allotment)
 
 
-def under_way(fleet: Fleet, purse: str) -> bool:
+def under_way(fleet: Fleet, allotment: str) -> bool:
     """Return whether a part of a limit is given, and not known to be taken."""
     gifts = [gift for name in fleet.gateways for gift in fleet.records[name].gifts.values()]
-    return any(purse in gift.amounts for gift in gifts)
+    return any(allotment in gift.amounts for gift in gifts)
 
 
 def test_open_requests_move_to_where_they_are_asked_for() -> None:

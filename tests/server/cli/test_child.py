@@ -122,7 +122,7 @@ async def test_the_last_lines_of_a_quiet_child_are_printed_at_the_end() -> None:
     with pytest.raises(CommandError):
         await make_child(program, lines, quiet=True).run(print)
     heard = [lines.get_nowait() for _ in range(lines.qsize())]
-    assert (len(heard), heard[-1]) == (child_module.MAX_HELD_LINES, "no room")
+    assert (len(heard), heard[-1]) == (child_module.MAX_LAST_LINES, "no room")
 
 
 async def test_a_quiet_child_that_is_stopped_prints_nothing(tmp_path: Path) -> None:

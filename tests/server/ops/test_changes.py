@@ -1,4 +1,4 @@
-"""Changes of workers and requests, from snapshots of them."""
+"""FeedChanges of workers and requests, from snapshots of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.ops.changes import MAX_CHANGES, SAME_S, Changes
+from server.ops.changes import MAX_CHANGES, SAME_S, FeedChanges
 
 STATES = ("serving", "standby", "draining", "broken", "lost")
 
 
 class Watched:
-    """Changes under a clock of the test."""
+    """FeedChanges under a clock of the test."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.changes = Changes(clock=lambda: self.now)
+        self.changes = FeedChanges(clock=lambda: self.now)
 
     def see(self, *workers: tuple[str, str], epoch: str = "1", **counts: int) -> list[dict[str, Any]]:
         rows = [{"worker": name, "model": "m", "epoch": epoch, "state": state, "reason": ""} for name, state in workers]

@@ -329,7 +329,7 @@ async def test_keys_of_schemas_in_another_order_are_named(
     assert (found["field"], found["reordered"], found["differing"]) == (field, True, [])
     assert await asyncio.to_thread(cli.main, ["prefix", *written(tmp_path, a, b), "--ops", gateway.ops]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == f"They part in {field}"
+    assert lines[2] == f"They differ first in {field}"
     assert "--sort-tool-schemas" in lines[3]
     assert not (await parting(gateway, a, a))["reordered"]
 
@@ -399,7 +399,7 @@ async def test_the_command(gateway: Process, tmp_path: Path, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("tiny: A has ")
     assert lines[1].endswith(" blocks of 16")
-    assert lines[2] == "They part in system[1].text"
+    assert lines[2] == "They differ first in system[1].text"
     assert "/home/|ann" in lines[3]
     assert "/home/|bob" in lines[4]
     assert lines[5].startswith("Cost: ")

@@ -14,7 +14,7 @@ from cache.hashing import hash_chain, index_entry
 from cache.records import WorkerMember
 from cache.types import BlockHash, Epoch, WorkerId, WorkerIncarnation
 from server.router.ledger import MAX_HOLDERS, Ledger, SharedPrefix, tree_rows
-from server.router.load_tracker import ActiveRequest
+from server.router.load_tracker import TrackedRequest
 from server.router.types import RouteRequest
 from tests.members import make_member
 
@@ -140,8 +140,8 @@ def random_chain(length: int) -> list[BlockHash]:
     return [BlockHash(os.urandom(16)) for _ in range(length)]
 
 
-def active() -> ActiveRequest:
-    return ActiveRequest(1.0, 1.0, 0)
+def active() -> TrackedRequest:
+    return TrackedRequest(1.0, 1.0, 0)
 
 
 class Live:
@@ -151,7 +151,7 @@ class Live:
         self.now_s = 0.0
         self.ledger = Ledger(lambda: self.now_s, 0.5)
 
-    def open(self, hashes: Sequence[BlockHash]) -> tuple[ActiveRequest, Sequence[BlockHash]]:
+    def open(self, hashes: Sequence[BlockHash]) -> tuple[TrackedRequest, Sequence[BlockHash]]:
         request = active()
         self.ledger.opened(W, request, hashes)
         return request, hashes
@@ -193,7 +193,7 @@ def test_ended_requests_count_until_the_index_has_them(ends: list[tuple[int, int
     ended: list[tuple[float, WorkerIncarnation, list[BlockHash]]] = []
     for number, length, at, passed_s in ends:
         now_s += passed_s
-        request, hashes = ActiveRequest(1.0, 1.0, 2), chains[number][:length]
+        request, hashes = TrackedRequest(1.0, 1.0, 2), chains[number][:length]
         ledger.opened(workers[at], request, hashes)
         request.first_token_s = now_s - later_s
         ledger.closed(workers[at], request, hashes)
@@ -204,7 +204,7 @@ def test_ended_requests_count_until_the_index_has_them(ends: list[tuple[int, int
                 expected = max((shared_prefix(prompt, each) for each in alive), default=0)
                 assert ledger.num_unpublished(worker, prompt) == expected
     now_s += 10.0
-    request = ActiveRequest(1.0, 1.0, 2)
+    request = TrackedRequest(1.0, 1.0, 2)
     ledger.opened(workers[0], request, shared)
     ledger.closed(workers[0], request, shared)
     assert not ledger._ended

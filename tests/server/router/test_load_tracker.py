@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
 from server.router.cost import queue_delay
-from server.router.load_tracker import ActiveRequest, FifoLoadEstimate, WorkerLoadEstimate
+from server.router.load_tracker import FifoLoadEstimate, TrackedRequest, WorkerLoadEstimate
 
 ME, OTHER = GatewayId("me"), GatewayId("other")
 
@@ -60,7 +60,7 @@ def test_the_estimate_is_corrected_by_the_cached_tokens() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["add", "start", "first_token", "close"])), max_size=80))
 def test_every_request_is_closed_exactly_once(actions: list[tuple[int, str]]) -> None:
     worker = fifo()
-    requests: list[ActiveRequest] = []
+    requests: list[TrackedRequest] = []
     closed: set[int] = set()
     for number, action in actions:
         if action == "add":

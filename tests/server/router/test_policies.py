@@ -219,6 +219,6 @@ def test_no_cost_is_negative_and_a_session_has_its_tenth(
     assert min(costs_s) >= 0.0
     own = workers.index(rendezvous_worker(f"k{seed}", workers))
     if costs_s != plain:
-        recent_s = COST.recent_weight * (workers[own].assigned_s - min(load[2] for load in loads))
+        recent_s = COST.assigned_weight * (workers[own].assigned_s - min(load[2] for load in loads))
         left_s = AFFINITY * workers[own].prefill_s + recent_s
         assert costs_s == pytest.approx([cost_s + left_s * (at != own) for at, cost_s in enumerate(plain)])

@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from server.errors import InvalidRequestError
 from server.event_loop import run_now
 from server.schema.grammar_schema import GrammarSchema, grammar_schema, relaxed_header
-from server.schema.patterns import held_pattern
+from server.schema.patterns import enforceable_pattern
 from tests.schema_language import drawn, dumps, matcher, takes, tokenizer
 from worker.grammar import in_words, to_llguidance
 from worker.wire import Grammar
@@ -63,7 +63,7 @@ def test_ordinary_types_are_held_or_named(name: str) -> None:
                 kind(schema, format_checker=FORMATS).validate(value)
     else:
         assert all(f".{REFUSED[name]}" in " ".join(held.relaxed) for _ in held.relaxed)
-        with pytest.raises(InvalidRequestError, match=rf"{REFUSED[name]} is nothing") as refused:
+        with pytest.raises(InvalidRequestError, match=rf"{REFUSED[name]} cannot be enforced") as refused:
             placed(schema, strict=True)
         assert refused.value.param in held.relaxed
 
@@ -253,7 +253,7 @@ PIECES += ("{", "}", "[", "]", "[^]", "[^^]", "[z-a]", r"\/", r"\p{L}", r"\Z", "
 @example("[^]")
 @settings(max_examples=150, deadline=None)
 def test_a_pattern_that_is_held_compiles(pattern: str) -> None:
-    if held_pattern(pattern) is not None:
+    if enforceable_pattern(pattern) is not None:
         matcher(Grammar("json_schema", dumps({"type": "string", "pattern": pattern})))
 
 
@@ -267,7 +267,7 @@ def test_patterns_written_without_look_ahead_take_the_same_texts() -> None:
         number: ["1", "-1.5", ".", "+", "-.5", "1.", "", "00.10", "-."],
     }
     for pattern, given_texts in texts.items():
-        same = held_pattern(pattern)
+        same = enforceable_pattern(pattern)
         assert same not in (None, pattern)
         for text in given_texts:
             assert bool(re.search(pattern, text)) == bool(re.search(str(same), text)), (pattern, text)

@@ -19,7 +19,7 @@ from cache.types import BlockHash, Epoch, WorkerId
 from tests.fake_engine.server import FakeEngine, parse
 from tests.server.scripted_worker import listening
 from tests.waiting import HANG_S, until
-from worker.adapter.api import EngineApi, EngineLoad, EngineModel, EventSource, TextPart
+from worker.adapter.api import EngineApi, EngineLoad, EngineModel, EnginePart, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
 from worker.adapter.life import EngineFacts, EngineLife
@@ -209,22 +209,22 @@ class Call:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.parts: asyncio.Queue[TextPart | Exception | None] = asyncio.Queue()
+        self.parts: asyncio.Queue[EnginePart | Exception | None] = asyncio.Queue()
         self.is_open = True
 
-    def say(self, *parts: TextPart | Exception | None) -> None:
+    def say(self, *parts: EnginePart | Exception | None) -> None:
         """An exception breaks the stream, None ends it."""
         for part in parts:
             self.parts.put_nowait(part)
 
     def token(self, token_id: int = 5, choice: int = 0) -> None:
-        self.say(TextPart(b"{}", ((choice, (token_id,)),)))
+        self.say(EnginePart(b"{}", ((choice, (token_id,)),)))
 
     def end(self, reason: str = "length", num_cached_tokens: int | None = None) -> None:
         choices = [choice.index for choice in self.request.choices]
         reasons = tuple([(index, reason) for index in choices])
-        self.say(TextPart(b"{}", tuple([(index, (6,)) for index in choices]), reasons))
-        self.say(TextPart(b"{}", num_cached_tokens=num_cached_tokens), None)
+        self.say(EnginePart(b"{}", tuple([(index, (6,)) for index in choices]), reasons))
+        self.say(EnginePart(b"{}", num_cached_tokens=num_cached_tokens), None)
 
 
 class ScriptedApi:
@@ -305,7 +305,7 @@ class ScriptedApi:
         if self.reset_error is not None:
             raise self.reset_error
 
-    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[TextPart]:
+    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         call = Call(request)
         self.calls.append(call)
         try:

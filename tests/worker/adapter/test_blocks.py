@@ -126,14 +126,14 @@ class BlocksMachine(RuleBasedStateMachine):
             return
         self.publish()
         chain = our_chain(root, tokens, self.block_size)
-        promised_at, num_promised = self.blocks.num_batches, self.blocks.num_matched_tokens(chain, len(tokens))
+        at_batch, num_promised = self.blocks.num_batches, self.blocks.num_matched_tokens(chain, len(tokens))
         num_found = self.engine.num_found(tokens, root, lora)
         if computes_before:
             self.engine.serve(tokens, root, lora, None)
             self.publish()
         if num_found < num_promised:
             assert not self.is_honest
-            found = num_found, promised_at, media_of(tokens)
+            found = num_found, at_batch, media_of(tokens)
             replay(self.blocks.remove_missing(root, ids_of(tokens), *found), self.published)
         self.check()
         assert self.blocks.num_matched_tokens(chain, len(tokens)) <= self.engine.num_found(tokens, root, lora)
@@ -359,13 +359,13 @@ def test_an_answer_removes_blocks_that_it_has_not_found() -> None:
     blocks = EngineBlocks(2, max_names=100)
     chain = hash_chain(ROOT, range(8), 2)
     blocks.apply([stored(1, 2, 3, 4, extra=(*SALTED, None, None, None))])
-    promised_at = blocks.num_batches
-    assert blocks.remove_missing(OTHER, range(8), 2, promised_at) == []
-    removed = blocks.remove_missing(ROOT, range(8), 2, promised_at)
+    at_batch = blocks.num_batches
+    assert blocks.remove_missing(OTHER, range(8), 2, at_batch) == []
+    removed = blocks.remove_missing(ROOT, range(8), 2, at_batch)
     assert removed == [Removed(block_hash) for block_hash in reversed(chain[1:])]
     assert blocks.tree.num_held == 1
     blocks.apply([stored(2, 3, 4, parent=1, tokens=range(2, 8))])
-    assert blocks.remove_missing(ROOT, range(8), 2, promised_at) == [], "stored since, by that very request"
+    assert blocks.remove_missing(ROOT, range(8), 2, at_batch) == [], "stored since, by that very request"
     assert replay(blocks.visible_events()) == set(chain)
 
 

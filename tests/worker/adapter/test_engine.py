@@ -182,7 +182,7 @@ async def test_a_paused_engine_is_neither_lost_nor_ready(api: ScriptedApi, rig: 
         api.counts = replace(counts, **fields)
         await until(lambda: rig.state == "paused")
         assert rig.load.draining
-        assert rig.engine.unreadiness == "the engine is paused or sleeps"
+        assert rig.engine.not_ready_reason == "the engine is paused or sleeps"
         assert await rig.engine.liveness() is None
         api.works.clear()
         api.paused, api.counts = False, counts

@@ -210,16 +210,16 @@ def test_windows_that_an_engine_keeps_as_full_attention() -> None:
     blocks = EngineBlocks(2, max_names=100, expected_parts="windows")
     chain = hash_chain(ROOT, range(8), 2)
     blocks.apply(first_part(8))
-    assert [event for _ in range(9) for event in blocks.note_prompt(8)] == [], "no batch came in between"
+    assert [event for _ in range(9) for event in blocks.record_prompt(8)] == [], "no batch came in between"
     events: list[BlockEvent] = []
     for _ in range(9):
-        events += [*blocks.apply(first_part(8)).events, *blocks.note_prompt(2), *blocks.note_prompt(8)]
+        events += [*blocks.apply(first_part(8)).events, *blocks.record_prompt(2), *blocks.record_prompt(8)]
     assert sorted(event.num_blocks for event in events if isinstance(event, Stops)) == [1, 2, 3, 4]
     assert blocks.num_matched_tokens(chain, 9) == 8
     states = EngineBlocks(2, max_names=100, expected_parts="states")
     for _ in range(9):
         states.apply(first_part(8))
-        assert states.note_prompt(8) == []
+        assert states.record_prompt(8) == []
     assert states.num_matched_tokens(chain, 9) == 0
 
 

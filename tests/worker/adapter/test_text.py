@@ -20,7 +20,7 @@ from tests.worker.adapter.rig import MEMBER, Rig, finishes, make_request, runnin
 from tests.worker.adapter.scripted_http import ScriptedHttp, sse
 from tests.worker.adapter.test_vllm import api as api
 from tests.worker.adapter.test_vllm import server as server
-from worker.adapter.api import EngineLostError, EngineRefusedError, TextPart
+from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
 from worker.adapter.life import facts_of
 from worker.adapter.text import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from worker.adapter.vllm import VllmApi
@@ -39,7 +39,7 @@ def delta(text: str, ids: list[int], index: int = 0, reason: str | None = None) 
     return {"choices": [{"index": index, "delta": {"content": text}, "token_ids": ids, "finish_reason": reason}]}
 
 
-async def parts_of(api: VllmApi, request: GenerateRequest) -> list[TextPart]:
+async def parts_of(api: VllmApi, request: GenerateRequest) -> list[EnginePart]:
     return [part async for part in api.text(request, "id-1")]
 
 

@@ -77,9 +77,9 @@ def test_failed_without_a_retry_time_is_packed_for_old_peers() -> None:
 
 def test_the_interval_between_starts_with_a_queue() -> None:
     starts = StartInterval()
-    starts.note(3, 0, 0.0)
-    starts.note(1, 0, 50.0)
+    starts.record(3, 0, 0.0)
+    starts.record(1, 0, 50.0)
     assert starts.mean_s == 0.0, "no request waited"
     for step in range(1, 101):
-        starts.note(int(step % 5 == 0), 4, 100.0 + 0.1 * step)
+        starts.record(int(step % 5 == 0), 4, 100.0 + 0.1 * step)
     assert starts.mean_s == pytest.approx(0.5, rel=0.05)

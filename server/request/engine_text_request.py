@@ -7,7 +7,7 @@ from msgspec import Raw, Struct
 from worker.wire import EngineCall
 
 
-class EngineAsk(Struct, frozen=True, eq=False, kw_only=True):
+class EngineTextRequest(Struct, frozen=True, eq=False, kw_only=True):
     """A client's request for the engine's own text, and what it asked for of the answer."""
 
     call: EngineCall
