@@ -26,8 +26,8 @@
 
 {{/* Labels. The release's own ones select everything of it; a component (and a worker's model) selects one workload. */}}
 {{- define "headstart.releaseLabels" -}}
-app.kubernetes.io/name: {{ include "headstart.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "headstart.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "gateway" "model" "") */}}
@@ -35,7 +35,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ include "headstart.releaseLabels" .root }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .model }}
-headstart/model: {{ . }}
+headstart/model: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
