@@ -150,8 +150,7 @@ def enable(values: dict[str, Any], part: str, value: Any) -> None:
 
 NEEDS: dict[str, dict[str, Any]] = {
     "worker.gpu.resourceName": {"worker.gpu.count": 1},
-    "worker.volume.image.reference": {"worker.download": False},
-    "worker.volume.image.pullPolicy": {"worker.download": False, "worker.volume.image.reference": "example/models:1"},
+    "worker.volume.image": {"worker.download": False},
     "worker.hostNetwork": {"networkPolicy.enabled": False},
     "gateway.hostNetwork": {"networkPolicy.enabled": False},
 }
@@ -299,7 +298,7 @@ REFUSED = [
     ({"worker": {"volume": {"existingClaim": "a", "size": "1Gi"}}}, "volume: existingClaim"),
     ({"worker": {"volume": {"hostPath": "/m", "size": "1Gi"}}}, "volume: existingClaim"),
     ({"worker": {"volume": {"hostPath": "models"}}}, "worker.volume.hostPath"),
-    ({"worker": {"volume": {"image": {"reference": "registry.example/m:1"}}}}, "download: the volume is read only"),
+    ({"worker": {"volume": {"image": "registry.example/m:1"}}}, "download: the volume is read only"),
     ({"worker": {"hostNetwork": True}}, "networkPolicy.enabled: false"),
     ({"gateway": {"hostNetwork": True}}, "gateway.hostNetwork"),
     ({"networkPolicy": {"enabled": False}, "worker": {"engine": "vllm", "hostNetwork": True}}, "the ports of vLLM"),

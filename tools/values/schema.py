@@ -123,11 +123,7 @@ WORKER: Final[dict[str, Schema]] = {
         "The models: at /models in the pod.",
         existingClaim=name("Shared claim with the models: ReadWriteMany, or ReadOnlyMany with readOnly."),
         hostPath=text("Or a folder of the node, which exists.", pattern="^(/[^:]+)?$"),
-        image=group(
-            "Or an OCI image with the files, mounted read only (Kubernetes 1.33 or newer, ImageVolume).",
-            reference=text("Its reference; empty: none.", pattern=r"^\S*$"),
-            pullPolicy=choice("When it is pulled.", "Always", "IfNotPresent", "Never"),
-        ),
+        image=text("Or an OCI image with the files, read only (Kubernetes' ImageVolume).", pattern=r"^\S*$"),
         readOnly=flag("Mount the existing claim, or the folder, read only."),
         subPath=text("Folder of the volume."),
         size=quantity(

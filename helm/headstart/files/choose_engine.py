@@ -1,7 +1,7 @@
 """Take an engine that no other adapter of this pod has, and become its adapter. Needs only the standard library.
 
 POD PODS RANKS TARGET ... -- COMMAND ...: a target is a URL, or dns:NAME:PORT for each address of a name. Each engine
-belongs to one of the PODS by its place in the list, or by its address, and needs an adapter for each of its RANKS.
+belongs to one of the PODS, by its place in the list or by its address. It needs an adapter for each of its RANKS.
 A claim is the name of a socket: it belongs to the pod's network, and ends with this process, which COMMAND replaces.
 Until there is an engine that listens, the adapter's port answers probes.
 """

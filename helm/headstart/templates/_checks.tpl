@@ -12,13 +12,13 @@
 {{- fail (printf "models.%s.source: workers load nothing from %s; name a Hugging Face id, or a path under /models in a volume (existingClaim, hostPath or image)" .name .source) -}}
 {{- end -}}
 {{- with $worker.volume -}}
-{{- if gt (compact (list .existingClaim .hostPath .image.reference (toString .size)) | len) 1 -}}
+{{- if gt (compact (list .existingClaim .hostPath .image (toString .size)) | len) 1 -}}
 {{- fail (printf "models.%s.volume: existingClaim, hostPath, image and size exclude each other" $name) -}}
 {{- end -}}
 {{- if and .readOnly (not .existingClaim) (not .hostPath) -}}
 {{- fail (printf "models.%s.volume.readOnly: only an existingClaim or a hostPath can be read only, because nothing could fill a new volume" $name) -}}
 {{- end -}}
-{{- if and (or .readOnly .image.reference) $worker.download -}}
+{{- if and (or .readOnly .image) $worker.download -}}
 {{- fail (printf "models.%s.download: the volume is read only; set download: false" $name) -}}
 {{- end -}}
 {{- end -}}
