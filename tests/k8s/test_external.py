@@ -13,13 +13,14 @@ from typing import Any, Final
 
 import httpx
 import pytest
+import yaml
 
 from tests.certificates import Authority
 from tests.e2e.engine_fleet import EngineFleet, Program
 from tests.e2e.serving import free_ports
 from tests.faults.part import metrics
-from tests.k8s.chart import Document, of_kind, pod_templates, render
-from tests.k8s.test_escape_hatches import check_schemas, one, pod, rendered
+from tests.k8s.chart import CRON, Document, of_kind, pod_templates, render
+from tests.k8s.test_escape_hatches import PAGE, check_schemas, one, pod, rendered
 from tests.k8s.tools import CHART
 from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S, wait_until
@@ -71,6 +72,68 @@ def test_the_way_to_the_engines_is_open() -> None:
     assert {30000} in ports["third"], "without events"
     (rule,) = [r for r in policies["rel-headstart-small"] if {"port": 5557, "protocol": "TCP"} in r["ports"]]
     assert rule["to"] == [{"podSelector": {"matchLabels": {"app": "vllm"}}}]
+
+
+BLOCKS: Final = [
+    block
+    for page in ("vllm", "scaling")
+    for block in re.findall(r"^```yaml\n(.*?)^```", (PAGE.parent / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    if block.startswith(("models:", "worker:"))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_examples_of_pages_render(block: str, tmp_path: Path) -> None:
+    documents = rendered(yaml.safe_load(block))
+    check_schemas([d for d in documents if d["kind"] in ("StatefulSet", "Service")], tmp_path, "1.31")
+
+
+def test_models_of_a_folder_of_the_node_or_of_an_image(tmp_path: Path) -> None:
+    """An image volume is mounted at /models, read only by its kind; Kubernetes has it from 1.33 on."""
+    model = {"name": "a", "source": "/models/a", "download": False}
+    volumes = [{"hostPath": "/srv/models", "readOnly": True}, {"image": "registry.example/models:1"}]
+    documents = rendered({"models": [model | {"name": n, "volume": v} for n, v in zip("ab", volumes, strict=True)]})
+    folder, image = (pod(documents, f"-{name}")["spec"] for name in "ab")
+    assert {"name": "models", "hostPath": {"path": "/srv/models", "type": "Directory"}} in folder["volumes"]
+    assert {"name": "models", "image": {"reference": "registry.example/models:1"}} in image["volumes"]
+    for spec in (folder, image):
+        (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "models"]
+        assert mount["mountPath"] == "/models"
+    check_schemas(documents, tmp_path, "1.33")
+
+
+def test_a_schedule_may_take_the_last_worker() -> None:
+    """What a model needs at the least, one worker, does not keep it up; more does."""
+    scaling = {"enabled": True, "kind": "keda", "metric": "workersNeeded", "prometheusAddress": "http://p:9090"}
+    model = {"name": "a", "source": "x/y", "autoscaling": scaling | {"minReplicas": 0, "triggers": [CRON]}}
+    scaler = one(rendered({"models": [model]}), "ScaledObject", "-a")["spec"]
+    assert scaler["minReplicaCount"] == 0
+    needed, schedule = scaler["triggers"]
+    assert needed["metadata"]["activationThreshold"] == needed["metadata"]["threshold"] == "1"
+    assert schedule == CRON
+
+
+def test_every_object_has_the_common_annotations() -> None:
+    service = {"annotations": {"lb": "ours"}}
+    values = {"commonAnnotations": {"contact": "us", "lb": "other"}, "gateway": {"service": service}}
+        "commonAnnotations": {"contact": "us", "lb": "other"},
+        "gateway": {"service": {"annotations": {"lb": "ours"}}},
+    }
+    documents = rendered(values | {"metrics": {"dashboard": {"enabled": True, "annotations": {"folder": "LLM"}}}})
+    assert all(d["metadata"]["annotations"]["contact"] == "us" for d in documents)
+    assert one(documents, "Service", "-gateway")["metadata"]["annotations"]["lb"] == "ours"
+    assert one(documents, "ConfigMap", "-dashboard")["metadata"]["annotations"]["folder"] == "LLM"
+    for _, template in pod_templates(documents):
+        assert "contact" not in template["metadata"].get("annotations", {}) or template["kind"] == "Pod"
+
+
+def test_parts_may_have_accounts_and_the_network_of_the_node() -> None:
+    documents = render("host-network")
+    for suffix, account in (("-gateway", "front"), ("-llama", "rel-headstart"), ("-redis", "rel-headstart")):
+        spec = pod(documents, suffix)["spec"]
+        assert spec["serviceAccountName"] == account
+        assert spec.get("hostNetwork", False) == (suffix != "-redis")
+        assert (spec.get("dnsPolicy") == "ClusterFirstWithHostNet") == (suffix != "-redis")
 
 
 def test_gateways_alone_render(tmp_path: Path) -> None:
