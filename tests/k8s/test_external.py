@@ -116,9 +116,6 @@ def test_a_schedule_may_take_the_last_worker() -> None:
 def test_every_object_has_the_common_annotations() -> None:
     service = {"annotations": {"lb": "ours"}}
     values = {"commonAnnotations": {"contact": "us", "lb": "other"}, "gateway": {"service": service}}
-        "commonAnnotations": {"contact": "us", "lb": "other"},
-        "gateway": {"service": {"annotations": {"lb": "ours"}}},
-    }
     documents = rendered(values | {"metrics": {"dashboard": {"enabled": True, "annotations": {"folder": "LLM"}}}})
     assert all(d["metadata"]["annotations"]["contact"] == "us" for d in documents)
     assert one(documents, "Service", "-gateway")["metadata"]["annotations"]["lb"] == "ours"

@@ -194,8 +194,7 @@ async def check_events(
         fix = "or go on without: requests are then routed only by load"
         yield Check("events", "fail", f"no prefix index: {problem}", fix)
         return
-    source = await event_source(api, config)
-    if source is None:
+    if (source := await event_source(api, config)) is None:
         found = "the engine advertises no cache events: no prefix would be known"
         yield Check("events", "fail", found, f"start it with {EVENTS_OPTION}; or name its endpoint with --events")
         return
