@@ -103,7 +103,7 @@ def test_models_of_a_folder_of_the_node_or_of_an_image(tmp_path: Path) -> None:
 
 
 def test_a_schedule_may_take_the_last_worker() -> None:
-    """What a model needs at the least, one worker, does not keep it up; more does."""
+    """One worker, which a model always needs, does not keep it up; more do."""
     scaling = {"enabled": True, "kind": "keda", "metric": "workersNeeded", "prometheusAddress": "http://p:9090"}
     model = {"name": "a", "source": "x/y", "autoscaling": scaling | {"minReplicas": 0, "triggers": [CRON]}}
     scaler = one(rendered({"models": [model]}), "ScaledObject", "-a")["spec"]
