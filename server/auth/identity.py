@@ -144,10 +144,8 @@ def load_keys(path: Path) -> KeyEntries:
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
         return parse_keys(data.decode())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--api-keys {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 class KeyFile(WatchedFiles):

@@ -46,6 +46,7 @@ _MORE: Final = _POD | {
 EVERYTHING_ON: Final[Values] = {
     "nameOverride": "llm",
     "commonLabels": {"owner": "serving"},
+    "commonAnnotations": {"contact": "serving@example"},
     "imagePullSecrets": [{"name": "pull"}],
     "apiKeys": _ON,
     "opsKey": _ON,
@@ -179,6 +180,12 @@ _HATCHES: Final = {
     "readinessProbe": {"periodSeconds": 7, "timeoutSeconds": 3, "failureThreshold": 5},
 }
 _OFF: Final = {"enabled": False}
+ENGINES: Final = {"app": "vllm"}
+"""Labels of pods of another chart."""
+CRON: Final = {
+    "type": "cron",
+    "metadata": {"timezone": "Etc/UTC", "start": "0 7 * * *", "end": "0 20 * * *", "desiredReplicas": "1"},
+}
 MATRIX: Final[dict[str, Values]] = {
     "defaults": {},
     "everything-on": EVERYTHING_ON,
@@ -234,6 +241,46 @@ MATRIX: Final[dict[str, Values]] = {
                 "metricRelabelings": [{"action": "drop", "sourceLabels": ["__name__"], "regex": "go_.*"}],
             }
         },
+    },
+    "external": {
+        "models": [
+            {
+                "name": "llama",
+                "engine": "vllm",
+                "external": {"urls": ["http://vllm-0.vllm.other:8000", "https://b.example", "http://10.0.0.9:8000"]},
+                "vllm": {"dataParallelSize": 2, "apiKey": {"existingSecret": "engine"}},
+            },
+            {"name": "small", "engine": "vllm", "source": "x/y", "external": {"selector": ENGINES}, "download": False},
+            {
+                "name": "third",
+                "engine": "sglang",
+                "replicas": 1,
+                "external": {"service": "sglang.other", "port": 30000, "events": "none"},
+            },
+        ],
+        "metrics": {"serviceMonitor": _ON},
+        "worker": {"vllm": {"metrics": True}, "serviceAccountName": "adapters"},
+    },
+    "host-network": {
+        "networkPolicy": _OFF,
+        "gateway": {"hostNetwork": True, "serviceAccountName": "front"},
+        "worker": {"hostNetwork": True, "download": False},
+        "models": [
+            _MODEL | {"volume": {"hostPath": "/srv/models", "readOnly": True}},
+            {"name": "off", "source": "x/off", "replicas": 0},
+            {
+                "name": "nights",
+                "source": "x/nights",
+                "autoscaling": _ON
+                | {
+                    "kind": "keda",
+                    "metric": "workersNeeded",
+                    "minReplicas": 0,
+                    "prometheusAddress": "http://prometheus:9090",
+                    "triggers": [CRON],
+                },
+            },
+        ],
     },
     "gateway-keda": {
         "gateway": {"autoscaling": _ON | {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}},

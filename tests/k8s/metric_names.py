@@ -77,4 +77,4 @@ def names_in_chart() -> set[str]:
 
 
 def _names_in_triggers(scaler: chart.Document) -> set[str]:
-    return {name for trigger in scaler["spec"]["triggers"] for name in names_in(trigger["metadata"]["query"])}
+    return {name for trigger in scaler["spec"]["triggers"] for name in names_in(trigger["metadata"].get("query", ""))}

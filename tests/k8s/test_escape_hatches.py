@@ -292,7 +292,7 @@ REFUSED: Final[list[tuple[dict[str, Any], str]]] = [
     ({"gateway": {"service": {"type": "NodePort", "loadBalancerIP": "192.0.2.7"}}}, "gateway.service.loadBalancerIP"),
     ({"gateway": {"service": {"loadBalancerClass": "nlb.example/class"}}}, "gateway.service.loadBalancerClass"),
     ({"gateway": {"service": {"loadBalancerSourceRanges": ["192.0.2.0/24"]}}}, "service.loadBalancerSourceRanges"),
-    ({"models": [{"name": "m", "source": "s3://bucket/model"}]}, "source"),
+    ({"models": [{"name": "m", "source": "s3://bucket/model"}]}, "models.m.source: workers load nothing from s3:"),
     ({"worker": {"resources": {"claims": [{"name": "gpu"}]}}}, "resources.claims"),
     ({"gateway": {"resources": {"claims": [{"name": "nic"}]}}}, "gateway.resources.claims"),
     ({"worker": {"vllm": {"adapterResources": {"claims": []}}}}, "claims"),

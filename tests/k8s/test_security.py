@@ -28,13 +28,15 @@ def test_pods_are_restricted(name: str) -> None:
     for _, pod in pod_templates(render(name)):
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
-        assert not any(spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))
+        assert not any(spec.get(key) for key in ("hostPID", "hostIPC"))
+        assert "hostNetwork" not in spec or name == "host-network"
         whole = spec["securityContext"]
         assert whole["runAsNonRoot"] is True
         assert min(whole["runAsUser"], whole["runAsGroup"]) >= 10000
         assert whole["seccompProfile"] == {"type": "RuntimeDefault"}
         for volume in spec.get("volumes", []):
-            assert set(volume) - {"name"} <= ALLOWED_VOLUMES
+            asked = {"hostPath"} if name == "host-network" else set()
+            assert set(volume) - {"name"} <= ALLOWED_VOLUMES | asked
         for container in containers(pod):
             security = container["securityContext"]
             assert security["allowPrivilegeEscalation"] is False

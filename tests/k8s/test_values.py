@@ -79,6 +79,9 @@ CHANGES: dict[str, Any] = {
     "gateway.service.loadBalancerIP": "192.0.2.7",
     "gateway.service.loadBalancerSourceRanges": ["192.0.2.0/24"],
     "gateway.resources.claims": [{"name": "nic"}],
+    "worker.external.urls": ["http://a:8000"],
+    "worker.volume.hostPath": "/srv/models",
+    "worker.autoscaling.triggers": [chart.CRON],
     "worker.resources.claims": [{"name": "gpu", "request": "one"}],
 }
 CHANGES |= {
@@ -145,13 +148,29 @@ def enable(values: dict[str, Any], part: str, value: Any) -> None:
         put(values, f"{part}.parentRefs", [{"name": "public"}])
 
 
+NEEDS: dict[str, dict[str, Any]] = {
+    "worker.gpu.resourceName": {"worker.gpu.count": 1},
+    "worker.volume.image": {"worker.download": False},
+    "worker.hostNetwork": {"networkPolicy.enabled": False},
+    "gateway.hostNetwork": {"networkPolicy.enabled": False},
+}
+NEEDS |= {f"worker.external.{key}": {"worker.engine": "vllm"} for key in ("urls", "service", "selector")}
+NEEDS |= {
+    f"worker.external.{key}": {"worker.engine": "vllm", "worker.external.service": "engines"}
+    for key in ("port", "enginesPerPod", "events", "eventPorts")
+}
+"""Values without which another has no effect, where `context_of` has no rule."""
+
+
 def context_of(path: str) -> dict[str, Any]:
     """Return the values under which `path` can have an effect."""
     values: dict[str, Any] = {}
+    for key, value in NEEDS.get(path, {}).items():
+        put(values, key, value)
     parent = path.rpartition(".")[0]
     if parent.endswith("autoscaling") and not path.endswith("enabled"):
         put(values, f"{parent}.enabled", True)
-        keda = path.endswith(("prometheusAddress", "requestsInFlightPerReplica"))
+        keda = path.endswith(("prometheusAddress", "requestsInFlightPerReplica", "triggers"))
         put(values, f"{parent}.kind", "keda" if keda else "hpa")
         put(values, f"{parent}.prometheusAddress", "http://prometheus:9090")
     elif path.endswith(".enabled") and not parent.endswith("autoscaling"):
@@ -186,8 +205,6 @@ def context_of(path: str) -> dict[str, Any]:
     elif path in ("worker.volume.readOnly",):
         put(values, "worker.volume.existingClaim", "models")
         put(values, "worker.download", False)
-    elif path == "worker.gpu.resourceName":
-        put(values, "worker.gpu.count", 1)
     elif path.startswith("worker.vllm."):
         put(values, "worker.engine", "vllm")
         if path == "worker.vllm.apiKey.key":
@@ -224,6 +241,7 @@ def test_every_value_changes_what_is_rendered(path: str) -> None:
     assert renders[0] != renders[1], f"{path}: no effect"
 
 
+EXTERNAL = {"name": "a", "engine": "vllm", "external": {"urls": ["http://a:8000", "http://b:8000"]}}
 REFUSED = [
     ({"replicaCount": 3}, "replicaCount"),
     ({"gateway": {"replicas": "two"}}, "gateway.replicas"),
@@ -232,7 +250,7 @@ REFUSED = [
     ({"gateway": {"service": {"port": 0}}}, "gateway.service.port"),
     ({"worker": {"gpu": {"count": 0.5}}}, "worker.gpu.count"),
     ({"worker": {"gpu": {"count": 2}}}, "gpu.count"),
-    ({"worker": {"engine": "sglang"}}, "worker.engine"),
+    ({"worker": {"engine": "sglang"}}, "models.smollm2.engine: the chart starts no SGLang"),
     ({"worker": {"engine": "vllm", "gpu": {"count": 2}}}, "tensorParallelSize"),
     ({"worker": {"vllm": {"dataParallelSize": 0}}}, "worker.vllm.dataParallelSize"),
     ({"worker": {"vllm": {"dataParallelSize": 17}}}, "worker.vllm.dataParallelSize"),
@@ -253,11 +271,13 @@ REFUSED = [
     ({"worker": {"kvDisk": {"claim": True}}}, "kvDisk.size"),
     ({"worker": {"kvDisk": {"size": "9Gi"}, "prefixCache": "radix"}}, "prefixCache"),
     ({"models": [{"name": "a", "source": "x/y", "engine": "vllm", "kvDisk": {"size": "9Gi"}}]}, "models.a.kvDisk"),
-    ({"worker": {"replicas": 0}}, "worker.replicas"),
-    ({"worker": {"autoscaling": {"minReplicas": 0}}}, "worker.autoscaling.minReplicas"),
+    ({"worker": {"replicas": -1}}, "worker.replicas"),
+    ({"worker": {"autoscaling": {"enabled": True, "minReplicas": 0}}}, "autoscaling.minReplicas: 0 needs kind: keda"),
+    ({"worker": {"autoscaling": {"triggers": [chart.CRON]}}}, "autoscaling.triggers"),
+    ({"gateway": {"autoscaling": {"minReplicas": 0}}}, "gateway.autoscaling.minReplicas"),
     ({"worker": {"autoscaling": {"metric": "cpu"}}}, "worker.autoscaling.metric"),
     ({"gateway": {"scaleObjectiveSeconds": 0}}, "gateway.scaleObjectiveSeconds"),
-    ({"models": []}, "models"),
+    ({"models": [], "redis": {"mode": "none"}}, "models: without any"),
     ({"models": None}, "models"),
     ({"models": [{"name": "a"}]}, "source"),
     ({"models": [{"name": "Llama", "source": "x/y"}]}, "models.0.name"),
@@ -275,7 +295,22 @@ REFUSED = [
     ({"gateway": {"autoscaling": {"enabled": True, "kind": "keda"}}}, "gateway.autoscaling.prometheusAddress"),
     ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 11}}}, "gateway.autoscaling.minReplicas"),
     ({"worker": {"autoscaling": {"enabled": True, "kind": "keda"}}}, "autoscaling.prometheusAddress"),
-    ({"worker": {"volume": {"existingClaim": "a", "size": "1Gi"}}}, "volume"),
+    ({"worker": {"volume": {"existingClaim": "a", "size": "1Gi"}}}, "volume: existingClaim"),
+    ({"worker": {"volume": {"hostPath": "/m", "size": "1Gi"}}}, "volume: existingClaim"),
+    ({"worker": {"volume": {"hostPath": "models"}}}, "worker.volume.hostPath"),
+    ({"worker": {"volume": {"image": "registry.example/m:1"}}}, "download: the volume is read only"),
+    ({"worker": {"hostNetwork": True}}, "networkPolicy.enabled: false"),
+    ({"gateway": {"hostNetwork": True}}, "gateway.hostNetwork"),
+    ({"networkPolicy": {"enabled": False}, "worker": {"engine": "vllm", "hostNetwork": True}}, "the ports of vLLM"),
+    ({"models": [EXTERNAL | {"engine": "headstart"}]}, "models.a.external: set engine"),
+    ({"models": [EXTERNAL | {"gpu": {"count": 1}}]}, "models.a.external: adapters need no gpu.count"),
+    ({"models": [EXTERNAL | {"autoscaling": {"enabled": True}}]}, "models.a.external: adapters need no gpu.count"),
+    ({"models": [EXTERNAL | {"vllm": {"devMode": False}}]}, "models.a.vllm.devMode"),
+    ({"models": [EXTERNAL | {"replicas": 1, "vllm": {"dataParallelSize": 16}}]}, "models.a.replicas"),
+    ({"models": [EXTERNAL | {"external": {"urls": ["http://a"], "service": "b"}}]}, "external: urls, service"),
+    ({"models": [EXTERNAL | {"external": {"urls": ["http://a/v1"]}}]}, "models.0.external.urls.0"),
+    ({"models": [EXTERNAL | {"external": {"urls": ["http://a"], "events": "tcp://*:1"}}]}, "models.0.external.events"),
+    ({"models": [{"name": "a", "engine": "vllm"}]}, "models.a.source: name the model"),
     ({"worker": {"volume": {"readOnly": True}}}, "volume.readOnly"),
     ({"worker": {"volume": {"existingClaim": "a", "readOnly": True}}}, "download"),
     ({"worker": {"image": {"digest": "latest"}}}, "worker.image.digest"),

@@ -235,3 +235,13 @@ def test_a_torch_that_does_not_run_leaves_no_stamp(scratch: Scratch, tmp_path: P
     shutil.rmtree(scratch.venv)
     scratch.succeed(TORCH_INDEX=str(scratch.cpu_index.folder))
     assert scratch.package("torch-2+cpu.dist-info").is_dir()
+
+
+def test_a_long_step_says_that_it_goes_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "PYTHON", Path(sys.executable))
+    monkeypatch.setattr(install, "VENV", Path(sys.prefix))
+    monkeypatch.setattr(install, "REPORT_S", 0.1)
+    code = "import sys, time; print('done'); print('twice', file=sys.stderr); time.sleep(0.5); sys.exit(3)"
+    done = install.Environment().python("-c", code)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "twice\n", 3)
+    assert capsys.readouterr().out.startswith("    ... 0 s, ")

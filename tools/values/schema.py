@@ -33,12 +33,11 @@ from tools.values.terms import (
 
 WORKER: Final[dict[str, Schema]] = {
     "engine": choice(
-        "The engine of the pods: Headstart's own, or vLLM behind adapters.",
-        "headstart",
-        "vllm",
+        "The engine of the pods: Headstart's own, or vLLM behind adapters. SGLang only with `external`.",
+        *("headstart", "vllm", "sglang"),
     ),
     "image": image("the workers", "Tag of the image; empty: the chart's appVersion and -cpu or -cuda."),
-    "replicas": whole("Workers of a model.", 1),
+    "replicas": whole("Workers of a model, or pods of adapters with `external`; 0: it is switched off.", 0),
     "servedName": text("The model's name in the API; empty: the entry's name."),
     "gpu": group(
         "The device.",
@@ -105,10 +104,27 @@ WORKER: Final[dict[str, Schema]] = {
             "Further mounts of the engine, of `extraVolumes`.", {"type": "object", "required": ["name", "mountPath"]}
         ),
     ),
+    "external": group(
+        "Engines that run already: the pods are adapters, and each worker in them takes one engine.",
+        urls=array(
+            "Their URLs, one for each engine.",
+            text(
+                "A URL.", pattern=r"^https?://[A-Za-z0-9._-]+(:[0-9]{1,5})?$|^https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?$"
+            ),
+        ),
+        service=text("Or a headless Service, NAME or NAME.NAMESPACE: each of its pods.", pattern=DNS_NAME),
+        selector=strings("Or labels of the pods, in the release's namespace: the chart makes the headless Service."),
+        port=whole("Port of the engines, of `service` and `selector`.", 1, 65535),
+        enginesPerPod=whole("Most engines that a pod of adapters takes, of `service` and `selector`.", 1, 16),
+        events=choice("Their cache events: where each reports them, or none and no prefix index.", "auto", "none"),
+        eventPorts=array("Ports of these events that the NetworkPolicies open.", whole("A port.", 1, 65535)),
+    ),
     "volume": group(
         "The models: at /models in the pod.",
         existingClaim=name("Shared claim with the models: ReadWriteMany, or ReadOnlyMany with readOnly."),
-        readOnly=flag("Mount the existing claim read only."),
+        hostPath=text("Or a folder of the node, which exists.", pattern="^(/[^:]+)?$"),
+        image=text("Or an OCI image with the files, read only (Kubernetes' ImageVolume).", pattern=r"^\S*$"),
+        readOnly=flag("Mount the existing claim, or the folder, read only."),
         subPath=text("Folder of the volume."),
         size=quantity(
             "Size of a claim for each worker; empty, without existingClaim: an emptyDir.",
@@ -141,6 +157,8 @@ WORKER: Final[dict[str, Schema]] = {
             "workersNeeded",
             "queuedTokens",
         ),
+        minReplicas=whole("Never fewer; 0 needs `triggers`, as no request wakes a model without a worker.", 0),
+        triggers=objects("Further triggers of KEDA, such as cron.", "type", "metadata"),
     ),
 }
 
@@ -183,6 +201,7 @@ VALUES: Final = group(
     fullnameOverride=text("Replaces the prefix of all names.", pattern=NAME, maxLength=30),
     ipFamily=choice("Address family on which pods listen and workers announce themselves.", "IPv4", "IPv6"),
     commonLabels=strings("Labels of every object."),
+    commonAnnotations=strings("Annotations of every object; pods have `podAnnotations`."),
     imagePullSecrets=array("Secrets for pulling images.", group("A secret.", ("name",), name=name("Its name."))),
     clusterSecret=group(
         "The secret that gateways and workers share. It keys the tenants' salts; a worker with another one is refused.",
@@ -234,19 +253,22 @@ VALUES: Final = group(
         ),
     ),
     models=array(
-        "The models; each gets a StatefulSet of workers.",
+        "The models; each gets a StatefulSet of workers. None: workers from elsewhere join through Redis.",
         group(
             "A model: its name and source, and any key of `worker`.",
-            ("name", "source"),
+            ("name",),
             name=text(
                 "Name of the entry: part of the names of its objects.",
                 pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
                 maxLength=20,
             ),
-            source=text("A Hugging Face id, or a GGUF file or folder under /models.", pattern=r"^[^:]+$"),
+            source=text(
+                "A Hugging Face id, or a GGUF file or folder under /models. With `external`: its tokenizer, if not "
+                "the one that the engine reports.",
+                minLength=1,
+            ),
             **{key: {"$ref": f"#/definitions/worker/properties/{key}"} for key in WORKER},
         ),
-        minItems=1,
     ),
     worker={"$ref": "#/definitions/worker"},
     gateway=group(

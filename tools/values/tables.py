@@ -14,10 +14,12 @@ MAX_DEFAULT: Final = 40
 
 
 def leaves(node: Schema, defaults: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Each value that can be set: its path, default and meaning."""
+    """Each value that can be set: its path, default and meaning. The timings of a probe are one row."""
     for key, child in node["properties"].items():
         here, default = f"{path}{key}", defaults.get(key)
-        if "properties" in child and default != {}:
+        if key.endswith("Probe"):
+            yield here, default, f"{child['description']} Its timings: {', '.join(child['properties'])}."
+        elif "properties" in child and default != {}:
             yield from leaves(child, default, f"{here}.")
         elif "$ref" not in child:
             yield here, default, child["description"]

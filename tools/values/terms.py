@@ -137,6 +137,7 @@ def resources(whose: str, *, claims: str = "") -> Schema:
 
 def placement() -> dict[str, Schema]:
     return {
+        "serviceAccountName": name("Service account of the pods, which exists; empty: the release's."),
         "priorityClassName": name("Priority class of the pods."),
         "nodeSelector": strings("Labels of the nodes that may run the pods."),
         "tolerations": array("Tolerations of the pods.", free("A toleration.")),
@@ -162,6 +163,7 @@ def pod() -> dict[str, Schema]:
                 nodeTaintsPolicy=choice("How taints count.", "Honor", "Ignore"),
             ),
         ),
+        "hostNetwork": flag("Whether the pods use the node's network, with their ports; only without NetworkPolicies."),
         "schedulerName": name("Scheduler of the pods; empty: the cluster's default."),
         **security_contexts(),
         "podLabels": strings("Further labels of the pods."),
@@ -197,10 +199,7 @@ def autoscaling(target: Schema, target_name: str, **more: Schema) -> Schema:
         "Scaling by load. While it is on, `replicas` is not rendered.",
         enabled=flag("Whether replicas follow the load."),
         kind=choice("HorizontalPodAutoscaler, or a KEDA ScaledObject.", "hpa", "keda"),
-        minReplicas=whole("Never fewer. No scaling to zero: a model needs a worker.", 1),
-        maxReplicas=whole("Never more.", 1),
-        **{target_name: target},
-        **more,
+        **{"minReplicas": whole("Never fewer.", 1), "maxReplicas": whole("Never more.", 1), target_name: target} | more,
         scaleDownStabilizationSeconds=whole("How long the load is low before a pod goes.", 0, 3600),
         prometheusAddress=text("Address of a Prometheus, for kind keda.", pattern="^(https?://.+)?$"),
     )

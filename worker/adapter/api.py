@@ -87,6 +87,11 @@ class EventSource:
     """Empty: every topic of the endpoint."""
     binds: bool | None = None
     """The engine binds `endpoint`, or connects to it; None: by the form of the endpoint (`engine_binds`)."""
+    host: str = "127.0.0.1"
+    """Where an engine is reached that binds all addresses."""
+
+    def dialled(self, endpoint: str) -> str:
+        return endpoint.replace("[::]", "*").replace("*", self.host)
 
 
 class EnginePart(NamedTuple):

@@ -79,6 +79,9 @@ async def connect(
             report("the engine has restarted: its facts are read again")
         has_events = not (member.index_problem or GENERATING.isdisjoint(member.capabilities))
         source = await event_source(api, config) if has_events else None
+        if has_events and source is None:
+            fix = "start it with --kv-events-config, or give --events none to serve without a prefix index"
+            raise ValueError(f"--events auto: the engine advertises no cache events; {fix}")
         events = "no cache events" if source is None else f"cache events from {source.endpoint}"
         report(f"{api.kind} {member.numerics}: {load.num_blocks} blocks of {load.block_size} tokens, {events}")
         if member.index_problem:
@@ -263,14 +266,10 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
             )
 
 
-async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource:
-    """Return where the cache events come from. Raises ValueError for an engine without events."""
-    if config.events != "auto":
-        return EventSource(config.events, config.events_replay)
-    source = await api.event_source()
-    if source is None:
-        raise ValueError(
-            "--events auto: the engine advertises no cache events; start it with --kv-events-config"
-            " and name its endpoint here, or give --events none to serve without a prefix index"
-        )
-    return source
+async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | None:
+    """Return where the cache events come from; None for an engine that advertises none."""
+    source = await api.event_source() if config.events == "auto" else EventSource(config.events, config.events_replay)
+    host = urlsplit(config.engine_url).hostname or ""
+    if source is None or is_loopback(host):
+        return source
+    return replace(source, host=f"[{host}]" if ":" in host else host)

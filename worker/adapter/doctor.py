@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from cache.types import HASH_BYTES, BlockHash
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
-from worker.adapter.connect import PROBE_TEXTS, check_tokenizer, make_bundle, open_api
+from worker.adapter.connect import PROBE_TEXTS, check_tokenizer, event_source, make_bundle, open_api
 from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
 from worker.common.checks import Check, judge, print_check
@@ -194,10 +194,7 @@ async def check_events(
         fix = "or go on without: requests are then routed only by load"
         yield Check("events", "fail", f"no prefix index: {problem}", fix)
         return
-    source = advertised
-    if config.events != "auto":
-        source = EventSource(config.events, config.events_replay)
-    if source is None:
+    if (source := await event_source(api, config)) is None:
         found = "the engine advertises no cache events: no prefix would be known"
         yield Check("events", "fail", found, f"start it with {EVENTS_OPTION}; or name its endpoint with --events")
         return
@@ -253,7 +250,7 @@ async def check_replay(config: WorkerConfig, source: EventSource, send: Callable
     if not source.replay_endpoint:
         return Check("replay", "warn", "there is none: lost events, and a worker's restart, cost prefix hits", fix)
     try:
-        listener = _Listener(config, EventSource(NOWHERE, source.replay_endpoint, source.topic))
+        listener = _Listener(config, replace(source, endpoint=NOWHERE, binds=None))
     except ValueError as error:
         return Check("replay", "fail", str(error), fix)
     try:

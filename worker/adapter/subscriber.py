@@ -129,7 +129,7 @@ class EventSubscriber:
         live.setsockopt(zmq.SUBSCRIBE, self._topic)
         try:
             if engine_binds(self._source):
-                live.connect(self._source.endpoint.replace("*", "127.0.0.1"))
+                live.connect(self._source.dialled(self._source.endpoint))
             else:
                 live.bind(self._source.endpoint.replace("localhost", "127.0.0.1"))
         except zmq.ZMQError as error:
@@ -277,7 +277,7 @@ class EventSubscriber:
             self._replay.setsockopt(zmq.LINGER, 0)
             self._replay.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
             self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._replay.connect(self._source.replay_endpoint.replace("*", "127.0.0.1"))
+            self._replay.connect(self._source.dialled(self._source.replay_endpoint))
         expected = None if self._last_payload is None else self._next - 1
         first = expected or 0
         next_before = self._next

@@ -7,14 +7,30 @@
 {{- if has .name (list "gateway" "gateway-ops" "redis" "cluster" "api-keys" "test") }}{{ fail (printf "models: the name %q is taken by a part of the chart" .name) }}{{ end -}}
 {{- $names = append $names .name -}}
 {{- $worker := include "headstart.worker" (dict "root" $ "model" .) | fromYaml -}}
-{{- if and $worker.volume.existingClaim $worker.volume.size -}}
-{{- fail (printf "models.%s.volume: existingClaim and size exclude each other" .name) -}}
+{{- if and (not .source) (not (include "headstart.isExternal" $worker)) }}{{ fail (printf "models.%s.source: name the model, or engines that run already in external" .name) }}{{ end -}}
+{{- if contains ":" (default "" .source) -}}
+{{- fail (printf "models.%s.source: workers load nothing from %s; name a Hugging Face id, or a path under /models in a volume (existingClaim, hostPath or image)" .name .source) -}}
 {{- end -}}
-{{- if and $worker.volume.readOnly (not $worker.volume.existingClaim) -}}
-{{- fail (printf "models.%s.volume.readOnly: only an existingClaim can be read only, because nothing could fill a new volume" .name) -}}
+{{- with $worker.volume -}}
+{{- if gt (compact (list .existingClaim .hostPath .image (toString .size)) | len) 1 -}}
+{{- fail (printf "models.%s.volume: existingClaim, hostPath, image and size exclude each other" $name) -}}
 {{- end -}}
-{{- if and $worker.volume.readOnly $worker.download -}}
-{{- fail (printf "models.%s.download: the volume is read only; set download: false" .name) -}}
+{{- if and .readOnly (not .existingClaim) (not .hostPath) -}}
+{{- fail (printf "models.%s.volume.readOnly: only an existingClaim or a hostPath can be read only, because nothing could fill a new volume" $name) -}}
+{{- end -}}
+{{- if and (or .readOnly .image) $worker.download -}}
+{{- fail (printf "models.%s.download: the volume is read only; set download: false" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if $worker.hostNetwork -}}
+{{- include "headstart.checkHostNetwork" (dict "root" $ "key" (printf "models.%s" .name)) -}}
+{{- if eq $worker.engine "vllm" }}{{ if not (include "headstart.isExternal" $worker) }}{{ fail (printf "models.%s.hostNetwork: the ports of vLLM, with every prompt, would be open to the whole node" .name) }}{{ end }}{{ end -}}
+{{- end -}}
+{{- with $worker.autoscaling -}}
+{{- if and .enabled (eq (int .minReplicas) 0) (or (ne .kind "keda") (not .triggers)) -}}
+{{- fail (printf "models.%s.autoscaling.minReplicas: 0 needs kind: keda and triggers of your own, such as cron, as no request wakes a model that has no worker" $name) -}}
+{{- end -}}
+{{- if and .triggers (ne .kind "keda") }}{{ fail (printf "models.%s.autoscaling.triggers: they are for kind: keda" $name) }}{{ end -}}
 {{- end -}}
 {{- if and (or $worker.kvDisk.size $worker.kvHostMemory) (ne $worker.prefixCache "hash") -}}
 {{- fail (printf "models.%s.prefixCache: kvDisk and kvHostMemory need hash" .name) -}}
@@ -27,6 +43,8 @@
 {{- end -}}
 {{- end -}}
 {{- include "headstart.checkClaims" (dict "pod" .Values.gateway "key" "gateway") -}}
+{{- if .Values.gateway.hostNetwork }}{{ include "headstart.checkHostNetwork" (dict "root" $ "key" "gateway") }}{{ end -}}
+{{- if and (not .Values.models) (eq .Values.redis.mode "none") }}{{ fail "models: without any, workers join through Redis, but redis.mode is none" }}{{ end -}}
 {{- with .Values.gateway.service -}}
 {{- if and .nodePort (eq .type "ClusterIP") }}{{ fail "gateway.service.nodePort: a Service of type ClusterIP has none; set type: NodePort" }}{{ end -}}
 {{- if and .externalTrafficPolicy (eq .type "ClusterIP") }}{{ fail "gateway.service.externalTrafficPolicy: a Service of type ClusterIP has none; set type: NodePort or LoadBalancer" }}{{ end -}}
@@ -61,6 +79,13 @@
 {{- mul (regexFind "^[0-9]+" .) (index (dict "ms" 1 "s" 1000 "m" 60000) (regexFind "[a-z]+$" .)) -}}
 {{- end -}}
 
+{{/* (dict "root" $ "key" "gateway") */}}
+{{- define "headstart.checkHostNetwork" -}}
+{{- if .root.Values.networkPolicy.enabled -}}
+{{- fail (printf "%s.hostNetwork: NetworkPolicies do not know pods of the node's network; set networkPolicy.enabled: false" .key) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* A container may use only the claims of its pod. (dict "pod" $worker "key" "models.llama") */}}
 {{- define "headstart.checkClaims" -}}
 {{- $key := .key -}}
@@ -82,13 +107,20 @@
 {{- define "headstart.checkEngine" -}}
 {{- $name := .model.name -}}
 {{- $count := int .worker.gpu.count -}}
-{{- if ne .worker.engine "vllm" -}}
+{{- $external := include "headstart.isExternal" .worker -}}
+{{- if eq .worker.engine "headstart" -}}
 {{- if .model.vllm }}{{ fail (printf "models.%s.vllm: set engine: vllm" $name) }}{{ end -}}
+{{- if $external }}{{ fail (printf "models.%s.external: set engine to what runs there: vllm or sglang" $name) }}{{ end -}}
 {{- if gt $count 1 }}{{ fail (printf "models.%s.gpu.count: Headstart's own engine uses one GPU; engine: vllm can use more" $name) }}{{ end -}}
 {{- else -}}
 {{- range list "image" "task" "weights" "maxNumSeqs" "maxStepMs" "kvCacheMemory" "kvHostMemory" "kvDisk" "threads" "prefixCache" -}}
 {{- if hasKey $.model . }}{{ fail (printf "models.%s.%s: it is for Headstart's own engine; see the keys of vllm" $name .) }}{{ end -}}
 {{- end -}}
+{{- if $external -}}
+{{- include "headstart.checkExternal" . -}}
+{{- else if eq .worker.engine "sglang" -}}
+{{- fail (printf "models.%s.engine: the chart starts no SGLang, which is experimental; name servers that run already in external" $name) -}}
+{{- else -}}
 {{- with .worker.vllm -}}
 {{- $size := mul .tensorParallelSize .pipelineParallelSize .dataParallelSize | int -}}
 {{- if and $count (ne $count $size) -}}
@@ -101,4 +133,20 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "model" $entry "worker" $merged) */}}
+{{- define "headstart.checkExternal" -}}
+{{- $name := .model.name -}}
+{{- with .worker.external -}}
+{{- if gt (compact (list (join "" .urls) .service (ternary "selector" "" (gt (len .selector) 0))) | len) 1 -}}
+{{- fail (printf "models.%s.external: urls, service and selector exclude each other" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key := keys (default dict .model.vllm) | sortAlpha -}}
+{{- if not (has $key (list "apiKey" "adapterResources" "dataParallelSize")) }}{{ fail (printf "models.%s.vllm.%s: the engines of external run already; set it there" $name $key) }}{{ end -}}
+{{- end -}}
+{{- if or .worker.gpu.count .worker.autoscaling.enabled }}{{ fail (printf "models.%s.external: adapters need no gpu.count and no autoscaling; both belong to the engines" $name) }}{{ end -}}
+{{- if gt (include "headstart.ranks" .worker | fromJsonArray | len) 16 }}{{ fail (printf "models.%s.replicas: a pod would have more than 16 adapters; raise replicas" $name) }}{{ end -}}
 {{- end -}}

@@ -26,8 +26,8 @@
 
 {{/* Labels. The release's own ones select everything of it; a component (and a worker's model) selects one workload. */}}
 {{- define "headstart.releaseLabels" -}}
-app.kubernetes.io/name: {{ include "headstart.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "headstart.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "gateway" "model" "") */}}
@@ -35,7 +35,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ include "headstart.releaseLabels" .root }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .model }}
-headstart/model: {{ . }}
+headstart/model: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -48,6 +48,18 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* What every object has; labels come last, so that more of them may follow.
+(dict "root" $ "component" "gateway" "model" "" "annotations" {} "namespace" "") */}}
+{{- define "headstart.metadata" -}}
+namespace: {{ default .root.Release.Namespace .namespace }}
+{{- with merge (dict) (default dict .annotations) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+labels:
+  {{- include "headstart.labels" . | nindent 2 }}
 {{- end -}}
 
 {{/* No version among a pod's labels: an upgrade of only the chart must not lose the workers' caches. */}}
@@ -77,11 +89,21 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- toYaml (mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy .model)) -}}
 {{- end -}}
 
-{{/* The workers of a pod: one, or one for each data-parallel rank of another engine. -> JSON */}}
+{{/* The engines of an entry run elsewhere. */}}
+{{- define "headstart.isExternal" -}}
+{{- with .external }}{{ if or .urls .service .selector }}true{{ end }}{{ end -}}
+{{- end -}}
+
+{{/* The workers of a pod: one, or one for each data-parallel rank of another engine, or of each of several. -> JSON */}}
 {{- define "headstart.ranks" -}}
 {{- $ranks := list (dict "number" 0 "name" "worker" "port" 8100 "suffix" "") -}}
-{{- if eq .engine "vllm" -}}
-{{- range $number := untilStep 1 (int .vllm.dataParallelSize) 1 -}}
+{{- if ne .engine "headstart" -}}
+{{- $engines := 1 -}}
+{{- if include "headstart.isExternal" . -}}
+{{- $pods := max 1 (int .replicas) -}}
+{{- $engines = ternary (div (add (len .external.urls) $pods -1) $pods) (int .external.enginesPerPod) (gt (len .external.urls) 0) -}}
+{{- end -}}
+{{- range $number := untilStep 1 (mul $engines .vllm.dataParallelSize | int) 1 -}}
 {{- $ranks = append $ranks (dict "number" $number "name" (printf "worker-%d" $number) "port" (add 8100 $number) "suffix" (printf ".%d" $number)) -}}
 {{- end -}}
 {{- end -}}
@@ -198,6 +220,32 @@ claims:
 {{/* Those of parent charts, then the chart's own. -> JSON */}}
 {{- define "headstart.pullSecrets" -}}
 {{- concat (default list .Values.global.imagePullSecrets) (default list .Values.imagePullSecrets) | toJson -}}
+{{- end -}}
+
+{{/* What every pod has. (dict "root" $ "part" .Values.gateway) */}}
+{{- define "headstart.pod" -}}
+serviceAccountName: {{ default (include "headstart.serviceAccountName" .root) .part.serviceAccountName }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- if .part.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- with include "headstart.pullSecrets" .root | fromJsonArray }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}
+{{- with get $.part $key }}
+{{ $key }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- with .part.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- include "headstart.securityContext" .part.podSecurityContext | nindent 2 }}
 {{- end -}}
 
 {{/* How often a probe asks, and when it gives up: one of the probes of the values. */}}

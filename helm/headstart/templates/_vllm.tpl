@@ -110,6 +110,60 @@ exec:
     - import urllib.request as r; r.build_opener(r.ProxyHandler({})).open("http://127.0.0.1:8000/health", timeout=5)
 {{- end -}}
 
+{{/* For engines of `external`: each worker takes one of them that no other of the pod has, and adds --engine-url.
+(dict "root" $ "worker" ... "name" "the Service of the entry") */}}
+{{- define "headstart.external.command" -}}
+{{- $external := .worker.external -}}
+- python3
+- -I
+- -c
+- |
+  {{- .root.Files.Get "files/choose_engine.py" | nindent 2 }}
+- $(POD_NAME)
+- {{ int .worker.replicas | quote }}
+- {{ int .worker.vllm.dataParallelSize | quote }}
+{{- range $external.urls }}
+- {{ . | quote }}
+{{- end }}
+{{- if or $external.service $external.selector }}
+- dns:{{ default (printf "%s-engines" .name) $external.service }}:{{ int $external.port }}
+{{- end }}
+- "--"
+- headstart
+- worker
+{{- end -}}
+
+{{/* Their API, and their events. */}}
+{{- define "headstart.external.egress" -}}
+{{- $ports := list -}}
+{{- range .urls }}{{ $url := urlParse . }}{{ $ports = append $ports (regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "443" "80" (eq $url.scheme "https")) | int) }}{{ end -}}
+{{- if not .urls }}{{ $ports = list (int .port) }}{{ end -}}
+{{- if eq .events "auto" }}{{ range .eventPorts }}{{ $ports = append $ports (int .) }}{{ end }}{{ end -}}
+- ports:
+    {{- range uniq $ports }}
+    - protocol: TCP
+      port: {{ . }}
+    {{- end }}
+  {{- with .selector }}
+  to:
+    - podSelector:
+        matchLabels:
+          {{- toYaml . | nindent 10 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "headstart.external.args" -}}
+- --engine={{ .worker.engine }}
+{{- with .source }}
+- {{ printf "--tokenizer=%s" . | quote }}
+{{- end }}
+- --events={{ .worker.external.events }}
+- --events-exposed
+{{- if .worker.vllm.apiKey.existingSecret }}
+- --engine-key-file=/etc/headstart/engine/key
+{{- end }}
+{{- end -}}
+
 {{/* (dict "worker" ... "rank" ...) */}}
 {{- define "headstart.vllm.workerArgs" -}}
 - --engine=vllm
@@ -132,10 +186,7 @@ exec:
 {{- end }}
 {{- end -}}
 
-{{- define "headstart.vllm.volumes" -}}
-- name: engine-tmp
-  emptyDir:
-    sizeLimit: 16Gi
+{{- define "headstart.vllm.keyVolume" -}}
 {{- with .vllm.apiKey.existingSecret }}
 - name: engine-key
   secret:

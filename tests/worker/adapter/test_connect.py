@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,7 +17,8 @@ from tests.faults.part import ROOT
 from tests.waiting import HANG_S, until
 from tests.worker.adapter.rig import fake_engine
 from worker.adapter import connect as connect_module
-from worker.adapter.connect import connect
+from worker.adapter.api import EngineApi, EventSource
+from worker.adapter.connect import connect, event_source
 from worker.adapter.engine import AdapterEngine
 from worker.config import WorkerConfig
 from worker.contracts.metrics import WorkerMetrics
@@ -179,3 +181,24 @@ def test_a_new_engine_ends_the_process_with_status_1(engine_folder: Path, tmp_pa
             process.wait()
         if worker.stdout is not None:
             worker.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "dialled"),
+    [
+        ("http://10.1.2.3:8000", "tcp://*:5557", "tcp://10.1.2.3:5557"),
+        ("http://engine.other:8000", "tcp://[::]:5557", "tcp://engine.other:5557"),
+        ("http://[fd00::7]:8000", "tcp://*:5557", "tcp://[fd00::7]:5557"),
+        ("http://localhost:8000", "tcp://*:5557", "tcp://127.0.0.1:5557"),
+        ("http://10.1.2.3:8000", "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557"),
+    ],
+)
+async def test_events_come_from_where_the_engine_is(url: str, endpoint: str, dialled: str) -> None:
+    async def advertised() -> EventSource:
+        return EventSource(endpoint, None)
+
+    api = cast("EngineApi", SimpleNamespace(event_source=advertised))
+    for settings in (config(url), config(url, events=endpoint)):
+        source = await event_source(api, settings)
+        assert source is not None
+        assert source.dialled(source.endpoint) == dialled
