@@ -1,7 +1,7 @@
 """Check the pages, docstrings and comments against the repository.
 
-In pages: links and anchors, files, tests, make targets, commands, metrics, measured claims, width and length. In docstrings and
-comments: sections, files, modules and classes.
+In pages: links and anchors, files, tests, make targets, commands, metrics, measured claims, width and length. In
+docstrings and comments: sections, files, modules and classes.
 Run by `make check`. Prints each finding as FILE:LINE and exits with 1 when there is one.
 """
 
