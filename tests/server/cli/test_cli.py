@@ -46,7 +46,9 @@ def test_ctrl_c_while_a_command_is_imported(
 def test_ctrl_c_while_a_worker_is_imported() -> None:
     """Its imports take seconds: the signal comes while they run."""
     program = "import os, signal, sys, runpy; sys.modules['worker.main'] = None\n"
-    program += "try: runpy.run_module('worker', run_name='__main__')\nexcept ImportError: os.kill(os.getpid(), signal.SIGINT)"
+    program += (
+        "try: runpy.run_module('worker', run_name='__main__')\nexcept ImportError: os.kill(os.getpid(), signal.SIGINT)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
