@@ -313,7 +313,10 @@ class Gateway:
 def _open_keys(config: GatewayConfig, limits: FleetLimits, metrics: GatewayMetrics) -> KeyFile | None:
     """Raises ValueError."""
     if config.api_keys is not None:
-        keys = KeyFile(Path(config.api_keys), config.cluster_secret(), limits, on_reload=metrics.key_reloads.inc)
+        try:
+            keys = KeyFile(Path(config.api_keys), config.cluster_secret(), limits, on_reload=metrics.key_reloads.inc)
+        except ValueError as error:
+            raise ValueError(f"--api-keys {error}") from None
         log.info("%d API keys of %s", len(keys), config.api_keys)
         return keys
     ports = (config.host, config.port), (config.ops_host, config.ops_port)  # the ops port has the chat page's API

@@ -1,7 +1,7 @@
 """Check the pages, docstrings and comments against the repository.
 
-In pages: links and anchors, files, tests, make targets, commands, measured claims, width and length. In docstrings and
-comments: sections, files, modules and classes.
+In pages: links and anchors, files, tests, make targets, commands, metrics, measured claims, width and length. In
+docstrings and comments: sections, files, modules and classes.
 Run by `make check`. Prints each finding as FILE:LINE and exits with 1 when there is one.
 """
 
@@ -44,6 +44,7 @@ SECTION: Final = re.compile(r'([\w/]+\.md),\s+"([^"]+)"')
 MODULE: Final = re.compile(r"`((?:server|cache|worker|benchmarks|tools)(?:\.\w+)+)")
 CLASS: Final = re.compile(r"`([A-Z][a-z0-9]+(?:[A-Z][a-z0-9]+)+)\b")
 FILE: Final = re.compile(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})[\w./-]+\.(?:py|md|sh|yaml|json))\b")
+METRIC: Final = re.compile(r"^headstart_[a-z_]+(?=$|[{*])")
 LISTED: Final = re.compile(r"(?:^|\s{3})([a-z][a-z_]+)  +\S", re.MULTILINE)
 HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 RESULTS: Final = re.compile(r"RESULTS\.md(?!#)")
@@ -126,6 +127,16 @@ def anchors(page: Path) -> frozenset[str]:
     """Return the anchors that GitHub gives a page's headings."""
     titles = HEADING.findall(page.read_text(encoding="utf-8"))
     return frozenset(re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles)
+
+
+def unknown_metrics(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield the metrics of a page that the generated list of all metrics lacks. A name may be a beginning (`_*`)."""
+    listed = (ROOT / "docs" / "kubernetes" / "all_metrics.md").read_text(encoding="utf-8")
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        for name in (match[0] for span in CODE.findall(line) if (match := METRIC.match(span))):
+            end = "" if name.endswith("_") else "`"
+            if f"`{re.sub('_(bucket|count|sum)$', '', name)}{end}" not in listed:
+                yield number, f"there is no metric {name}"
 
 
 def unproven(text: str) -> Iterator[tuple[int, str]]:
@@ -211,6 +222,7 @@ def main() -> int:
     found += [(module, *problem) for module in modules for problem in dead_references(module, known)]
     found += [(page, *problem) for page in pages() for problem in unproven(page.read_text(encoding="utf-8"))]
     found += [(page, *problem) for page in bounded_pages() for problem in oversized(page)]
+    found += [(page, *problem) for page in bounded_pages() for problem in unknown_metrics(page)]
     for page, number, text in found:
         print(f"{page.relative_to(ROOT)}:{number}: {text}")
     return 1 if found else 0

@@ -33,7 +33,7 @@ Task = Literal["auto", "generate", "embed"]
 KV_DISK_BYTES: Final = 10 << 30  # the default of --kv-disk-size
 ENGINES: Final[tuple[EngineKind, ...]] = ("headstart", "vllm", "sglang")
 TASKS: Final[tuple[Task, ...]] = ("auto", "generate", "embed")
-_OWN_OPTIONS: Final = ("kv_disk", "kv_host_memory", "max_step_ms", "speculate")
+_OWN_OPTIONS: Final = ("model", "kv_disk", "kv_host_memory", "max_step_ms", "speculate")
 """Options that only the built-in engine has."""
 
 _model = partial(option, "model")
@@ -161,8 +161,9 @@ class WorkerConfig(SharedConfig):
             raise ValueError("--engine vllm (or sglang) and --engine-url go together: give both or none")
         if self.task == "embed" and self.engine != "headstart":
             raise ValueError("--task embed is for the built-in engine: other engines generate text here")
-        if self.engine_url and not self.engine_url.startswith(("http://", "https://")):
-            raise ValueError(f"--engine-url must begin with http:// or https://, got {self.engine_url!r:.200}")
+        for name, url in (("--engine-url", self.engine_url), ("--advertise-url", self.advertise_url)):
+            if url and not url.startswith(("http://", "https://")):
+                raise ValueError(f"{name} must begin with http:// or https://, got {url!r:.200}")
 
     @property
     def template_kwargs(self) -> bytes:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +15,7 @@ from typing import Final
 
 import torch
 
-from cache.stores.disk import parent_problem
-from worker.common.checks import Check, judge, judge_gpu, print_check
+from worker.common.checks import Check, find_kv_disk, judge, judge_gpu, print_check
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
@@ -153,29 +150,6 @@ def find_memory(
         found,
         (least > free, "fail", "take fewer --num-workers, --dtype bfloat16, or a smaller model"),
         (whole > free, "warn", "the context is cut to the pool: fewer workers, or bfloat16"),
-    )
-
-
-def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
-    """Check that a folder can store the blocks of every worker. Creates nothing."""
-    try:
-        existing = folder if folder.exists() else folder.parent
-        problem = parent_problem(folder) if existing is folder else None
-        held = sum(file.stat().st_size for file in folder.glob("*/*.blocks"))
-        free = shutil.disk_usage(existing).free + held
-    except OSError as error:
-        return Check("kv disk", "fail", f"{folder}: {error.strerror or error}", "correct --kv-disk")
-    if problem is None and not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"{existing} cannot be written to"
-    found = (
-        problem
-        or f"{free / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
-    )
-    return judge(
-        "kv disk",
-        problem or found,
-        (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
-        (free < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
     )
 
 

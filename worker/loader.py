@@ -24,6 +24,7 @@ from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
 from worker.common.capabilities import EMBEDDINGS, TOKENS
+from worker.common.checks import find_kv_disk
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
@@ -170,6 +171,12 @@ def _load_model(config: WorkerConfig, report: Callable[[str], None]) -> LoadedMo
             report(f"loading layer {done} of {total}")
 
     device = device_of(config)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch is built without CUDA
+        raise ValueError(
+            f"--device {device}: {str(error).partition('.')[0]}. On the processor: --device cpu"
+        ) from error
     options = LoadOptions(
         dtype=choose_dtype(config.dtype, device),
         device=device,
@@ -251,6 +258,11 @@ def _open_stores(config: WorkerConfig, record: RecordFormat, copier: BlockCopier
         counts = [min(most, num_host_blocks - first) for first in range(0, num_host_blocks, most)]
         stores.append(HostStore([copier.new_payload(count) for count in counts], copier.num_bytes))
     if config.kv_disk is not None:
+        disk = find_kv_disk(Path(config.kv_disk), config.kv_disk_size, config.local_world_size)
+        if disk.status == "fail":
+            raise ValueError(f"--kv-disk: {disk.found}: {disk.fix}")
+        if disk.status == "warn":
+            logger.warning("%s: %s", disk.found, disk.fix)
         stores.append(DiskStore(Path(config.kv_disk), record, config.kv_disk_size))
     return stores
 

@@ -131,7 +131,8 @@ class Endpoint:
         self.label = _without_password(url)
         """The URL without its password."""
         scheme, _, kind = urlsplit(url).scheme.partition("+")
-        if scheme not in (("redis", "rediss") if kind else ("redis", "rediss", "unix")) or kind not in _DEFAULT_PORTS:
+        is_known = scheme in (("redis", "rediss") if kind else ("redis", "rediss", "unix")) and kind in _DEFAULT_PORTS
+        if not is_known or not (kind or scheme == "unix" or re.fullmatch(r"/?\d*", urlsplit(url).path)):
             raise ValueError(f"Redis URL {self.label!r}: use {_FORMS}")
         self.is_cluster = kind == "cluster"
         self._timeout_s = settings.connect_timeout_s

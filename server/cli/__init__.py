@@ -15,6 +15,7 @@ from server.cli import names
 from server.cli.common import BAD_USAGE, CommandError
 from worker.common.command_line import module_command, suggestion
 
+INTERRUPTED: Final = 128 + signal.SIGINT
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "serve": ("everything on this machine: Redis, workers and gateways", "server.cli.serve"),
     "gateway": ("one gateway: the OpenAI API in front of the workers", "server.gateway"),
@@ -69,6 +70,8 @@ def _run(name: str, module: str, arguments: Sequence[str]) -> int:
         status: int = import_module(module).main(arguments)
         sys.stdout.flush()
         return status
+    except KeyboardInterrupt:  # before the command has handlers of its own: imports take seconds on a busy machine
+        return INTERRUPTED
     except BrokenPipeError:  # `headstart top | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -8,11 +8,13 @@ import ssl
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import aiohttp
 from rich.console import Console
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 """The longest list of workers: 20,000 take some 10 MiB."""
@@ -76,7 +78,7 @@ def secret_file(text: str) -> str:
     try:
         return Path(text).read_text().strip()
     except OSError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
 
 
 async def fetch_json(
@@ -93,6 +95,8 @@ async def fetch_json(
 
     A redirect, and an answer that is too long or too deep, raises ValueError.
     """
+    import aiohttp  # most of the time that `headstart` takes to begin a command
+
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (

@@ -13,6 +13,8 @@ TICK_S: Final = 1.0  # the shown seconds count up
 MAX_SILENT_S: Final = 8.0
 """With a tick less than ten seconds, after which a user would ask whether it hangs."""
 
+_READY: Final = "headstart worker: ready: "
+
 
 class Screen:
     """Prints lines with the name of their part. Reports the progress of a start that prints nothing."""
@@ -44,6 +46,8 @@ class Screen:
         """Print a line of a part. The progress of layers is summed up over the workers."""
         if (layers := _LAYERS.match(line)) is None:
             self.say(line, f"[{name}]")
+            if line.startswith(_READY):
+                self._progress = "waiting until a gateway finds all workers in Redis"
             return
         self._layers[name] = int(layers[1])
         done, total = sum(self._layers.values()), self._num_workers * int(layers[2])

@@ -99,8 +99,8 @@ def parser() -> CommandParser:
     add("--prefix-cache", choices=("hash", "radix", "off"), help="how workers reuse prefixes (default hash)")
     add("--policy", help="routing policy (default headstart)")
     add("--threads", type=count, metavar="N", help="CPU threads of each worker (default: the cores shared out)")
-    add("--worker-args", default="", metavar="'ARGS'", help="further options for every worker")
-    add("--gateway-args", default="", metavar="'ARGS'", help="further options for every gateway")
+    add("--worker-args", type=shlex.split, default="", metavar="'ARGS'", help="further options for every worker")
+    add("--gateway-args", type=shlex.split, default="", metavar="'ARGS'", help="further options for every gateway")
     engine = p.add_argument_group("other engines").add_argument
     engine(
         "--engine-url",
@@ -128,12 +128,12 @@ def parse(argv: Sequence[str]) -> Namespace:
         raise ValueError(f"--port and --ops-port are both {args.port}: give two ports")
     if args.num_gateways > 1 and not (args.port and 0 < args.ops_port <= 65536 - args.num_gateways):
         raise ValueError(f"--gateways {args.num_gateways} needs a --port, and as many ports from --ops-port up")
-    own, extra = given(args, "model", "dtype", "prefix_cache"), shlex.split(args.worker_args)
+    own, extra = given(args, "model", "dtype", "prefix_cache"), args.worker_args
     if own and not args.num_workers:
         raise ValueError(f"{own[0]} is for own workers, and with --engine-url there are none: give --num-workers too")
     args.worker_args = [*extra, *own]
     args.engine_args = [*given(args, "engine", "engine_key_file", "tokenizer"), *extra]
-    args.gateway_args = [*shlex.split(args.gateway_args), *given(args, "policy", "tls_cert", "tls_key")]
+    args.gateway_args = [*args.gateway_args, *given(args, "policy", "tls_cert", "tls_key")]
     also_ours = ArgumentParser(add_help=False, allow_abbrev=False)
     also_ours.add_argument("--ops-host", default="127.0.0.1")
     also_ours.add_argument("--tls-cert")

@@ -14,11 +14,11 @@ AFFINITY: Final = "x-headstart-affinity"
 """The request header that asks for `soft` or `hard` affinity."""
 SESSION_HEADERS: Final = (
     "x-session-affinity",  # OpenCode, Kilo Code
+    "x-opencode-session",
+    "x-kilocode-taskid",
     "x-claude-code-session-id",
     "session-id",  # Codex
     "session_id",  # older Codex
-    "x-opencode-session",
-    "x-kilocode-taskid",
     "x-openwebui-chat-id",
     "x-litellm-session-id",
     "x-session-id",

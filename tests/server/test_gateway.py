@@ -276,6 +276,7 @@ async def test_invalid_http_and_endless_heads(worker: ScriptedWorker) -> None:
         ({"workers": ()}, "--workers"),
         ({"redis_shards": 0}, "--redis-shards"),
         ({"redis": "nowhere"}, "--redis: .* use redis://"),
+        ({"redis": "redis://h:6379/first"}, "--redis: .* use redis://"),
         ({"redis": "redis://h", "redis_prefix": "{x}"}, "--redis-prefix"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_docs import ROOT, dead_links, dead_references, oversized, unproven
+from tools.check_docs import ROOT, dead_links, dead_references, oversized, unknown_metrics, unproven
 
 NAMES = {"CancelOnDisconnect", "Models"}
 
@@ -73,3 +73,13 @@ def test_wide_lines_and_long_pages(tmp_path: Path) -> None:
     wide = "word " * 30
     page.write_text(f"{wide}\n| {wide} |\n```\n{wide}\n```\n{'x' * 130}\n" + "line\n" * 300)
     assert list(oversized(page)) == [(1, "a line of 150 characters"), (306, "a page of 306 lines")]
+
+
+def test_metrics_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`headstart_usage_*`, `headstart_workers{state}`, `headstart_request_seconds_count`\n"
+        "`headstart_inter_token_latency_seconds`, `headstart_work`, `headstart_used_*`\n"
+    )
+    unknown = "headstart_inter_token_latency_seconds", "headstart_work", "headstart_used_"
+    assert list(unknown_metrics(page)) == [(2, f"there is no metric {name}") for name in unknown]

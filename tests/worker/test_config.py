@@ -83,6 +83,8 @@ def test_sizes(text: str, expected: int) -> None:
         ("--max-step-ms 0", "--max-step-ms"),
         ("--max-step-ms 50 --engine vllm --engine-url http://h", "--max-step-ms"),
         ("--task embed --engine vllm --engine-url http://h", "--task"),
+        ("--model x --engine vllm --engine-url http://h", "--model"),
+        ("--advertise-url h:8100", "--advertise-url must begin with http:// or https://"),
     ],
 )
 def test_invalid_options_are_named(argv: str, option: str) -> None:
@@ -99,7 +101,7 @@ def test_argparse_errors_exit_with_status_two(argv: str, capsys: pytest.CaptureF
 
 
 def test_a_missing_password_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"--redis-password-file: .*{tmp_path}"):
+    with pytest.raises(ValueError, match=f"--redis-password-file {tmp_path}.*: No such file"):
         WorkerConfig(redis_password_file=str(tmp_path / "none")).writer_settings()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from worker import doctor
+from worker.common.checks import find_kv_disk
 from worker.common.command_line import module_command
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
@@ -85,20 +86,20 @@ def test_a_folder_for_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Blocks of earlier workers count as room; nothing is made by asking."""
     folder = tmp_path / "kv"
     free = shutil.disk_usage(tmp_path).free
-    assert doctor.find_kv_disk(folder, free // 2, 1).status == "ok"
-    assert doctor.find_kv_disk(folder, free // 2, 4).status == "warn"
+    assert find_kv_disk(folder, free // 2, 1).status == "ok"
+    assert find_kv_disk(folder, free // 2, 4).status == "warn"
     assert not folder.exists()
     (folder / "0").mkdir(parents=True)
     with (folder / "0" / "f-0.blocks").open("wb") as file:
         file.truncate(1 << 40)
-    assert doctor.find_kv_disk(folder, 1 << 40, 1).status == "ok"
-    assert doctor.find_kv_disk(tmp_path / "no" / "kv", 1, 1).status == "fail"
-    assert doctor.find_kv_disk(folder / "0" / "f-0.blocks", 1, 1).status == "fail"
+    assert find_kv_disk(folder, 1 << 40, 1).status == "ok"
+    assert find_kv_disk(tmp_path / "no" / "kv", 1, 1).status == "fail"
+    assert find_kv_disk(folder / "0" / "f-0.blocks", 1, 1).status == "fail"
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    assert "cannot be written to" in doctor.find_kv_disk(folder, 1, 1).found
+    assert "cannot be written to" in find_kv_disk(folder, 1, 1).found
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     folder.chmod(0o777)
-    assert "belongs to another user" in doctor.find_kv_disk(folder, 1, 1).found
+    assert "belongs to another user" in find_kv_disk(folder, 1, 1).found
 
 
 def test_a_gpu_that_is_not_there() -> None:

@@ -200,6 +200,7 @@ async def test_a_worker_serves_finds_its_cache_and_drains(start, model: Path) ->
         ["--model", "/nowhere/at/all"],
         ["--num-blocks", "8", "--kv-cache-memory", "1G"],
         ["--redis", "redis://127.0.0.1:1", "--worker-id", "a:b"],
+        ["--device", "cuda:99"],
     ],
 )
 def test_an_unusable_configuration_exits_with_status_two(start, option: list[str]) -> None:

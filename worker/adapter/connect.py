@@ -46,6 +46,7 @@ PROBE_TEXTS: Final = (
     "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
     "  Größe: naïve café, 日本語のテキスト, emoji 🙂🙃\n\tdef f(x):\n\t\treturn x ** 2  # 100_000\r\n",
 )
+REPEAT_S: Final = 8.0  # silence for longer looks like a hang
 RETRY_S: Final = 1.0  # an engine takes minutes to start, and a question a second costs nothing
 NAMES_PER_BLOCK: Final = 4
 """Names of blocks that are remembered after a gap, per block of the engine's pool."""
@@ -204,7 +205,7 @@ async def _opened(config: WorkerConfig) -> AsyncIterator[EngineApi]:
 
 async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> EngineModel:
     """Return the model when the engine answers, which may take minutes."""
-    reported = ""
+    reported, reported_s = "", 0.0
     while True:
         try:
             await api.version()  # raises where the API of tokens is missing
@@ -213,9 +214,9 @@ async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str],
             if isinstance(error, EngineRefusedError) and error.status in (401, 403):
                 raise ValueError(f"--engine-key-file: {error}") from error
             why = f"waiting for the engine at {config.engine_url}: {error}"
-        if why != reported:
+        if why != reported or time.monotonic() - reported_s > REPEAT_S:
             report(why)
-            reported = why
+            reported, reported_s = why, time.monotonic()
         await asyncio.sleep(RETRY_S)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 Status = Literal["ok", "warn", "fail"]
@@ -56,3 +59,28 @@ def missing_extra(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get(module)) is not None:
         return f"{module} is not installed: pip install 'headstart[{extra}]' (in a checkout: make install)"
     return f"{error}: `headstart doctor` shows what is broken"
+
+
+def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
+    """Check that a folder can store the blocks of every worker. Creates nothing."""
+    from cache.stores.disk import parent_problem  # the rest needs the standard library only
+
+    try:
+        existing = folder if folder.exists() else folder.parent
+        problem = parent_problem(folder) if existing is folder else None
+        held = sum(file.stat().st_size for file in folder.glob("*/*.blocks"))
+        free = shutil.disk_usage(existing).free + held
+    except OSError as error:
+        return Check("kv disk", "fail", f"{folder}: {error.strerror or error}", "correct --kv-disk")
+    if problem is None and not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} cannot be written to"
+    found = (
+        problem
+        or f"{free / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
+    )
+    return judge(
+        "kv disk",
+        problem or found,
+        (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
+        (free < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
+    )

@@ -137,7 +137,7 @@ class CommandParser(argparse.ArgumentParser):
         try:
             tables = tomllib.loads(Path(file).read_text())
         except (OSError, ValueError) as error:
-            self.error(f"--config {file}: {error}")
+            self.error(f"--config {file}: {getattr(error, 'strerror', error)}")
         if problem := unknown_key(tables, options):
             self.error(f"--config {file}: {problem}")
         settable = self._settable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import Iterable
@@ -24,7 +25,9 @@ def listen(
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=share)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(f"cannot listen on {host}:{port}: {reason}. Choose another --port; 0 is any free one") from error
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        choose = "another --port; 0 is any free one" if is_port else "an address of this machine"
+        raise OSError(f"cannot listen on {host}:{port}: {reason}. Choose {choose}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", probe_idle_s), ("TCP_KEEPINTVL", probe_every_s), ("TCP_KEEPCNT", 3)):

@@ -66,7 +66,8 @@ class TlsFiles(WatchedFiles):
         try:
             load(context)
         except OSError as error:  # ssl.SSLError is one
-            raise ValueError(f"{option} {', '.join(paths)}: {error.strerror or error}") from None
+            hint = ": PEM files that fit each other are needed" if isinstance(error, ssl.SSLError) else ""
+            raise ValueError(f"{option} {', '.join(paths)}: {error.strerror or error}{hint}") from None
 
     def reload(self) -> None:
         try:

@@ -133,7 +133,7 @@ def digest_files(paths: Iterable[Path]) -> ModelFiles:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {error}")
+    return CheckpointError(f"{path} cannot be read: {error.strerror}")
 
 
 def _changed(path: Path) -> CheckpointError:

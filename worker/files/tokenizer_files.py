@@ -120,7 +120,7 @@ def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
 def fingerprint(tokenizer_json: bytes, *fields: object) -> str:

@@ -26,7 +26,7 @@ def choose_dtype(asked: str | None, device: str) -> str:
     if asked is None:
         return "float32" if device == "cpu" else "bfloat16"
     if asked not in CHOICES:
-        raise ValueError(f"dtype must be one of {', '.join(CHOICES)}, got {asked!r}")
+        raise ValueError(f"--dtype must be one of {', '.join(CHOICES)}, got {asked!r}")
     if asked == AUTO:
         return quickest_dtype(device)
     if device == "cpu" and asked != "float32" and quickest_dtype(device) != asked:

@@ -91,7 +91,7 @@ def _tensor_names(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
 def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -27,3 +30,48 @@ def test_the_command_imports_no_torch() -> None:
 def test_serve_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--tls-cert", "x"]) == 2
     assert "headstart serve: --tls-cert and --tls-key go together" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["gateway"]) == cli.INTERRUPTED
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_while_a_worker_is_imported() -> None:
+    """Its imports take seconds: the signal comes while they run."""
+    program = "import os, signal, sys, runpy; sys.modules['worker.main'] = None\n"
+    program += (
+        "try: runpy.run_module('worker', run_name='__main__')\nexcept ImportError: os.kill(os.getpid(), signal.SIGINT)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--api-keys", "{file}.toml"], "--api-keys {file}.toml: No such file or directory"),
+        (["--api-keys", "{file}"], "--api-keys {file}: not TOML: "),
+        (["--cluster-secret-file", "{file}.secret"], "--cluster-secret-file {file}.secret: No such file or directory"),
+        (["--tls-cert", "{file}", "--tls-key", "{file}"], "PEM files that fit each other are needed"),
+        (["--host", "192.0.2.1"], "Cannot assign requested address"),
+        (["--host", "192.0.2.1"], "Choose an address of this machine"),
+        (["--chat-template", "{file}.jinja"], "--chat-template: {file}.jinja: No such file or directory"),
+        (["--config", "{file}.toml"], "--config {file}.toml: No such file or directory"),
+    ],
+)
+@pytest.mark.e2e
+def test_a_gateway_names_the_option_and_the_file(options: list[str], problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("nothing of use")
+    command = [sys.executable, "-m", "server.cli", "gateway", "--workers", "http://127.0.0.1:9", "--port", "0"]
+    given = [option.format(file=file) for option in options]
+    done = subprocess.run([*command, "--ops-port", "0", *given], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr, "Errno" in done.stderr) == (2, False, False)
+    assert problem.format(file=file) in done.stderr

@@ -38,6 +38,8 @@ async def test_a_start_is_never_silent(capsys: pytest.CaptureFixture[str], monke
     await prints("headstart: measuring how fast the workers are, ")
     shown.relay("worker-0", "2026-11-26 INFO worker: a line of a log")
     await prints("[worker-0] 2026-11-26 INFO worker: a line of a log")
+    shown.relay("worker-1", "headstart worker: ready: tiny on http://127.0.0.1:8100, cpu/float32")
+    await prints("headstart: waiting until a gateway finds all workers in Redis, ", times=2)
     shown.ready()
     await asyncio.wait_for(running, HANG_S)
 

@@ -14,6 +14,12 @@ def test_options_of_one_part_are_passed_on() -> None:
     assert config.gateway_args == ["--policy", "round_robin"]
 
 
+def test_an_open_quotation_names_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--worker-args", '--num-blocks "9'])
+    assert "argument --worker-args: " in capsys.readouterr().err
+
+
 def test_certificates_go_to_the_gateway() -> None:
     config = parse(["--tls-cert", "a.crt", "--tls-key", "a.key", "--gateway-args", "--policy round_robin"])
     assert config.tls_cert

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from server.errors import InvalidRequestError
@@ -12,6 +15,11 @@ from server.request.hints import SESSION_HEADERS, read_hints
 def test_every_agents_header_names_the_session(name: str) -> None:
     hints = read_hints([(b"host", b"h"), (name.encode(), b"s-1")])
     assert (hints.session, hints.hard_affinity, hints.ttft_budget_s) == ("s-1", False, None)
+
+
+def test_the_page_has_the_headers_in_their_order() -> None:
+    table = Path("docs/routing.md").read_text().partition("| who sends it | name |")[2].partition("\n\n")[0]
+    assert [name for name in re.findall("`([^`]+)`", table) if name in SESSION_HEADERS] == list(SESSION_HEADERS)
 
 
 def test_the_first_name_that_is_not_empty_counts() -> None:

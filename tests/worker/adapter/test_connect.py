@@ -102,6 +102,8 @@ async def test_it_waits_for_the_engine(engine_folder: Path, monkeypatch: pytest.
     await until(lambda: reports)
     await asyncio.sleep(0.05)
     assert len(reports) == 1, "said once"
+    monkeypatch.setattr(connect_module, "REPEAT_S", 0.001)
+    await until(lambda: len(reports) > 2)
     assert reports[0].startswith(f"waiting for the engine at http://127.0.0.1:{port}: ")
     connecting.cancel()
     with pytest.raises(asyncio.CancelledError):

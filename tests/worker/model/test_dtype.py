@@ -37,7 +37,7 @@ def test_what_is_asked_for_is_obeyed_with_one_warning(has_units: bool, caplog: p
 
 
 def test_one_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
+    with pytest.raises(ValueError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
         choose_dtype("int8", "cpu")
 
 
