@@ -145,7 +145,7 @@ def load_keys(path: Path) -> KeyEntries:
             raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
         return parse_keys(data.decode())
     except (OSError, ValueError) as error:
-        raise ValueError(f"--api-keys {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 class KeyFile(WatchedFiles):
