@@ -12,7 +12,8 @@ from tests.k8s.chart import Document, of_kind, pod_templates, render
 from tests.k8s.test_invariants import selects, servers, workloads
 
 _UNITS: Final = {"Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-with_policies = pytest.mark.parametrize("name", [name for name in chart.MATRIX if name != "everything-off"])
+WITHOUT_POLICIES = ("everything-off", "host-network")
+with_policies = pytest.mark.parametrize("name", [name for name in chart.MATRIX if name not in WITHOUT_POLICIES])
 
 
 def num_bytes(size: str) -> int:
