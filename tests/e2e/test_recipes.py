@@ -139,7 +139,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
             ),
             Edit(
                 "worker/loader.py",
-                "    if config.kv_disk is not None:\n        stores",
+                "    if config.kv_disk is not None:\n        disk = ",
                 "    if num_example_blocks := config.kv_example // copier.num_bytes:\n"
                 "        stores.append(ExampleStore([copier.new_payload(num_example_blocks)], copier.num_bytes))\n",
             ),
