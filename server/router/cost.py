@@ -13,6 +13,8 @@
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
+`beta` is that of a worker of mean rate; a worker of half the rate has half of it.
+
 `views` computes the terms of each worker, with its load (`load_tracker`) and the blocks of own requests (`ledger`). The
 policy `headstart` adds jitter and affinity (`policies`).
 """
@@ -115,12 +117,14 @@ class CostModel:
         return max(plan.fetch_s, self.copy_weight * plan.peer_tokens / tokens_per_s)
 
     def costs_s(self, workers: Sequence[WorkerView], beta: float) -> list[float]:
-        """Return the cost of the request at each worker."""
+        """Return the cost of the request at each worker. A slow worker's second delays fewer tokens."""
+        beta /= _mean_rate(workers)
         return [
             worker.queue_s
             + worker.eviction_s
             + worker.decode_s
-            + (1.0 + (beta + worker.num_displaced)) * (worker.prefill_s + worker.fetch_cost_s)
+            + (1.0 + (beta * worker.prefill_tokens_per_s + worker.num_displaced))
+            * (worker.prefill_s + worker.fetch_cost_s)
             + self.assigned_weight * worker.assigned_s
             for worker in workers
         ]
@@ -129,7 +133,11 @@ class CostModel:
         """Return the cost at an idle best match, which counts as fast as the fastest worker of a similar rate."""
         rate = best.prefill_tokens_per_s
         like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= SIMILAR_RATE * rate])
-        return (1.0 + beta) * (best.prefill_s * rate / like + best.fetch_cost_s)
+        return (1.0 + beta * like / _mean_rate(workers)) * (best.prefill_s * rate / like + best.fetch_cost_s)
+
+
+def _mean_rate(workers: Sequence[WorkerView]) -> float:
+    return sum([worker.prefill_tokens_per_s for worker in workers]) / len(workers)
 
 
 def queue_delay(queue: PrefillQueue | None, prefill_s: float) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -265,3 +266,18 @@ def test_a_copy_costs_a_share_of_computing_it() -> None:
     cost = CostModel()
     assert cost.fetch_cost_s(FetchPlan(1000, (), 1000, 0.001), RATE) == pytest.approx(0.04 * 1000 / RATE)
     assert cost.fetch_cost_s(FetchPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"
+
+
+def test_a_second_of_a_slow_worker_delays_fewer_tokens() -> None:
+    """At a high load, an idle slow worker is better than a short queue at a fast one."""
+    rates = {"slow": RATE, "fast": 2 * RATE}
+    found = [
+        Candidate(member=mover(name), matched_blocks=0, load=report(prefill_tokens_per_s=rate), load_age_s=0.0)
+        for name, rate in rates.items()
+    ]
+    slow, fast = sorted(decided(*found).workers, key=lambda view: view.prefill_tokens_per_s)
+    cost = CostModel()
+    at_slow, at_fast = cost.costs_s([slow, msgspec.structs.replace(fast, queue_s=slow.prefill_s)], cost.max_beta)
+    assert at_slow < at_fast
+    alike = cost.costs_s([fast, fast], 3.0)
+    assert alike[0] == pytest.approx(fast.queue_s + fast.eviction_s + fast.decode_s + 4.0 * fast.prefill_s)
