@@ -9,12 +9,14 @@ one function  the same, once      the same; that function's arguments where the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -54,9 +56,19 @@ from server.text.output_parser import ChoiceMessage, OutputRules, ReasoningStart
 from server.text.template_input import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, text_size
 
 RequestT = TypeVar("RequestT", bound=ModelFields)
-# Fields with a value. In a text, the quotes would be escaped.
-_INPUT: Final = re.compile(rb'"input"\s*:(?!\s*null)')
-_MESSAGES: Final = re.compile(rb'"messages"\s*:(?!\s*null)')
+_INPUT: Final = re.compile(rb'"input"\s*:')
+"""A field at any depth: in a text, the quotes would be escaped."""
+_NULL: Final = msgspec.Raw(b"null")
+
+
+class _Form(msgspec.Struct):
+    """The fields by which bodies of chats and of responses differ."""
+
+    messages: msgspec.Raw = _NULL
+    input: msgspec.Raw = _NULL
+
+
+_decode_form: Final = msgspec.json.Decoder(_Form).decode
 
 
 class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
@@ -109,7 +121,7 @@ class ChatEndpoint(ConversationEndpoint[ChatRequest]):
 
         Raises InvalidRequestError.
         """
-        if _MESSAGES.search(body) or not _INPUT.search(body):
+        if not (_INPUT.search(body) and _is_of_responses(body)):
             request = await CHAT.read(body, self._models.text_limit)
             return request, request.intent(clamps_max_tokens=self._services.clamps_max_tokens)
         given = await RESPONSES.read(body, self._models.text_limit)
@@ -127,6 +139,13 @@ class ChatEndpoint(ConversationEndpoint[ChatRequest]):
 
     def formatter(self, request: ChatRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
         return ChatFormatter(request, spec, rules)
+
+
+def _is_of_responses(body: bytes) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):  # the reader of chats names what is wrong
+        form = _decode_form(body)
+        return bytes(form.messages) == b"null" != bytes(form.input)
+    return False
 
 
 async def chat_spec(

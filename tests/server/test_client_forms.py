@@ -186,7 +186,13 @@ CURSOR: Any = {
 }
 
 
-@pytest.mark.parametrize("tool", [FLAT, WEATHER, {"type": "custom", "name": "ApplyPatch", "format": {"type": "text"}}])
+SEND: Any = {"type": "object", "properties": {"messages": {"type": "array"}, "input": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [FLAT, FLAT | {"parameters": SEND}, WEATHER, {"type": "custom", "name": "ApplyPatch", "format": {"type": "text"}}],
+)
 async def test_a_body_of_responses_at_chats_has_a_chats_answer(worker: ScriptedWorker, tool: dict[str, Any]) -> None:
     """Cursor sends `input` to /chat/completions, with tools of either form, and reads chunks."""
     body = {**CURSOR, "tools": [tool]}
@@ -218,3 +224,5 @@ async def test_a_wrong_body_of_responses_at_chats_is_named(worker: ScriptedWorke
         assert (await error_of(target.url, chat(input="x")))["param"] == "input", "one of both"
         said = chat(messages=[{"role": "user", "content": '"input": 1'}], metadata={"input": "x"})
         assert (await post(target.url, said))[0] == 200
+        tool = {"type": "function", "function": {"name": "send", "parameters": SEND}}
+        assert (await post(target.url, chat(tools=[tool])))[0] == 200
