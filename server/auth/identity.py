@@ -43,6 +43,7 @@ from starlette.types import Scope
 from server.auth.fleet_limits import FleetLimits
 from server.auth.limits import LABEL, KeyEntry, KeyUsage, TenantEntry
 from server.errors import ForbiddenError, InvalidRequestError
+from worker.common.command_line import reason
 from worker.common.tls import WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ def load_keys(path: Path) -> KeyEntries:
             raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
         return parse_keys(data.decode())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{path}: {reason(error)}") from None
 
 
 class KeyFile(WatchedFiles):

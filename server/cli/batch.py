@@ -28,8 +28,8 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from server.cli.common import CommandError, RedirectError, between, read_answer, reason, secret_file
-from worker.common.command_line import CommandParser
+from server.cli.common import CommandError, RedirectError, between, read_answer, secret_file
+from worker.common.command_line import CommandParser, reason
 
 PREFIX_FIELDS: Final = ("model", "cache_salt", "tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make the prompt, in the order in which templates write them."""

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from worker.common.command_line import reason
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -78,7 +80,7 @@ def secret_file(text: str) -> str:
     try:
         return Path(text).read_text().strip()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}") from None
 
 
 async def fetch_json(
@@ -139,11 +141,6 @@ async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes
         if len(body) > max_bytes:
             raise ValueError(f"its answer is longer than {max_bytes >> 20} MiB")
     return bytes(body)
-
-
-def reason(error: Exception) -> str:
-    """Return why a request failed, in a few words."""
-    return getattr(error, "strerror", None) or str(error) or "no answer in time"
 
 
 def plain_console(columns: int) -> Console:

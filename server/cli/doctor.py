@@ -39,7 +39,7 @@ from server.cli.serve import parse as parse_serve
 from server.config import parser as gateway_parser
 from worker.common.cache_folder import cache_folder
 from worker.common.checks import Check, Status, judge
-from worker.common.command_line import CommandParser, module_command
+from worker.common.command_line import CommandParser, module_command, reason
 from worker.common.sockets import is_loopback
 
 TESTED_PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
@@ -253,7 +253,7 @@ async def port(name: str, host: str, number: int, option: str) -> Check:
         with socket.create_server((host, number), family=family):
             return Check(name, "ok", f"{where} is free")
     except OSError as error:
-        problem = f"{where}: {error.strerror or error}"
+        problem = f"{where}: {reason(error)}"
     num_workers = await _num_workers_of_gateway("127.0.0.1" if host in ("0.0.0.0", "::") else host, number)
     if num_workers is None:
         fix = f"choose another with {option}; `ss -ltnp 'sport = :{number}'` names the program that has this one"

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, ops_url, secret_file
-from worker.common.command_line import CommandParser
+from worker.common.command_line import CommandParser, reason
 
 PATH: Final = "/prefixes/compare"
 TIMEOUT_S: Final = 60.0  # both prompts are rendered and tokenised: megabytes take seconds
@@ -29,7 +29,7 @@ def read_body(path: Path) -> bytes:
         if not isinstance(json.loads(raw), dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CommandError(f"{path}: {getattr(error, 'strerror', None) or error}", BAD_USAGE) from None
+        raise CommandError(f"{path}: {reason(error)}", BAD_USAGE) from None
     return raw
 
 

@@ -22,8 +22,8 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from server.cli.common import CommandError, between, ops_url, plain_console, reason
-from worker.common.command_line import CommandParser
+from server.cli.common import CommandError, between, ops_url, plain_console
+from worker.common.command_line import CommandParser, reason
 
 RETRY_S: Final = 1.0  # a gateway that is back is shown at once
 SILENT_S: Final = 5.0

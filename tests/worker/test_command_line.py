@@ -15,7 +15,7 @@ import pytest
 import server.cli.serve
 import server.config
 import worker.config
-from worker.common.command_line import CONFIG_VARIABLE, CommandParser, module_command
+from worker.common.command_line import CONFIG_VARIABLE, CommandParser, module_command, reason
 
 PARSERS: dict[str, Callable[[], CommandParser]] = {
     "serve": server.cli.serve.parser,
@@ -180,3 +180,17 @@ def test_a_real_process_names_the_variable(module: str) -> None:
     done = subprocess.run(module_command(module), env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: argument --port: invalid int value: 'many' (from HEADSTART_PORT)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "/nowhere"), "No such file or directory"),
+        (OSError("No such device"), "No such device"),  # a library's, without a number
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "invalid start byte"),
+        (TimeoutError(), "no answer in time"),
+        (ConnectionResetError(), "ConnectionResetError"),
+    ],
+)
+def test_every_error_has_a_reason(error: Exception, text: str) -> None:
+    assert text in reason(error)

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from worker.common.command_line import reason
+
 Status = Literal["ok", "warn", "fail"]
 _INDENT: Final = 16  # the width of the column of names
 EXTRAS: Final = {
@@ -71,7 +73,7 @@ def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
         held = sum(file.stat().st_size for file in folder.glob("*/*.blocks"))
         free = shutil.disk_usage(existing).free + held
     except OSError as error:
-        return Check("kv disk", "fail", f"{folder}: {error.strerror or error}", "correct --kv-disk")
+        return Check("kv disk", "fail", f"{folder}: {reason(error)}", "correct --kv-disk")
     if problem is None and not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} cannot be written to"
     found = (

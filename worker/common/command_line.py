@@ -137,7 +137,7 @@ class CommandParser(argparse.ArgumentParser):
         try:
             tables = tomllib.loads(Path(file).read_text())
         except (OSError, ValueError) as error:
-            self.error(f"--config {file}: {getattr(error, 'strerror', error)}")
+            self.error(f"--config {file}: {reason(error)}")
         if problem := unknown_key(tables, options):
             self.error(f"--config {file}: {problem}")
         settable = self._settable()
@@ -172,6 +172,12 @@ def _words(flag: str, action: argparse.Action, value: object) -> Iterator[str]:
         yield from (f"{flag}={each}" for each in value)
     else:
         yield f"{flag}={','.join(map(str, value))}"
+
+
+def reason(error: Exception) -> str:
+    """Return why a file, a socket or a request failed, without a number or a name."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 def known_options() -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cache.redis_index import check_key_part, check_url
-from worker.common.command_line import SECRET_VARIABLE, CommandParser
+from worker.common.command_line import SECRET_VARIABLE, CommandParser, reason
 from worker.common.logs import LOG_FORMATS, LogFormat
 from worker.common.tls import ServerCertificate, WorkerCa
 
@@ -134,7 +134,7 @@ def read_secret(option: str, file: str) -> bytes:
     try:
         secret = Path(file).read_bytes().strip()
     except OSError as error:
-        raise ValueError(f"{option} {file}: {error.strerror}") from error
+        raise ValueError(f"{option} {file}: {reason(error)}") from error
     if not secret:
         raise ValueError(f"{option} {file} is empty")
     return secret
@@ -157,7 +157,7 @@ def template_text(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{file}: {getattr(error, 'strerror', error)}") from error
+        raise argparse.ArgumentTypeError(f"{file}: {reason(error)}") from error
 
 
 def json_object(text: str) -> dict[str, Any]:

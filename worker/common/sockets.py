@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterable
 from typing import Final
 
+from worker.common.command_line import reason
+
 _BACKLOG: Final = 2048  # a burst of new connections waits; the kernel may allow fewer
 
 
@@ -24,10 +26,9 @@ def listen(
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=share)
     except OSError as error:
-        reason = error.strerror or str(error)
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         choose = "another --port; 0 is any free one" if is_port else "an address of this machine"
-        raise OSError(f"cannot listen on {host}:{port}: {reason}. Choose {choose}") from error
+        raise OSError(f"cannot listen on {host}:{port}: {reason(error)}. Choose {choose}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", probe_idle_s), ("TCP_KEEPINTVL", probe_every_s), ("TCP_KEEPCNT", 3)):

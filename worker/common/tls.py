@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from worker.common.command_line import reason
+
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +69,7 @@ class TlsFiles(WatchedFiles):
             load(context)
         except OSError as error:  # ssl.SSLError is one
             hint = ": PEM files that fit each other are needed" if isinstance(error, ssl.SSLError) else ""
-            raise ValueError(f"{option} {', '.join(paths)}: {error.strerror or error}{hint}") from None
+            raise ValueError(f"{option} {', '.join(paths)}: {reason(error)}{hint}") from None
 
     def reload(self) -> None:
         try:

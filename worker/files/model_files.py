@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from worker.common.cache_folder import cache_folder, delete_unused
+from worker.common.command_line import reason
 from worker.common.cores import num_cores
 from worker.files.errors import CheckpointError
 
@@ -133,7 +134,7 @@ def digest_files(paths: Iterable[Path]) -> ModelFiles:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {error.strerror}")
+    return CheckpointError(f"{path} cannot be read: {reason(error)}")
 
 
 def _changed(path: Path) -> CheckpointError:

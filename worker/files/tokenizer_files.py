@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from worker.common.command_line import reason
 from worker.files.errors import CheckpointError
 from worker.files.model_files import sampled_digest
 from worker.wire import NO_DEFAULTS, SamplingDefaults, TokenizerBundle
@@ -120,7 +121,7 @@ def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def fingerprint(tokenizer_json: bytes, *fields: object) -> str:

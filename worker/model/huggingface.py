@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.attention.base import AttentionShape
+from worker.common.command_line import reason
 from worker.files.errors import CheckpointError, UnsupportedModel
 from worker.files.model_files import folder_files
 from worker.files.tokenizer_files import read_json
@@ -91,7 +92,7 @@ def _tensor_names(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from error
+        raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
 
 def config_from_hf(raw: Mapping[str, Any], family: ModelFamily) -> ModelConfig:

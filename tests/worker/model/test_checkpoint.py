@@ -93,6 +93,15 @@ def test_an_index_cannot_point_outside(folder: Path) -> None:
         find_checkpoint(str(folder))
 
 
+def test_weights_that_cannot_be_opened_have_a_reason(folder: Path) -> None:
+    """The library's error has no number."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: \w+ \w+") as caught:
+        load_model(str(folder), LoadOptions(dtype="float32"))
+    assert "None" not in str(caught.value)
+
+
 def test_a_truncated_file_is_named(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
