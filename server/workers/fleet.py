@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 FetchState = Callable[[str], Coroutine[Any, Any, WorkerState]]
 """Asks the worker at a URL for its state: `WorkerClient.state`."""
 POLL_S: Final = 1.0  # the registry changes by leases of seconds
+MAX_POLL_S: Final = 10.0  # between two polls with timeouts: a longer time is one in which the gateway stood still
 FIRST_POLL_S: Final = 0.05  # a gateway that starts is ready as soon as a worker is
 FORGET_S: Final = 600.0  # a worker that restarts is back within minutes
 FIRST_BREAK_S: Final = 1.0  # a worker that failed once is tried again soon
@@ -66,14 +67,14 @@ class FleetWorker:
     """One worker and its state."""
 
     member: WorkerMember
-    heard_s: float
-    """When it was first seen, or last had a lease or answered."""
     reported_s: float
     """When `load` was written."""
     load: WorkerLoad = field(default_factory=WorkerLoad)
     leased_s: float = -math.inf
     num_missed: int = 0
     """Polls in a row without an answer."""
+    silent_s: float = 0.0
+    """The time of these polls. A time in which this gateway stood still does not count."""
     is_gone: bool = False
     """It is not at its address, or drained before it fell silent. A lease does not change this, an answer does."""
     num_failures: int = 0
@@ -87,13 +88,14 @@ class FleetWorker:
     def is_live(self) -> bool:
         return not self.is_gone and self.num_missed < MAX_MISSED
 
-    def missed(self, *, is_gone: bool) -> None:
-        """Record a poll without its answer."""
+    def missed(self, passed_s: float, *, is_gone: bool) -> None:
+        """Record a poll without its answer, `passed_s` after the one before."""
         self.num_missed += 1
+        self.silent_s += passed_s
         self.is_gone |= is_gone or (self.load.draining and not self.is_live)
 
-    def answered(self, now_s: float) -> None:
-        self.heard_s, self.num_missed, self.is_gone = now_s, 0, False
+    def answered(self) -> None:
+        self.num_missed, self.silent_s, self.is_gone = 0, 0.0, False
 
 
 class Fleet:
@@ -131,6 +133,7 @@ class Fleet:
         """Targets were polled, and the registry, if there is one, was read."""
         self.index_answered_s = -math.inf
         """When a poll last read the registry."""
+        self._polled_s = -math.inf
         self._wake = asyncio.Event()
         self._asking = asyncio.Semaphore(MAX_ASKING)
 
@@ -246,6 +249,7 @@ class Fleet:
         now_s = self._clock()
         if found is not None:
             self.index_answered_s = now_s
+        passed_s, self._polled_s = min(MAX_POLL_S, now_s - self._polled_s), now_s
         accepts = self._verifier.accepts
         for candidate in found or ():
             if accepts(candidate.member):
@@ -264,15 +268,15 @@ class Fleet:
         urls.update(member.url for member in members if member.worker_id not in confirmed)
         self._unreachable = {url: error for url, error in self._unreachable.items() if url in urls}
         self._verifier.keep_refused({member.worker_id for member in registered}, targets)
-        await asyncio.gather(*(self._ask(url) for url in urls))
+        await asyncio.gather(*(self._ask(url, passed_s) for url in urls))
         self._answered &= targets
         self._answered |= targets - self._unreachable.keys()
         self._silent_targets = targets - self._answered
         self._has_looked = self._has_looked or found is not None or isinstance(self._index, NoIndex)
         self._forget()
 
-    async def _ask(self, url: str) -> None:
-        """Ask the worker at `url` for its state."""
+    async def _ask(self, url: str, passed_s: float) -> None:
+        """Ask the worker at `url` for its state, `passed_s` after the poll before."""
         epochs = {worker.member.worker_id: worker.member.epoch for worker in self._at(url)}
         try:
             async with self._asking:
@@ -280,7 +284,7 @@ class Fleet:
         except Exception as error:  # a URL from the registry may raise anything in a library
             why, is_gone = str(error) or type(error).__name__, _is_gone(error)
             for worker in self._at(url):
-                worker.missed(is_gone=is_gone)
+                worker.missed(passed_s, is_gone=is_gone)
             if url not in self._unreachable:
                 logger.warning("worker at %s does not answer: %s", url, why)
             self._unreachable[url] = why, is_gone
@@ -290,12 +294,12 @@ class Fleet:
         member = state.member
         for worker in self._at(url):
             if worker.member.worker_id != member.worker_id:
-                worker.missed(is_gone=True)  # another worker has its address
+                worker.missed(passed_s, is_gone=True)  # another worker has its address
         if not self._verifier.accepts(member):
             self._workers.pop(member.worker_id, None)
             return
         worker = self._update(member, now_s, asked_for=epochs.get(member.worker_id))
-        worker.answered(now_s)
+        worker.answered()
         if worker.leased_s < now_s:
             worker.load, worker.reported_s = state.load, now_s
 
@@ -307,14 +311,14 @@ class Fleet:
         worker = self._workers.get(member.worker_id)
         if worker is None:
             logger.info("worker %s (%s) at %s", member.worker_id, member.model, member.url)
-            worker = self._workers[member.worker_id] = FleetWorker(member, heard_s=now_s, reported_s=now_s)
+            worker = self._workers[member.worker_id] = FleetWorker(member, reported_s=now_s)
         elif worker.member != member:
             if asked_for == worker.member.epoch and asked_for != member.epoch:
                 worker.contradicted = [*worker.contradicted[-MAX_CONTRADICTED:], asked_for]
             worker.member = member
             worker.load, worker.reported_s = WorkerLoad(), now_s
             worker.broken_until_s, worker.num_failures = -math.inf, 0
-            worker.answered(now_s)
+            worker.answered()
         return worker
 
     def _lease(self, candidate: Candidate, now_s: float) -> bool:
@@ -330,15 +334,14 @@ class Fleet:
         if worker.is_gone:
             return False
         worker.leased_s = now_s
-        worker.answered(now_s)
+        worker.answered()
         return True
 
     def _forget(self) -> None:
         """Drop workers that left the registry and have had no lease and no answer for long."""
-        now_s = self._clock()
         registered = {member.worker_id for member in self._index.members()}
         for worker_id, worker in list(self._workers.items()):
-            if worker_id not in registered and now_s - worker.heard_s > self._forget_s:
+            if worker_id not in registered and worker.silent_s > self._forget_s:
                 del self._workers[worker_id]
                 logger.info("worker %s is forgotten", worker_id)
 

@@ -47,6 +47,8 @@ class Simulated:
     """up, draining, silent (it will come back), dead, or broken (its bundle is unusable)."""
     misses: int = 0
     """Polls that it will answer too late."""
+    is_late: bool = False
+    """It answered the last poll too late."""
 
     @property
     def load(self) -> WorkerLoad:
@@ -80,7 +82,8 @@ class World(Fleets):
         worker = self.workers.get(url)
         if worker is None or worker.state == "dead":
             raise WorkerAbsent("nobody listens") from ConnectionRefusedError()
-        if worker.misses or worker.state == "silent":
+        worker.is_late = worker.misses > 0 or worker.state == "silent"
+        if worker.is_late:
             worker.misses = max(0, worker.misses - 1)
             raise WorkerLost("late")
         return WorkerState(worker.member, worker.load)
@@ -152,7 +155,7 @@ class Revisions(RuleBasedStateMachine):
         worker = self.world.workers.get(url)
         if worker is None or worker.state == "dead":
             return
-        if worker.state == "broken" or (worker.state == "draining" and state == "up"):  # both are permanent
+        if worker.state == "broken" or (worker.state == "draining" and state != "dead"):  # both are permanent
             return
         worker.state = state
         self.is_settled = False
@@ -171,9 +174,10 @@ class Revisions(RuleBasedStateMachine):
 
     @rule(url=st.sampled_from(URLS))
     def answer_late(self, url: str) -> None:
-        """One answer is late. Nothing else has changed."""
-        if url in self.world.workers:
-            self.world.workers[url].misses = 1
+        """One answer is late, after one that was not: nothing changes."""
+        worker = self.world.workers.get(url)
+        if worker is not None and not worker.is_late:
+            worker.misses = 1
 
     @precondition(lambda self: self.world.has_registry)
     @rule(away=st.booleans())
@@ -261,7 +265,10 @@ class Revisions(RuleBasedStateMachine):
     def revisions_without_workers_are_forgotten(self) -> None:
         if not self.is_settled:
             return
-        running = {each.member.namespace for each in self.world.workers.values() if each.state != "dead"}
+        workers = self.world.workers
+        running = {each.member.namespace for each in workers.values() if each.state != "dead"}
+        # Whom a silent process has replaced is not known to be gone.
+        running |= {each.namespace for each in self.fleet.workers() if workers[each.url].state == "silent"}
         served = {model.fingerprint for _, model in self.models.names()}
         assert {namespace for _, namespace in self.models._revisions} <= running | served
 

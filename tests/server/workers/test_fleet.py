@@ -12,7 +12,7 @@ from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState, sign
 from cache.types import WorkerId
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost
-from server.workers.fleet import Fleet
+from server.workers.fleet import FORGET_S, MAX_POLL_S, Fleet
 from server.workers.networks import WorkerNetworks
 from tests.running import listening
 from tests.server.router.fleets import Clock, Fleets, Index, member
@@ -116,6 +116,24 @@ async def test_only_polls_make_a_worker_silent() -> None:
     assert fleets.fleet.candidates("m", None) == []
     assert names(fleets.fleet.silent("m", "n")) == {"a"}
     assert fleets.fleet.present() == [(member("a"), False)]
+
+
+async def test_a_gateway_that_stood_still_forgets_no_worker() -> None:
+    """Silence is what polls have seen: ten minutes of it, at a poll a second."""
+    fleets = static()
+    await fleets.fleet.poll()
+    fleets.states["http://z:8000"] = WorkerLost("late")
+    for _ in range(3):
+        fleets.clock.now_s += 3600.0
+        await fleets.fleet.poll()
+        fleet = fleets.fleet
+        assert names([*fleet.candidates("m", None), *fleet.silent("m", None)]) == {"z"}
+    num_polls = 0
+    while fleets.fleet.workers():
+        fleets.clock.now_s += 1.0
+        await fleets.fleet.poll()
+        num_polls += 1
+    assert FORGET_S - 3 * MAX_POLL_S <= num_polls <= FORGET_S + 1
 
 
 @pytest.mark.parametrize("absent", [WorkerAbsent("its proof is wrong"), ConnectionRefusedError("nobody listens")])
