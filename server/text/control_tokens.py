@@ -87,7 +87,7 @@ class Marker:
             yield
         num_bytes = 0
         for text in texts:
-            for _, found in self._found(text):
+            for _, found in matches_by_part(self._pattern, text, self._lookahead_chars):
                 num_marks = sum(match[1] is None for match in found)
                 num_bytes += num_marks * len(mark) * (1 if text.isascii() else 4)
                 if num_bytes > MAX_MARK_BYTES:
@@ -127,19 +127,10 @@ class Marker:
                 return False
         return True
 
-    def _found(self, text: str) -> Iterator[tuple[int, list[re.Match[str]]]]:
-        """Yield the end of each part of a text, and what the pattern finds in it."""
-        done = 0
-        for end in range(PART_CHARS, len(text) + PART_CHARS, PART_CHARS):
-            matches = self._pattern.finditer(text, done, end + self._lookahead_chars)
-            found = list(takewhile(lambda match, end=end: match.start() < end, matches))  # type: ignore[misc]
-            done = max([done, end, *(match.end() for match in found[-1:])])
-            yield done, found
-
     def _mark_text(self, text: str, mark: str) -> Steps[str]:
         marked: list[str] = []
         done = 0
-        for end, found in self._found(text):
+        for end, found in matches_by_part(self._pattern, text, self._lookahead_chars):
             parts: list[str] = []
             for match in found:
                 parts += [text[done : match.end()], "" if match[1] else mark]
@@ -175,6 +166,21 @@ class Marker:
             if number % 4096 == 0:
                 yield
         return RenderedPrompt(text, offsets)
+
+
+def matches_by_part(
+    pattern: re.Pattern[str], text: str, lookahead_chars: int
+) -> Iterator[tuple[int, list[re.Match[str]]]]:
+    """Yield the end of each part of a text, and the matches that begin in it: all of a long text take much memory.
+
+    `lookahead_chars`: characters that a match needs after its first one.
+    """
+    done = 0
+    for end in range(PART_CHARS, len(text) + PART_CHARS, PART_CHARS):
+        matches = pattern.finditer(text, done, end + lookahead_chars)
+        found = list(takewhile(lambda match, end=end: match.start() < end, matches))  # type: ignore[misc]
+        done = max([done, end, *(match.end() for match in found[-1:])])
+        yield done, found
 
 
 def holds(offsets: Sequence[int], at: int) -> bool:

@@ -23,9 +23,10 @@ from msgspec import Raw
 
 from server.api.formatting import encode_json
 from server.errors import RESPONSES_PATH, ApiError, InvalidRequestError
+from server.event_loop import Steps, run_sliced
 from server.models.served_model import ServedModel
 from server.schema.decoding import unsupported
-from server.text.control_tokens import any_of
+from server.text.control_tokens import any_of, matches_by_part
 from server.text.tokenizer import Tokenizer
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import EngineCall, Rendered
@@ -50,7 +51,7 @@ async def check_control_tokens(
     _check_template(body)
     if rendered.media:
         body = _with_small_images(body)
-    replaced = _replaced(body, _pattern(model.tokenizer))
+    replaced = await run_sliced(_Replacement(model.tokenizer).of_body(body))
     if replaced == body:
         return
     try:
@@ -69,16 +70,6 @@ def _check_template(body: dict[str, Any]) -> None:
     kwargs = body.get("chat_template_kwargs")
     if body.get("chat_template") is not None or (isinstance(kwargs, dict) and kwargs.get("chat_template") is not None):
         raise unsupported("chat_template", "is not offered: the model's own template is used")
-
-
-def _pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return the pattern of text that is replaced."""
-    chars = {char for token in tokenizer.control_tokens for char in token if not _IN_NAMES.match(char)}
-    parts = [f"[{re.escape(''.join(sorted(chars)))}]"] if chars else []
-    words = [token for token in tokenizer.control_tokens if token.strip() and all(map(_IN_NAMES.match, token))]
-    parts += [any_of(words).pattern] if words else []
-    parts += [r"[^\x00-\x7f]"] if tokenizer.can_spell_control else []
-    return re.compile("|".join(parts) or "(?!)", re.IGNORECASE if tokenizer.can_spell_control else 0)
 
 
 def _with_any_length(call: EngineCall, body: dict[str, Any]) -> EngineCall:
@@ -106,25 +97,56 @@ def _refusal() -> InvalidRequestError:
     return InvalidRequestError(message, param="messages", code="control_token")
 
 
-def _replaced(body: dict[str, Any], pattern: re.Pattern[str]) -> dict[str, Any]:
-    return {name: value if name in UNREAD else _replaced_value(value, pattern) for name, value in body.items()}
+class _Replacement:
+    """Replaces in texts what a control token could be made of, in steps."""
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        chars = {char for token in tokenizer.control_tokens for char in token if not _IN_NAMES.match(char)}
+        parts = [f"[{re.escape(''.join(sorted(chars)))}]"] if chars else []
+        words = [token for token in tokenizer.control_tokens if token.strip() and all(map(_IN_NAMES.match, token))]
+        parts += [any_of(words).pattern] if words else []
+        parts += [r"[^\x00-\x7f]"] if tokenizer.can_spell_control else []
+        self._pattern = re.compile("|".join(parts) or "(?!)", re.IGNORECASE if tokenizer.can_spell_control else 0)
+        self._lookahead_chars = max(map(len, words), default=1)
 
-def _replaced_value(value: Any, pattern: re.Pattern[str], name: str = "") -> Any:
-    if isinstance(value, str):
-        return _replaced_json(value, pattern) if name == "arguments" else pattern.sub(_SAFE, value)
-    if isinstance(value, dict):
-        return {pattern.sub(_SAFE, key): _replaced_value(item, pattern, key) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_replaced_value(item, pattern) for item in value]
-    return value
+    def of_body(self, body: dict[str, Any]) -> Steps[dict[str, Any]]:
+        replaced = {}
+        for name, value in body.items():
+            replaced[name] = value if name in UNREAD else (yield from self._of_value(value))
+        return replaced
 
+    def _of_value(self, value: Any, name: str = "") -> Steps[Any]:
+        if isinstance(value, str):
+            return (yield from (self._of_json(value) if name == "arguments" else self._of_text(value)))
+        if isinstance(value, dict):
+            replaced = {}
+            for key, item in value.items():
+                replaced[(yield from self._of_text(key))] = yield from self._of_value(item, key)
+            return replaced
+        if isinstance(value, Sequence):
+            items = []
+            for item in value:
+                items.append((yield from self._of_value(item)))
+            return items
+        return value
 
-def _replaced_json(text: str, pattern: re.Pattern[str]) -> str:
-    """Return a text that stays JSON, which engines parse, if it is JSON."""
-    try:
-        value = msgspec.json.decode(text)
-        safe = _replaced_value(value, pattern)
-    except (msgspec.MsgspecError, RecursionError):
-        return pattern.sub(_SAFE, text)
-    return text if safe == value else encode_json(safe).decode()
+    def _of_text(self, text: str) -> Steps[str]:
+        replaced, done = [], 0
+        for end, found in matches_by_part(self._pattern, text, self._lookahead_chars):
+            parts: list[str] = []
+            for match in found:
+                parts += [text[done : match.start()], _SAFE]
+                done = match.end()
+            replaced.append("".join([*parts, text[done:end]]))
+            done = end
+            yield
+        return "".join(replaced)
+
+    def _of_json(self, text: str) -> Steps[str]:
+        """Return a text that stays JSON, which engines parse, if it is JSON."""
+        try:
+            value = msgspec.json.decode(text)
+            safe = yield from self._of_value(value)
+        except (msgspec.MsgspecError, RecursionError):
+            return (yield from self._of_text(text))
+        return text if safe == value else encode_json(safe).decode()

@@ -122,11 +122,13 @@ class EnginePrompts:
         self, fields: Mapping[str, Any], model: ServedModel, candidates: Sequence[Candidate]
     ) -> Rendered | None:
         """Return the prompt of a chat's body; None if the engine must render it."""
+        shared = await self._shared({candidate.member.chat_probes for candidate in candidates}, model)
+        if not shared:
+            return None
         try:
             prompt = _prompt_of(encode_json({n: value for n, value in fields.items() if n not in _WITHOUT_PROMPT}))
         except msgspec.ValidationError:
             return None
-        shared = await self._shared({candidate.member.chat_probes for candidate in candidates}, model)
         if not prompt.classes() <= shared:
             return None
         return await _rendered(encode_json({**fields, "model": model.name}), model)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import AddedToken, Tokenizer, normalizers
 
+from server.api.engine.control import _Replacement
+from server.text import control_tokens
 from tests.server.api.test_engine_text import EngineWorker, engine_gateway
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.gateway_app import RunningGateway
@@ -347,3 +353,22 @@ async def test_wrong_types_are_refused(engine: TemplateWorker, fields: dict[str,
     async with ask(engine) as target:
         status, _, raw = await post(target.url, chat_of(**fields))
     assert (status, json.loads(raw)["error"]["param"]) == (400, next(iter(fields)))
+
+
+@given(st.lists(st.sampled_from(["<", "|", "im_end", "im_END", "a", "\u00e9", "<|im_end|>", " "]), max_size=60))
+def test_a_text_is_replaced_part_by_part(pieces: list[str]) -> None:
+    """No match is cut in two, and the loop gets a turn after each part."""
+    text = "".join(pieces)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(control_tokens, "PART_CHARS", 8)
+        tokens = ["im_end", "<|im_end|>"]
+        steps = _Replacement(SimpleNamespace(control_tokens=tokens, can_spell_control=True)).of_body({"x": text})  # type: ignore[arg-type]
+        num_turns = 0
+        try:
+            while True:
+                next(steps)
+                num_turns += 1
+        except StopIteration as end:
+            replaced = end.value
+    assert replaced == {"x": re.sub(r"(?i)[<|>]|im_end|[^\x00-\x7f]", "0", text)}
+    assert num_turns >= len(text) // 8

@@ -267,7 +267,7 @@ class Revisions(RuleBasedStateMachine):
             return
         workers = self.world.workers
         running = {each.member.namespace for each in workers.values() if each.state != "dead"}
-        # Whom a silent process has replaced is not known to be gone.
+        # A gateway cannot learn that a silent process has replaced another one.
         running |= {each.namespace for each in self.fleet.workers() if workers[each.url].state == "silent"}
         served = {model.fingerprint for _, model in self.models.names()}
         assert {namespace for _, namespace in self.models._revisions} <= running | served
