@@ -20,8 +20,8 @@ from server.schema.fields import Message
 from server.schema.intent import Conversation
 from server.text.call_ids import number_calls, writes_ids
 from server.text.control_tokens import Marker, RenderedPrompt
-from server.text.shape_probes import PROBE_TOOL, PROBE_WORDS, ShapeProbe, find_shapes
-from server.text.shapes import Shapes, Turn, repaired, without_marks
+from server.text.shape_probes import PROBE_WORDS, ShapeProbe, find_shapes
+from server.text.shapes import Shapes, Turn, filled, repaired, without_marks
 from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
 from server.text.template_sandbox import RenderClock, StepTooLongError, TemplateEnvironment, TemplateError
 
@@ -115,6 +115,7 @@ class ChatTemplate:
         if self._writes_ids:
             number_calls(messages)
         tools = template_tools(conversation.tools, sorts_schemas=self.sorts_schemas)
+        tool_repairs = self._fill(tools or [])
         kwargs = self._kwargs(conversation)
         mark = ""
         if self._marker is not None:
@@ -127,13 +128,14 @@ class ChatTemplate:
         if self.shapes.marks:
             messages, tools, kwargs = yield from without_marks([messages, tools, kwargs])
         turns, repairs = repaired(self.shapes, self._prepared(messages, tools), has_tools=bool(tools))
+        repairs = (*repairs, *tool_repairs)
         if repairs and self._is_strict:
             refusal = (
                 f"The model's chat template does not take these messages: {', '.join(repairs)} (--strict-template)."
             )
             raise InvalidRequestError(refusal, param=names.messages)
         variables = self._tokens | kwargs | clock.variables()
-        variables |= {"messages": turns, "tools": tools, "documents": None}
+        variables |= {"messages": turns, "tools": tools or ([] if self.shapes.lists_tools else None), "documents": None}
         variables["add_generation_prompt"] = not continued and conversation.add_generation_prompt
         del messages, turns, tools, kwargs
         try:
@@ -152,8 +154,17 @@ class ChatTemplate:
     def _prepared(self, messages: Sequence[Turn], tools: Sequence[dict[str, Any]] | None) -> Sequence[Turn]:
         return messages if self.takes_tools else with_tools(messages, tools or [])
 
+    def _fill(self, tools: list[dict[str, Any]]) -> Sequence[str]:
+        """Give each tool the fields that the template needs, in place, and return the repair's name."""
+        given = [tool["function"] for tool in tools]
+        if not self.shapes.fills_tools or (functions := list(map(filled, given))) == given:
+            return ()
+        for tool, function in zip(tools, functions, strict=True):
+            tool["function"] = function
+        return ("tool-fields",)
+
     def _found_shapes(self) -> Shapes:
-        finding = find_shapes(lambda turns, has_tools: self._prepared(turns, [PROBE_TOOL] if has_tools else None))
+        finding = find_shapes(self._prepared)
         text: str | None = None
         try:
             while True:
@@ -165,7 +176,7 @@ class ChatTemplate:
     def _found_joint(self) -> str:
         """Return what the template writes between the parts of a text: white space, or nothing."""
         parts = [{"type": "text", "text": word} for word in PROBE_WORDS]
-        text = self._probed(ShapeProbe([{"role": "user", "content": parts}], has_tools=False)) or ""
+        text = self._probed(ShapeProbe([{"role": "user", "content": parts}], None)) or ""
         joint, found, _ = text.partition(PROBE_WORDS[0])[2].partition(PROBE_WORDS[1])
         return joint if found and not joint.strip() else LINE_END
 
@@ -173,7 +184,7 @@ class ChatTemplate:
         """Return the text of a probe; None: the template refuses it."""
         clock = RenderClock(MAX_PROBE_S)
         variables = {**self._tokens, **self._defaults, **clock.variables(), "add_generation_prompt": False}
-        variables |= {"messages": probe.messages, "tools": [PROBE_TOOL] if probe.has_tools else None}
+        variables |= {"messages": probe.messages, "tools": probe.tools}
         try:
             return run_now(self._run(variables, clock, "", "messages"))
         except InvalidRequestError:

@@ -25,26 +25,29 @@ PROBE_TOOL: Final[dict[str, Any]] = {
 }
 
 
+BARE_TOOL: Final = {"type": "function", "function": {"name": TOOL_NAME, "description": None, "parameters": None}}
+
+
 class ShapeProbe(NamedTuple):
     """A conversation to render."""
 
     messages: list[Turn]
-    has_tools: bool
+    tools: list[dict[str, Any]] | None
 
 
 Finding = Generator[ShapeProbe, str | None, _T]
 """Yields probes, and takes their texts; None: the template refuses it."""
-Prepare = Callable[[Sequence[Turn], bool], Sequence[Turn]]
+Prepare = Callable[[Sequence[Turn], list[dict[str, Any]] | None], Sequence[Turn]]
 
 
 class _Conversation:
     """A probe before it is repaired: turns with words of their own."""
 
-    def __init__(self, *kinds: str, has_tools: bool = False) -> None:
+    def __init__(self, *kinds: str, tool: dict[str, Any] | None = None) -> None:
         """`kinds`: roles, `call`, `call cut`, `call long` (its id), `calls` (two), and `empty ROLE`."""
         self.turns: list[Turn] = []
         self.words: list[str] = []
-        self.has_tools = has_tools
+        self.tools = None if tool is None else [tool]
         for kind in kinds:
             self._add(kind)
 
@@ -86,7 +89,7 @@ class _Conversation:
 
 
 def _calls(*kinds: str) -> _Conversation:
-    return _Conversation(*kinds, has_tools=True)
+    return _Conversation(*kinds, tool=PROBE_TOOL)
 
 
 _TURNS: Final = (
@@ -114,9 +117,9 @@ _EMPTY: Final = {
 
 
 def find_shapes(prepare: Prepare) -> Finding[Shapes]:
-    """Return the shapes of a template. `prepare` brings messages, with tools or not, into the form that it renders."""
+    """Return the shapes of a template. `prepare` brings messages, beside tools, into the form that it renders."""
     finder = _Finder(prepare)
-    shapes = Shapes()
+    shapes = yield from finder.fit(Shapes(), [{"lists_tools": True}], _Conversation("user"))
     if not (yield from finder.shows(shapes, _Conversation("user"))):
         return shapes
     for role, probe in _EMPTY.items():
@@ -140,6 +143,9 @@ def find_shapes(prepare: Prepare) -> Finding[Shapes]:
     if not (yield from finder.shows(shapes, _calls("user"), TOOL_NAME)):
         needs = replace(shapes, tools_need_system=True)
         shapes = needs if (yield from finder.shows(needs, _calls("user"), TOOL_NAME)) else shapes
+    if (yield from finder.renders(shapes, _calls("user"))):
+        bare = yield from finder.renders(shapes, _Conversation("user", tool=BARE_TOOL))
+        shapes = replace(shapes, fills_tools=not bare)
     return shapes
 
 
@@ -196,5 +202,6 @@ class _Finder:
         return (yield from self._text(shapes, probe)) is not None
 
     def _text(self, shapes: Shapes, probe: _Conversation) -> Finding[str | None]:
-        messages, _ = repaired(shapes, self._prepare(probe.turns, probe.has_tools), has_tools=probe.has_tools)
-        return (yield ShapeProbe(messages, probe.has_tools))
+        prepared = self._prepare(probe.turns, probe.tools)
+        messages, _ = repaired(shapes, prepared, has_tools=bool(probe.tools))
+        return (yield ShapeProbe(messages, probe.tools or ([] if shapes.lists_tools else None)))

@@ -8,6 +8,8 @@ two turns of one role               an empty turn between them, or one turn
 the assistant's turn first          an empty turn of the user before it
 arguments that are no object        an object with one field
 an id of a call in another form     nine letters and digits made of it
+a tool without a description        an empty description
+a tool without parameters           an object without properties
 
 No text moves, so the turns before a repaired one keep their tokens. The mark has brackets that client text never has:
 they are replaced there.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -37,7 +39,7 @@ _SYSTEM_ROLES: Final = ("system", "developer")
 _OTHER: Final = {"user": "assistant", "assistant": "user"}
 REPAIRS: Final = (
     *("arguments", "call-ids", "call-without-result", "developer", "empty", "first-turn", "result-without-call"),
-    *("same-role", "system", "tools-without-system"),
+    *("same-role", "system", "tool-fields", "tools-without-system"),
 )
 """Names of repairs."""
 Turn = dict[str, Any]
@@ -71,6 +73,10 @@ class Shapes:
     """Results after an answer to others."""
     missing_results: bool = False
     tools_need_system: bool = False
+    lists_tools: bool = False
+    """A conversation without tools has an empty list of them."""
+    fills_tools: bool = False
+    """A tool needs a description and parameters."""
     lists_arguments: bool = False
     short_ids: bool = False
     """Ids of calls have nine letters and digits."""
@@ -123,6 +129,12 @@ def repaired(shapes: Shapes, turns: Iterable[Turn], *, has_tools: bool) -> tuple
     if shapes.turns != "free":
         repairing = _alternating(shapes, repairing, found)
     return repairing, tuple(found)
+
+
+def filled(tool: Mapping[str, Any], parameters: str = "parameters") -> dict[str, Any]:
+    """Return a function as a tool, with a description and parameters, whose field has the given name."""
+    absent = {"description": "", parameters: {"type": "object", "properties": {}}}
+    return {**tool, **{name: value for name, value in absent.items() if tool.get(name) is None}}
 
 
 def _with_call_forms(shapes: Shapes, turn: Turn, found: dict[str, None]) -> Turn:

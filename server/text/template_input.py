@@ -69,6 +69,8 @@ def _message(message: Message, joint: str, *, knows_developer: bool) -> dict[str
         role = "system"
     elif role == "function":  # the deprecated spelling of a tool's answer
         role = "tool"
+    # Templates that take the parts of other turns take one text as a result.
+    joint = LINE_END if role == "tool" else joint
     fields: dict[str, Any] = {"role": role, "content": message_text(message.content, joint)}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -125,14 +127,14 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
 
 
 def message_text(content: str | Sequence[TextPart] | None, joint: str = LINE_END) -> str:
-    """Join text parts: one string fits every template."""
+    """Join text parts, without empty ones: one string fits every template."""
     if content is None or isinstance(content, str):
         return content or ""
-    return joint.join(part.text if part.text is not None else part.refusal or "" for part in content)
+    return joint.join(filter(None, [part.text if part.text is not None else part.refusal for part in content]))
 
 
 def template_tools(given: Sequence[Tool], *, sorts_schemas: bool = False) -> list[dict[str, Any]] | None:
-    """Return the tools, with a null for no description, as vLLM has them; None for no tools.
+    """Return the tools, with nulls for no description and no parameters, as vLLM has them; None for no tools.
 
     `sorts_schemas`: equal schemas with other orders of keys are equal prompts.
     """
@@ -140,8 +142,9 @@ def template_tools(given: Sequence[Tool], *, sorts_schemas: bool = False) -> lis
     for tool in given:
         assert tool.function is not None, "checked with the request"
         function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description}
-        parameters = tool.function.parameters or {"type": "object", "properties": {}}
-        function["parameters"] = _sorted(parameters) if sorts_schemas else parameters
+        function["parameters"] = _sorted(tool.function.parameters) if sorts_schemas else tool.function.parameters
+        if tool.function.strict is not None:
+            function["strict"] = tool.function.strict
         tools.append({"type": "function", "function": function})
     return tools or None
 

@@ -120,6 +120,7 @@ class Options:
     """Another folder than that of SmolLM2."""
     name: str = MODEL
     """The served name."""
+    command: Sequence[str] = ("serve",)
 
     def arguments(self) -> list[str]:
         """Return those of `vllm serve`, after the model and the port."""
@@ -167,7 +168,7 @@ class Engine(Part):
         program = INSTALLED / "bin" / "vllm"
         if not program.exists():
             raise RuntimeError("this test needs vLLM: python tools/install_vllm.py")
-        command = [program, "serve", self.options.model or write_model()]
+        command = [program, *self.options.command, self.options.model or write_model()]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         # Of pytest's own environment, vLLM gets neither the path to our modules nor options that CI sets for us.
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VLLM_"))}

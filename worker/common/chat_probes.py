@@ -48,7 +48,7 @@ def _called(arguments: str, content: str | None = None, *more: _Body) -> _Body:
 
 def _of_parts(message: _Body) -> _Body:
     """Return a message whose content has two parts."""
-    parts = [{"type": "text", "text": message["content"]}, {"type": "text", "text": "and more"}]
+    parts = [{"type": "text", "text": message["content"] or ""}, {"type": "text", "text": "and more"}]
     return message | {"content": parts}
 
 
@@ -61,12 +61,16 @@ def _both(name: str, *conversations: Sequence[_Body], **fields: Any) -> dict[str
 _ARGUMENTS: Final = '{"city": "Zürich", "days": 2, "units": [1.5, null, true], "of": {"a": "<&>"}}'
 _CALL: Final = (_USER, _called(_ARGUMENTS), _RESULT)
 _CALLS: Final = (_USER, _called(_ARGUMENTS, " I look. ", {"name": "now", "arguments": "{}"}), _RESULT)
+_EMPTY: Final = {"content": ""}
+_NO_PARTS: Final = (_of_parts(_USER | _EMPTY), _called(_ARGUMENTS), _of_parts(_RESULT | _EMPTY))
 WITH_TOOLS: Final = "+tools"
 """The end of the name of a class whose bodies have tools, too."""
 
 CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
     **_both("plain", (_USER,), _PLAIN, (_USER, {"role": "assistant", "content": " 2\n"}, _THANKS)),
     **_both("parts", (_of_parts(_USER),), tuple(map(_of_parts, _PLAIN)), (_SYSTEM, _of_parts(_USER))),
+    **_both("empty", *[(*_PLAIN[:at], _PLAIN[at] | _EMPTY, *_PLAIN[at + 1 :]) for at in range(len(_PLAIN))], _NO_PARTS),
+    **_both("parts_calls", tuple(map(_of_parts, _CALLS)), (_USER, _called(_ARGUMENTS), _of_parts(_RESULT))),
     "bare": tuple([{"messages": [_USER]} | _tools(each) for each in _BARE]),
     "strict": ({"messages": [_USER]} | _tools(_FUNCTION | {"strict": True}),),
     **_both("calls", _CALL, _CALLS, (*_CALL, {"role": "assistant", "content": " It is sunny.\n"}, _THANKS)),

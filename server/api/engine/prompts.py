@@ -59,6 +59,13 @@ class _Message(Struct, forbid_unknown_fields=True):
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def has_empty(self) -> bool:
+        """Return whether the content or a part of it is empty. Calls need no content."""
+        if isinstance(self.content, list):
+            return not all(part.text for part in self.content)
+        return not self.content and not self.tool_calls
+
 
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
@@ -88,10 +95,14 @@ class _Prompt(Struct, forbid_unknown_fields=True):
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
         thinks = self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking
+        has_parts = any(isinstance(message.content, list) for message in self.messages)
+        has_calls = bool(calls) or any(message.role == "tool" for message in self.messages)
         of_turns = {
             "plain": True,
-            "parts": any(isinstance(message.content, list) for message in self.messages),
-            "calls": bool(calls) or any(message.role == "tool" for message in self.messages),
+            "empty": any(message.has_empty for message in self.messages),
+            "parts": has_parts,
+            "calls": has_calls,
+            "parts_calls": has_parts and has_calls,
             "broken": not all(_is_object(call.function.arguments) for call in calls),
             "thinks": thinks is True,
             "thinks_not": thinks is False,
@@ -111,6 +122,11 @@ class _Prompt(Struct, forbid_unknown_fields=True):
 _prompt_of: Final = msgspec.json.Decoder(_Prompt).decode
 
 
+def prompt_classes(fields: Mapping[str, Any]) -> set[str]:
+    """Return the classes of shape of a chat's body. Raises msgspec.ValidationError for one that has others."""
+    return _prompt_of(encode_json({n: value for n, value in fields.items() if n not in _WITHOUT_PROMPT})).classes()
+
+
 class EnginePrompts:
     """Renders the prompts of chats whose template the engine shares. Owned by `EngineTexts`."""
 
@@ -126,10 +142,10 @@ class EnginePrompts:
         if not shared:
             return None
         try:
-            prompt = _prompt_of(encode_json({n: value for n, value in fields.items() if n not in _WITHOUT_PROMPT}))
+            classes = prompt_classes(fields)
         except msgspec.ValidationError:
             return None
-        if not prompt.classes() <= shared:
+        if not classes <= shared:
             return None
         return await _rendered(encode_json({**fields, "model": model.name}), model)
 

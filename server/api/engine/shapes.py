@@ -18,8 +18,8 @@ from server.api.formatting import encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
-from server.text.shape_probes import PROBE_TOOL, TOOL_NAME, ShapeProbe, find_shapes
-from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, repaired, without_marks
+from server.text.shape_probes import TOOL_NAME, ShapeProbe, find_shapes
+from server.text.shapes import CLOSE, OPEN, Shapes, Turn, as_text, filled, repaired, without_marks
 from worker.wire import EngineCall, Rendered
 
 TEXTS: Final = {CHAT_PATH: "messages", MESSAGES_PATH: "messages", RESPONSES_PATH: "input"}
@@ -63,17 +63,20 @@ class EngineShapes:
         turns = _turns(path, fields)
         if turns is None:
             return fields, ()
-        has_tools = bool(fields.get("tools")) and bytes(fields["tools"]) not in (b"null", b"[]")
+        tools = _value(fields.get("tools"))
+        filled_tools = _filled(path, tools)
         choices = [replace(_ALL, counts_tools=counts) for counts in (False, True)]
         possible = {name for shapes in choices for name in repaired(shapes, turns, has_tools=True)[1]}
         has_marks = any(bracket in encode_json(turns).decode() for bracket in (OPEN, CLOSE))
         has_system = turns[:1] and turns[0]["role"] in ("system", "developer")
-        if not (possible or has_marks or has_system):
+        if not (possible or has_marks or has_system or filled_tools != tools):
             return fields, ()
         shapes = await self._shapes(model, digests, render)
         if has_marks and shapes.marks:
             turns = [*await run_sliced(without_marks(turns))]
-        changed, repairs = repaired(replace(shapes, thoughts="reasoning_content"), turns, has_tools=has_tools)
+        changed, repairs = repaired(replace(shapes, thoughts="reasoning_content"), turns, has_tools=bool(tools))
+        if shapes.fills_tools and filled_tools != tools:
+            fields, repairs = {**fields, "tools": filled_tools}, (*repairs, "tool-fields")
         if repairs and self._is_strict:
             message = f"The model's chat template does not take {', '.join(repairs)} (--strict-template)."
             raise InvalidRequestError(message, param=TEXTS[path])
@@ -101,7 +104,7 @@ class EngineShapes:
 async def _text(probe: ShapeProbe, model: ServedModel, render: Render) -> str | None:
     """Return what the engine's template writes for a probe; None if it refuses it."""
     body = {"model": model.adapter or model.name, **_body(CHAT_PATH, probe.messages), "max_tokens": 1}
-    body |= {"tools": [PROBE_TOOL]} if probe.has_tools else {}
+    body |= {"tools": probe.tools} if probe.tools else {}
     try:
         rendered = await render(EngineCall(CHAT_PATH, encode_json(body)))
     except (InvalidRequestError, InternalError):
@@ -135,6 +138,22 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
         else:
             turns.append({**message, "content": content})
     return turns if all(_is_content(turn["content"]) for turn in turns) else None
+
+
+def _filled(path: str, tools: Any) -> Any:
+    """Return the tools with descriptions and parameters. Tools that the engine runs or refuses are kept."""
+    if not isinstance(tools, list):
+        return tools
+    changed: list[Any] = []
+    for tool in tools:
+        if path == CHAT_PATH and isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+            tool = {**tool, "function": filled(tool["function"])}
+        elif path == RESPONSES_PATH and isinstance(tool, dict) and tool.get("type") == "function":
+            tool = filled(tool)
+        elif path == MESSAGES_PATH and isinstance(tool, dict) and "input_schema" in tool:
+            tool = filled(tool, "input_schema")
+        changed.append(tool)
+    return changed
 
 
 def _is_content(value: Any) -> bool:

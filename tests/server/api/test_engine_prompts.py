@@ -67,6 +67,8 @@ TURNS: dict[str, dict[str, Any]] = {
     "plain": chat_of(user()),
     "parts": chat_of(user([{"type": "text", "text": "a"}])),
     "calls": KNOWN[3],
+    "parts_calls": chat_of(user([{"type": "text", "text": "a"}]), *KNOWN[3]["messages"][1:]),
+    "empty": chat_of({"role": "system", "content": ""}, user()),
     "broken": chat_of(user(), calling(name="f", arguments="{"), user()),
     "thinks": chat_of(user(), chat_template_kwargs={"enable_thinking": True}),
     "thinks_not": chat_of(user(), chat_template_kwargs={"enable_thinking": False}),

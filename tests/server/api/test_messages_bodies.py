@@ -268,7 +268,7 @@ HINTS: dict[str, Any] = {
 
 async def test_hints_change_nothing(says: Says) -> None:
     worker = says("x")
-    tool = {**TOOL, **CACHED, "type": "custom", "strict": True, "eager_input_streaming": True}
+    tool = {**TOOL, **CACHED, "type": "custom", "eager_input_streaming": True}
     tool |= {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}
     async with gateway(worker) as target:
         for fields in ({"tools": [TOOL]}, *({"tools": [tool], key: value} for key, value in HINTS.items())):
