@@ -30,15 +30,18 @@ def events(raw: bytes) -> list[Any]:
     return found
 
 
-def check_chat(raw: bytes, *, num_choices: int = 1, include_usage: bool = False) -> list[str]:
-    """A whole chat stream; the text of every choice."""
+def check_chat(raw: bytes, *, num_choices: int = 1, include_usage: bool = False, by_engine: bool = False) -> list[str]:
+    """A whole chat stream; the text of every choice. `by_engine`: vLLM wrote the chunks.
+
+    It writes no null before the usage, and the last text may be in the finish chunk.
+    """
     *chunks, last = events(raw)
     _require(last == "[DONE]", "the last event is [DONE]")
     texts = [""] * num_choices
     state = ["new"] * num_choices
     usage = chunks.pop() if include_usage else None
     for chunk in chunks:
-        _check_head(chunk, chunks[0], "chat.completion.chunk", include_usage)
+        _check_head(chunk, chunks[0], "chat.completion.chunk", include_usage and not by_engine)
         _require(len(chunk["choices"]) == 1, "one choice a chunk")
         choice = chunk["choices"][0]
         _require({"index", "delta", "logprobs", "finish_reason"} <= set(choice), "the keys of a choice")
@@ -51,7 +54,7 @@ def check_chat(raw: bytes, *, num_choices: int = 1, include_usage: bool = False)
         _require(state[index] == "open", "nothing follows the finish chunk")
         _require("role" not in delta, "one role chunk a choice")
         if choice["finish_reason"] is not None:
-            _require(delta == {}, "the finish chunk's delta is empty")
+            _require(delta == {} or by_engine, "the finish chunk's delta is empty")
             _require(choice["finish_reason"] in ("stop", "length", "tool_calls", "content_filter"), "finish_reason")
             state[index] = "finished"
         texts[index] += delta.get("content") or ""
@@ -61,15 +64,17 @@ def check_chat(raw: bytes, *, num_choices: int = 1, include_usage: bool = False)
     return texts
 
 
-def check_completion(raw: bytes, *, num_choices: int = 1, include_usage: bool = False) -> list[str]:
-    """A whole completion stream; the text of every choice."""
+def check_completion(
+    raw: bytes, *, num_choices: int = 1, include_usage: bool = False, by_engine: bool = False
+) -> list[str]:
+    """A whole completion stream; the text of every choice. `by_engine`: see `check_chat`."""
     *chunks, last = events(raw)
     _require(last == "[DONE]", "the last event is [DONE]")
     texts = [""] * num_choices
     finished = [False] * num_choices
     usage = chunks.pop() if include_usage else None
     for chunk in chunks:
-        _check_head(chunk, chunks[0], "text_completion", include_usage)
+        _check_head(chunk, chunks[0], "text_completion", include_usage and not by_engine)
         (choice,) = chunk["choices"]
         _require({"index", "text", "logprobs", "finish_reason"} <= set(choice), "the keys of a choice")
         _require(not finished[choice["index"]], "nothing follows the finish chunk")
@@ -81,12 +86,12 @@ def check_completion(raw: bytes, *, num_choices: int = 1, include_usage: bool = 
     return texts
 
 
-def _check_head(chunk: dict[str, Any], first: dict[str, Any], kind: str, include_usage: bool) -> None:
+def _check_head(chunk: dict[str, Any], first: dict[str, Any], kind: str, has_usage: bool) -> None:
     _require(chunk["object"] == kind, "object")
     for key in ("id", "created", "model"):
         _require(chunk[key] == first[key], f"the same {key} on all chunks")
-    _require(("usage" in chunk) == include_usage, "usage: null on all chunks with include_usage, else on none")
-    if include_usage:
+    _require(("usage" in chunk) == has_usage, "usage: null on all chunks with include_usage, else on none")
+    if has_usage:
         _require(chunk["usage"] is None, "usage is null before the usage chunk")
 
 

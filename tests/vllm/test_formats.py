@@ -269,6 +269,7 @@ FAMILIES: Final[dict[str, Family]] = {
 NO_LIST: Final = "vLLM reads a list of calls only with the tokenizers of Mistral's own package"
 DIFFERENCES: Final[Mapping[tuple[str, str], str]] = {
     ("llama", "text"): "vLLM drops the text, and takes any object in an answer for a call",
+    ("llama4", "text"): "vLLM takes an answer that begins with text for no call",
     **{("mistral", label): NO_LIST for label, answer in ANSWERS.items() if answer[2]},
     ("phi4_mini", "text"): "vLLM drops the text",
     ("phi4_mini", "nested"): "vLLM ends the list at the first bracket that closes",

@@ -17,6 +17,8 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
+from server.schema.fields import RequestFields
 from tests.vllm import horizon
 from tests.vllm.bodies import FUNCTION, Bodies
 from tests.vllm.comparable import comparable, error_of
@@ -57,7 +59,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
 }
 REFUSED: Final = ("kv_transfer_params", "ec_transfer_params", "previous_response_id", "background", "use_beam_search")
-"""Fields that the table of docs/architecture/engine_text.md lists as refused."""
+"""Fields that the table of docs/architecture/engine_text.md lists as refused, next to those that it does not know."""
 CITIES: Final = ("Rome", "São Paulo", "東京", "Oslo", "a\nb", "🙂", "<x>", '"quoted"')
 THOUGHTS: Final = ("", "I look it up.", "Zuerst prüfe ich es.\nDann …", "a < b", "考える")
 
@@ -69,6 +71,12 @@ def is_refused(path: str, body: Mapping[str, Any]) -> bool:
     if body.get("truncate_prompt_tokens") == 0:
         return True  # by /render, in other words than those of the API
     prompts = body.get("prompt")
+    xargs = body.get("vllm_xargs")
+    if isinstance(xargs, dict) and xargs.keys() - SENT_XARGS:
+        return True
+    known = SENT_FIELDS[path] | {*RequestFields.__struct_fields__, *IGNORED}
+    if any(value for name, value in body.items() if name not in known):
+        return True
     has_several = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)
     return has_several or any(body.get(name) for name in REFUSED)
 

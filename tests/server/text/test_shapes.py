@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from typing import Any, Final
@@ -18,7 +19,7 @@ from server.text.chat_template import ChatTemplate
 from server.text.shapes import CLOSE, OPEN, Shapes, repaired
 from server.text.template_input import template_messages, template_tools, with_tools
 from server.text.template_sandbox import TemplateEnvironment
-from tests.server.text.conversations import BODIES, CHAT_PATH, Call, Step, conversation, strange, usual
+from tests.server.text.conversations import BODIES, CHAT_PATH, Call, Step, conversation, read, strange, usual
 from tests.server.text.template_families import FAMILIES, RULES
 
 TEMPLATES: Final = {name: ChatTemplate(source, bos_token="<s>", eos_token="</s>") for name, source in FAMILIES.items()}
@@ -51,6 +52,29 @@ def bare(family: str, given_: Conversation) -> str:
 @EACH
 def test_the_rules_of_a_template_are_found(family: str) -> None:
     assert TEMPLATES[family].shapes == Shapes(**RULES[family])
+
+
+BARE: Final = {"type": "function", "function": {"name": "f"}}
+NEEDS: Final = {
+    "description": "{% for tool in tools or [] %}{{ '// ' + tool.function.description }}{% endfor %}",
+    "parameters": "{% for tool in tools or [] %}{{ tool.function.parameters.items() | list }}{% endfor %}",
+    "list": "{% for tool in tools %}{{ tool | tojson }}{% endfor %}",
+}
+"""Parts of templates that refuse a tool without the field, or no tools."""
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_a_tool_gets_the_fields_that_a_template_needs(need: str) -> None:
+    """A template that takes no null, or that loops over no tools, takes every tool."""
+    source = NEEDS[need] + FAMILIES["dated"]
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    for tools in (None, [BARE], [{**BARE, "function": {"name": "f", "description": "d", "parameters": {"a": {}}}}]):
+        given_ = run_now(read(CHAT_PATH, json.dumps(body | {"tools": tools}).encode()).__await__())
+        rendered_ = template.render(given_)
+        assert "Hi" in rendered_.text
+        is_repaired = need != "list" and tools == [BARE]
+        assert rendered_.repairs == (("tool-fields",) if is_repaired else ())
 
 
 @EACH
