@@ -245,7 +245,6 @@ FIELDS: Final[list[dict[str, Any]]] = [
     {"chat_template": "{% for i in range(10**9) %}{% endfor %}"},
     {"chat_template_kwargs": {"tokenize": True}},
     {"chat_template_kwargs": {"messages": [], "range": 1}},
-    {"chat_template_kwargs": {"__class__": "x"}},
     {"kv_transfer_params": {"url": "http://169.254.169.254"}},
     {"guided_regex": "(a+)+$"},
 ]
