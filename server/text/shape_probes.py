@@ -117,7 +117,7 @@ _EMPTY: Final = {
 
 
 def find_shapes(prepare: Prepare) -> Finding[Shapes]:
-    """Return the shapes of a template. `prepare` brings messages, beside tools, into the form that it renders."""
+    """Return the shapes of a template. `prepare` brings messages, with tools or none, into the form that it renders."""
     finder = _Finder(prepare)
     shapes = yield from finder.fit(Shapes(), [{"lists_tools": True}], _Conversation("user"))
     if not (yield from finder.shows(shapes, _Conversation("user"))):
