@@ -50,6 +50,7 @@ IMAGE_APT: Final = {
     "redis-server": "redis-server",
 }
 CLIENT_APT: Final = {
+    "faketime": "faketime",
     "nginx": "nginx-light",
     "haproxy": "haproxy",
     "apache2": "apache2-bin",
