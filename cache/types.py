@@ -32,7 +32,7 @@ TierName = Annotated[str, Tier]
 TIERS: Final = frozenset(get_args(Tier))
 
 NULL_BLOCK: Final = BlockId(0)
-HASH_BYTES: Final = 16  # no two blocks meet by chance in 128 bits
+HASH_BYTES: Final = 16  # with 128 bits, no two blocks have the same hash by chance
 INDEX_ENTRY_BYTES: Final = 8  # a hint may be wrong, so it needs no whole hash
 
 

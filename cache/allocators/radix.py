@@ -1,7 +1,7 @@
-"""Prefixes in a radix trie: by tokens with blocks of one token, by whole blocks otherwise.
+"""A prefix cache in a radix trie. Its keys are tokens if a block holds one token, and whole blocks otherwise.
 
-Source: TGI v3, RadixAllocator. Here, blocks are findable after their commit, not after the sequence
-ends. An allocation that cannot fit evicts nothing.
+Source: TGI v3, RadixAllocator. TGI inserts blocks when their sequence ends; here they are findable once committed.
+An allocation that cannot fit evicts nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from cache.types import BlockHash, BlockId
 class RadixAllocator(FreeListAllocator):
     """A free list, and the trie that owns blocks once they are committed.
 
-    If another sequence has inserted the same tokens first, the trie keeps the first blocks. A later sequence takes them
-    over when it commits, and frees its duplicates: no sequence holds more blocks than it has tokens for.
+    Of two sequences with the same tokens, the trie keeps the blocks of the one that commits first. The other one takes
+    them over when it commits, and frees its duplicates: no sequence holds more blocks than it has tokens for.
+    The trie counts the holders of its blocks. Their reference counts are 0, so sharing and releasing skip them.
 
         trie           [ 4 ][ 5 ][ 6 ]                        block_table   [ 4 ][ 5 ][ 9 ][ 13 ]
         commit         [ 4 ][ 5 ][ 6 ]--[ 13 ]                              [ 4 ][ 5 ][ 6 ][ 13 ]       9 is free
@@ -95,7 +96,7 @@ class RadixAllocator(FreeListAllocator):
         super()._release([block_id for block_id in block_ids if self._refs[block_id]])
 
     def _store(self, block_ids: Sequence[BlockId], hashes: list[BlockHash]) -> None:
-        """Pass blocks of one table to the trie."""
+        """Record that the trie owns blocks of one table now, and counts their holders."""
         for block_id in block_ids:
             assert self._refs[block_id] == 1, f"block {block_id} stands in {self._refs[block_id]} tables, not in one"
             self._refs[block_id] = 0
@@ -138,7 +139,7 @@ class RadixAllocation(Allocation):
 
     def fork(self) -> Self:
         fork = super().fork()
-        self._allocator.trie.hold_below(self.node, None)
+        self._allocator.trie.hold_path(self.node)
         fork._hashes = self._hashes[: self._num_inserted]  # uncomputed tokens may differ
         return fork
 
@@ -155,7 +156,7 @@ class RadixAllocation(Allocation):
         block_ids, hashes = self._block_ids[first:num_full], self._hashes[first:num_full]
         above = self.node
         originals, self.node = trie.insert(above, keys, block_ids, hashes)
-        trie.hold_below(self.node, above)
+        trie.hold_path(self.node, above)
         num_known = len(originals)
         self._allocator._store(block_ids[num_known:], hashes[num_known:])
         self._block_ids[first : first + num_known] = originals

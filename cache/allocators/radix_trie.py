@@ -1,6 +1,6 @@
 """A radix trie from token prefixes to the blocks that hold their KV.
 
-Source: TGI v3, RadixTrie; the holders along the path are SGLang's.
+Source: TGI v3, RadixTrie; a hold counts at every node up to the root, as SGLang's `lock_ref` does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RadixNode:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The blocks of a matching prefix, down to a part of node `last`."""
+    """The blocks of a matching prefix. It ends in node `last`, perhaps before the end of its keys."""
 
     last: RadixNode
     num_in_last: int
@@ -64,7 +64,7 @@ class Match:
 
 
 class RadixTrie:
-    """Every key has one block. A key is a token, or the tuple of a block's tokens.
+    """A trie whose nodes map each key to one block. A key is a token, or the tuple of a block's tokens.
 
         root --[ a b c ]--+--[ d e ]          match(a b c d x) -> the blocks of a b c d
                           +--[ f ]            evict(1)         -> the tail of the least recently used leaf
@@ -103,41 +103,40 @@ class RadixTrie:
 
     def hold(self, match: Match) -> RadixNode:
         """Mark a match as used and keep exactly its blocks from eviction, until the returned node is released."""
-        node = self._cut(match)
-        self._tick(node)
-        self.hold_below(node, None)
+        node = self._split(match)
+        self._touch(node)
+        self.hold_path(node)
         return node
 
-    def hold_below(self, node: RadixNode, above: RadixNode | None) -> None:
-        """Hold `node` and the nodes above it, up to and without `above`, which the caller holds already."""
-        for held in node.path():
-            if held is above:
+    def hold_path(self, node: RadixNode, held: RadixNode | None = None) -> None:
+        """Hold `node` and the nodes above it, up to the root, or up to `held`: the caller has a hold from there on."""
+        for above in node.path():
+            if above is held:
                 return
-            if not held.num_holders:
-                self.num_evictable -= len(held.block_ids)
-            held.num_holders += 1
-            self._remember_root(held)
-        assert above is None, "not a node below the one held"
+            if not above.num_holders:
+                self.num_evictable -= len(above.block_ids)
+            above.num_holders += 1
+            self._keep_if_root(above)
+        assert held is None, "the held node is not above the other one"
 
     def release(self, node: RadixNode) -> None:
-        """Release a hold."""
+        """Release a hold on `node` and on the nodes above it."""
         last_accessed = 0
         for above in node.path():
             assert above.num_holders > 0, f"node {above.id} is released but not held"
             above.num_holders -= 1
-            above.last_accessed = last_accessed = max(
-                above.last_accessed, last_accessed
-            )  # a growing leaf ticks by itself
+            # `insert` into a held leaf updates the time of that leaf only. It reaches the nodes above here.
+            above.last_accessed = last_accessed = max(above.last_accessed, last_accessed)
             if not above.num_holders:
                 self.num_evictable += len(above.block_ids)
-                self._queue_if_leaf(above)
+                self._queue_if_unused(above)
 
     def insert(
         self, node: RadixNode, keys: Sequence[Key], block_ids: Sequence[BlockId], hashes: Sequence[BlockHash] = ()
     ) -> tuple[list[BlockId], RadixNode]:
-        """Add blocks below `node`. Return the blocks that the known keys keep, and the last node.
+        """Add blocks below `node`. Return the blocks that known keys have already, and the last node.
 
-        A leaf grows if the caller is its only holder.
+        A leaf grows if the caller is its only holder: no other hold ends there.
         """
         assert len(keys) == len(block_ids), f"{len(keys)} keys for {len(block_ids)} blocks"
         if node.parent is not None and not node.children and node.num_holders == 1:
@@ -150,22 +149,23 @@ class RadixTrie:
             return [], node
         match = self.match(node, keys)
         num_known = len(match.block_ids)
-        node = self._cut(match)
-        self._tick(node)
+        node = self._split(match)
+        self._touch(node)
         if num_known == len(keys):
             return match.block_ids, node
         rest = list(keys[num_known:]), list(block_ids[num_known:]), list(hashes[num_known:])
         child = node.children[keys[num_known]] = RadixNode(next(self._ids), node, *rest, last_accessed=self.time)
-        self._remember_root(node)
+        self._keep_if_root(node)
         self.num_blocks += len(child.keys)
         self.num_evictable += len(child.keys)
-        self._queue_if_leaf(child)
+        self._queue_if_unused(child)
         return match.block_ids, child
 
     def evict(self, num_blocks: int) -> tuple[list[BlockId], list[BlockHash]]:
-        """Drop `num_blocks` blocks, or all evictable ones; cut a leaf that has more at its tail.
+        """Drop `num_blocks` blocks, or as many as are evictable, from the leaves that were used least recently.
 
-        Return the blocks, in order within each leaf, and their hashes, every child before its parent.
+        A leaf with more blocks than needed loses its last ones. Return the blocks, in order within each leaf, and their
+        hashes, every child before its parent.
         """
         block_ids: list[BlockId] = []
         hashes: list[BlockHash] = []
@@ -177,11 +177,11 @@ class RadixTrie:
             self.num_evictable -= len(leaf.keys) - first
             if first:
                 del leaf.keys[first:], leaf.block_ids[first:], leaf.hashes[first:]
-                self._queue_if_leaf(leaf)
+                self._queue_if_unused(leaf)
             else:
                 assert leaf.parent is not None, "a root cannot be evicted"
                 del leaf.parent.children[leaf.keys[0]]
-                self._queue_if_leaf(leaf.parent)
+                self._queue_if_unused(leaf.parent)
         return block_ids, hashes
 
     def oldest_access(self) -> int | None:
@@ -189,7 +189,7 @@ class RadixTrie:
         leaf = self._pop_oldest_leaf()
         if leaf is None:
             return None
-        self._queue_if_leaf(leaf)
+        self._queue_if_unused(leaf)
         return leaf.last_accessed
 
     def nodes(self) -> Iterator[RadixNode]:
@@ -218,14 +218,14 @@ class RadixTrie:
         assert (self.num_blocks, self.num_evictable) == (num_blocks, num_evictable), "counts of blocks are wrong"
         assert len(queued) == len(self._leaves), "a leaf is queued twice"
 
-    def _tick(self, node: RadixNode) -> None:
+    def _touch(self, node: RadixNode) -> None:
         """Mark a node and all above it as used."""
         self.time += 1
         for above in node.path():
             above.last_accessed = self.time
 
-    def _cut(self, match: Match) -> RadixNode:
-        """Return a node that ends where the match ends. A hold on a node that is cut becomes a hold on both parts."""
+    def _split(self, match: Match) -> RadixNode:
+        """Return a node that ends where the match ends. A hold on a node that is split is a hold on both parts."""
         node, length, parent = match.last, match.num_in_last, match.last.parent
         if length == len(node.keys):
             return node
@@ -239,11 +239,13 @@ class RadixTrie:
         node.parent = upper
         return upper
 
-    def _remember_root(self, node: RadixNode) -> None:
+    def _keep_if_root(self, node: RadixNode) -> None:
+        """Keep the root of a namespace that is in use: `root` makes one that the trie does not have yet."""
         if node.parent is None:
             assert self._roots.setdefault(node.keys[0], node) is node, f"two roots of {node.keys[0]!r}"
 
-    def _queue_if_leaf(self, node: RadixNode) -> None:
+    def _queue_if_unused(self, node: RadixNode) -> None:
+        """Queue a leaf without holders for eviction. Drop such a root: it has no blocks."""
         if not _is_evictable_leaf(node):
             return
         if node.parent is None:
@@ -258,7 +260,7 @@ class RadixTrie:
             queued_at, _, node = heapq.heappop(self._leaves)
             node.is_queued = False
             if queued_at != node.last_accessed:
-                self._queue_if_leaf(node)
+                self._queue_if_unused(node)
             elif _is_evictable_leaf(node):
                 return node
         return None

@@ -21,7 +21,7 @@ def insert(trie: RadixTrie, *keys: int) -> int:
 def find(trie: RadixTrie, *keys: int, namespace: object = None) -> list[BlockId]:
     """Return the blocks of the longest prefix, and mark them as used."""
     match = trie.match(trie.root(namespace), keys)  # type: ignore[arg-type]
-    trie._tick(match.last)
+    trie._touch(match.last)
     return match.block_ids
 
 
