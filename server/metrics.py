@@ -1,7 +1,7 @@
 """The gateway's Prometheus metrics. Names and labels are a contract with dashboards and alerts.
 
-Label values never come from a client. Counters and histograms are plain numbers of the event
-loop, exported at the scrape: a request changes many of them.
+Label values never come from a client. Counters and histograms are plain numbers of the event loop, exported at the
+scrape. Those of prometheus_client take a lock for each change, and a request changes many.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def known_places(fetched_tokens: Mapping[str, int]) -> dict[str, int]:
 
 
 class Metric(Collector):
-    """A counter, or a histogram with `bounds`: the numbers of every combination of label values."""
+    """A counter, or a histogram if it has `bounds`. Owned by the event loop."""
 
     def __init__(
         self,
         registry: CollectorRegistry,
         name: str,
-        text: str,
+        documentation: str,
         *labels: str,
         bounds: tuple[float, ...] = (),
         total: str = "",
     ) -> None:
-        """`total`: the name of the sum over all label values."""
+        """`total`: the name under which the sum over all label values is exported, too."""
         self.bounds = (*bounds, math.inf)
-        self._text = text
+        self._documentation = documentation
         self._labels = labels
         self._name = name
         self._total = total
@@ -67,7 +67,7 @@ class Metric(Collector):
         registry.register(self)
 
     def start(self, *values: object) -> None:
-        """Export these values of the only label with zero: an alert on the first increase needs it."""
+        """Begin with 0 for these values of the only label: an alert on the first increase needs it."""
         for value in values:
             self._series[value,]
 
@@ -88,6 +88,7 @@ class Metric(Collector):
         return tuple(accumulate(self._row(values)[2:]))
 
     def _row(self, values: tuple[object, ...]) -> list[float]:
+        """Return the series of these label values, or the sum of all series."""
         if values or not self._labels:
             return self._series[values]
         zeros = [0.0] * (len(self.bounds) + 1)
@@ -101,15 +102,18 @@ class Metric(Collector):
     def _family(
         self, name: str, labels: tuple[str, ...], rows: Mapping[tuple[object, ...], list[float]]
     ) -> CounterMetricFamily | HistogramMetricFamily:
-        counter = CounterMetricFamily(name, self._text, labels=labels)
-        histogram = HistogramMetricFamily(name, self._text, labels=labels)
+        if len(self.bounds) == 1:
+            counter = CounterMetricFamily(name, self._documentation, labels=labels)
+            for values, (created_s, total, _) in rows.items():
+                counter.add_metric(list(map(str, values)), total, created_s)
+            return counter
+        histogram = HistogramMetricFamily(name, self._documentation, labels=labels)
         for values, (created_s, total, *counts) in rows.items():
-            texts = [str(value) for value in values]
-            counter.add_metric(texts, total, created_s)
+            texts = list(map(str, values))
             buckets = zip(map(floatToGoString, self.bounds), accumulate(counts), strict=True)
             histogram.add_metric(texts, list(buckets), total)
             histogram.add_sample(f"{name}_created", dict(zip(labels, texts, strict=True)), created_s)
-        return histogram if len(self.bounds) > 1 else counter
+        return histogram
 
 
 class GatewayMetrics:
@@ -122,7 +126,7 @@ class GatewayMetrics:
             return Metric(self.registry, f"headstart_{name}", text, *labels, bounds=bounds)
 
         def by_model(name: str, text: str, *labels: str, bounds: tuple[float, ...] = (), total: str = "") -> Metric:
-            """Make a metric under the name that vLLM 0.32 has for it, for dashboards that read those."""
+            """Make a metric under the name that vLLM 0.32 has for it: dashboards made for vLLM find it."""
             labels, total = ("model_name", *labels), total and f"headstart_{total}"
             return Metric(self.registry, f"vllm:{name}", text, *labels, bounds=bounds, total=total)
 
@@ -229,7 +233,7 @@ class GatewayMetrics:
         return longest_s
 
     def count_gaps(self, model: str, gap_s: float, num_gaps: int) -> None:
-        """Count a whole stream, with the mean time between its tokens."""
+        """Count the gaps between the tokens of one stream, each with their mean `gap_s`."""
         self._token_s.observe(gap_s, model)
         self._gap_s.observe(gap_s, model, times=num_gaps)
 
@@ -253,11 +257,11 @@ class GatewayMetrics:
             self._placed_tokens.inc(place, by=num_tokens)
 
     def count_promise(self, promised: int, cached: int) -> None:
-        """Compare the index's promise with the worker's finding."""
+        """Count the cached tokens that the index promised, and by how many the worker found more or fewer."""
         self._promised_tokens.inc(by=promised)
         self.correct_promise(promised, cached)
 
     def correct_promise(self, promised: int, cached: int) -> None:
-        """Compare a promise, or the worker's guess, with what is known now."""
+        """Count a difference between cached tokens as they were promised, or guessed by an adapter, and as counted."""
         if promised != cached:
             self._promise_errors.inc("too_much" if promised > cached else "too_little", by=abs(promised - cached))

@@ -109,7 +109,7 @@ class RadixTrie:
         return node
 
     def hold_path(self, node: RadixNode, held: RadixNode | None = None) -> None:
-        """Hold `node` and the nodes above it, up to the root, or up to `held`: the caller has a hold from there on."""
+        """Hold `node` and the nodes above it, up to the root or to `held`, which the caller holds already."""
         for above in node.path():
             if above is held:
                 return

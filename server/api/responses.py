@@ -87,28 +87,28 @@ class ResponsesFormatter(ResponseFormatter):
         self._emit_start()
         for delta in deltas:
             self._add(delta)
-        return self._taken()
+        return self._take_events()
 
     def last_events(self, response: ResponseStream) -> bytes:
         self._emit(self._status, response=self._response(response))
-        return self._taken()
+        return self._take_events()
 
     def error_event(self, error: ApiError) -> bytes:
-        """Write the error, and the failed response: Codex asks again after a stream that ends with less."""
+        """Write the error, and `response.failed`: Codex repeats a request whose stream ends without that."""
         error = responses_error(error)
         self._emit_start()
         self._emit("error", code=error.code, message=error.message, param=error.param)
         self._status = "failed"
         failed = {**self._response(None), "error": {"code": error.code or error.type, "message": error.message}}
         self._emit("failed", response=failed)
-        return self._taken()
+        return self._take_events()
 
     def _emit_start(self) -> None:
         if not self._num_events:
             for kind in ("created", "in_progress"):
                 self._emit(kind, response=self._response(None))
 
-    def _taken(self) -> bytes:
+    def _take_events(self) -> bytes:
         events, self._events = self._events, []
         return b"".join(events)
 
@@ -120,7 +120,8 @@ class ResponsesFormatter(ResponseFormatter):
         self._num_events += 1
         self._events.append(b"event: %b\ndata: %b\n\n" % (name.encode(), payload))
 
-    def _emit_part(self, kind: str, **fields: Any) -> None:
+    def _emit_in_item(self, kind: str, **fields: Any) -> None:
+        """Emit an event inside the last item."""
         self._emit(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _add(self, delta: ChoiceDelta) -> None:
@@ -137,17 +138,17 @@ class ResponsesFormatter(ResponseFormatter):
                     logprobs, self._logprobs = self._logprobs, []
                     part["text"] += text
                     part["logprobs"] += logprobs
-                    self._emit_part("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+                    self._emit_in_item("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
                 case "reasoning":
                     self._open_part("reasoning")["text"] += text
-                    self._emit_part("reasoning_text.delta", content_index=0, delta=text)
+                    self._emit_in_item("reasoning_text.delta", content_index=0, delta=text)
                 case "call":
-                    self._logprobs = []
+                    self._logprobs = []  # those of the call's markup: a call has no field for them
                     self._close("completed")
                     self._begin_call(self._rules.client_name(text))
                 case "arguments" | "input":
                     self._items[-1][kind] += text
-                    self._emit_part(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
+                    self._emit_in_item(f"{_CALL_EVENTS[self._items[-1]['type']]}.delta", delta=text)
         if is_last:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             self._close(self._status)
@@ -160,20 +161,20 @@ class ResponsesFormatter(ResponseFormatter):
         item = self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            self._emit_part("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+            self._emit_in_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         elif item["type"] == "custom_tool_call":
-            self._emit_part("custom_tool_call_input.done", input=item["input"])
+            self._emit_in_item("custom_tool_call_input.done", input=item["input"])
         else:
             part = item["content"][0]
             if item["type"] == "message":  # the last tokens may have no text
                 part["logprobs"] += self._logprobs
             done = {key: part[key] for key in ("text", "logprobs") if key in part}
-            self._emit_part(f"{part['type']}.done", content_index=0, **done)
-            self._emit_part("content_part.done", content_index=0, part=part)
+            self._emit_in_item(f"{part['type']}.done", content_index=0, **done)
+            self._emit_in_item("content_part.done", content_index=0, part=part)
         self._emit("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _open_part(self, kind: str) -> dict[str, Any]:
-        """Return the text of the open item of this kind, after opening one if there is none."""
+        """Return the content part of the open item of this kind. Open such an item if there is none."""
         if not (self._open and self._items[-1]["type"] == kind):
             self._close("completed")
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
@@ -183,7 +184,7 @@ class ResponsesFormatter(ResponseFormatter):
             else:
                 self._begin(kind, summary=[], content=[])
             self._items[-1]["content"].append(part)
-            self._emit_part("content_part.added", content_index=0, part=part)
+            self._emit_in_item("content_part.added", content_index=0, part=part)
         opened: dict[str, Any] = self._items[-1]["content"][0]
         return opened
 
@@ -237,13 +238,13 @@ class ResponsesFormatter(ResponseFormatter):
 
 
 def _written(value: Any) -> Any:
-    """Return a struct as its fields that are given."""
+    """Return a struct as a dict of its fields that are not None; any other value as JSON has it."""
     fields = msgspec.to_builtins(value)
     return {key: item for key, item in fields.items() if item is not None} if isinstance(fields, dict) else fields
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as the client gave it; of functions the SDK's types ask for all fields."""
+    """Return a tool as the client gave it. The SDK's type of a function requires all of its fields."""
     return {"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
 
 

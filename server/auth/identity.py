@@ -175,7 +175,7 @@ class KeyFile(WatchedFiles):
         self._load()
 
     def _load(self) -> None:
-        """Raises ValueError."""
+        """Apply the file. An entry whose digest was there before keeps its usage. Raises ValueError."""
         entries, loaded, tenants = load_keys(self.paths[0]), {}, {}
         old_usages, self._usages = self._usages, {}
         for entry in (*entries.keys, *entries.tenants):
@@ -187,12 +187,12 @@ class KeyFile(WatchedFiles):
             usage = old_usages.pop(digest, None) or KeyUsage(self._limits, digest[:16])
             usage.apply(entry)
             self._usages[digest] = usage
-            limits = usage if usage.has_limits else None
+            limited = usage if usage.has_limits else None
             if isinstance(entry, KeyEntry):
-                loaded[self._blinded(bytes.fromhex(digest))] = Identity(self._cluster_secret, entry, limits)
+                loaded[self._blinded(bytes.fromhex(digest))] = Identity(self._cluster_secret, entry, limited)
             else:
-                tenants[entry.tenant] = entry, limits
-        for usage in old_usages.values():
+                tenants[entry.tenant] = entry, limited
+        for usage in old_usages.values():  # of removed entries: the fleet forgets their limits
             usage.apply(None)
         self._identities, self._tenants = loaded, tenants
 

@@ -46,22 +46,24 @@ class ClientGoneError(Exception):
 
 
 class SseWriter:
-    """One streamed response. The 200 goes out with the first event or the first keep-alive, whichever is earlier."""
+    """One streamed response. The 200 goes out with the first event or the first `ping`, whichever is earlier.
+
+    A ping is a keep-alive: the server sends it while it has no event.
+    """
 
     def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]], ping: bytes = PING) -> None:
-        """`ping` is the keep-alive."""
         self._send = send
         self._headers = headers
-        self._ping_event = ping
-        self._ping: asyncio.Task[None] | None = None
+        self._ping_bytes = ping
+        self._ping_task: asyncio.Task[None] | None = None
         self._writing = False
         self.started = False
         self.last_write_s = time.monotonic()
 
     async def write(self, events: bytes, *, more: bool = True) -> None:
         """Send events; wait while the client is slow to read."""
-        if self._ping is not None:
-            await asyncio.wait({self._ping})
+        if self._ping_task is not None:
+            await asyncio.wait({self._ping_task})
         self._writing = True
         try:
             await self._put(escape_line_ends(events), more=more)
@@ -69,22 +71,22 @@ class SseWriter:
             self._writing = False
 
     def ping(self) -> None:
-        """Send the keep-alive, which clients ignore, unless something is being written."""
-        if not self._writing and self._ping is None:
-            self._ping = asyncio.create_task(self._put(self._ping_event, more=True))
-            self._ping.add_done_callback(self._pinged)
+        """Send a ping, which clients ignore, unless something is being written."""
+        if not self._writing and self._ping_task is None:
+            self._ping_task = asyncio.create_task(self._put(self._ping_bytes, more=True))
+            self._ping_task.add_done_callback(self._pinged)
 
     def probe(self) -> None:
-        """Send a keep-alive now, in a response that has begun: it fails if the client has gone."""
+        """Send a ping now, in a response that has begun: the write fails if the client has gone."""
         if self.started:
             self.ping()
 
     def cancel_ping(self) -> None:
-        if self._ping is not None:
-            self._ping.cancel()
+        if self._ping_task is not None:
+            self._ping_task.cancel()
 
     def _pinged(self, task: asyncio.Task[None]) -> None:
-        self._ping = None
+        self._ping_task = None
         if not task.cancelled():
             task.exception()  # a client that is gone is noticed by the end of its connection
 
@@ -98,7 +100,7 @@ class SseWriter:
 
 
 class KeepAlive:
-    """Sends keep-alives on streams that have been silent for `ping_s`. One task calls `run`."""
+    """Sends pings on streams that have been silent for `ping_s`. One task calls `run`."""
 
     def __init__(self, ping_s: float) -> None:
         self._ping_s = ping_s
@@ -117,7 +119,7 @@ class KeepAlive:
         interval_s = min(1.0, self._ping_s / 4)
         while True:
             await asyncio.sleep(interval_s)
-            self._ping()  # in a frame of its own, which keeps no writer beyond its end
+            self._ping()  # not inlined: `writer` would keep a closed stream in memory during the sleep
 
     def _ping(self) -> None:
         before_s = time.monotonic() - self._ping_s
@@ -134,11 +136,12 @@ class ClientConnection:
     def __init__(self) -> None:
         self.lost = False
         self.guard: CancelOnDisconnect | None = None
+        """Cancels the open answer, if any."""
         self._writer: SseWriter | None = None
 
     @contextmanager
     def probed_by(self, writer: SseWriter) -> Iterator[None]:
-        """Send probes of the connection as keep-alives of a stream."""
+        """Allow `probe` to write pings to this stream: only a write shows that a half-closed client has gone."""
         self._writer = writer
         try:
             yield
@@ -146,7 +149,7 @@ class ClientConnection:
             self._writer = None
 
     def probe(self) -> None:
-        """Write a keep-alive if the answer is a stream. The protocol calls it."""
+        """Write a ping if the answer is a stream. The protocol calls it."""
         if self._writer is not None:
             self._writer.probe()
 

@@ -72,7 +72,7 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
             request_id=self.request_id,
             model=self.model.name,
             num_prompt_tokens=num_tokens,
-            revision=self.model.fingerprint,
+            namespace=self.model.fingerprint,
             hashes=hash_chain(self.root, self.prompt_ids, self.model.bundle.block_size, self.media),
             affinity_key=short_key(f"{self.tenant}/{session}") if session else None,
             hard_affinity=hints.hard_affinity,

@@ -1,4 +1,4 @@
-"""Hints for the router in a request's headers: a session to keep together, a time to first token, and the program."""
+"""Hints for the router in a request's headers: its session, the affinity to a worker, and a time to first token."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ MAX_LOSSES: Final = 5  # that many deaths point to the request, or to the whole 
 MAX_REFUSALS: Final = 8  # each costs a round trip: after more, the client learns too late that the fleet is full
 MAX_READMISSIONS: Final = 2  # times that workers lost earlier are tried again: they may have restarted
 MAX_WAITS: Final = 12
-"""Three seconds: a worker that has just become ready is found by the next poll."""
+"""Searches with `PAUSE_S` between them, 3 s in all: the fleet's poll finds a worker that has become ready."""
 _RETRIED_STATUSES: Final = frozenset({409, 429, 502, 503, 504})
 _REPLACED: Final = frozenset({"wrong_epoch", "not_ready", "wrong_protocol", "unsupported"})
 """Refusals by another process, or another epoch, at the address of the chosen worker. Its record here is old."""
@@ -110,13 +110,14 @@ class AttemptHistory:
                 failure = self._refused(worker, WorkerRefused(429, failed))
             case WorkerFailed(failed=Failed(code="draining" | "not_ready")):
                 self._exclude(worker)
-            case StaleConnection() if not self._num_refusals:  # closed while idle: the same worker may have it
+            case StaleConnection() if not self._num_refusals:  # it was closed while idle: once, try that worker again
                 self._num_refusals = 1
             case _:
                 failure = self._lost(worker, error)
         if failure is None:
             log.info("%s: attempt at worker %s failed, retrying: %s", self._spec.request_id, worker.worker_id, error)
             return
+        # A worker that refused it has not run it. Any other internal error is the request's: it would hit each worker.
         if isinstance(failure, InternalError) and not isinstance(error, WorkerRefused):
             log.error("%s: quarantining poison request", self._spec.request_id)
             self._state.poison.add(self._spec)
@@ -139,12 +140,15 @@ class AttemptHistory:
         return True
 
     def may_wait(self) -> bool:
-        """Return whether to wait for a replacement worker. A poison candidate waits too, as it may not go back."""
+        """Return whether to wait for another worker. A poison candidate waits too: its lost workers stay excluded."""
         self._num_waits += 1
         return (not self.num_losses or self.num_suspicions > 0) and self._num_waits <= MAX_WAITS
 
     def no_worker_error(self, error: NoWorkerError, full: Refusals | None = None, *, resumed: bool = False) -> ApiError:
-        """Return the error for the client. Workers' own errors are preferred to the router's."""
+        """Return the error for the client. Workers' own errors are preferred to the router's.
+
+        `full`: how each full worker has refused. `resumed`: the client has a part of the answer.
+        """
         if full:
             return soonest_error(full.values(), self._spec)
         if resumed:

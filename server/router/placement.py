@@ -48,7 +48,7 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """One request at the worker chosen for it. The router updates it; it has no methods."""
+    """One request at the worker chosen for it. The router updates it."""
 
     request: RouteRequest
     worker: WorkerMember
@@ -111,7 +111,7 @@ class Scorer:
         self._residency_s = DecayedRatio(self._cost.window_s)
         """How long recently ended requests held a block."""
         self._return_share = DecayedRatio(self._cost.window_s)
-        """Recent prompt tokens that some worker held already, to all of them."""
+        """The part of recent prompt tokens that some worker held already."""
         self._gateway_id = gateway_id
         self._policy = policy
         self._rng = rng
@@ -128,8 +128,8 @@ class Scorer:
     ) -> Decision:
         """Score every unguarded candidate; in a large fleet, those of a short list.
 
-        Without one, score slow workers, and then those that are `broken`. `dry_run` scores all and draws no random
-        numbers: the policy gets 0.5 each time.
+        If every candidate is guarded, score the slow ones, and without those the `broken` ones. `dry_run` scores all
+        and draws no random numbers: the policy gets 0.5 each time.
         """
         if len(candidates) > SCORE_ALL and self._policy.takes_short_list and not dry_run:
             decision = self._decide_by_list(request, candidates, broken)
@@ -172,7 +172,7 @@ class Scorer:
             return Decision(request, workers, (), num_candidates)
         scores = self._policy.scores(request, eligible, fleet)
         for worker, score in zip(eligible, scores, strict=True):
-            worker.guard, worker.score = None, score
+            worker.guard, worker.score = None, score  # a slow or broken one is in use after all
         return Decision(request, workers, _best(request, eligible), num_candidates)
 
     def place(self, decision: Decision, *, index_answered: bool = True) -> Placement:
@@ -263,8 +263,11 @@ class Scorer:
         now_s = self._clock()
         residency_s = self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
         return_odds = self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0)
-        about = self._cost, self.loads, self.ledger, self._gateway_id, residency_s, return_odds, now_s
-        return views(candidates, DecisionContext(request, broken, *about))
+        owned = self._cost, self.loads, self.ledger
+        return views(
+            candidates,
+            DecisionContext(request, broken, *owned, self._gateway_id, residency_s, return_odds, now_s),
+        )
 
 
 def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:

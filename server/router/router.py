@@ -163,7 +163,7 @@ class Router:
 
         They do not count at a worker with ends.
         """
-        candidates = self.fleet.candidates(request.model, found, request.revision)
+        candidates = self.fleet.candidates(request.model, found, request.namespace)
         if found is not None:
             self._answered_s = self._clock()
             return candidates
@@ -175,7 +175,7 @@ class Router:
 
 def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError:
     workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
-    guards = [guard_of(decision.request, c.member, c.load) for c in fleet.silent(model, decision.request.revision)]
+    guards = [guard_of(decision.request, c.member, c.load) for c in fleet.silent(model, decision.request.namespace)]
     if not {None, SLOW}.isdisjoint(guards):
         message = f"a worker of model {model!r} does not answer now"
         return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, is_silent=True)

@@ -13,7 +13,7 @@ from worker.common.capabilities import TOKENS
 
 MAX_KEY_CHARS: Final = 128  # twice a digest: UUIDs and user names are kept as they are
 Key = NewType("Key", str)
-"""A text of a client or a model that is kept after its request. Only `short_key` makes one."""
+"""A key of a dict that outlives its request, from a client's or model's text. Only `short_key` makes one."""
 
 
 def short_key(text: str) -> Key:
@@ -66,8 +66,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     hashes: Sequence[BlockHash]
     """The prompt's full blocks. The last token is always computed, so a match never covers the whole prompt."""
-    revision: str | None = None
-    """Only workers with this namespace: the prompt is prepared for them. None: any."""
+    namespace: str | None = None
+    """Only workers with this namespace: the prompt was rendered and tokenised for them. None: any."""
     numerics: str | None = None
     """Only workers of this numerics class: the request resumes a stream."""
     excluded: frozenset[WorkerIncarnation] = frozenset()
@@ -90,7 +90,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     weight: float = 1.0
     """The tenant's, for its turns in the hold queue."""
     root: BlockHash = BlockHash(b"")
-    """The parent of the first block; empty: no chain of it is copied."""
+    """The parent of the first block; empty: its blocks are not copied to other workers."""
     client_id: Key = Key("")
     """The client's own id of the request; empty: none."""
 

@@ -1,7 +1,7 @@
 """The use of one request: its line in the usage log.
 
 queue_s            from the start of a prompt, and from each lost worker, to the prefill: at the gateway and at workers
-wire_s             the rest of the time from the last sending to the news of the prefill: two ways, and two processes
+wire_s             from sending the prompt to the report of its prefill, without queue_s: network and two processes
 prefill_s          uncached prompt tokens over the worker's measured rate, as the gateway had it at the placement
 prefill_saved_s    cached prompt tokens over the same rate
 block_s            blocks of the prompt and of all its answers x the time from its prefill to its end at workers
@@ -82,6 +82,7 @@ class Account(Struct, eq=False, kw_only=True):
         }
 
     def end(self, request_id: str, status: int, elapsed_s: float, error: str) -> None:
+        """Complete the account, with times rounded to what a line of the log shows."""
         self.ended_at = round(time.time(), 3)
         self.request_id = request_id
         self.status = status
@@ -109,14 +110,9 @@ class PromptTimes:
         """The prefill rate of the worker that computed the prompt; 0.0: none has begun."""
 
     def wait(self) -> None:
-        """Begin to wait: for a worker, at the one that the prompt is sent to, or again after it was lost."""
-        now_s = self._clock()
-        elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
-        if self._is_waiting:
-            self.queue_s += elapsed_s
-        else:
-            self.held_s += elapsed_s
-        self._since_s, self._is_waiting = now_s, True
+        """Begin to wait. Call it before the choice of a worker, at each sending, and when a worker is lost."""
+        self._end_state()
+        self._is_waiting = True
 
     def start(self, tokens_per_s: float, queue_s: float | None = None) -> None:
         """Begin the prefill, at a worker of this rate, after `queue_s` in its queue. None: not reported."""
@@ -124,11 +120,21 @@ class PromptTimes:
             wire_s = max(0.0, self._clock() - self._since_s - queue_s)
             self.wire_s += wire_s
             self._since_s += wire_s
-        self.wait()
+        self._end_state()
         self._is_waiting = False
         self.tokens_per_s = self.tokens_per_s or tokens_per_s
 
     def stop(self) -> None:
         """End the present state, if any."""
-        self.wait()
+        self._end_state()
         self._since_s = None
+
+    def _end_state(self) -> None:
+        """Add the time of the present state to its sum, and begin another state."""
+        now_s = self._clock()
+        elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
+        if self._is_waiting:
+            self.queue_s += elapsed_s
+        else:
+            self.held_s += elapsed_s
+        self._since_s = now_s

@@ -137,10 +137,12 @@ class Fleet:
         self._wake = asyncio.Event()
         self._asking = asyncio.Semaphore(MAX_ASKING)
 
-    def candidates(self, model: str, found: Sequence[Candidate] | None, revision: str | None = None) -> list[Candidate]:
+    def candidates(
+        self, model: str, found: Sequence[Candidate] | None, namespace: str | None = None
+    ) -> list[Candidate]:
         """Return the candidates of a lookup, and every other live worker of the model, with match 0.
 
-        `revision`: only workers with this namespace; None: all.
+        `namespace`: only workers with this one; None: all.
         """
         now_s = self._clock()
         candidates, leased = [], set()
@@ -149,26 +151,26 @@ class Fleet:
             member = candidate.member
             if accepts(member) and lease(candidate, now_s):
                 leased.add(member.worker_id)
-                if member.model == model and revision in (None, member.namespace):
+                if member.model == model and namespace in (None, member.namespace):
                     candidates.append(candidate)
         if len(leased) == len(self._workers):
             return candidates
         others = [w for worker_id, w in self._workers.items() if w.is_live and worker_id not in leased]
-        return candidates + self._unleased(others, model, revision, now_s)
+        return candidates + self._unleased(others, model, namespace, now_s)
 
-    def silent(self, model: str, revision: str | None) -> list[Candidate]:
-        """Return the workers of a revision that may come back, with their last reports."""
+    def silent(self, model: str, namespace: str | None) -> list[Candidate]:
+        """Return the workers of a namespace that may come back, with their last reports."""
         silent = [worker for worker in self._workers.values() if not (worker.is_live or worker.is_gone)]
-        return self._unleased(silent, model, revision, self._clock())
+        return self._unleased(silent, model, namespace, self._clock())
 
     def _unleased(
-        self, workers: Sequence[FleetWorker], model: str, revision: str | None, now_s: float
+        self, workers: Sequence[FleetWorker], model: str, namespace: str | None, now_s: float
     ) -> list[Candidate]:
         return [
             Candidate(worker.member, worker.load, 0, now_s - max(worker.reported_s, 0.0))
             for worker in workers
             if worker.member.model == model
-            and revision in (None, worker.member.namespace)
+            and namespace in (None, worker.member.namespace)
             and self._verifier.accepts(worker.member)
         ]
 

@@ -1,7 +1,7 @@
-"""Conversations that an engine and a gateway both render, by class of shape. Equal ids mean equal templates.
+"""Conversations that an engine and a gateway both render, by shape. Equal token ids mean equal templates.
 
-The adapter sends them to its engine at the start, and gateways compare their own digests with the adapter's. A body
-that has only classes with equal digests is rendered by the gateway.
+The adapter sends them to its engine at the start, and gateways compare their own digests with the adapter's. A gateway
+renders a body that has only shapes with equal digests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _of_parts(message: _Body) -> _Body:
 
 
 def _both(name: str, *conversations: Sequence[_Body], **fields: Any) -> dict[str, tuple[_Body, ...]]:
-    """Return the class of these conversations, and that of the same with tools."""
+    """Return the shape of these conversations, and that of the same with tools."""
     bodies = tuple([{"messages": list(messages)} | fields for messages in conversations])
     return {name: bodies, name + WITH_TOOLS: tuple([body | _tools(_FUNCTION, _SECOND) for body in bodies])}
 
@@ -64,7 +64,7 @@ _CALLS: Final = (_USER, _called(_ARGUMENTS, " I look. ", {"name": "now", "argume
 _EMPTY: Final = {"content": ""}
 _NO_PARTS: Final = (_of_parts(_USER | _EMPTY), _called(_ARGUMENTS), _of_parts(_RESULT | _EMPTY))
 WITH_TOOLS: Final = "+tools"
-"""The end of the name of a class whose bodies have tools, too."""
+"""The end of the name of a shape whose bodies also have tools."""
 
 CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
     **_both("plain", (_USER,), _PLAIN, (_USER, {"role": "assistant", "content": " 2\n"}, _THANKS)),
@@ -89,7 +89,7 @@ CHAT_PROBES: Final[Mapping[str, tuple[_Body, ...]]] = {
     for effort in ("none", "minimal", "low", "medium", "high")
     for name, bodies in _both(f"effort_{effort}", (_USER,), _PLAIN, reasoning_effort=effort).items()
 }
-"""By class."""
+"""By shape."""
 BLACK_PNG: Final = (
     "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
 )
@@ -97,7 +97,7 @@ BLACK_PNG: Final = (
 
 
 def digests(prompts: Mapping[str, Sequence[Sequence[int] | None]]) -> tuple[tuple[str, str], ...]:
-    """Return a digest of the ids of each class; None stands for a refusal. A class that is refused has none."""
+    """Return a digest of the token ids of each shape. None: a refusal; a shape that is always refused has no digest."""
     found = {name: repr([None if ids is None else list(ids) for ids in each]) for name, each in prompts.items()}
     known = [(name, ids) for name, ids in found.items() if any(prompts[name])]
     return tuple([(name, hashlib.sha256(ids.encode()).hexdigest()[:16]) for name, ids in known])

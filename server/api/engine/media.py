@@ -1,7 +1,8 @@
 """Images, audio, video and files in requests whose text the engine writes.
 
-Images pass where engines take them: each gets a name (`images.py`), which replaces a client's own. Everything else is
-refused by name. An engine drops some media, and renders others to placeholders, which are alike for all of a kind.
+An image is sent on if the model's engines take images. Its name (`images.py`) replaces one that the client gave, and is
+hashed with the prompt. Any other medium is refused by name: an engine drops some, and renders others to placeholders.
+Two different videos have equal placeholders, so the gateway would take their prompts for equal.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _MEDIA_TYPE: Final = re.compile(r"[\w.+/-]{1,80}", re.ASCII)
 _PROCESSING: Final = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of bodies by which a client could make images of any size out of small ones."""
 _NULL: Final = Raw(b"null")
-_LISTS: Final = ("content", "output")
-"""Fields of a message, an item or a part that hold parts."""
+_HOLD_PARTS: Final = ("content", "output")
+"""Fields of a message, an item or a part that may hold parts."""
 _value_of: Final = msgspec.json.Decoder().decode
 _list_of: Final = msgspec.json.Decoder(list[Raw]).decode
 _dict_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -47,8 +48,8 @@ class Image(NamedTuple):
     part: dict[str, Any]
     """Its part of the body. Its bytes are `Raw`."""
 
-    def alone(self, call: EngineCall) -> EngineCall:
-        """Return a call of the same API with this image and nothing else."""
+    def only_in(self, call: EngineCall) -> EngineCall:
+        """Return a call of the same API with only this image, to find out whether the engine can read it."""
         turns = [{"role": "user", "content": [self.part]}]
         body = {"input": turns} if call.path == RESPONSES_PATH else {"messages": turns, "max_tokens": 1}
         return EngineCall(call.path, encode_json(body))
@@ -58,7 +59,7 @@ class Media(NamedTuple):
     """The images of a body."""
 
     fields: Mapping[str, Any]
-    """Those of the body, with the images' names. Fields with images are decoded, but for the images' bytes."""
+    """The body's fields, with the images' names. Only fields with images are decoded; the images' bytes stay `Raw`."""
     images: tuple[Image, ...]
     num_bytes: int
     """Bytes of their text in the body."""
@@ -67,7 +68,7 @@ class Media(NamedTuple):
 def read_media(fields: Mapping[str, Raw], path: str, rules: ImageRules | None, salt: bytes) -> Steps[Media]:
     """Return the images of a body. `rules`: None if no engine of the model takes images.
 
-    Raises InvalidRequestError for any other part that is no text, and for an answer that would be none.
+    Raises InvalidRequestError for a medium that is not served, in the prompt or as the answer.
     """
     reader, found = _Reader(path, rules, salt), {}
     for name in ("messages", "input", "system"):
@@ -95,7 +96,7 @@ class _Reader:
         self._salt = salt
 
     def value(self, raw: Raw, param: str) -> Steps[Any]:
-        """Return a part, or a list of them, with the names of its images; None if it has no image."""
+        """Read a part or a list of parts. Return it with the names of its images; None if it has no image."""
         if first_char(raw) == "[":
             items = _list_of(raw)
             read = []
@@ -108,9 +109,10 @@ class _Reader:
         return (yield from self._part(_dict_of(raw), param)) if first_char(raw) == "{" else None
 
     def _part(self, part: dict[str, Raw], param: str) -> Steps[Any]:
+        """Read a part. It is of a medium if its type is one, or a field that is not null: engines accept both."""
         type_ = _value_of(part["type"]) if first_char(part.get("type", _NULL)) == '"' else None
-        named = [type_, *[key for key, item in part.items() if first_char(item) != "n"]]
-        if found := [name for name in named if name in MEDIA]:
+        names = [type_, *[key for key, item in part.items() if first_char(item) != "n"]]
+        if found := [name for name in names if name in MEDIA]:
             if type_ is None and first_char(part.get("type", _NULL)) != "n":
                 raise invalid(f"{param}.type", "must be a string")
             if self._rules is not None and type_ in self._types and _IMAGE_KEYS.issuperset(found):
@@ -121,15 +123,16 @@ class _Reader:
             name = next((name for name in found if name not in _IMAGE_KEYS), found[0])
             raise unsupported(param, f"holds {name}, {why}: send text")
         new = {}
-        for name in _LISTS:
+        for name in _HOLD_PARTS:
             if name in part and (value := (yield from self.value(part[name], f"{param}.{name}"))) is not None:
                 new[name] = value
         return {name: _value_of(item) for name, item in part.items() if name not in new} | new if new else None
 
     def _image(self, part: dict[str, Raw], param: str, rules: ImageRules) -> Steps[dict[str, Any]]:
+        """Check an image. Return its part with the image's name."""
         if len(self.images) == rules.max_images:
             raise invalid(param, f"is one image too many: send at most {rules.max_images} in a request")
-        key = "source" if "image" in self._types else "image_url"
+        key = "source" if "image" in self._types else "image_url"  # `image` is the type of the Messages API
         param = f"{param}.{key}"
         raw = part.get(key, _NULL)
         inner = _dict_of(raw) if first_char(raw) == "{" else None
@@ -146,7 +149,7 @@ class _Reader:
         return new
 
     def _source(self, source: dict[str, Raw], param: str, rules: ImageRules) -> Steps[tuple[dict[str, Any], Raw]]:
-        """Check the source of a block of the Messages API. The engine names these images itself."""
+        """Check the source of an image of the Messages API, which has no field for a name: the engine makes one."""
         kind = _value_of(source["type"]) if "type" in source else None
         if kind not in ("base64", "url"):
             raise unsupported(f"{param}.type", "must be `base64` or `url`")

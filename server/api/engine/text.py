@@ -256,7 +256,7 @@ class EngineTexts:
             images = () if refused.code == "context_length_exceeded" else media.images
             for image in images:
                 try:
-                    await self._render(image.alone(call), model, has_images=True)
+                    await self._render(image.only_in(call), model, has_images=True)
                 except (InvalidRequestError, InternalError) as error:
                     why = f": {error.message}" if isinstance(error, InvalidRequestError) else ""
                     raise invalid(image.param, f"is an image that the engine cannot read{why}") from error

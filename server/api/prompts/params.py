@@ -26,7 +26,7 @@ _SAME_FIELDS: Final = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("min_tokens", "ignore_eos"),
 )
-"""The fields that are sent to a worker unchanged, with the same defaults."""
+"""Fields with one name in the body, in the model's defaults and on the wire, sent to a worker unchanged."""
 _SEED_MASK: Final = 2**63 - 1  # seeds travel as signed 64-bit numbers
 
 
@@ -42,7 +42,10 @@ class CallerFields(Protocol):
 
 
 def new_spec(id_: str, model: ServedModel, identity: Identity, fields: CallerFields, param: str) -> GenerationSpec:
-    """Return what every request has, without its prompt, which is in the field `param`. Raises ForbiddenError."""
+    """Return the spec of a request without its prompt: the caller's part. Errors of the prompt will name `param`.
+
+    Raises ForbiddenError.
+    """
     return GenerationSpec(
         request_id=id_,
         model=model,
@@ -76,7 +79,7 @@ async def sampling_params(
     prompt_logprobs: int | None,
     grammar: Grammar | None,
 ) -> SamplingParams:
-    """Raises InvalidRequestError."""
+    """Return the worker's parameters: the client's values, else the model's defaults. Raises InvalidRequestError."""
     vocab_size, defaults = model.bundle.vocab_size, model.bundle.sampling_defaults
     allowed = request.allowed_token_ids
     params = SamplingParams(
@@ -93,7 +96,8 @@ async def sampling_params(
     )
     lists = (allowed, request.logit_bias, request.bad_words, request.stop_token_ids)
     if any(lists) and (problem := too_many_ids(params, num_choices)) is not None:
-        raise InvalidRequestError(f"{problem}.", param=problem.partition(":")[0].partition(",")[0])
+        param = problem.partition(":")[0].partition(",")[0]  # the problem begins with its fields, the longest first
+        raise InvalidRequestError(f"{problem}.", param=param)
     return params
 
 
@@ -113,7 +117,7 @@ def text_rules(
 ) -> TextRules:
     """Return how tokens become text. `markers`: texts of special tokens that a parser has to see.
 
-    `shows_special`: all special tokens show, for any client.
+    `shows_special`: show all special tokens, even with `skip_special_tokens`.
     """
     terminal = frozenset(request.stop_token_ids or ())
     return TextRules(

@@ -1,4 +1,4 @@
-"""Messages on channels, which follow each other.        gpt-oss
+"""Harmony, gpt-oss's format: an answer is messages, each on a channel.
 
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>content<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -26,6 +26,7 @@ _HEADER: Final = re.compile(
 
 
 def _read(reader: TextReader) -> Reading:
+    """Read an answer. It begins inside a header: the prompt ends with `<|start|>assistant`."""
     opens: tuple[str, ...] = (" to=", *_OPENS)
     while True:
         if (yield from reader.starts(opens)):
@@ -36,6 +37,7 @@ def _read(reader: TextReader) -> Reading:
 
 
 def _message(reader: TextReader) -> Reading:
+    """Read a header, and a message up to its end. Text that is no header is emitted as content, so none is lost."""
     parts: list[str] = []
     found = yield from reader.until((_MESSAGE,), parts.append)
     header = "".join(parts)
@@ -46,6 +48,7 @@ def _message(reader: TextReader) -> Reading:
     channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
     name = "" if recipient is None else recipient[1].removeprefix("functions.")
     emit = reader.emit_content
+    # Without the prefix, a recipient that is no tool is one of gpt-oss's own (`browser`, `python`).
     if recipient is not None and reader.tool_names and (name != recipient[1] or name in reader.tool_names):
         reader.emit("call", name)
         emit = partial(reader.emit, "arguments")
@@ -59,7 +62,7 @@ def _message(reader: TextReader) -> Reading:
 
 
 def _rules(tools: GrammarTools) -> list[str]:
-    """A call ends the answer: there is one."""
+    """Return the rules for one call: after `<|call|>` the answer ends."""
     before = "<|channel|>commentary to=functions.{} <|constrain|>json" + _MESSAGE
     names = list(enumerate(tools.parameters))
     calls = (f"{tools.literal(before.format(name))} arguments_{number}" for number, name in names)

@@ -123,10 +123,10 @@ async def test_a_worker_that_fails_verification_is_logged_once(
 
 async def test_a_request_goes_to_workers_of_its_revision(three: Fleets) -> None:
     three.index.register(member("d", namespace="other"))
-    assert {await three.worker(chain(2), revision="n") for _ in range(30)} == set("abc")
-    assert {await three.worker(chain(2), revision="other") for _ in range(10)} == {"d"}
+    assert {await three.worker(chain(2), namespace="n") for _ in range(30)} == set("abc")
+    assert {await three.worker(chain(2), namespace="other") for _ in range(10)} == {"d"}
     with pytest.raises(NoWorkerError, match="is ready"):
-        await three.worker(chain(2), revision="third")
+        await three.worker(chain(2), namespace="third")
 
 
 async def test_a_restarted_worker_has_an_empty_cache_and_queue(three: Fleets) -> None:
