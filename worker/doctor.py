@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from worker.common.checks import Check, find_kv_disk, judge, judge_gpu, print_check
+from worker.common.checks import Check, check_kv_disk, judge, judge_gpu, print_check
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
@@ -35,26 +35,26 @@ MIN_POOL_BLOCKS: Final = 64  # 1,024 tokens: one short chat
 PROBE_S: Final = 0.5  # enough to measure what other programs take of the processors
 
 
-def findings(options: argparse.Namespace) -> Iterator[Check]:
+def checks(options: argparse.Namespace) -> Iterator[Check]:
     """Yield the checks in the order in which a worker starts."""
     torch.set_num_threads(num_cores(options.num_workers))
     yield Check("torch", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads for a worker")
     asked = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked if options.device == "auto" else options.device)
-    found_device = find_device(device)
-    yield found_device
+    device_check = check_device(device)
+    yield device_check
     if device.type == "cpu":
-        yield find_cores()
-        yield find_kernels(device)
-    found_model, model = find_model(options.model)
-    yield found_model
-    if model is not None and found_device.status != "fail":
-        yield find_memory(*model, device, options.dtype, options.num_workers)
+        yield check_cores()
+        yield check_kernels(device)
+    model_check, model = check_model(options.model)
+    yield model_check
+    if model is not None and device_check.status != "fail":
+        yield check_memory(*model, device, options.dtype, options.num_workers)
     if options.kv_disk is not None:
-        yield find_kv_disk(options.kv_disk, options.kv_disk_size, options.num_workers)
+        yield check_kv_disk(options.kv_disk, options.kv_disk_size, options.num_workers)
 
 
-def find_device(device: torch.device) -> Check:
+def check_device(device: torch.device) -> Check:
     """Check the device that a worker would take."""
     if device.type != "cuda":
         fix = "run `make install`: where it sees the card, it takes torch's build for CUDA"
@@ -70,8 +70,8 @@ def find_device(device: torch.device) -> Check:
     return judge_gpu(torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device))
 
 
-def find_cores() -> Check:
-    """Check that the processors are free, with products for a moment."""
+def check_cores() -> Check:
+    """Compute for `PROBE_S`, and check that other programs took none of the processors."""
     begun, states, end_s = thread_times(), torch.ones(256, 256), time.monotonic() + PROBE_S
     while time.monotonic() < end_s:
         states @ states
@@ -79,18 +79,18 @@ def find_cores() -> Check:
     return judge("cores", advice or "free", (bool(advice), "warn", "end them, or give the worker fewer --threads"))
 
 
-def find_kernels(device: torch.device) -> Check:
+def check_kernels(device: torch.device) -> Check:
     """Check the compiled kernels, and compile them if necessary."""
     if products_for(torch.float32, device) is not None:
         return Check("kernels", "ok", "compiled for this processor")
-    reason = problem() or ""
-    fix = "nothing on a processor without AVX2; otherwise repair the cause"
-    if reason.startswith(NO_COMPILER):
+    why = problem() or ""
+    fix = "without AVX2 there is none; on other processors, repair the cause"
+    if why.startswith(NO_COMPILER):
         fix = "install g++ (apt-get install g++); a C compiler is not enough"
-    return Check("kernels", "warn", f"the model runs in torch, slower: {reason}", fix)
+    return Check("kernels", "warn", f"the model runs in torch, slower: {why}", fix)
 
 
-def find_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | None]:
+def check_model(source: str) -> tuple[Check, tuple[Checkpoint, ModelConfig] | None]:
     """Read the checkpoint's head. A Hugging Face id is looked up in the cache only."""
     if is_hub_id(source) and not Path(source).expanduser().exists():
         from huggingface_hub import try_to_load_from_cache
@@ -128,7 +128,7 @@ def weight_bytes(checkpoint: Checkpoint, config: ModelConfig, device: torch.devi
     return matrices + config.vocab_size * config.hidden_size * dtype.itemsize  # embeddings are dense
 
 
-def find_memory(
+def check_memory(
     checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: str | None, num_workers: int
 ) -> Check:
     """Check that the weights fit, with a pool for one request of the whole context."""
@@ -144,12 +144,12 @@ def find_memory(
         f"{free / 2**30:.1f} GiB free on {device} for {num_sharing} worker(s); each needs {weights / 2**30:.1f} for "
         f"weights and {context / 2**30:.1f} for one request of the whole context"
     )
-    least, whole = (num_sharing * (weights + size) for size in (MIN_POOL_BLOCKS * per_block, context))
+    smallest, wanted = (num_sharing * (weights + pool) for pool in (MIN_POOL_BLOCKS * per_block, context))
     return judge(
         "memory",
         found,
-        (least > free, "fail", "take fewer --num-workers, --dtype bfloat16, or a smaller model"),
-        (whole > free, "warn", "the context is cut to the pool: fewer workers, or bfloat16"),
+        (smallest > free, "fail", "take fewer --num-workers, --dtype bfloat16, or a smaller model"),
+        (wanted > free, "warn", "the context is cut to the pool: fewer workers, or bfloat16"),
     )
 
 
@@ -161,8 +161,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--kv-disk", type=Path)
     parser.add_argument("--kv-disk-size", type=num_bytes, default=KV_DISK_BYTES)
-    for finding in findings(parser.parse_args(argv)):
-        print_check(finding)
+    for check in checks(parser.parse_args(argv)):
+        print_check(check)
     return 0
 
 

@@ -24,7 +24,7 @@ from cache.stores.host import HostStore
 from cache.types import BlockId, WorkerId
 from worker.attention.block_copier import BlockCopier, make_copier
 from worker.common.capabilities import EMBEDDINGS, TOKENS
-from worker.common.checks import find_kv_disk
+from worker.common.checks import check_kv_disk
 from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
@@ -52,7 +52,7 @@ from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, SamplingParams, Token
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
+_MAX_DEFAULT_POOL_BYTES: Final = {"cpu": 2 << 30}
 _POOL_SHARE: Final = {"cpu": 0.25, "cuda": 0.9}
 """Part of the free memory that the pool takes without an option."""
 _SLAB_BYTES: Final = 1 << 30
@@ -62,7 +62,7 @@ _WARM_UP_TOKENS: Final = 256  # enough to measure the prefill rate, and a second
 
 @dataclass(frozen=True, slots=True)
 class _LoadedParts:
-    """The loaded parts that the engine is built from."""
+    """The model, and what was measured and built from it, for `build_engine`."""
 
     config: WorkerConfig
     model: LoadedModel
@@ -190,7 +190,7 @@ def _load_model(config: WorkerConfig, report: Callable[[str], None]) -> LoadedMo
 def _make_allocator(parts: _LoadedParts) -> Allocator:
     config, window_size = parts.config, None
     if config.prefix_cache == "off" and (window := parts.model.config.attention.longest_window) is not None:
-        window_size = window + parts.limits.max_step_tokens
+        window_size = window + parts.limits.max_step_tokens  # a step's first token still sees its whole window
     return make_allocator(config.prefix_cache, parts.num_blocks, config.block_size, window_size)
 
 
@@ -258,7 +258,7 @@ def _open_stores(config: WorkerConfig, record: RecordFormat, copier: BlockCopier
         counts = [min(most, num_host_blocks - first) for first in range(0, num_host_blocks, most)]
         stores.append(HostStore([copier.new_payload(count) for count in counts], copier.num_bytes))
     if config.kv_disk is not None:
-        disk = find_kv_disk(Path(config.kv_disk), config.kv_disk_size, config.local_world_size)
+        disk = check_kv_disk(Path(config.kv_disk), config.kv_disk_size, config.local_world_size)
         if disk.status == "fail":
             raise ValueError(f"--kv-disk: {disk.found}: {disk.fix}")
         if disk.status == "warn":
@@ -268,17 +268,20 @@ def _open_stores(config: WorkerConfig, record: RecordFormat, copier: BlockCopier
 
 
 def limit_onednn_cache() -> None:
-    """Let oneDNN and ideep keep 128 compiled products each, unless the user has set a number. Call it before the first.
+    """Let oneDNN and ideep keep 128 compiled products each, unless the user has set a number.
 
     They keep one for every number of rows and weight shape, hundreds of KB each, and 1,024 by default. Decodes need a
-    few per batch size; the lengths of prefills rarely return.
+    few per batch size; the lengths of prefills rarely return. Call this before the first product: then they read it.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's, and ideep's
         os.environ.setdefault(name, "128")
 
 
 def warm_up(runner: Runner, num_tokens: int, block_size: int) -> PrefillRate:
-    """Run steps in the unused pool, to trigger late allocations and to measure the prefill rate."""
+    """Run steps in the unused pool, to trigger late allocations and to measure the prefill rate.
+
+    A step takes `(step_tokens + tokens) / rate`. One of `num_tokens` and one of about none give both unknowns.
+    """
     block_table = [BlockId(1 + i) for i in range(-(-num_tokens // block_size))]
     slots = [block_size + i for i in range(num_tokens)]
     row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, num_tokens, [0] * num_tokens, [])
@@ -318,13 +321,13 @@ def num_sharing(config: WorkerConfig) -> int:
 def num_pool_blocks(config: WorkerConfig, model: LoadedModel) -> int:
     """Return the options' number of blocks, or one by free memory. On a GPU, leave room for the largest step."""
     if config.num_blocks is not None:
-        return max(2, config.num_blocks)
+        return max(2, config.num_blocks)  # the null block, and one to use
     shape, device = model.config.attention, model.device
     num_bytes = config.kv_cache_memory
     if num_bytes is None:
         free = free_memory_bytes(device, num_sharing(config))
         num_bytes = int(_POOL_SHARE.get(device.type, 0.5) * free)
-        num_bytes = min(num_bytes, _DEFAULT_POOL_BYTES.get(device.type, num_bytes))
+        num_bytes = min(num_bytes, _MAX_DEFAULT_POOL_BYTES.get(device.type, num_bytes))
         if device.type == "cuda":
             step_tokens = default_step_tokens(device.type, model.options.dtype)
             limits = config.limits(model.config.max_model_len, step_tokens)

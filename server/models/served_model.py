@@ -97,7 +97,7 @@ class ServedModel:
 
     def check_readable(self, name: str) -> None:
         """Raises InvalidRequestError if only the engine can read the vocabulary. `name`: as the client calls it."""
-        if self.tokenizer.is_of_engine:
+        if self.tokenizer.is_engine_only:
             message = f"The model {name!r:.200} is not served by this route: only its engine can read its vocabulary."
             raise InvalidRequestError(message, param="model", code="unsupported_parameter")
 

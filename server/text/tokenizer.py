@@ -93,10 +93,12 @@ class Tokenizer:
 
     def __init__(self, bundle: TokenizerBundle, executor: ThreadPoolExecutor, plain_conversation: str = "") -> None:
         """`plain_conversation`: a conversation as the chat template renders it."""
-        self.is_of_engine = bool(bundle.engine_vocabulary)
+        self.is_engine_only = bool(bundle.engine_vocabulary)
         """Only the engine can read the vocabulary: here, only the control tokens are known."""
         try:
-            tokenizer_json = _empty_vocabulary(bundle.engine_vocabulary) if self.is_of_engine else bundle.tokenizer_json
+            tokenizer_json = (
+                _empty_vocabulary(bundle.engine_vocabulary) if self.is_engine_only else bundle.tokenizer_json
+            )
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
             layout: dict[str, Any] = json.loads(tokenizer_json)
         except Exception as error:  # the library raises bare Exceptions of its own

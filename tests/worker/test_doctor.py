@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from worker import doctor
-from worker.common.checks import find_kv_disk
+from worker.common.checks import check_kv_disk
 from worker.common.command_line import module_command
 from worker.model.config import LoadOptions
 from worker.model.load import load_model
@@ -56,13 +56,13 @@ def test_installing_the_compiler_is_enough(tmp_path: Path) -> None:
 
 
 def test_memory_of_the_default_model_for_every_worker() -> None:
-    finding, model = doctor.find_model("")
-    assert finding.status == "ok"
+    check, model = doctor.check_model("")
+    assert check.status == "ok"
     assert model is not None
     _, config = model
     assert doctor.num_parameters(config) == pytest.approx(134_515_008, rel=0.01)
-    assert doctor.find_memory(*model, CPU, None, 1_000_000).status == "fail"
-    assert doctor.find_memory(*model, CPU, "bfloat16", 1).status in ("ok", "warn")
+    assert doctor.check_memory(*model, CPU, None, 1_000_000).status == "fail"
+    assert doctor.check_memory(*model, CPU, "bfloat16", 1).status in ("ok", "warn")
 
 
 def test_packed_weights_are_counted_as_they_lie_in_memory() -> None:
@@ -78,31 +78,31 @@ def test_packed_weights_are_counted_as_they_lie_in_memory() -> None:
     [("nowhere.gguf", "fail", "--model"), ("nobody/has-this-model", "warn", "hf download nobody/has-this-model")],
 )
 def test_a_model_that_is_not_here(source: str, status: str, fix: str) -> None:
-    finding, config = doctor.find_model(source)
-    assert (finding.status, fix in finding.fix, config) == (status, True, None)
+    check, config = doctor.check_model(source)
+    assert (check.status, fix in check.fix, config) == (status, True, None)
 
 
 def test_a_folder_for_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of earlier workers count as room; nothing is made by asking."""
     folder = tmp_path / "kv"
     free = shutil.disk_usage(tmp_path).free
-    assert find_kv_disk(folder, free // 2, 1).status == "ok"
-    assert find_kv_disk(folder, free // 2, 4).status == "warn"
+    assert check_kv_disk(folder, free // 2, 1).status == "ok"
+    assert check_kv_disk(folder, free // 2, 4).status == "warn"
     assert not folder.exists()
     (folder / "0").mkdir(parents=True)
     with (folder / "0" / "f-0.blocks").open("wb") as file:
         file.truncate(1 << 40)
-    assert find_kv_disk(folder, 1 << 40, 1).status == "ok"
-    assert find_kv_disk(tmp_path / "no" / "kv", 1, 1).status == "fail"
-    assert find_kv_disk(folder / "0" / "f-0.blocks", 1, 1).status == "fail"
+    assert check_kv_disk(folder, 1 << 40, 1).status == "ok"
+    assert check_kv_disk(tmp_path / "no" / "kv", 1, 1).status == "fail"
+    assert check_kv_disk(folder / "0" / "f-0.blocks", 1, 1).status == "fail"
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    assert "cannot be written to" in find_kv_disk(folder, 1, 1).found
+    assert "cannot be written to" in check_kv_disk(folder, 1, 1).found
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     folder.chmod(0o777)
-    assert "belongs to another user" in find_kv_disk(folder, 1, 1).found
+    assert "belongs to another user" in check_kv_disk(folder, 1, 1).found
 
 
 def test_a_gpu_that_is_not_there() -> None:
     if not torch.cuda.is_available():
-        assert doctor.find_device(torch.device("cuda")).status == "fail"
-    assert doctor.find_device(CPU).found
+        assert doctor.check_device(torch.device("cuda")).status == "fail"
+    assert doctor.check_device(CPU).found

@@ -27,7 +27,7 @@ from cache.types import WorkerId
 from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
-from worker.adapter.life import EngineLife, facts_of
+from worker.adapter.health import EngineHealth, facts_of
 from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import CHAT, GENERATING, IMAGES, adapter_names
@@ -95,7 +95,7 @@ async def connect(
                 source,
                 bundle,
                 signed(config.cluster_secret(), member),
-                EngineLife(facts, hang_s=config.hang_s, probe_s=config.probe_s),
+                EngineHealth(facts, hang_s=config.hang_s, probe_s=config.probe_s),
                 metrics,
                 sinks,
                 events_exposed=config.events_exposed,
@@ -240,7 +240,7 @@ def make_bundle(
             if defaults is None or config.generation_config != "auto"
             else defaults
         ),
-        is_of_engine=True,
+        allow_engine_vocabulary=True,
     )
     return replace(bundle, template_kwargs=config.template_kwargs), folder
 

@@ -2,7 +2,7 @@
 
     HTTP side: submit, abort --> EngineRequests --> EngineApi --> frames --> HTTP side
     EventSubscriber --> EngineBlocks --> publisher --> Redis
-    counts, tokens, events --> EngineLife: whether it can serve
+    counts, tokens, events --> EngineHealth: whether it can serve
 
 Everything runs on the worker's event loop. The engine owns its blocks; `EngineBlocks` mirrors its events. A reset of
 its cache begins a new epoch. Another process of the engine ends this worker, whose start checks all facts.
@@ -28,8 +28,8 @@ from cache.records import WorkerLoad, WorkerMember, in_new_epoch, new_epoch
 from cache.types import Epoch
 from worker.adapter.api import EngineApi, EngineLoad, EngineLostError, EngineRefusedError, EventSource, failed_by
 from worker.adapter.blocks import EngineBlocks
+from worker.adapter.health import IS_LOST, EngineHealth, Sign, State, facts_of
 from worker.adapter.kv_events import EventBatch
-from worker.adapter.life import IS_LOST, EngineLife, Sign, State, facts_of
 from worker.adapter.load import LoadAccount
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
@@ -63,7 +63,7 @@ class AdapterEngine:
         source: EventSource | None,
         bundle: TokenizerBundle,
         member: WorkerMember,
-        life: EngineLife,
+        health: EngineHealth,
         metrics: WorkerMetrics,
         sinks: EngineSinks | None = None,
         *,
@@ -80,7 +80,7 @@ class AdapterEngine:
         self._api = api
         self._claim = claim
         self._blocks = blocks
-        self._life = life
+        self._health = health
         self._subscriber: EventSubscriber | None = None
         if source is not None:
             self._subscriber = EventSubscriber(
@@ -130,7 +130,7 @@ class AdapterEngine:
             await self._subscriber.catch_up()
         with contextlib.suppress(EngineRefusedError):
             await self._api.one_token()
-        self.see(Sign.TOKEN)
+        self.apply(Sign.TOKEN)
 
     def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
@@ -158,8 +158,8 @@ class AdapterEngine:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def refusal(self, request: GenerateRequest) -> Failed | None:
-        if self._life.problem is not None:
-            return Failed("not_ready", self._life.problem, retryable=True)
+        if self._health.problem is not None:
+            return Failed("not_ready", self._health.problem, retryable=True)
         pool_tokens = self.load.num_blocks * self.member.block_size or self.bundle.max_model_len
         return refusal(request, self.member, self.bundle.max_model_len, pool_tokens, self.bundle.vocab_size)
 
@@ -204,8 +204,8 @@ class AdapterEngine:
         return asyncio.run_coroutine_threadsafe(empty(), asyncio.get_running_loop())
 
     def debug_state(self) -> Future[dict[str, Any]]:
-        life, tree = self._life, self._blocks.tree
-        engine = {"kind": self._api.kind, "state": life.state, "problem": life.problem}
+        health, tree = self._health, self._blocks.tree
+        engine = {"kind": self._api.kind, "state": health.state, "problem": health.problem}
         done: Future[dict[str, Any]] = Future()
         done.set_result(
             {
@@ -218,8 +218,8 @@ class AdapterEngine:
         return done
 
     async def liveness(self) -> str | None:
-        if self._life.state in IS_LOST:
-            return self._life.problem
+        if self._health.state in IS_LOST:
+            return self._health.problem
         try:
             return None if await self._api.is_healthy() else "the engine reports that it is not healthy"
         except EngineLostError as error:
@@ -227,9 +227,9 @@ class AdapterEngine:
 
     @property
     def not_ready_reason(self) -> str | None:
-        return self._life.problem
+        return self._health.problem
 
-    # --- the engine's life --------------------------------------------------------------------------------------
+    # --- the engine's health ------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Ask the engine for its counts and models until cancelled, and for a token after a silence."""
@@ -243,17 +243,17 @@ class AdapterEngine:
                 is_paused = await self._api.is_paused()
                 self._counts = counts
                 facts = facts_of(counts, model)
-                self._moved(self._life.answered(facts, counts, is_paused=is_paused, num_open=num_open))
+                self._moved(self._health.answered(facts, counts, is_paused=is_paused, num_open=num_open))
                 self._account.seed_rate(counts)
-                if self._life.problem is None:
+                if self._health.problem is None:
                     self._warn_bypass(counts, num_open)
                 self._take_loras(model.loras)
             except (EngineLostError, EngineRefusedError, TimeoutError) as error:
                 why = str(error) or f"no answer within {ANSWER_S:g} s"
                 is_closed = isinstance(error, EngineLostError) and error.gone
-                self._moved(self._life.failed(why, is_closed=is_closed, num_open=num_open))
+                self._moved(self._health.failed(why, is_closed=is_closed, num_open=num_open))
             self.report(())
-            if not is_probed and self._life.asks_for_token():
+            if not is_probed and self._health.asks_for_token():
                 self._probe = asyncio.create_task(self._ask_for_token(), name="probe")
             with contextlib.suppress(TimeoutError):  # `wait_for` of Python 3.11 may lose a cancellation
                 async with asyncio.timeout(WATCH_S):
@@ -263,30 +263,30 @@ class AdapterEngine:
         """Ask for one token, without a tenant's salt. An engine that is full has not shown anything."""
         with contextlib.suppress(EngineLostError, EngineRefusedError):
             await self._api.one_token()
-            self.see(Sign.TOKEN)
+            self.apply(Sign.TOKEN)
 
-    def see(self, sign: Sign, why: str = "") -> None:
-        """Take a sign of the engine."""
-        self._moved(self._life.see(sign, why))
+    def apply(self, sign: Sign, why: str = "") -> None:
+        """Apply a sign of the engine, and act on a new state."""
+        self._moved(self._health.apply(sign, why))
 
     def _moved(self, has_changed: bool) -> None:
         """Do what the state asks for, if it has changed."""
-        life = self._life
+        health = self._health
         if not has_changed:
             return
-        self._metrics.engine_problem.set(life.problem is not None)
-        if life.problem is None:
+        self._metrics.engine_problem.set(health.problem is not None)
+        if health.problem is None:
             logger.warning("the engine is sure: it generates tokens")
         else:
-            level = logging.CRITICAL if life.state is State.REPLACED else logging.ERROR
-            logger.log(level, "the engine is %s: %s", life.state, life.problem)
-        if life.state is State.GONE:
+            level = logging.CRITICAL if health.state is State.REPLACED else logging.ERROR
+            logger.log(level, "the engine is %s: %s", health.state, health.problem)
+        if health.state is State.GONE:
             self._begin_epoch()  # whatever comes back, nothing is promised of it
         self._publish()
-        if life.state in IS_LOST:
-            self._requests.fail_all(Failed("worker_lost", life.why, retryable=True))
-        if life.state is State.REPLACED:
-            self._sinks.on_death(EngineDeadError(f"this worker was started for another engine: {life.why}"))
+        if health.state in IS_LOST:
+            self._requests.fail_all(Failed("worker_lost", health.why, retryable=True))
+        if health.state is State.REPLACED:
+            self._sinks.on_death(EngineDeadError(f"this worker was started for another engine: {health.why}"))
 
     def _take_loras(self, loras: Sequence[str]) -> None:
         known = adapters_in(self.member.capabilities)
@@ -315,7 +315,7 @@ class AdapterEngine:
         self._sinks.deliver(outputs)
 
     def token(self) -> None:
-        self.see(Sign.TOKEN)
+        self.apply(Sign.TOKEN)
 
     def doubt(self) -> None:
         self._wake.set()
@@ -329,7 +329,7 @@ class AdapterEngine:
     # --- cache --------------------------------------------------------------------------------------------------
 
     def _on_batch(self, batch: EventBatch) -> None:
-        self._life.progress()
+        self._health.progress()
         applied = self._blocks.apply(batch.events)
         if self._blocks.ends != self.member.ends:
             logger.info("the engine's model keeps windows or states of its KV: the index gets its ends")
@@ -345,7 +345,7 @@ class AdapterEngine:
         self.report(self._blocks.forget_held())
 
     def _on_restart(self) -> None:
-        self.see(Sign.OTHER, "the engine's cache events have begun again")
+        self.apply(Sign.OTHER, "the engine's cache events have begun again")
 
     def _begin_epoch(self, held: Sequence[BlockEvent] | None = None) -> None:
         """Begin a new epoch, in which the engine holds `held`, by default nothing."""
@@ -364,9 +364,9 @@ class AdapterEngine:
             self._report_timer.cancel()
             self._report_timer = None
         events, self._unreported = self._unreported, []
-        is_away = self._draining or self._life.problem is not None
-        load = self._account.current(self._counts, self.member.block_size, is_away, self._life.is_slow)
-        self.load = load = msgspec.structs.replace(load, problem=(self._life.problem or "")[:MAX_PROBLEM_CHARS])
+        is_away = self._draining or self._health.problem is not None
+        load = self._account.current(self._counts, self.member.block_size, is_away, self._health.is_slow)
+        self.load = load = msgspec.structs.replace(load, problem=(self._health.problem or "")[:MAX_PROBLEM_CHARS])
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0)
         self._metrics.set_state(load, stats)
         if self._sinks.publisher is not None:

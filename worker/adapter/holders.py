@@ -1,4 +1,4 @@
-"""Which of our blocks an engine holds, and the events of every change."""
+"""The blocks that an engine holds, under Headstart's hashes, and an event for each change."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from worker.adapter.block_names import Node
 
 
 class BlockHolders:
-    """The visible nodes that hold each of our blocks, mostly one. Owned by `EngineBlocks`.
+    """Which nodes of the engine's blocks (`block_names.py`) hold each block of Headstart's. Owned by `EngineBlocks`.
 
-    A block is stored with its first holder and removed with its last.
+    Mostly it is one. Several hold it if they have the same tokens under different names of the engine. A block is
+    stored with its first holder and removed with its last.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class BlockHolders:
         self.published: dict[BlockHash, Node | set[Node]] = {}
         """The published blocks and their holders, in the order of storing, so parents come first."""
         self.stops: dict[BlockHash, int] = {}
-        """After how many blocks a hit stops that matches up to a block, if not 0; empty for an engine without ends."""
+        """For a match that ends with this block: the number of blocks of its hit, if not 0. Empty without ends."""
         self._new: set[BlockHash] | None = None
         """Blocks whose stop is not published yet; None for an engine without ends."""
 
@@ -51,7 +52,7 @@ class BlockHolders:
         self._events.append(Removed(block_hash))
 
     def publish_stops(self, moved: Iterable[Node], block_size: int) -> None:
-        """Add an event for each block whose stop has changed. `moved`: the nodes whose stops have."""
+        """Add an event for each block whose stop has changed. `moved`: the nodes whose own stops have changed."""
         new = set(self.published) if self._new is None else self._new
         new.update(block_hash for node in moved if node.is_visible for block_hash in node.later_hashes())
         for block_hash in new:

@@ -16,9 +16,9 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of decodes that steps on a GPU are padded to: each one means compiled kernels and a recorded graph."""
-CONTEXTS: Final = (2048, 16384, 131072)
+DECODE_ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Decodes of a step on a GPU are padded to one of these: each one means compiled kernels and a recorded graph."""
+DECODE_CONTEXTS: Final = (2048, 16384, 131072)
 """Context lengths that decodes on a GPU are padded to. Several, as a kernel for long contexts is slow on short ones."""
 
 
@@ -103,9 +103,10 @@ class Attention(Protocol):
         """Prepare, once for a step, what every layer needs. The order of spans is that of the module docstring."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        """(num_tokens, heads, head_dim) and twice (num_tokens, kv_heads, head_dim) -> (num_tokens, heads * head_dim).
+        """Write `key` and `value`, and attend. Return (num_tokens, heads * head_dim).
 
-        Rotary embedding is already applied. A query that is not finite puts NaN into its token's output or stored key:
+        `query`: (num_tokens, heads, head_dim). `key`, `value`: (num_tokens, kv_heads, head_dim). Rotary embedding is
+        already applied. A query that is not finite puts NaN into its token's output or stored key:
         kernels by themselves would give zeros.
         """
 

@@ -51,7 +51,7 @@ class KVCache:
         pools = _zeroed_pages(pool, dtype) if device.type == "cpu" else torch.zeros(pool, dtype=dtype, device=device)
         self.dtype, self.device = pools.dtype, pools.device
         self.rows = pools.view(len(pools), num_blocks * block_size, -1)
-        """(2 * layers, slots, kv_heads * head_dim): the same memory"""
+        """(2 * layers, slots, kv_heads * head_dim): the same memory, first the keys of all layers"""
         self.block_bytes = pools[:, 0].nbytes
         """Size of one block over all layers, keys and values."""
         self.keys: list[Tensor] = list(pools[: shape.num_layers])

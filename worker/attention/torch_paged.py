@@ -23,6 +23,7 @@ from worker.kernels.device import to_device
 
 _MAX_PADDING: Final = 1.25
 """A group of decodes may read this many times the keys of its sequences. A lower bound means more, smaller calls."""
+# The public function does not return the log-sum-exps by which two parts are merged.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -70,6 +71,7 @@ class TorchPagedAttention:
         self._shape = shape
         self._cache = cache
         self._scratch: dict[str, Tensor] = {}
+        """Gathered keys and values. Layers run one after the other, so they share these."""
 
     def plan(self, spans: Sequence[Span]) -> dict[int | None, PagedPlan]:
         """Plan once for each width of window that the model's layers have."""
@@ -84,6 +86,7 @@ class TorchPagedAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan(self, spans: Sequence[Span], window: int | None) -> PagedPlan:
+        """Plan a step. A decode sees tokens low..stop-1. It gathers whole blocks, so also those before `low` in one."""
         num_decodes, size = num_leading_decodes(spans), self._cache.block_size
         lows = [0 if window is None else max(0, span.stop - window) for span in spans[:num_decodes]]
         num_gathered = [span.stop - low // size * size for span, low in zip(spans[:num_decodes], lows, strict=True)]
@@ -120,8 +123,8 @@ class TorchPagedAttention:
         low = 0 if window is None else max(0, span.start - window + 1)
         blocks = list(span.block_table[low // size : -(-span.start // size)])
         mask = None
-        hides_more = window is not None and span.stop - low > window
-        if hides_more or (span.start and self._cache.device.type != "cpu"):  # `_flash` exists on a CPU only
+        needs_window = window is not None and span.stop - low > window
+        if needs_window or (span.start and self._cache.device.type != "cpu"):  # `_flash` exists on a CPU only
             age = torch.arange(span.start, span.stop)[:, None] - torch.arange(low, span.stop)[None, :]
             mask = self._additive((age < 0) | (age >= (window or span.stop)))
         return _Chunk(

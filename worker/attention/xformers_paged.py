@@ -1,6 +1,7 @@
 """Paged attention through xformers' kernels, for CUDA. The only module that imports xformers.
 
-Decodes read their pages in place, through the Triton split-K kernel, padded to a few shapes (`base.ROWS`, `CONTEXTS`).
+Decodes read their pages in place, through the Triton split-K kernel. They are padded to a few shapes
+(`base.DECODE_ROWS`, `DECODE_CONTEXTS`).
 Chunks go through flash attention together. For resumed chunks, all keys are first gathered from their pages, which is
 cheap next to the attention itself.
 
@@ -26,7 +27,15 @@ from torch.nn import functional
 from xformers.ops.fmha import attn_bias, flash, triton_splitk
 from xformers.ops.fmha.common import Inputs
 
-from worker.attention.base import CONTEXTS, ROWS, AttentionShape, ForwardBatch, Span, num_leading_decodes, padded
+from worker.attention.base import (
+    DECODE_CONTEXTS,
+    DECODE_ROWS,
+    AttentionShape,
+    ForwardBatch,
+    Span,
+    num_leading_decodes,
+    padded,
+)
 from worker.attention.kv_cache import KVCache
 from worker.kernels.device import to_device
 
@@ -75,8 +84,8 @@ class XformersPagedAttention:
         num_decodes = num_leading_decodes(spans)
         decodes = None
         if num_decodes:
-            longest = padded(max(span.stop for span in spans[:num_decodes]), CONTEXTS)
-            decodes = self._decodes(padded(num_decodes, ROWS), -(-longest // self._cache.block_size))
+            longest = padded(max(span.stop for span in spans[:num_decodes]), DECODE_CONTEXTS)
+            decodes = self._decodes(padded(num_decodes, DECODE_ROWS), -(-longest // self._cache.block_size))
             self._fill(decodes, spans[:num_decodes])
         return _XformersPlan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))
 

@@ -63,26 +63,23 @@ def missing_extra(error: ImportError) -> str:
     return f"{error}: `headstart doctor` shows what is broken"
 
 
-def find_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
+def check_kv_disk(folder: Path, size: int, num_workers: int) -> Check:
     """Check that a folder can store the blocks of every worker. Creates nothing."""
     from cache.stores.disk import parent_problem  # the rest needs the standard library only
 
     try:
-        existing = folder if folder.exists() else folder.parent
-        problem = parent_problem(folder) if existing is folder else None
+        existing = folder if folder.exists() else folder.parent  # a worker creates the last part of a path
+        problem = parent_problem(folder) if folder.exists() else None
         held = sum(file.stat().st_size for file in folder.glob("*/*.blocks"))
         free = shutil.disk_usage(existing).free + held
     except OSError as error:
         return Check("kv disk", "fail", f"{folder}: {reason(error)}", "correct --kv-disk")
     if problem is None and not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} cannot be written to"
-    found = (
-        problem
-        or f"{free / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each"
-    )
+    if problem is not None:
+        return Check("kv disk", "fail", problem, "name another folder with --kv-disk, or let this user write there")
     return judge(
         "kv disk",
-        problem or found,
-        (problem is not None, "fail", "name another folder with --kv-disk, or let this user write there"),
+        f"{free / 2**30:,.1f} GiB for blocks in {folder}; {num_workers} worker(s) take {size / 2**30:,.1f} each",
         (free < num_workers * size, "warn", "free some, or lower --kv-disk-size: a full disk takes no further blocks"),
     )

@@ -1,7 +1,7 @@
 """The one reader of HTTP/1.1 requests: it decides where a message ends, on every port.
 
 It acts on the fields that it names, and refuses a message that two readers may read in two ways. It ignores Upgrade, as
-a server may. So a body has the length that its head declares.
+a server may: no other protocol follows a head, only the body of the length that the head declares.
 
 Source: RFC 9112, 2 to 7; RFC 9110, 7.8.
 """
@@ -23,7 +23,7 @@ _TEXT: Final = rb"[\t -~\x80-\xff]"
 _EMPTY_LINES: Final = re.compile(rb"(?:\r\n)*")
 _LINE: Final = re.compile(rb"(%b{1,32}) ([!-~]++)(?: HTTP/([0-9]\.[0-9]))?\r\n" % _TOKEN)
 _FIELD: Final = re.compile(rb"(%b++):[ \t]*+(%b*+)\r\n|(?s:.+)" % (_TOKEN, _TEXT))
-"""A field, or all from the first line on that is none: a search for the next one would take quadratic time."""
+"""A field. A line that is none matches with all that follows: searching on for the next field is quadratic."""
 _SIZE: Final = rb"([0-9A-Fa-f]{1,15})(?:[ \t]{0,9};%b{0,990})?\r\n" % _TEXT
 _CHUNK: Final = re.compile(_SIZE)
 _NEXT_CHUNK: Final = re.compile(rb"\r\n" + _SIZE)
@@ -74,8 +74,8 @@ def read_head(data: bytes) -> RequestHead:
     if line is None:
         raise MessageError
     method, target, version = line.groups()
-    is_new = version == b"1.1"
-    if not (is_new or version == b"1.0"):
+    is_http11 = version == b"1.1"
+    if not (is_http11 or version == b"1.0"):
         raise MessageError(505)
     # A tab stays at the end of a value: llhttp takes `chunked` and a tab for another coding.
     headers = [(name.lower(), value.rstrip(b" ")) for name, value in _FIELD.findall(data, line.end(), len(data) - 2)]
@@ -91,7 +91,8 @@ def read_head(data: bytes) -> RequestHead:
             raise MessageError
         connection = b",".join(value for name, value in headers if name == b"connection")
     host = fields.get(b"host")
-    if (is_new if host is None else _HOST.fullmatch(host) is None) or method == b"CONNECT" or b"#" in target:
+    # HTTP/1.1 requires a host. No port is a proxy, so CONNECT has no meaning, and no target has a fragment.
+    if (is_http11 if host is None else _HOST.fullmatch(host) is None) or method == b"CONNECT" or b"#" in target:
         raise MessageError
     if absolute := not target.startswith(b"/") and _ABSOLUTE.fullmatch(target):
         authority, rest = absolute.groups()
@@ -102,16 +103,16 @@ def read_head(data: bytes) -> RequestHead:
     elif not target.startswith(b"/") and target != b"*":
         raise MessageError
     tokens = [token.strip() for token in connection.lower().split(b",")] if connection else ()
-    keep_alive = b"close" not in tokens and (is_new or b"keep-alive" in tokens)
-    expects_continue = is_new and fields.get(b"expect", b"").lower() == b"100-continue"
-    length = _body_length(fields, is_new)
+    keep_alive = b"close" not in tokens and (is_http11 or b"keep-alive" in tokens)
+    expects_continue = is_http11 and fields.get(b"expect", b"").lower() == b"100-continue"
+    length = _body_length(fields, is_http11)
     return RequestHead(method.decode(), target, version.decode(), headers, length, keep_alive, expects_continue)
 
 
-def _body_length(fields: Mapping[bytes, bytes], is_new: bool) -> int | None:
+def _body_length(fields: Mapping[bytes, bytes], is_http11: bool) -> int | None:
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
     if coding is not None:
-        if length is not None or not is_new or coding.lower() != b"chunked":
+        if length is not None or not is_http11 or coding.lower() != b"chunked":
             raise MessageError
         return None
     if length is None:
@@ -139,7 +140,7 @@ class RequestReader:
         self._line: Literal["", "size", "end", "trailer"] = ""
         """The next line of a chunked body; "": the body is not chunked."""
         self._num_bytes = self._num_chunks = 0
-        """The size of the chunks; from the last one on, of the trailers."""
+        """Bytes in the chunks so far; after the last chunk, bytes of the trailers."""
 
     def read(self, data: bytes | bytearray, start: int, receiver: Receiver) -> int:
         """Read on from `start`, at most to the end of one request. Return where it stopped. Raises MessageError."""
@@ -165,6 +166,7 @@ class RequestReader:
 
     def _read_head(self, data: bytes | bytearray, start: int, receiver: Receiver) -> int:
         self.phase = "head"
+        # Empty lines before a head are skipped (RFC 9112, 2.2). The first `if`: one was cut between two reads.
         if self._held == b"\r" and data.startswith(b"\n", start):
             self._held.clear()
             start += 1
@@ -180,7 +182,7 @@ class RequestReader:
         return end
 
     def _read_line(self, data: bytes | bytearray, start: int) -> int:
-        """Read a line of a chunked body."""
+        """Read a line of a chunked body: most often the end of a chunk together with the size of the next one."""
         if self._line == "end" and not self._held and (size := _NEXT_CHUNK.match(data, start)):
             self._open_chunk(int(size[1], 16))
             return size.end()
@@ -209,7 +211,10 @@ class RequestReader:
     def _take(
         self, data: bytes | bytearray, start: int, mark: bytes, status: int, max_bytes: int
     ) -> tuple[bytes | None, int]:
-        """Return what is held, with `data` up to the end of `mark`, and that end. Hold it instead without a mark."""
+        """Return the held bytes with those of `data` up to the end of `mark`, and where that is in `data`.
+
+        Without a mark, hold all of `data` and return None. Raises MessageError with `status` above `max_bytes`.
+        """
         held, num_held = self._held, len(self._held)
         if not held and (found := data.find(mark, start)) >= 0:
             taken = bytes(data[start : found + len(mark)])

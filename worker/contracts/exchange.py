@@ -40,7 +40,7 @@ class BlocksWanted(Struct, frozen=True):
     hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS * HASH_BYTES)]
     """One after the other."""
     background: bool = False
-    """No request waits for them: they come slowly while the worker serves requests."""
+    """No request waits for them: a worker that serves requests sends them slowly, so that its streams are not late."""
 
     def __post_init__(self) -> None:
         check_hashes(self.hashes)
@@ -93,7 +93,7 @@ class ChainsWanted(Struct, frozen=True):
     layout: str
     """`RecordFormat.fingerprint` of the asking worker."""
     max_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
-    """Different blocks."""
+    """A block that several chains share counts once."""
 
 
 class BlockExchange(Protocol):
@@ -119,7 +119,7 @@ class BlockExchange(Protocol):
         """Send a message to the worker at `url`, in this epoch, and return its answer. None: it gives none in time."""
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
-        """Return the chains used last, the latest first, with `max_blocks` different blocks at most."""
+        """Return the chains used last, the latest first, of `max_blocks` blocks at most; a shared one counts once."""
 
     def new_payload(self) -> memoryview:
         """Return room for one payload."""

@@ -38,7 +38,7 @@ from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner, SamplerCache
 from worker.embedding import Pooling
-from worker.engine.inflight import InFlightBatches, OutputBuffer
+from worker.engine.inflight import InFlightSteps, OutputBuffer
 from worker.engine.reporter import Reporter, debug_state
 from worker.engine.watchdog import StepWatchdog, exit_on_hang
 from worker.grammar import GrammarCompiler
@@ -116,7 +116,7 @@ class EngineCore:
         self._transfers = transfers
         self.exchange = transfers if transfers is not None and transfers.layout else None
         self._reporter = Reporter(scheduler, rate, metrics, transfers, sinks.publisher)
-        self._in_flight = InFlightBatches(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
+        self._in_flight = InFlightSteps(scheduler, runner, self._reporter, metrics, self._outputs, self.watchdog)
         self._deliver = sinks.deliver
         self._on_death = sinks.on_death
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

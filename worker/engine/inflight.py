@@ -43,14 +43,14 @@ _NO_ROOT: Final = BlockHash(bytes(HASH_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _LaunchedStep:
     plan: StepPlan
     launch: Launch[StepResult]
     started_s: float
 
 
 @dataclass(slots=True, eq=False)
-class InFlightBatches:
+class InFlightSteps:
     """Launches steps, processes their results and recovers from those that raise. Used by the engine thread."""
 
     scheduler: Scheduler
@@ -63,11 +63,11 @@ class InFlightBatches:
     """Logs of the traced requests."""
     _batch_log: BatchLog | None = field(default=None, init=False)
     """The batch of the last step, if that had traced requests."""
-    _batches: deque[_Batch] = field(default_factory=deque, init=False)
+    _launched: deque[_LaunchedStep] = field(default_factory=deque, init=False)
     _returned_s: float = field(default=0.0, init=False)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._launched)
 
     def log_steps(self, request: Request, log: StepLog) -> None:
         """Write the steps of a queued request to `log` until it ends."""
@@ -76,47 +76,47 @@ class InFlightBatches:
     @property
     def prefill_runs(self) -> bool:
         """The first step in flight prefills and is not done."""
-        first = self._batches[0] if self._batches else None
+        first = self._launched[0] if self._launched else None
         return first is not None and first.plan.num_prefill_tokens > 0 and not first.launch.is_done()
 
     def launch(self, plan: StepPlan, begun_s: float) -> None:
         """Launch a step after the one in flight, if any; scheduling began at `begun_s`."""
-        started_s = time.monotonic() if self._batches else self.watchdog.begin_step()
+        started_s = time.monotonic() if self._launched else self.watchdog.begin_step()
         launch: Launch[StepResult]
         try:
             launch = self.runner.launch(plan.step())
         except Exception as error:
             launch = raised(error)
-        self._batches.append(_Batch(plan, launch, started_s))
+        self._launched.append(_LaunchedStep(plan, launch, started_s))
         self._observe_start(plan, started_s - begun_s)
         self.reporter.starts.record(len(plan.started), len(self.scheduler.waiting), begun_s)
 
     def launch_async(self) -> None:
         """Launch a second step, if the scheduler can plan it without the tokens of the first."""
         begun_s = time.monotonic()
-        if len(self._batches) == 1 and (plan := self.scheduler.schedule_async()) is not None:
+        if len(self._launched) == 1 and (plan := self.scheduler.schedule_async()) is not None:
             self.launch(plan, begun_s)
 
     def process_result(self) -> None:
         """Wait for the first step in flight, if any, and apply its results. Raises EngineDeadError."""
-        if not self._batches:
+        if not self._launched:
             return
-        batch = self._batches.popleft()
+        step = self._launched.popleft()
         try:
-            result = batch.launch.collect()
+            result = step.launch.collect()
         except Exception as error:
-            self.metrics.step_failures.labels(_kind(batch.plan)).inc()
+            self.metrics.step_failures.labels(_kind(step.plan)).inc()
             self._discard()
-            self._run_one_by_one(batch.plan, error)
+            self._run_one_by_one(step.plan, error)
         else:
-            self._apply(batch, result)
+            self._apply(step, result)
         self.watchdog.end_step()
-        if self._batches:
+        if self._launched:
             self.watchdog.begin_step()
 
     def process_all(self) -> None:
         """Empty the device's queue."""
-        while self._batches:
+        while self._launched:
             self.process_result()
 
     def probe(self) -> None:
@@ -136,6 +136,7 @@ class InFlightBatches:
         self.watchdog.end_step()
 
     def _observe_start(self, plan: StepPlan, schedule_s: float) -> None:
+        """Count a launched step, and the requests that begin in it. It took `schedule_s` to plan."""
         metrics, num_prefill_tokens, num_decodes = self.metrics, plan.num_prefill_tokens, plan.num_decodes
         for request in plan.started:
             assert request.started_s is not None
@@ -156,9 +157,9 @@ class InFlightBatches:
             metrics.preemptions.inc(num_preempted)
         metrics.host_s.labels("schedule").observe(schedule_s)
 
-    def _apply(self, batch: _Batch, result: StepResult) -> None:
-        plan, kind, returned_s = batch.plan, _kind(batch.plan), time.monotonic()
-        started_s = max(batch.started_s, self._returned_s)  # it may have waited for the step before
+    def _apply(self, step: _LaunchedStep, result: StepResult) -> None:
+        plan, kind, returned_s = step.plan, _kind(step.plan), time.monotonic()
+        started_s = max(step.started_s, self._returned_s)  # a step launched early begins when the one before returns
         interval_s, self._returned_s = returned_s - self._returned_s, returned_s
         self._log_step(plan, started_s, returned_s)
         self.outputs.put(self.scheduler.update(plan, result.sequences, returned_s))
@@ -209,15 +210,15 @@ class InFlightBatches:
         batch.num_tokens += plan.num_tokens
 
     def _discard(self) -> None:
-        """Wait for the steps after a failed one. Their results are void."""
-        while self._batches:
+        """Wait for the steps after a failed one, and drop their results: they follow tokens that it did not sample."""
+        while self._launched:
             with suppress(Exception):
-                self._batches.popleft().launch.collect()
+                self._launched.popleft().launch.collect()
 
     def _run_one_by_one(self, plan: StepPlan, error: Exception) -> None:
         """Run each request of a failed step separately, and fail those that raise again. Raises EngineDeadError."""
-        text = "a step of %d sequences raised; its requests are run one by one"
-        logger.warning(text, len(plan.chunks), exc_info=_trace(error))
+        message = "a step of %d sequences raised; its requests are run one by one"
+        logger.warning(message, len(plan.chunks), exc_info=_logged_trace(error))
         traceback.clear_frames(error.__traceback__)  # they hold tensors, and the device may be out of memory
         failed: dict[Request, Exception] = {}
         any_returned = False
@@ -228,9 +229,8 @@ class InFlightBatches:
                 results = self.runner.run(part.step())
             except Exception as cause:
                 request_id = request.wire.request_id
-                extra = about(request_id, request.wire.traceparent)
-                text = "request %s: its step raised twice: %s"
-                logger.error(text, request_id, cause, exc_info=_trace(cause), extra=extra)
+                message, extra = "request %s: its step raised twice: %s", about(request_id, request.wire.traceparent)
+                logger.error(message, request_id, cause, exc_info=_logged_trace(cause), extra=extra)
                 traceback.clear_frames(cause.__traceback__)
                 failed[request] = cause
             else:
@@ -269,8 +269,8 @@ def _kind(plan: StepPlan) -> StepKind:
     return "mixed" if plan.num_decodes else "prefill"
 
 
-def _trace(error: Exception) -> Exception | None:
-    """Return the error for the log, unless the request's fields caused it."""
+def _logged_trace(error: Exception) -> Exception | None:
+    """Return the error if its traceback belongs in the log: None if the request's fields caused it."""
     return error if failed_by(error).code == "internal_error" else None
 
 

@@ -1,8 +1,8 @@
 """The files of a model that make its tokenizer: read by workers, and by adapters that load no model. Without torch.
 
-Some vocabularies only an engine can read: tekken.json, ranks in tiktoken's format, and Python code for them. A gateway
-needs none where the engine renders prompts and writes answers. It needs the control tokens, and a digest of the files,
-which differs for two vocabularies.
+Only an engine can read some vocabularies: tekken.json, ranks in tiktoken's format, and those with Python code. There
+the engine renders prompts and writes answers, so the gateway does without the vocabulary. It still needs the control
+tokens, to find them in clients' texts. A digest of the files shows whether two workers have the same vocabulary.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def bundle_of_folder(
     block_size: int,
     max_model_len: int,
     sampling_defaults: SamplingDefaults = NO_DEFAULTS,
-    is_of_engine: bool = False,
+    allow_engine_vocabulary: bool = False,
 ) -> TokenizerBundle:
     """Build the bundle of a folder of Hugging Face files. Raise CheckpointError.
 
-    `is_of_engine`: see `fields_of_folder`.
+    `allow_engine_vocabulary`: see `fields_of_folder`.
     """
-    fields = fields_of_folder(folder, is_of_engine=is_of_engine)
+    fields = fields_of_folder(folder, allow_engine_vocabulary=allow_engine_vocabulary)
     config = _optional_json(folder / "config.json") or _optional_json(folder / "params.json")
     vocab_size = (config.get("text_config") or config).get("vocab_size")
     if not isinstance(vocab_size, int):
@@ -132,10 +132,11 @@ def fingerprint(tokenizer_json: bytes, *fields: object) -> str:
     return digest.hexdigest()
 
 
-def fields_of_folder(folder: Path, *, is_of_engine: bool = False) -> dict[str, Any]:
-    """Return the fields of the fingerprint, in its order.
+def fields_of_folder(folder: Path, *, allow_engine_vocabulary: bool = False) -> dict[str, Any]:
+    """Return the fields of a bundle that a folder determines, in the order in which `fingerprint` takes them.
 
-    `is_of_engine`: another engine serves the model, so without a tokenizer.json the vocabulary may be the engine's.
+    `allow_engine_vocabulary`: an engine serves the model, so a vocabulary that only it can read is enough.
+    Raise CheckpointError.
     """
     file, vocabulary = folder / "tokenizer.json", None
     config = _optional_json(folder / "tokenizer_config.json")
@@ -149,7 +150,7 @@ def fields_of_folder(folder: Path, *, is_of_engine: bool = False) -> dict[str, A
         bos_id = None if bos is None else tokenizer.token_to_id(bos)
         eos_id = None if eos is None else tokenizer.token_to_id(eos)
         add_bos = bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id]
-    elif is_of_engine and (vocabulary := engine_vocabulary(folder, config)) is not None:
+    elif allow_engine_vocabulary and (vocabulary := engine_vocabulary(folder, config)) is not None:
         tokenizer_json, add_bos = b"", False
         eos_id = {token["content"]: token["id"] for token in json.loads(vocabulary)["added_tokens"]}.get(eos)
     else:
@@ -183,8 +184,8 @@ def _eos_token_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
 def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
     """Return the template of conversations, and that of conversations with tools if it is another one.
 
-    As transformers: templates in files of their own replace those of tokenizer_config.json, which may be named. The
-    chat_template.json of a processor counts where there are none. A model without a `default` has the one it has.
+    In the order of transformers: files of their own, then tokenizer_config.json (one template, or several with names),
+    then a processor's chat_template.json. Without a template named `default`, it is that for tools, else the first.
     """
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
@@ -238,7 +239,7 @@ def engine_vocabulary(folder: Path, config: Mapping[str, Any]) -> bytes | None:
         added = _tekken_tokens(tekken) or _config_tokens(config)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: its vocabulary cannot be read: {error}") from error
-    if not added and not tekken:  # mistral-common reads no control token in a text
+    if not added and not tekken:  # tekken may have none: mistral-common never reads a control token from a text
         raise CheckpointError(
             f"{folder} names no control tokens: list them in added_tokens_decoder of tokenizer_config.json"
         )

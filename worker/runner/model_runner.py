@@ -115,7 +115,7 @@ class ModelRunner:
         return output, stopwatch
 
     def _forward(self, step: Step, token_ids: Tensor | None, stopwatch: Stopwatch) -> _StepOutput:
-        """Run the model over any step. `token_ids` (sequences,), if given, replace those of its decodes."""
+        """Run the model, and sample. `token_ids` (sequences,), if given, replace those of the decodes in `step`."""
         if not step.sequences:
             stopwatch.mark()
             return _StepOutput(step, (), None, (), None, None)
@@ -171,7 +171,7 @@ class ModelRunner:
         return found
 
     def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> StepGraphs | None:
-        """Record small steps on a GPU. A replay would not repeat what models of transformers do on the host."""
+        """Record small steps on a GPU. A model of transformers is run again instead: it also computes on the host."""
         if self._device.type != "cuda" or not isinstance(self._attention, RecordableAttention):
             return None
         try:
@@ -226,9 +226,10 @@ def build_batch(
 
 
 def _span(part: SequenceStep, block_size: int) -> Span:
-    """Repeat a table that is shorter than the sequence (see `cache.allocators.plain`).
+    """Describe a part to the attention. Where only a window is kept, repeat its block table up to the whole length.
 
-    Its blocks are overwritten in turn. Their old content is outside every layer's window.
+    Such a sequence writes round in its blocks (`cache.allocators.plain`), so one block is found at several positions.
+    Only the last of them is inside a window.
     """
     table, stop = part.block_table, part.start + len(part.token_ids)
     num_blocks = -(-stop // block_size)
@@ -252,7 +253,7 @@ class _StepOutput:
     """See `_pooled`."""
 
     def followed_token_ids(self, step: Step) -> Tensor:
-        """Return the tokens (sequences,) that this step has sampled for the next one, on the device."""
+        """Return the tokens (sequences,) that `step` begins with, as this output's step sampled them, on the device."""
         assert self.sampled is not None, "the step that is followed has sampled nothing"
         token_ids = self.sampled.device_token_ids
         firsts = self._first_logit_rows()

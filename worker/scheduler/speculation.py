@@ -1,7 +1,7 @@
-"""Speculation: drafts of the next tokens, which the step of a decode verifies.
+"""Speculative decoding with drafts from the sequence's own tokens (`drafter.py`, vLLM's `ngram` method).
 
-A draft token is one more decode of its sequence in the step, and costs a row of the products. The step samples after
-each draft token. Sampled tokens count up to the first that differs from its draft, so they equal those of single steps.
+A step verifies a draft: each of its tokens is one more row of the batch, and the step samples after each. Sampled
+tokens count up to the first that differs from its draft, so they equal those of single steps.
 
 The measured cost of a row, and the hit rate of a sequence's lookups, decide the length of its draft.
 Source: Leviathan et al., arXiv 2211.17192, for the gain of a draft against its cost.
@@ -22,7 +22,7 @@ class Speculation:
     """Adds drafts to steps of decodes where they are likely to save time. Owned by the scheduler."""
 
     def __init__(self, max_drafts: int, cost: StepCost | None = None) -> None:
-        """Draft at most `max_drafts` tokens of a sequence in a step. Without a `cost`, as many as there are."""
+        """Draft at most `max_drafts` tokens of a sequence in a step. Without a `cost`, every row pays."""
         self.cost = cost or StepCost()
         self._max_drafts = max_drafts
 
@@ -53,25 +53,26 @@ class Speculation:
 
     def _choose(self, drafters: dict[PlannedChunk, Drafter], room: int) -> dict[PlannedChunk, int]:
         """Return the number of draft tokens of each chunk that gets any, the likeliest tokens first."""
-        chunks = [chunk for chunk, drafter in drafters.items() if drafter.has_source and self._most(chunk)]
+        chunks = [chunk for chunk, drafter in drafters.items() if drafter.has_source and self._max_drafts_of(chunk)]
         chosen: dict[PlannedChunk, int] = {}
-        likely = [(-drafters[chunk].hit_rate(0), index) for index, chunk in enumerate(chunks)]
+        likely = [(-drafters[chunk].hit_rate(0), index) for index, chunk in enumerate(chunks)]  # heapq's first is least
         heapify(likely)
         num_rows, num_expected = len(drafters), float(len(drafters))
         while likely and room > 0:
             negative, index = likely[0]
+            # A row pays if its expected tokens a second exceed those of the step so far: hit / row_s > expected / step.
             if -negative * self.cost.seconds(num_rows) < num_expected * self.cost.row_s:
                 break
             chunk = chunks[index]
             num_drafts = chosen[chunk] = chosen.get(chunk, 0) + 1
             num_rows, num_expected, room = num_rows + 1, num_expected - negative, room - 1
-            if num_drafts < self._most(chunk):
+            if num_drafts < self._max_drafts_of(chunk):
                 heapreplace(likely, (negative * drafters[chunk].hit_rate(num_drafts), index))
             else:
                 heappop(likely)
         return chosen
 
-    def _most(self, chunk: PlannedChunk) -> int:
+    def _max_drafts_of(self, chunk: PlannedChunk) -> int:
         """Return how many draft tokens a sequence may have: none follows its last token."""
         sequence = chunk.sequence
         num_left = sequence.sampling.max_tokens - len(sequence.choices[0].output_ids)

@@ -37,8 +37,8 @@ GATEWAY: Final[tuple[str, ...]] = (
 WORKER: Final[tuple[str, ...]] = (
     "worker.http.service:WorkerService.submit begin arrived",
     "worker.scheduler.scheduler:Scheduler.submit begin queued",
-    "worker.engine.inflight:InFlightBatches.launch begin launched",
-    "worker.engine.inflight:InFlightBatches._apply begin stepped",
+    "worker.engine.inflight:InFlightSteps.launch begin launched",
+    "worker.engine.inflight:InFlightSteps._apply begin stepped",
     "worker.http.service:WorkerService._dispatch begin dispatched",
     "worker.http.streams:Stream.take end framed",
 )

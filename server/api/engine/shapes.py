@@ -109,7 +109,7 @@ async def _text(probe: ShapeProbe, model: ServedModel, render: Render) -> str | 
         rendered = await render(EngineCall(CHAT_PATH, encode_json(body)))
     except (InvalidRequestError, InternalError):
         return None
-    if model.tokenizer.is_of_engine:  # its text is unknown: all of it is taken as shown
+    if model.tokenizer.is_engine_only:  # its text is unknown: all of it is taken as shown
         return TOOL_NAME + encode_json(probe.messages).decode()
     return model.tokenizer.decode(rendered.prompts[0])
 

@@ -214,8 +214,8 @@ def test_a_model_that_is_fetched_first(tmp_path: Path) -> None:
     """Also in the revision that was asked for."""
     variables = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     code = (
-        "import msgspec; from worker.doctor import find_model; "
-        "checks = [find_model(name)[0] for name in ('nobody/model@v1.2', 'nobody/other')]; "
+        "import msgspec; from worker.doctor import check_model; "
+        "checks = [check_model(name)[0] for name in ('nobody/model@v1.2', 'nobody/other')]; "
         "print(msgspec.json.encode(checks).decode())"
     )
 

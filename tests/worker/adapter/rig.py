@@ -22,7 +22,7 @@ from tests.waiting import HANG_S, until
 from worker.adapter.api import EngineApi, EngineLoad, EngineModel, EnginePart, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
-from worker.adapter.life import EngineFacts, EngineLife
+from worker.adapter.health import EngineFacts, EngineHealth
 from worker.contracts.engine import EngineOutput, EngineSinks, RequestKey
 from worker.contracts.metrics import WorkerMetrics
 from worker.wire import (
@@ -103,8 +103,8 @@ class Rig:
         blocks = EngineBlocks(BLOCK, max_names=4096)
         self.deaths: list[BaseException] = []
         self.sinks = EngineSinks(self.deliver, self.deaths.append, self)
-        life = EngineLife(facts, hang_s=hang_s, probe_s=probe_s)
-        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, life, self.metrics, self.sinks)
+        health = EngineHealth(facts, hang_s=hang_s, probe_s=probe_s)
+        self.engine = AdapterEngine(api, blocks, source, BUNDLE, MEMBER, health, self.metrics, self.sinks)
         self.frames: dict[RequestKey, list[Frame]] = defaultdict(list)
         self.published: set[BlockHash] = set()
         self.epochs: list[WorkerMember] = []

@@ -13,7 +13,7 @@ from tests.fake_engine.server import FakeEngine
 from tests.waiting import until
 from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, is_lost, make_request, running, token_ids
 from worker.adapter.api import EventSource
-from worker.adapter.life import facts_of
+from worker.adapter.health import facts_of
 from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import adapters_in
 from worker.wire import End, Failed, GenerateRequest

@@ -20,7 +20,7 @@ from tests.worker.adapter import rig as rig_module
 from tests.worker.adapter.rig import BLOCK, ROOT, Rig, running, token_ids
 from worker.adapter.api import EngineRefusedError
 from worker.adapter.connect import connect
-from worker.adapter.life import facts_of
+from worker.adapter.health import facts_of
 from worker.adapter.sglang import SglangApi, chat_body
 from worker.adapter.text import CHAT
 from worker.common.capabilities import adapters_in

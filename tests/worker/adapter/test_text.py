@@ -21,7 +21,7 @@ from tests.worker.adapter.scripted_http import ScriptedHttp, sse
 from tests.worker.adapter.test_vllm import api as api
 from tests.worker.adapter.test_vllm import server as server
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
-from worker.adapter.life import facts_of
+from worker.adapter.health import facts_of
 from worker.adapter.text import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from worker.adapter.vllm import VllmApi
 from worker.wire import End, EngineCall, EngineText, Failed, GenerateRequest, Started

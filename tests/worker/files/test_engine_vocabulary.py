@@ -18,7 +18,7 @@ TEKKEN = {"special_tokens": [{"rank": 2, "token_str": "</s>", "is_control": True
 
 def bundle(folder: Path, **fields: Any) -> TokenizerBundle:
     options: dict[str, Any] = {"model": "m", "revision": "r", "block_size": 16, "max_model_len": 64}
-    return bundle_of_folder(folder, **options, **({"is_of_engine": True} | fields))
+    return bundle_of_folder(folder, **options, **({"allow_engine_vocabulary": True} | fields))
 
 
 def write(folder: Path, **files: object) -> Path:
@@ -61,7 +61,7 @@ def test_each_file_changes_the_fingerprint(tmp_path: Path, file: str) -> None:
 def test_own_engine_needs_tokenizer_json(tmp_path: Path) -> None:
     write(tmp_path, tekken__json=TEKKEN, config__json={"vocab_size": 5})
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
-        bundle(tmp_path, is_of_engine=False)
+        bundle(tmp_path, allow_engine_vocabulary=False)
 
 
 def test_ranks_without_control_tokens(tmp_path: Path) -> None:

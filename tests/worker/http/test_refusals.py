@@ -24,7 +24,7 @@ from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import generate
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
-from worker.adapter.life import EngineLife, facts_of
+from worker.adapter.health import EngineHealth, facts_of
 from worker.adapter.vllm import VllmApi
 from worker.contracts.metrics import WorkerMetrics
 from worker.http.service import WorkerService
@@ -110,8 +110,8 @@ async def adapter(folder: Path) -> AsyncIterator[tuple[WorkerService, int]]:
         api, metrics = VllmApi(url), WorkerMetrics()
         await api.version()
         service, blocks = WorkerService(metrics), EngineBlocks(BLOCK, max_names=4096)
-        life = EngineLife(facts_of(await api.load(), await api.model()), hang_s=HANG_S, probe_s=0.0)
-        engine = AdapterEngine(api, blocks, None, BUNDLE, MEMBER, life, metrics, service.sinks())
+        health = EngineHealth(facts_of(await api.load(), await api.model()), hang_s=HANG_S, probe_s=0.0)
+        engine = AdapterEngine(api, blocks, None, BUNDLE, MEMBER, health, metrics, service.sinks())
         await engine.catch_up()
         service.start(engine)
         try:

@@ -16,7 +16,7 @@ from tests.fake_engine.server import FakeEngine
 from tests.waiting import until
 from tests.worker.adapter.rig import FACTS, Rig, fake_engine, is_lost, make_request, running, token_ids
 from worker.adapter.api import EngineLoad, EventSource
-from worker.adapter.life import IS_LOST, MAX_FAILED, TABLE, EngineLife, Sign, State, facts_of
+from worker.adapter.health import IS_LOST, MAX_FAILED, TABLE, EngineHealth, Sign, State, facts_of
 from worker.adapter.vllm import VllmApi
 from worker.wire import End
 
@@ -40,33 +40,33 @@ class LifeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.life = EngineLife(FACTS, hang_s=HANG_AFTER_S, probe_s=PROBE_AFTER_S, clock=lambda: self.now_s)
+        self.health = EngineHealth(FACTS, hang_s=HANG_AFTER_S, probe_s=PROBE_AFTER_S, clock=lambda: self.now_s)
         self.counts = COUNTS
         self.num_open = 0
         self.silent_s = 0.0
-        self.before = self.life.state
+        self.before = self.health.state
         self.had_token = False
         self.is_probed = False
 
     def take(self, *, moved: bool = False) -> None:
         """Note what happened: how long it is silent by the book of the test."""
-        if moved or self.life.state is not self.before:
+        if moved or self.health.state is not self.before:
             self.silent_s = 0.0
 
     @rule()
     def token(self) -> None:
-        self.before = self.life.state
-        self.life.see(Sign.TOKEN)
+        self.before = self.health.state
+        self.health.apply(Sign.TOKEN)
         self.had_token, self.is_probed = True, False
         self.take(moved=True)
-        assert self.life.state is TABLE[self.before].get(Sign.TOKEN, self.before)
+        assert self.health.state is TABLE[self.before].get(Sign.TOKEN, self.before)
 
     @rule()
     def event(self) -> None:
-        self.before = self.life.state
-        self.life.progress()
+        self.before = self.health.state
+        self.health.progress()
         self.take(moved=True)
-        assert self.life.state is self.before, "only a token brings an engine back"
+        assert self.health.state is self.before, "only a token brings an engine back"
 
     @rule(num_open=st.integers(0, 2))
     def requests(self, num_open: int) -> None:
@@ -74,49 +74,49 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(moves=st.booleans(), is_paused=st.booleans(), others=st.integers(0, 1))
     def answer(self, moves: bool, is_paused: bool, others: int) -> None:
-        self.before = self.life.state
-        first = self.life._counts is None
+        self.before = self.health.state
+        first = self.health._counts is None
         counts = replace(self.counts, num_running=others, work=self.counts.work + moves)
         moved = first or counts != self.counts
         self.counts = counts
         busy = self.num_open + self.is_probed + others
         self.tick()
         self.silent_s = self.silent_s + 1.0 if busy and not moved else 0.0
-        self.life.answered(
+        self.health.answered(
             facts_of(counts, FACTS.model), counts, is_paused=is_paused, num_open=self.num_open + self.is_probed
         )
         if self.before is State.SURE and not is_paused:
-            assert (self.life.state is State.HUNG) <= (self.silent_s >= HANG_AFTER_S - PROBE_AFTER_S - 1.0)
-            assert (self.silent_s > HANG_AFTER_S + 1.0) <= (self.life.state is State.HUNG)
+            assert (self.health.state is State.HUNG) <= (self.silent_s >= HANG_AFTER_S - PROBE_AFTER_S - 1.0)
+            assert (self.silent_s > HANG_AFTER_S + 1.0) <= (self.health.state is State.HUNG)
         if is_paused and self.before not in IS_LOST:
-            assert self.life.state is State.PAUSED
+            assert self.health.state is State.PAUSED
         self.take(moved=moved)
         self.ask()
 
     @rule()
     def failure(self) -> None:
-        self.before = self.life.state
+        self.before = self.health.state
         self.tick()
         self.silent_s += 1.0
-        self.life.failed("no answer", is_closed=False, num_open=self.num_open + self.is_probed)
+        self.health.failed("no answer", is_closed=False, num_open=self.num_open + self.is_probed)
         self.take()
-        assert self.life.is_slow
+        assert self.health.is_slow
 
     def tick(self) -> None:
         self.now_s += 1.0
 
     def ask(self) -> None:
-        if not self.is_probed and self.life.asks_for_token():
+        if not self.is_probed and self.health.asks_for_token():
             self.is_probed = True
-        if self.life.state in (State.STARTING, State.HUNG, State.DOUBTFUL):
+        if self.health.state in (State.STARTING, State.HUNG, State.DOUBTFUL):
             assert self.is_probed, "only a token can bring it back"
-        if self.life.state is State.PAUSED:
+        if self.health.state is State.PAUSED:
             self.is_probed = False
 
     @invariant()
     def only_a_token_makes_it_sure(self) -> None:
-        assert (self.life.state is State.SURE) <= self.had_token
-        assert (self.life.problem is None) == (self.life.state is State.SURE)
+        assert (self.health.state is State.SURE) <= self.had_token
+        assert (self.health.problem is None) == (self.health.state is State.SURE)
 
 
 TestLifeMachine = LifeMachine.TestCase
@@ -127,30 +127,30 @@ def test_a_silent_engine_is_asked_and_then_hangs() -> None:
     """In time without requests, too, and with no way back but a token."""
     for num_open in (0, 1):
         now_s = [0.0]
-        life = EngineLife(FACTS, hang_s=HANG_AFTER_S, probe_s=PROBE_AFTER_S, clock=lambda now_s=now_s: now_s[0])
-        life.see(Sign.TOKEN)
+        health = EngineHealth(FACTS, hang_s=HANG_AFTER_S, probe_s=PROBE_AFTER_S, clock=lambda now_s=now_s: now_s[0])
+        health.apply(Sign.TOKEN)
         probed = 0
-        while life.state is State.SURE:
+        while health.state is State.SURE:
             now_s[0] += 1.0
-            probed += not probed and life.asks_for_token()
-            life.answered(FACTS, COUNTS, is_paused=False, num_open=num_open + probed)
+            probed += not probed and health.asks_for_token()
+            health.answered(FACTS, COUNTS, is_paused=False, num_open=num_open + probed)
         assert now_s[0] <= HANG_AFTER_S + PROBE_AFTER_S
         for _ in range(100):
             now_s[0] += 1.0
-            life.asks_for_token()
-            life.answered(FACTS, replace(COUNTS, work=now_s[0]), is_paused=False, num_open=num_open)
-            assert life.state is State.HUNG
-        assert life.see(Sign.TOKEN)
-        assert life.problem is None
+            health.asks_for_token()
+            health.answered(FACTS, replace(COUNTS, work=now_s[0]), is_paused=False, num_open=num_open)
+            assert health.state is State.HUNG
+        assert health.apply(Sign.TOKEN)
+        assert health.problem is None
 
 
 def test_failed_calls() -> None:
-    life = EngineLife(FACTS, hang_s=HANG_AFTER_S, probe_s=PROBE_AFTER_S)
-    life.see(Sign.TOKEN)
-    changes = [life.failed("timeout", is_closed=False, num_open=1) for _ in range(MAX_FAILED)]
+    health = EngineHealth(FACTS, hang_s=HANG_AFTER_S, probe_s=PROBE_AFTER_S)
+    health.apply(Sign.TOKEN)
+    changes = [health.failed("timeout", is_closed=False, num_open=1) for _ in range(MAX_FAILED)]
     assert changes == [False] * (MAX_FAILED - 1) + [True]
-    assert life.answered(FACTS, COUNTS, is_paused=False, num_open=1)
-    assert life.problem is None
+    assert health.answered(FACTS, COUNTS, is_paused=False, num_open=1)
+    assert health.problem is None
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""The state of an engine: one machine with one table.
+"""The health of an engine, as a state machine with one table.
 
 state      the engine                                        requests
-starting   has generated no token yet, or since it was away  refused; those from before wait
+starting   no token yet since its start, pause or absence    refused; those from before wait
 sure       answers, and makes progress                       sent
 doubtful   answers no calls                                  refused; open ones wait
 hung       answers, but makes no progress                    refused; open ones go to other workers
@@ -9,8 +9,8 @@ paused     reports a pause, or sleeps                        refused; open ones 
 gone       nothing listens at its address                    refused; open ones go to other workers
 replaced   another process answers: this worker ends         refused; open ones go to other workers
 
-Progress is a token, a cache event, or a count of the engine that has changed. Calls that another process than the
-engine's core answers prove nothing. So an engine without progress is asked for one token.
+Progress is a token, a cache event, or a count of the engine that has changed. An answer to a call is no progress: a
+process in front of the engine's core may give it. So an engine without progress is asked for one token (a probe).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class State(StrEnum):
 
 
 class Sign(StrEnum):
-    """One sign of an engine."""
+    """An observation that may change the state."""
 
     TOKEN = "token"
     ANSWER = "answer"
@@ -75,7 +75,7 @@ TABLE: Final[Mapping[State, Mapping[Sign, State]]] = {
 """The next state. A sign that is not listed changes nothing."""
 IS_LOST: Final = frozenset({State.HUNG, State.GONE, State.REPLACED})
 """States in which open requests go to other workers."""
-_UNPROBED: Final = frozenset({State.PAUSED, State.GONE, State.REPLACED})
+_UNPROBED: Final = frozenset({State.PAUSED, State.GONE, State.REPLACED})  # in these, no token would come
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ def facts_of(counts: EngineLoad, model: EngineModel) -> EngineFacts:
     return EngineFacts(counts.started_s, counts.num_blocks, counts.block_size, replace(model, loras=()))
 
 
-class EngineLife:
-    """Reads signs, and moves by `TABLE`. Owned by the event loop of `AdapterEngine`."""
+class EngineHealth:
+    """The state of one engine, moved by signs and `TABLE`. Owned by the event loop of `AdapterEngine`."""
 
     def __init__(
         self, facts: EngineFacts, *, hang_s: float, probe_s: float, clock: Callable[[], float] = time.monotonic
@@ -121,8 +121,8 @@ class EngineLife:
         """Why no request should come, or None."""
         return None if self.state is State.SURE else self.why
 
-    def see(self, sign: Sign, why: str = "") -> bool:
-        """Take a sign. Return whether the state has changed."""
+    def apply(self, sign: Sign, why: str = "") -> bool:
+        """Apply a sign. Return whether the state has changed."""
         if sign is Sign.TOKEN:
             self.progress()
         before, self.state = self.state, TABLE[self.state].get(sign, self.state)
@@ -144,13 +144,13 @@ class EngineLife:
         before, self._counts = self._counts, counts
         self.is_slow, self._num_failed = False, 0
         if facts != self._facts or (before is not None and counts.prefill_tokens < before.prefill_tokens):
-            return self.see(Sign.OTHER, f"another engine answers: {_differences(self._facts, facts)}")
+            return self.apply(Sign.OTHER, f"another engine answers: {_differences(self._facts, facts)}")
         if before is None or _gauges(before) != _gauges(counts):
             self.progress()
-        has_changed = self.see(Sign.ANSWER, "the engine answers again, and has generated no token yet")
+        has_changed = self.apply(Sign.ANSWER, "the engine answers again, and has generated no token yet")
         if is_paused or counts.sleeps:
-            return self.see(Sign.PAUSE, "the engine is paused or sleeps") or has_changed
-        has_changed |= self.see(Sign.WAKE, "the engine is awake, and has generated no token yet")
+            return self.apply(Sign.PAUSE, "the engine is paused or sleeps") or has_changed
+        has_changed |= self.apply(Sign.WAKE, "the engine is awake, and has generated no token yet")
         return self.check(counts.num_running + counts.num_waiting + num_open) or has_changed
 
     def failed(self, why: str, *, is_closed: bool, num_open: int) -> bool:
@@ -158,8 +158,8 @@ class EngineLife:
         self.is_slow = True
         self._num_failed += 1
         if is_closed:
-            return self.see(Sign.CLOSED, why)
-        has_changed = self._num_failed >= MAX_FAILED and self.see(Sign.DOUBT, why)
+            return self.apply(Sign.CLOSED, why)
+        has_changed = self._num_failed >= MAX_FAILED and self.apply(Sign.DOUBT, why)
         counts = self._counts
         others = 0 if counts is None else counts.num_running + counts.num_waiting
         return self.check(others + num_open) or has_changed
@@ -173,7 +173,7 @@ class EngineLife:
         self._busy_s = now_s if self._busy_s is None else self._busy_s
         if now_s - max(self._moved_s, self._busy_s) < self._hang_s:
             return False
-        return self.see(Sign.STALL, f"the engine has made no progress for {self._hang_s:g} s")
+        return self.apply(Sign.STALL, f"the engine has made no progress for {self._hang_s:g} s")
 
     def asks_for_token(self) -> bool:
         """Return whether a token should be asked for now, and note that it is."""
@@ -183,7 +183,8 @@ class EngineLife:
         if self.state is State.SURE and now_s - max(self._moved_s, self._probed_s) < self._probe_s:
             return False
         self._probed_s = now_s
-        if self._busy_s is None:  # an idle engine may hang since its last token
+        if self._busy_s is None:
+            # An idle engine may hang already. Count it as busy early enough that a late answer is a stall.
             self._busy_s = now_s - min(self._probe_s, self._hang_s / 2)
         return True
 
