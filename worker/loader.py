@@ -145,9 +145,8 @@ def _load_parts(config: WorkerConfig, report: Callable[[str], None]) -> _LoadedP
         max_model_len=max_model_len,
         chat_template=config.chat_template,
     )
-    bundle = replace(bundle, template_kwargs=config.template_kwargs)
-    if config.served_model_name is not None:
-        bundle = replace(bundle, model=config.served_model_name)
+    name = bundle.model if config.served_model_name is None else config.served_model_name
+    bundle = replace(bundle, model=name, template_kwargs=config.template_kwargs)
     runner = ModelRunner(
         model,
         num_blocks=num_blocks,

@@ -124,7 +124,7 @@ def install() -> None:
     from worker.runner import graphs, model_runner
 
     paged: Any = xformers_paged
-    paged.DECODE_CONTEXTS, paged.DECODE_ROWS, paged.MAX_GATHERED, paged._MAX_SPLITS = CONTEXTS, ROWS, 80, 2
+    paged.CONTEXTS, paged.DECODE_ROWS, paged.MAX_GATHERED, paged._MAX_SPLITS = CONTEXTS, ROWS, 80, 2
 
     def select_attention(shape: Any, cache: Any, *, deterministic: bool) -> Any:
         if deterministic:
@@ -156,7 +156,7 @@ def install() -> None:
         (kv_cache.KVCache, "write", write),
         (llama, "make_rope", make_rope),
         (llama, "gated_silu", lambda device, *, deterministic: triton_ops.gated_silu),
-        (graphs, "DECODE_CONTEXTS", CONTEXTS),
+        (graphs, "CONTEXTS", CONTEXTS),
         (graphs, "DECODE_ROWS", ROWS),
         (device_rates, "_ROUNDS", 1),
     ]

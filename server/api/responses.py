@@ -190,10 +190,8 @@ class ResponsesFormatter(ResponseFormatter):
 
     def _begin_call(self, name: ToolName) -> None:
         space = {} if name.namespace is None else {"namespace": name.namespace}
-        if name.kind == "custom":
-            self._begin("custom_tool_call", name=name.name, call_id=call_id(), input="", **space)
-        else:
-            self._begin("function_call", name=name.name, call_id=call_id(), arguments="", **space)
+        type_, text = ("custom_tool_call", "input") if name.kind == "custom" else ("function_call", "arguments")
+        self._begin(type_, name=name.name, call_id=call_id(), **{text: ""}, **space)
 
     def _begin(self, kind: str, **fields: Any) -> None:
         item = {"id": f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}

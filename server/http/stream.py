@@ -23,8 +23,6 @@ HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
 _LINE_ENDS: Final = re.compile(b"\xe2\x80[\xa8\xa9]|\xc2\x85")
 """U+2028, U+2029 and U+0085 in UTF-8: legal in JSON and in an event, and the end of a line for many clients."""
 

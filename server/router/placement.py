@@ -264,10 +264,8 @@ class Scorer:
         residency_s = self._residency_s.at(now_s, MIN_RELEASED_BLOCKS) or 0.0
         return_odds = self._cost.return_odds(self._return_share.at(now_s, 1.0) or 0.0)
         owned = self._cost, self.loads, self.ledger
-        return views(
-            candidates,
-            DecisionContext(request, broken, *owned, self._gateway_id, residency_s, return_odds, now_s),
-        )
+        context = DecisionContext(request, broken, *owned, self._gateway_id, residency_s, return_odds, now_s)
+        return views(candidates, context)
 
 
 def _eligible(workers: Sequence[WorkerView]) -> list[WorkerView]:

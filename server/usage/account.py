@@ -111,8 +111,13 @@ class PromptTimes:
 
     def wait(self) -> None:
         """Begin to wait. Call it before the choice of a worker, at each sending, and when a worker is lost."""
-        self._end_state()
-        self._is_waiting = True
+        now_s = self._clock()
+        elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
+        if self._is_waiting:
+            self.queue_s += elapsed_s
+        else:
+            self.held_s += elapsed_s
+        self._since_s, self._is_waiting = now_s, True
 
     def start(self, tokens_per_s: float, queue_s: float | None = None) -> None:
         """Begin the prefill, at a worker of this rate, after `queue_s` in its queue. None: not reported."""
@@ -120,21 +125,11 @@ class PromptTimes:
             wire_s = max(0.0, self._clock() - self._since_s - queue_s)
             self.wire_s += wire_s
             self._since_s += wire_s
-        self._end_state()
+        self.wait()  # ends the state before
         self._is_waiting = False
         self.tokens_per_s = self.tokens_per_s or tokens_per_s
 
     def stop(self) -> None:
         """End the present state, if any."""
-        self._end_state()
+        self.wait()
         self._since_s = None
-
-    def _end_state(self) -> None:
-        """Add the time of the present state to its sum, and begin another state."""
-        now_s = self._clock()
-        elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
-        if self._is_waiting:
-            self.queue_s += elapsed_s
-        else:
-            self.held_s += elapsed_s
-        self._since_s = now_s

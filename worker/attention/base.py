@@ -18,7 +18,7 @@ from torch import Tensor
 
 DECODE_ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Decodes of a step on a GPU are padded to one of these: each one means compiled kernels and a recorded graph."""
-DECODE_CONTEXTS: Final = (2048, 16384, 131072)
+CONTEXTS: Final = (2048, 16384, 131072)
 """Context lengths that decodes on a GPU are padded to. Several, as a kernel for long contexts is slow on short ones."""
 
 

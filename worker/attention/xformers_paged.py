@@ -1,9 +1,8 @@
 """Paged attention through xformers' kernels, for CUDA. The only module that imports xformers.
 
-Decodes read their pages in place, through the Triton split-K kernel. They are padded to a few shapes
-(`base.DECODE_ROWS`, `DECODE_CONTEXTS`).
-Chunks go through flash attention together. For resumed chunks, all keys are first gathered from their pages, which is
-cheap next to the attention itself.
+Decodes read their pages in place, through the Triton split-K kernel. They are padded to a few shapes (`DECODE_ROWS`,
+`CONTEXTS`). Chunks go through flash attention together. For resumed chunks, all keys are first gathered from their
+pages, which is cheap next to the attention itself.
 
     queries             |  d0 d1 d2 -  |  c0 c0 c0 c0  |  c1 c1 c1        |
     keys                   their pages    its own         |<- pages ->| c1 c1 c1      gathered: 0..stop-1
@@ -27,15 +26,7 @@ from torch.nn import functional
 from xformers.ops.fmha import attn_bias, flash, triton_splitk
 from xformers.ops.fmha.common import Inputs
 
-from worker.attention.base import (
-    DECODE_CONTEXTS,
-    DECODE_ROWS,
-    AttentionShape,
-    ForwardBatch,
-    Span,
-    num_leading_decodes,
-    padded,
-)
+from worker.attention.base import CONTEXTS, DECODE_ROWS, AttentionShape, ForwardBatch, Span, num_leading_decodes, padded
 from worker.attention.kv_cache import KVCache
 from worker.kernels.device import to_device
 
@@ -84,7 +75,7 @@ class XformersPagedAttention:
         num_decodes = num_leading_decodes(spans)
         decodes = None
         if num_decodes:
-            longest = padded(max(span.stop for span in spans[:num_decodes]), DECODE_CONTEXTS)
+            longest = padded(max(span.stop for span in spans[:num_decodes]), CONTEXTS)
             decodes = self._decodes(padded(num_decodes, DECODE_ROWS), -(-longest // self._cache.block_size))
             self._fill(decodes, spans[:num_decodes])
         return _XformersPlan(num_decodes, decodes, tuple(self._plan_chunks(spans[num_decodes:], num_decodes)))

@@ -211,10 +211,7 @@ class RequestReader:
     def _take(
         self, data: bytes | bytearray, start: int, mark: bytes, status: int, max_bytes: int
     ) -> tuple[bytes | None, int]:
-        """Return the held bytes with those of `data` up to the end of `mark`, and where that is in `data`.
-
-        Without a mark, hold all of `data` and return None. Raises MessageError with `status` above `max_bytes`.
-        """
+        """Return the held bytes with `data` up to the end of `mark`, and that end. None: no mark, so `data` is held."""
         held, num_held = self._held, len(self._held)
         if not held and (found := data.find(mark, start)) >= 0:
             taken = bytes(data[start : found + len(mark)])

@@ -6,7 +6,7 @@ A recording reads the same memory at every replay. Each step is first copied int
     block table  | 4 9 2  0  0  0  0  0 ... |     all blocks of a context of the recorded length
 
 Each token is a row of its own. A layer writes all rows before it reads, so a row of a short chunk sees those before it.
-There is one recording for each pair of `DECODE_ROWS` and `DECODE_CONTEXTS` (`worker.attention.base`). A step takes the
+There is one recording for each pair of `DECODE_ROWS` and `CONTEXTS` (`worker.attention.base`). A step takes the
 smallest that holds it. Recordings end with the hidden states: logits would cost memory in each.
 """
 
@@ -19,7 +19,7 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from worker.attention.base import DECODE_CONTEXTS, DECODE_ROWS, Attention, ForwardBatch, Span, padded
+from worker.attention.base import CONTEXTS, DECODE_ROWS, Attention, ForwardBatch, Span, padded
 from worker.contracts.step import SequenceStep
 from worker.kernels.device import to_device
 from worker.model.base import Decoder
@@ -71,8 +71,8 @@ class StepGraphs:
         self._device = device
         self._max_model_len = max_model_len
         self._rows = [num_rows for num_rows in DECODE_ROWS if num_rows <= padded(max_rows, DECODE_ROWS)]
-        shorter = {length for length in DECODE_CONTEXTS if length < max_model_len}
-        self._lengths = sorted(shorter | {padded(max_model_len, DECODE_CONTEXTS)})
+        shorter = {length for length in CONTEXTS if length < max_model_len}
+        self._lengths = sorted(shorter | {padded(max_model_len, CONTEXTS)})
         self._recordings: dict[tuple[int, int], _Recording] = {}
         for length in reversed(self._lengths):  # the largest first: smaller ones reuse its memory
             for num_rows in reversed(self._rows):

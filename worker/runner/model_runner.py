@@ -136,12 +136,12 @@ class ModelRunner:
         rows = [row for sequence in sequences for row in sequence.sampling_rows]
         sampled = None if logits is None else sample(logits, rows, self._eos_token_ids)
         return _StepOutput(
-            step,
-            order,
-            sampled,
-            [self._prompt_logprobs(sequence, end, hidden) for sequence, end in zip(sequences, ends, strict=True)],
-            to_host(self.cache.find_extremes(slots)),
-            _pooled(sequences, ends, hidden),
+            step=step,
+            order=order,
+            sampled=sampled,
+            prompt_logprobs=[self._prompt_logprobs(*each, hidden) for each in zip(sequences, ends, strict=True)],
+            extremes=to_host(self.cache.find_extremes(slots)),
+            pooled=_pooled(sequences, ends, hidden),
         )
 
     def _logits(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> Tensor | None:

@@ -115,11 +115,11 @@ class _Reader:
         if found := [name for name in names if name in MEDIA]:
             if type_ is None and first_char(part.get("type", _NULL)) != "n":
                 raise invalid(f"{param}.type", "must be a string")
-            if self._rules is not None and type_ in self._types and _IMAGE_KEYS.issuperset(found):
+            is_image = type_ in self._types and _IMAGE_KEYS.issuperset(found)
+            if is_image and self._rules is not None:
                 return (yield from self._image(part, param, self._rules))
-            why = "which is not served where the engine writes the text"
-            if type_ in self._types and _IMAGE_KEYS.issuperset(found):
-                why = "and this model takes no images here"
+            not_served = "which is not served where the engine writes the text"
+            why = "and this model takes no images here" if is_image else not_served
             name = next((name for name in found if name not in _IMAGE_KEYS), found[0])
             raise unsupported(param, f"holds {name}, {why}: send text")
         new = {}

@@ -33,10 +33,9 @@ _SEED_MASK: Final = 2**63 - 1  # seeds travel as signed 64-bit numbers
 class CallerFields(Protocol):
     """The fields of a body about its caller, of whatever API."""
 
-    @property
-    def cache_salt(self) -> str | None: ...
-    @property
-    def priority(self) -> int | None: ...
+    cache_salt: str | None
+    priority: int | None
+
     @property
     def affinity_key(self) -> str | None: ...
 

@@ -122,10 +122,7 @@ def num_compilations(num_steps: int) -> int:
 
 if __name__ == "__main__":
     compilations = num_compilations(40)
-    xformers_paged.DECODE_CONTEXTS, xformers_paged.MAX_GATHERED = (
-        (48, 160),
-        80,
-    )  # so that few programs run, and chunks part
+    xformers_paged.CONTEXTS, xformers_paged.MAX_GATHERED = (48, 160), 80  # so that few programs run, and chunks part
     shapes = [(16, 4, 2), (32, 2, 2), (64, 6, 2)]
     found = {
         f"{name}, blocks of {size}, {heads}/{kv_heads} heads": difference(case, size, heads, kv_heads)

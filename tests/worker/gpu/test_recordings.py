@@ -39,7 +39,7 @@ def test_a_replay_gives_the_same_logits(tmp_path: Path, device: str, family: str
     assert runner.numerics.endswith("/xformers")
     for pool in (*runner.cache.keys, *runner.cache.values):
         pool.normal_()
-    longest = min(256, graphs.DECODE_CONTEXTS[0])
+    longest = min(256, graphs.CONTEXTS[0])
     for num_rows, num_chunk in ((1, 0), (2, 0), (3, 2), (8, 0), (9, 9), (17, 5), (40, 0), (64, 16), (64, 64)):
         if num_rows > graphs.DECODE_ROWS[-1]:
             break

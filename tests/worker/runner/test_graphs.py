@@ -94,7 +94,7 @@ def run(
 
 
 def test_recorded_decodes_give_the_same_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "DECODE_CONTEXTS", (24, 48))
+    monkeypatch.setattr(graphs, "CONTEXTS", (24, 48))
     recorded: list[int] = []
     assert run(model, recorded) == run(model, None)
     assert set(recorded) == {1, 2, 4, 8}  # seven sequences in eight rows, until one is left
