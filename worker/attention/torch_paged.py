@@ -93,9 +93,12 @@ class TorchPagedAttention:
         num_gathered = [span.stop - low // size * size for span, low in zip(spans[:num_decodes], lows, strict=True)]
         groups = _group_by_length(num_gathered)
         decodes = tuple(self._plan_group(spans[start:stop], lows[start:stop], start) for start, stop in groups)
+        return PagedPlan(decodes, self._plan_chunks(spans, num_decodes, window))
+
+    def _plan_chunks(self, spans: Sequence[Span], num_decodes: int, window: int | None) -> tuple[_Chunk, ...]:
         firsts = accumulate((span.num_tokens for span in spans), initial=0)
         placed = list(zip(spans, firsts, strict=False))[num_decodes:]
-        return PagedPlan(decodes, tuple(self._plan_chunk(span, first, window) for span, first in placed))
+        return tuple(self._plan_chunk(span, first, window) for span, first in placed)
 
     def _plan_group(self, spans: Sequence[Span], lows: Sequence[int], first: int) -> _DecodeGroup:
         """Plan decodes that see keys low..stop-1 each."""
