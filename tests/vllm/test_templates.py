@@ -17,7 +17,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from server.api.engine.prompts import prompt_classes
+from server.api.engine.prompts import shapes_of
 from server.errors import ApiError
 from server.event_loop import run_now
 from server.text.chat_template import ChatTemplate
@@ -149,7 +149,7 @@ def test_prompts_of_shared_classes_are_the_engines(tmp_path: Path) -> None:
         for name, source in templates().items():
             pair = Pair(source, model, client)
             for body in bodies(random.Random(f"{name} {SEED}"), NUM_BODIES):
-                own = pair.own(body) if prompt_classes(body) <= pair.shared else None
+                own = pair.own(body) if shapes_of(body) <= pair.shared else None
                 if own is None:
                     num_others += 1
                 elif own == pair.theirs(body):

@@ -1,7 +1,8 @@
-"""Prompts of chats that the gateway renders, though the engine writes the answer: they save a call of `/render`.
+"""Renders prompts of chats whose answer the engine writes: each saves a call of the engine's `/render`.
 
-A body has classes of shape, as `CHAT_PROBES` names them. The ids of the probes of each must be equal at the gateway and
-at every engine of the model.
+The gateway's template, or its version of Jinja, may differ from an engine's. So both render the same short
+conversations (`CHAT_PROBES`), grouped by shape: with tools, with calls, with parts, and so on. The gateway renders a
+body if its shapes gave equal token ids here and at all engines of the model. Other bodies go to the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from worker.common.chat_probes import CHAT_PROBES, WITH_TOOLS, digests
 from worker.wire import Rendered
 
 Digests = tuple[tuple[str, str], ...]
-_WITHOUT_PROMPT: Final = frozenset(
+_NOT_IN_PROMPT: Final = frozenset(
     {
         *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "n"),
         *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs"),
@@ -32,9 +33,9 @@ _WITHOUT_PROMPT: Final = frozenset(
         *("prompt_cache_key", "user", "metadata", "return_token_ids", "parallel_tool_calls"),
     }
 )
-"""Fields of a body that no prompt depends on."""
+"""Fields of a body that do not change the prompt."""
 _USUAL: Final = frozenset({"plain", "plain+tools", "calls"})
-"""The classes that show a template's shapes."""
+"""The shapes in which templates differ most: with these equal, the templates are taken for the same."""
 
 
 class _Part(Struct, forbid_unknown_fields=True):
@@ -84,47 +85,46 @@ class _Kwargs(Struct, forbid_unknown_fields=True):
 
 
 class _Prompt(Struct, forbid_unknown_fields=True):
+    """The fields for which there are probes. A body with any other field is rendered by the engine."""
+
     messages: list[_Message]
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: _Kwargs | None = None
     reasoning_effort: str | None = None
 
-    def classes(self) -> set[str]:
-        """Return the classes of shape that the body has."""
+    def shapes(self) -> set[str]:
+        """Return the shapes that the body has, by their names in `CHAT_PROBES`."""
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
         thinks = self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking
         has_parts = any(isinstance(message.content, list) for message in self.messages)
         has_calls = bool(calls) or any(message.role == "tool" for message in self.messages)
-        of_turns = {
-            "plain": True,
-            "empty": any(message.has_empty for message in self.messages),
-            "parts": has_parts,
-            "calls": has_calls,
-            "parts_calls": has_parts and has_calls,
-            "broken": not all(_is_object(call.function.arguments) for call in calls),
-            "thinks": thinks is True,
-            "thinks_not": thinks is False,
-            f"effort_{self.reasoning_effort}": self.reasoning_effort is not None,
-        }
-        of_tools = {
+        ending = WITH_TOOLS if tools else ""
+        found = {
+            f"plain{ending}": True,
+            f"empty{ending}": any(message.has_empty for message in self.messages),
+            f"parts{ending}": has_parts,
+            f"calls{ending}": has_calls,
+            f"parts_calls{ending}": has_parts and has_calls,
+            f"broken{ending}": not all(_is_object(call.function.arguments) for call in calls),
+            f"thinks{ending}": thinks is True,
+            f"thinks_not{ending}": thinks is False,
+            f"effort_{self.reasoning_effort}{ending}": self.reasoning_effort is not None,
             "bare": not all(tool.description and tool.parameters for tool in tools),
             "strict": any(tool.strict is not None for tool in tools),
             "no_call": bool(tools) and choice == "none",
             "forced_call": choice not in (None, "none", "auto"),
         }
-        ending = WITH_TOOLS if tools else ""
-        found = {name + ending for name, is_there in of_turns.items() if is_there}
-        return found | {name for name, is_there in of_tools.items() if is_there}
+        return {shape for shape, is_there in found.items() if is_there}
 
 
 _prompt_of: Final = msgspec.json.Decoder(_Prompt).decode
 
 
-def prompt_classes(fields: Mapping[str, Any]) -> set[str]:
-    """Return the classes of shape of a chat's body. Raises msgspec.ValidationError for one that has others."""
-    return _prompt_of(encode_json({n: value for n, value in fields.items() if n not in _WITHOUT_PROMPT})).classes()
+def shapes_of(fields: Mapping[str, Any]) -> set[str]:
+    """Return the shapes of a chat's body. Raises msgspec.ValidationError for a field without probes."""
+    return _prompt_of(encode_json({n: value for n, value in fields.items() if n not in _NOT_IN_PROMPT})).shapes()
 
 
 class EnginePrompts:
@@ -142,35 +142,33 @@ class EnginePrompts:
         if not shared:
             return None
         try:
-            classes = prompt_classes(fields)
+            shapes = shapes_of(fields)
         except msgspec.ValidationError:
             return None
-        if not classes <= shared:
+        if not shapes <= shared:
             return None
         return await _rendered(encode_json({**fields, "model": model.name}), model)
 
-    async def shares_template(self, found: Set[Digests], model: ServedModel) -> bool:
+    async def shares_template(self, engines: Set[Digests], model: ServedModel) -> bool:
         """Return whether all engines of a model, by their digests, have the gateway's template."""
-        return await self._shared(found, model) >= _USUAL
+        return await self._shared(engines, model) >= _USUAL
 
-    async def _shared(self, found: Set[Digests], model: ServedModel) -> Set[str]:
-        """Return the classes whose ids are equal everywhere."""
-        if not any(found):
+    async def _shared(self, engines: Set[Digests], model: ServedModel) -> Set[str]:
+        """Return the shapes whose probes have equal token ids here and at all engines."""
+        if not any(engines):
             return frozenset()
         if model.fingerprint not in self._digests:
-            own: dict[str, list[tuple[int, ...] | None]] = {name: [] for name in CHAT_PROBES}
-            for name, bodies in CHAT_PROBES.items():
-                for body in bodies:
-                    rendered = await _rendered(encode_json(body | {"model": model.name}), model)
-                    own[name].append(None if rendered is None else rendered.prompts[0])
+            own: dict[str, list[tuple[int, ...] | None]] = {}
+            for shape, bodies in CHAT_PROBES.items():
+                rendered = [await _rendered(encode_json(body | {"model": model.name}), model) for body in bodies]
+                own[shape] = [None if each is None else each.prompts[0] for each in rendered]
             self._digests[model.fingerprint] = digests(own)
-        equal = set(self._digests[model.fingerprint])
-        return {name for name, _ in equal.intersection(*found)}
+        return {shape for shape, _ in set(self._digests[model.fingerprint]).intersection(*engines)}
 
 
 async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
-    """Return a chat's prompt; None if it is refused, or does not fit. Control tokens of the client become text."""
-    if model.template is None or model.tokenizer.is_of_engine:
+    """Return a chat's prompt, and the most tokens of its answer. None: the engine must refuse it, or render it."""
+    if model.template is None or model.tokenizer.is_engine_only:
         return None
     try:
         request = await CHAT.read(body, TextLimit)
@@ -183,8 +181,9 @@ async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
         return None
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     tokens_left = max_tokens - len(ids)
-    longest = min(tokens_left, model.bundle.sampling_defaults.max_tokens or tokens_left) if asked is None else asked
-    return Rendered((tuple(ids),), (longest,)) if ids and 0 < longest <= tokens_left else None
+    default = min(tokens_left, model.bundle.sampling_defaults.max_tokens or tokens_left)
+    answer_tokens = default if asked is None else asked
+    return Rendered((tuple(ids),), (answer_tokens,)) if ids and 0 < answer_tokens <= tokens_left else None
 
 
 def _is_object(arguments: str) -> bool:
