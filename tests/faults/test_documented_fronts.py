@@ -250,14 +250,19 @@ async def link(port: int) -> AsyncIterator[int]:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         open_tasks.add(asyncio.current_task())
-        there, back = await asyncio.open_connection("127.0.0.1", port)
+        writers = [writer]
         try:
+            there, back = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(back)
             await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
         except asyncio.CancelledError:
             pass  # the link ends
         finally:
-            for each in (writer, back):
+            for each in writers:
                 each.transport.abort()
+            for each in writers:  # a loop that ends before leaves them open
+                with contextlib.suppress(ConnectionError):
+                    await each.wait_closed()
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:
