@@ -21,7 +21,7 @@ from server.api.formatting import (
 from server.api.prompts import params
 from server.api.prompts.batches import Prompt, batch_specs
 from server.api.prompts.grammars import answer_grammar
-from server.api.prompts.limits import TokenLimits, in_vocabulary
+from server.api.prompts.limits import TokenLimits
 from server.auth.identity import Identity
 from server.http.stream import sse
 from server.models.served_model import ServedModel
@@ -118,7 +118,7 @@ async def _prompt_ids(
 ) -> Sequence[int]:
     if isinstance(prompt, str):
         return await limits.prompt_tokens(prompt, model, add_bos=request.add_special_tokens is not False)
-    in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
+    params.in_vocabulary(prompt, model.bundle.vocab_size, "prompt")
     return limits.truncated(prompt)
 
 

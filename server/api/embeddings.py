@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from server.api.endpoint import GenerateEndpoint, PreparedRequest
 from server.api.formatting import LazyJson, ResponseFormatter, json_parts, response_id
 from server.api.prompts.batches import Prompt, batch_specs
-from server.api.prompts.limits import in_vocabulary
-from server.api.prompts.params import new_spec
+from server.api.prompts.params import in_vocabulary, new_spec
 from server.auth.identity import Identity
 from server.errors import ContextLengthError
 from server.models.served_model import ServedModel

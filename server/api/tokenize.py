@@ -15,7 +15,8 @@ from starlette.responses import Response
 from server.api.chat import render_chat
 from server.api.formatting import encode_json, json_response, token_text
 from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
-from server.api.prompts.limits import MAX_COUNTED_TOKENS, encode_any, in_vocabulary
+from server.api.prompts.limits import MAX_COUNTED_TOKENS, encode_any
+from server.api.prompts.params import in_vocabulary
 from server.auth.identity import Identity, identity_of
 from server.event_loop import sliced
 from server.models.registry import Models

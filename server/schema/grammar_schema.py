@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from server.event_loop import Steps
+from server.event_loop import TimeSlice
 from server.schema.decoding import invalid
 from server.schema.patterns import FORMAT_PATTERNS, HELD_FORMATS, enforceable_pattern
 from server.schema.schema_references import ASIDE, Node, References
@@ -53,15 +53,15 @@ class GrammarSchema:
     """The fields that are left to the model."""
 
 
-def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> Steps[GrammarSchema]:
-    """Return a schema for a grammar that has it at a path. `param` names the client's field.
+async def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> GrammarSchema:
+    """Return a schema for a grammar that has it at a path, in slices. `param` names the client's field.
 
     Raises InvalidRequestError for a reference without a target, and with `strict` for an unenforced keyword.
     """
     schema: Node = json.loads(json.dumps(given))
     schema.pop("x-guidance", None)  # the options of the compiler are ours
-    references = References(schema)
-    nodes = yield from references.add((), schema)
+    references, time_slice = References(schema), TimeSlice()
+    nodes = await references.add((), schema)
     links: list[tuple[Node, str]] = []
     relaxed: list[str] = []
     for path, node in nodes:  # which grows
@@ -80,13 +80,13 @@ def grammar_schema(given: Node, param: str, *, strict: bool, at: Path = ()) -> S
                 if (target := references.find(node, reference)) is None:
                     raise invalid(_field_name(param, (*path, keyword)), "refers to nothing in this schema")
                 links.append((node, keyword))
-                nodes += yield from references.add(*target)
-        yield
+                nodes += await references.add(*target)
+        await time_slice.rest()
     for node, keyword in links:
         target = references.find(node, node.pop(keyword))
         assert target is not None
         node["$ref"] = pointer((*at, *target[0]))
-        yield
+        await time_slice.rest()
     for _, node in nodes:
         for keyword in _LOCAL & node.keys():
             del node[keyword]

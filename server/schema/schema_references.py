@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from server.event_loop import Steps
+from server.event_loop import TimeSlice
 from worker.common.json_schema import Path, children
 
 Node = dict[str, Any]
@@ -24,10 +24,10 @@ class References:
         """The path of each identifier and anchor."""
         self._id = "id" if "/draft-04/" in str(schema.get("$schema")) else "$id"
 
-    def add(self, path: Path, node: Any, base: str = "") -> Steps[list[tuple[Path, Node]]]:
+    async def add(self, path: Path, node: Any, base: str = "") -> list[tuple[Path, Node]]:
         """Index a schema and all that it holds. Return those that are new, in their order."""
         found: list[tuple[Path, Node]] = []
-        waiting = [(path, node, base)]
+        waiting, time_slice = [(path, node, base)], TimeSlice()
         while waiting:
             path, node, base = waiting.pop()
             if not isinstance(node, dict) or id(node) in self._bases:
@@ -42,8 +42,7 @@ class References:
             self._bases[id(node)] = base
             found.append((path, node))
             waiting += reversed([((*path, *step), child, base) for step, child in children(node)])
-            if len(found) % 256 == 255:
-                yield
+            await time_slice.rest()
         return found
 
     def find(self, node: Node, reference: str) -> tuple[Path, Any] | None:

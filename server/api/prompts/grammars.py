@@ -12,15 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
 from server.schema.decoding import decode_text, invalid
 from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
-from server.schema.grammar_schema import GrammarSchema, grammar_schema
+from server.schema.grammar_schema import grammar_schema
 from server.schema.intent import ChatIntent
 from server.text.formats.base import ToolFormat
 from server.text.formats.grammar import list_schema, text_rule
 from server.text.output_parser import OutputRules
+from server.text.tokenizer import Tokenizer
 from worker.common.json_schema import compiler_options, pointer
 from worker.wire import Grammar
 
@@ -51,29 +51,29 @@ async def answer_grammar(
 
     Raises InvalidRequestError.
     """
-    param = format_param if structured is None else "structured_outputs"
-    if formatted is not None and (given := formatted.given_schema) is not None:
+    kind: Any = "json_schema"
+    schema: dict[str, Any] | None = None
+    param, text, strict, compact = format_param, "", False, False
+    if structured is not None:
+        param, [name], compact = "structured_outputs", structured.given(), bool(structured.disable_any_whitespace)
+        kind, schema_param, value = kind if name == "json" else name, f"{param}.json", getattr(structured, name)
+        if kind != "json_object":
+            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            _check_size(text, param)
+        schema = _object(text, schema_param) if name == "json" else None
+    elif formatted is not None and (given := formatted.given_schema) is not None:
         field, schema = given
-        schema_param = f"{format_param}.{field}" if format_param == "response_format" else f"{format_param}.schema"
+        schema_param = f"{param}.{field}" if param == "response_format" else f"{param}.schema"
         _check_size(msgspec.json.encode(schema), schema_param)
         strict = formatted.json_schema is not None and formatted.json_schema.strict is True
-        checked = await run_sliced(grammar_schema(schema, schema_param, strict=strict))
-        return Constraint(Grammar("json_schema", _compact(checked.schema)), param, checked.relaxed)
-    if formatted is not None and formatted.type == "json_object":
-        return Constraint(Grammar("json_object", ""), param)
-    if structured is None:
+    elif formatted is not None and formatted.type == "json_object":
+        kind = "json_object"
+    else:
         return Constraint(None, param)
-    [name] = structured.given()
-    kind: Any = "json_schema" if name == "json" else name
-    value, compact = getattr(structured, name), bool(structured.disable_any_whitespace)
-    if kind == "json_object":
-        return Constraint(Grammar(kind, "", compact), param)
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    _check_size(text, param)
-    if kind == "json_schema" and (parsed := _object(text, f"{param}.json")) is not None:
-        checked = await run_sliced(grammar_schema(parsed, f"{param}.json", strict=False))
-        return Constraint(Grammar(kind, _compact(checked.schema), compact), param, checked.relaxed)
-    return Constraint(Grammar(kind, text, compact), param)
+    if schema is None:
+        return Constraint(Grammar(kind, text, compact), param)
+    checked = await grammar_schema(schema, schema_param, strict=strict)
+    return Constraint(Grammar(kind, _compact(checked.schema), compact), param, checked.relaxed)
 
 
 async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRules) -> Constraint:
@@ -82,46 +82,45 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     With tools in `auto` and a format, the answer is in the format or consists of the family's calls.
     With tools in `auto` and no format there is no grammar: schemas are not compiled, and strict ones are checked.
     """
-    tools = intent.conversation.tools
-    if intent.named_tool is not None and (own := intent.tool_set.grammars.get(intent.named_tool.name)) is not None:
+    named, asked = intent.named_tool, intent.conversation.tools
+    if named is not None and (own := intent.tool_set.grammars.get(named.name)) is not None:
         return Constraint(own, "tools")
-    if model.forced_format is not None and intent.tool_mode in ("required", "named"):
-        asked = tools if intent.named_tool is None else (intent.named_tool,)
-        placed = await _placed_tools(asked, intent)
-        forms = _Forms(asked, placed.schema, model, intent.parallel_tool_calls and intent.named_tool is None)
-        return Constraint(_forced_calls(model.forced_format, forms, rules), "tools", placed.relaxed)
-    if intent.named_tool is not None:
-        checked = await _tool_schema(intent.named_tool, intent)
-        return Constraint(Grammar("json_schema", json.dumps(checked.schema)), "tools", checked.relaxed)
-    if intent.tool_mode == "required":
-        placed = await _placed_tools(tools, intent)
-        forms = _Forms(tools, placed.schema, model, intent.parallel_tool_calls)
-        schema = list_schema(forms, "parameters") | {"$defs": placed.schema}
-        return Constraint(Grammar("json_schema", json.dumps(schema)), "tools", placed.relaxed)
-    answer = await answer_grammar(
-        intent.response_format, intent.fields.structured_outputs, intent.names.response_format
-    )
-    if intent.tool_mode == "none":
-        return answer
-    if answer.grammar is None:
-        await _placed_tools([tool for tool in tools if _is_strict(tool)], intent)
-        return answer
-    placed = await _placed_tools(tools, intent)
-    forms = _Forms(tools, placed.schema, model, intent.parallel_tool_calls)
-    grammar = _answer_or_calls(answer.grammar, forms, model)
-    return Constraint(grammar, answer.param, answer.relaxed + placed.relaxed)
+    answer = Constraint(None, "tools")
+    if is_free := intent.tool_mode in ("none", "auto"):
+        structured, param = intent.fields.structured_outputs, intent.names.response_format
+        answer = await answer_grammar(intent.response_format, structured, param)
+        if intent.tool_mode == "none":
+            return answer
+        if answer.grammar is None:
+            asked = [tool for tool in asked if _is_strict(tool)]
+    forms = await _forms((named,) if named is not None else asked, intent, model)
+    if is_free:
+        grammar = None if answer.grammar is None else _answer_or_calls(answer.grammar, forms, model)
+    elif model.forced_format is not None:
+        grammar = _forced_calls(model.forced_format, forms, rules)
+    elif named is not None:
+        grammar = Grammar("json_schema", json.dumps(forms.definitions[named.name]))
+    else:
+        schema = list_schema(forms, "parameters") | {"$defs": forms.definitions}
+        grammar = Grammar("json_schema", json.dumps(schema))
+    return Constraint(grammar, answer.param, answer.relaxed + (forms.relaxed if grammar is not None else ()))
 
 
-async def _tool_schema(tool: Tool, intent: ChatIntent, at: tuple[str, ...] = ()) -> GrammarSchema:
-    schema_param = f"tools[{tool.name}].{intent.names.tool_schema}"
-    return await run_sliced(grammar_schema(tool.parameters, schema_param, strict=_is_strict(tool), at=at))
+async def _forms(tools: Sequence[Tool], intent: ChatIntent, model: ServedModel) -> _Forms:
+    """Check the tools' schemas. Each becomes a definition under its tool's name, unless it is all of the grammar.
 
-
-async def _placed_tools(tools: Sequence[Tool], intent: ChatIntent) -> GrammarSchema:
-    """Return the definitions of the tools' schemas, each under its tool's name."""
-    placed = {tool.name: await _tool_schema(tool, intent, ("$defs", tool.name)) for tool in tools}
-    schemas = {name: checked.schema for name, checked in placed.items()}
-    return GrammarSchema(schemas, tuple(field for checked in placed.values() for field in checked.relaxed))
+    Raises InvalidRequestError.
+    """
+    is_whole = intent.named_tool is not None and model.forced_format is None
+    definitions, relaxed = dict[str, Any](), list[str]()
+    for tool in tools:
+        param, at = f"tools[{tool.name}].{intent.names.tool_schema}", () if is_whole else ("$defs", tool.name)
+        checked = await grammar_schema(tool.parameters, param, strict=_is_strict(tool), at=at)
+        definitions[tool.name] = checked.schema
+        relaxed += checked.relaxed
+    parameters = {tool.name: tool.parameters for tool in tools}
+    parallel = intent.parallel_tool_calls and intent.named_tool is None
+    return _Forms(parameters, definitions, tuple(relaxed), parallel, model.tokenizer)
 
 
 def _is_strict(tool: Tool) -> bool:
@@ -156,22 +155,24 @@ def _lark(lines: Sequence[str]) -> Grammar:
     return Grammar("grammar", "\n".join(["%llguidance {}", *lines, ""]))
 
 
+@dataclass(frozen=True, slots=True)
 class _Forms:
     """See `GrammarTools`."""
 
-    def __init__(self, tools: Sequence[Tool], definitions: dict[str, Any], model: ServedModel, parallel: bool) -> None:
-        self._definitions = definitions
-        self._tokenizer = model.tokenizer
-        self.parameters: Mapping[str, Mapping[str, Any]] = {tool.name: tool.parameters for tool in tools}
-        self.parallel = parallel
+    parameters: Mapping[str, Mapping[str, Any]]
+    definitions: dict[str, Any]
+    """The checked schemas, by the tools' names."""
+    relaxed: tuple[str, ...]
+    parallel: bool
+    tokenizer: Tokenizer
 
     def literal(self, text: str) -> str:
-        ids = self._tokenizer.added_tokens
-        parts = self._tokenizer.added_pattern.split(text)
+        ids = self.tokenizer.added_tokens
+        parts = self.tokenizer.added_pattern.split(text)
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return _json_rule({**schema, "$defs": self._definitions})
+        return _json_rule({**schema, "$defs": self.definitions})
 
     def ref(self, name: str, *path: str) -> dict[str, Any]:
         return {"$ref": pointer(("$defs", name, *path))}

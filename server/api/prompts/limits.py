@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,11 +108,3 @@ def check_text(num_chars: int, model: ServedModel, param: str) -> None:
     message = f"your {what} {num_chars} characters, and {TEXT_ROOM * longest} at most are read"
     num_tokens = num_chars // bound.token_bytes
     raise ContextLengthError(message, model.max_model_len, num_tokens=num_tokens, param=param)
-
-
-def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
-    """Return the ids. Raises InvalidRequestError for an id beyond the vocabulary."""
-    ids = tuple(token_ids)
-    if ids and max(ids) >= vocab_size:
-        raise invalid(param, f"has token ids from 0 to {vocab_size - 1}, got {next(i for i in ids if i >= vocab_size)}")
-    return ids

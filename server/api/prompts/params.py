@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
-from server.api.prompts.limits import in_vocabulary
 from server.auth.identity import Identity, allowed_priority, request_salt
 from server.errors import InvalidRequestError
-from server.event_loop import sliced
+from server.event_loop import TimeSlice
 from server.models.served_model import ServedModel
 from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
@@ -100,6 +100,14 @@ async def sampling_params(
     return params
 
 
+def in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    """Return the ids. Raises InvalidRequestError for an id beyond the vocabulary."""
+    ids = tuple(token_ids)
+    if ids and max(ids) >= vocab_size:
+        raise invalid(param, f"has token ids from 0 to {vocab_size - 1}, got {next(i for i in ids if i >= vocab_size)}")
+    return ids
+
+
 def _value(request: ModelFields, defaults: SamplingDefaults, name: str) -> Any:
     """Return the client's value of a field, else the model's default, if it has one."""
     value = getattr(request, name)
@@ -129,13 +137,14 @@ def text_rules(
 
 
 async def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    pairs = []
-    async for key, value in sliced(bias.items()):
+    pairs, time_slice = [], TimeSlice()
+    for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
             raise invalid(
                 "logit_bias", f"has token ids from 0 to {vocab_size - 1}, as strings, for keys, got {key[:40]!r}"
             )
         pairs.append((int(key), value))
+        await time_slice.rest()
     return tuple(pairs)
 
 
