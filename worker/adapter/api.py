@@ -13,7 +13,7 @@ _TOO_LONG: Final = re.compile(
     r"context length|context size|context window|maximum model length|max_model_len|max_new_tokens. must be",
     re.IGNORECASE,
 )
-"""Parts of the errors of vLLM, SGLang, llama.cpp and TGI for a request that does not fit."""
+"""Parts of the errors of four engines for a request that does not fit."""
 
 
 class EngineLostError(Exception):
@@ -89,6 +89,8 @@ class EventSource:
     """The engine binds `endpoint`, or connects to it; None: by the form of the endpoint (`engine_binds`)."""
     host: str = "127.0.0.1"
     """Where an engine is reached that binds all addresses."""
+    is_exposed: bool = False
+    """The operator allows an endpoint that other machines or users can reach."""
 
     def dialled(self, endpoint: str) -> str:
         return endpoint.replace("[::]", "*").replace("*", self.host)

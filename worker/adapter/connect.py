@@ -98,7 +98,6 @@ async def connect(
                 EngineHealth(facts, hang_s=config.hang_s, probe_s=config.probe_s),
                 metrics,
                 sinks,
-                events_exposed=config.events_exposed,
                 claim=claim,
             )
             stack.pop_all()
@@ -271,6 +270,8 @@ async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | No
     """Return where the cache events come from; None for an engine that advertises none."""
     source = await api.event_source() if config.events == "auto" else EventSource(config.events, config.events_replay)
     host = urlsplit(config.engine_url).hostname or ""
+    if source is not None:
+        source = replace(source, is_exposed=config.events_exposed)
     if source is None or is_loopback(host):
         return source
     return replace(source, host=f"[{host}]" if ":" in host else host)

@@ -151,21 +151,20 @@ class _Listener:
         """Raises ValueError for an endpoint that others can reach, OSError for a port that is taken."""
         self.blocks = EngineBlocks(config.block_size, max_names=MAX_NAMES)
         self._beginnings: list[tuple[int, ...]] = []
-        self._subscriber = EventSubscriber(
-            source,
-            exposed=config.events_exposed,
-            on_batch=self._on_batch,
-            on_gap=self.blocks.forget_held,
-            on_restart=self.blocks.clear,
-        )
+        self._subscriber = EventSubscriber(source, self._hear)
         self._subscriber.open()
         self._running = asyncio.create_task(self._subscriber.run())
 
-    def _on_batch(self, batch: EventBatch) -> None:
-        self.blocks.apply(batch.events)
-        for event in batch.events:
-            if isinstance(event, BlockStored) and event.parent_block_hash is None and event.token_ids:
-                self._beginnings.append(event.token_ids)
+    def _hear(self, event: str, batch: EventBatch | None) -> None:
+        if event == "gap":
+            self.blocks.forget_held()
+        elif event == "restart":
+            self.blocks.clear()
+        elif batch is not None:
+            self.blocks.apply(batch.events)
+            for each in batch.events:
+                if isinstance(each, BlockStored) and each.parent_block_hash is None and each.token_ids:
+                    self._beginnings.append(each.token_ids)
 
     async def finds(self, probe: Probe) -> bool:
         """Wait for the event that stores the probe's first blocks."""

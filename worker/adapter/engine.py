@@ -67,7 +67,6 @@ class AdapterEngine:
         metrics: WorkerMetrics,
         sinks: EngineSinks | None = None,
         *,
-        events_exposed: bool = False,
         claim: socket.socket | None = None,
     ) -> None:
         """`source`: None for an engine without cache events, whose blocks stay unknown. Raises ValueError, OSError.
@@ -81,16 +80,8 @@ class AdapterEngine:
         self._claim = claim
         self._blocks = blocks
         self._health = health
-        self._subscriber: EventSubscriber | None = None
-        if source is not None:
-            self._subscriber = EventSubscriber(
-                source,
-                exposed=events_exposed,
-                on_batch=self._on_batch,
-                on_gap=self._on_gap,
-                on_restart=self._on_restart,
-                count=lambda event: metrics.index_events.labels(f"engine_{event}").inc(),
-            )
+        self._subscriber = None if source is None else EventSubscriber(source, self.hear)
+        if self._subscriber is not None:
             self._subscriber.open()
         self._metrics = metrics
         self._account = LoadAccount()
@@ -328,24 +319,27 @@ class AdapterEngine:
 
     # --- cache --------------------------------------------------------------------------------------------------
 
-    def _on_batch(self, batch: EventBatch) -> None:
+    def hear(self, event: str, batch: EventBatch | None) -> None:
+        """Take news of the subscriber."""
+        self._metrics.index_events.labels(f"engine_{event}").inc()
+        if batch is not None:
+            self._take_batch(batch)
+        elif event == "gap":
+            logger.warning("cache events were lost: no block counts as held until events arrive for it")
+            self.report(self._blocks.forget_held())
+        elif event == "restart":
+            self.apply(Sign.OTHER, "the engine's cache events have begun again")
+
+    def _take_batch(self, batch: EventBatch) -> None:
         self._health.progress()
         applied = self._blocks.apply(batch.events)
-        if self._blocks.ends != self.member.ends:
+        if has_new_ends := self._blocks.ends != self.member.ends:
             logger.info("the engine's model keeps windows or states of its KV: the index gets its ends")
             self.member = replace(self.member, ends=self._blocks.ends)
-            self._begin_epoch(self._blocks.visible_events())
-        elif applied.cleared:
+        if has_new_ends or applied.cleared:
             self._begin_epoch(self._blocks.visible_events())
         else:
             self.report(applied.events)
-
-    def _on_gap(self) -> None:
-        logger.warning("cache events were lost: no block counts as held until events arrive for it")
-        self.report(self._blocks.forget_held())
-
-    def _on_restart(self) -> None:
-        self.apply(Sign.OTHER, "the engine's cache events have begun again")
 
     def _begin_epoch(self, held: Sequence[BlockEvent] | None = None) -> None:
         """Begin a new epoch, in which the engine holds `held`, by default nothing."""

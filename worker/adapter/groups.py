@@ -245,18 +245,8 @@ class KvGroups:
                 queued.add(node)
                 heappush(queue, (node.num_tokens, id(node), node))
 
-        for node in self._tree.take_located():
-            enqueue(node)
-        for index, names in self._changed.items():
-            group = self._groups[index]
-            for name in names:
-                enqueue(self._tree.get(name))
-                for key in group.nodes.get(name, ()):
-                    enqueue(self._tree.get(key))
-                if name not in group.held:
-                    group.nodes.pop(name, None)
-                    group.before.pop(name, None)
-        self._changed = {}
+        for touched in self._take_touched():
+            enqueue(touched)
         step = self.step
         margin = max(step, _MIN_MARGIN) if self._drops_last_block else 0
         moved = []
@@ -273,6 +263,19 @@ class KvGroups:
                 for child in node.children or ():
                     enqueue(child)
         return moved
+
+    def _take_touched(self) -> Iterator[Node | None]:
+        """Yield the nodes that were located, and those whose names a group has stored or removed."""
+        yield from self._tree.take_located()
+        for index, names in self._changed.items():
+            group = self._groups[index]
+            for name in names:
+                yield self._tree.get(name)
+                yield from map(self._tree.get, group.nodes.get(name, ()))
+                if name not in group.held:
+                    group.nodes.pop(name, None)
+                    group.before.pop(name, None)
+        self._changed = {}
 
     def _add_unknown(self, indices: Iterable[int]) -> None:
         """Add the groups that must exist, as the engine numbers its groups from 0."""

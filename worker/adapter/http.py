@@ -31,7 +31,7 @@ class _Typed(msgspec.Struct):
 
 
 class EngineServer:
-    """One engine's server, with the calls that vLLM and SGLang answer alike. Owned by the event loop.
+    """One engine's server, with the calls that all engines answer alike. Owned by the event loop.
 
     Every call raises EngineLostError, or EngineRefusedError for a status other than 200.
     """

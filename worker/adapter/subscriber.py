@@ -5,7 +5,7 @@
 
 Batches are numbered from 0. Every replay begins with the last batch received. An engine that has another batch under
 that number, or none, has restarted. An idle engine is asked, too, so a lost last batch is soon noticed.
-Source: vllm/distributed/kv_events.py (SGLang has the same socket code).
+Source: vllm/distributed/kv_events.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import zmq
@@ -29,6 +29,9 @@ _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _MAX_MESSAGE_BYTES: Final = 256 * 2**20  # bounds what a publisher can make this process hold
 _MAX_QUEUED: Final = 100_000
 """Batches that wait here, as many as the engine keeps. Further batches are lost and fetched again."""
+Tell = Callable[[str, EventBatch | None], object]
+"""Receives each event with its name. Before the next `batch`, those after a `gap` are lost permanently; after a
+`restart` the engine's cache is empty. The others are counted: duplicate, bad, replay, unanswered."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -61,38 +64,37 @@ def check_endpoint(endpoint: str, *, exposed: bool) -> None:
         )
 
 
+def _bound(reader: zmq.Socket[Any]) -> None:
+    """Bound what a socket holds."""
+    reader.setsockopt(zmq.IPV6, 1)
+    reader.setsockopt(zmq.LINGER, 0)
+    reader.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+    reader.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+
+
 class EventSubscriber:
     """The events of one engine, or of one data-parallel rank. Everything runs on the event loop of `run`."""
 
     def __init__(
         self,
         source: EventSource,
+        tell: Tell,
         *,
-        exposed: bool,
-        on_batch: Callable[[EventBatch], object],
-        on_gap: Callable[[], object],
-        on_restart: Callable[[], object],
-        count: Callable[[str], object] = lambda event: None,
         idle_s: float = 0.5,
         replay_timeout_s: float = 1.0,
         silent_s: float = 5.0,
     ) -> None:
         """This side connects to the endpoint of `source` if the engine binds it, and binds it otherwise.
 
-        `on_gap`: batches before the next `on_batch` are lost permanently. `on_restart`: the engine has restarted with
-        an empty cache. `count(event)` feeds the metrics: batch, duplicate, bad, gap, restart, replay, unanswered.
-        `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless `exposed`.
+        `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless it is exposed.
         """
         for each in (source.endpoint, source.replay_endpoint):
             if each:
-                check_endpoint(each, exposed=exposed)
+                check_endpoint(each, exposed=source.is_exposed)
         self.num_batches = 0
         self._source = source
         self._topic = source.topic.encode()
-        self._on_batch = on_batch
-        self._on_gap = on_gap
-        self._on_restart = on_restart
-        self._count = count
+        self._tell = tell
         self._idle_s = idle_s
         self._replay_timeout_s = replay_timeout_s
         self._silent_s = silent_s
@@ -122,10 +124,7 @@ class EventSubscriber:
         self._context = zmq.asyncio.Context()
         # Not an asyncio socket: its two futures for each message cost more than reading it.
         live = self._live = zmq.Socket(self._context, zmq.SUB)
-        live.setsockopt(zmq.IPV6, 1)
-        live.setsockopt(zmq.LINGER, 0)
-        live.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        live.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        _bound(live)
         live.setsockopt(zmq.SUBSCRIBE, self._topic)
         try:
             if engine_binds(self._source):
@@ -207,7 +206,7 @@ class EventSubscriber:
     async def _take_live(self, frames: list[bytes]) -> None:
         """Deliver a live batch, after the missing batches before it."""
         if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
-            self._count("bad")
+            self._tell("bad", None)
             return
         topic, number_bytes, payload = frames
         if self._topic and topic != self._topic:
@@ -217,7 +216,7 @@ class EventSubscriber:
             # A socket never delivers a number twice: this batch came by a replay, or the engine has restarted.
             if number >= self._next_live and not self._is_newer(payload):
                 self._next_live = number + 1
-                self._count("duplicate")
+                self._tell("duplicate", None)
                 return
             self._restart()
         if number > self._next:
@@ -239,44 +238,35 @@ class EventSubscriber:
         self._last_payload = None
 
     def _restart(self) -> None:
-        self._count("restart")
         self.resync()
-        self._on_restart()
+        self._tell("restart", None)
 
     def _deliver(self, number: int, payload: bytes) -> None:
         """Deliver a batch that is not older than `_next`."""
         if number > self._next:
-            self._gap()
+            self._tell("gap", None)
         self._next = number + 1
         self._last_payload = payload
         self._heard_s = time.monotonic()
         try:
             batch = decode_batch(payload)
         except EventError:
-            self._count("bad")
-            self._gap()
+            self._tell("bad", None)
+            self._tell("gap", None)
             return
         self._last_ts = batch.ts
         self.num_batches += 1
-        self._count("batch")
-        self._on_batch(batch)
-
-    def _gap(self) -> None:
-        self._count("gap")
-        self._on_gap()
+        self._tell("batch", batch)
 
     async def _fetch(self) -> None:
         """Deliver the batches that the engine still has after the last one. Detect a restart."""
         if not self._source.replay_endpoint:
             return
-        self._count("replay")
+        self._tell("replay", None)
         if self._replay is None:
             assert self._context is not None
             self._replay = self._context.socket(zmq.DEALER)
-            self._replay.setsockopt(zmq.IPV6, 1)
-            self._replay.setsockopt(zmq.LINGER, 0)
-            self._replay.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-            self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+            _bound(self._replay)
             self._replay.connect(self._source.dialled(self._source.replay_endpoint))
         expected = None if self._last_payload is None else self._next - 1
         first = expected or 0
@@ -286,7 +276,7 @@ class EventSubscriber:
             frames = await self._replay.recv_multipart()
             self._heard_s = time.monotonic()
             if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:
-                self._count("bad")
+                self._tell("bad", None)
                 continue
             number_bytes, payload = frames[-2:]
             is_end = number_bytes == _END
@@ -305,7 +295,7 @@ class EventSubscriber:
             if number >= self._next:
                 self._deliver(number, payload)
         # Not an error: the engine may be busy or away. A late answer must not count for the next request.
-        self._count("unanswered")
+        self._tell("unanswered", None)
         self._close_replay()
 
     def _close_replay(self) -> None:

@@ -216,10 +216,10 @@ async def test_a_model_with_windows_begins_an_epoch_with_ends(api: ScriptedApi, 
     full = BlockStored((1, 2, 3), None, prompt_ids, BLOCK, "GPU", None, salt, 1, "full_attention")
     await until(lambda: rig.engine._report_timer is None)
     assert rig.engine.member.ends == ""
-    rig.engine._on_batch(EventBatch(1.0, (window, full)))
+    rig.engine.hear("batch", EventBatch(1.0, (window, full)))
     assert (rig.engine.member.ends, rig.epochs[-1].ends) == ("exact", "exact")
     await until(lambda: rig.num_published(make_request(prompt_ids)) == 3 * BLOCK)
-    rig.engine._on_batch(EventBatch(2.0, (BlockRemoved((3,), "GPU", 0),)))
+    rig.engine.hear("batch", EventBatch(2.0, (BlockRemoved((3,), "GPU", 0),)))
     chain = hash_chain(BlockHash(ROOT), prompt_ids, BLOCK)
     assert rig.engine._blocks.num_matched_tokens(chain, len(prompt_ids) + 1) == 0
     assert len(rig.epochs) == 1

@@ -49,17 +49,12 @@ class Log:
         self.said: list[int | str] = []
         self.counts: Counter[str] = Counter()
 
-    def on_batch(self, batch: EventBatch) -> None:
-        self.said.append(round(batch.ts - 1000))
-
-    def on_gap(self) -> None:
-        self.said.append("gap")
-
-    def on_restart(self) -> None:
-        self.said.append("restart")
-
-    def count(self, event: str) -> None:
+    def hear(self, event: str, batch: EventBatch | None) -> None:
         self.counts[event] += 1
+        if batch is not None:
+            self.said.append(round(batch.ts - 1000))
+        elif event in ("gap", "restart"):
+            self.said.append(event)
 
 
 @asynccontextmanager
@@ -68,11 +63,7 @@ async def following(
 ) -> AsyncIterator[EventSubscriber]:
     subscriber = EventSubscriber(
         EventSource(endpoint, replay, topic),
-        exposed=False,
-        on_batch=log.on_batch,
-        on_gap=log.on_gap,
-        on_restart=log.on_restart,
-        count=log.count,
+        log.hear,
         **{"idle_s": 0.02, "replay_timeout_s": 60.0} | settings,
     )
     running = asyncio.create_task(subscriber.run())
