@@ -38,21 +38,19 @@ def layout_fingerprint(
     files: str,
     numerics: str,
     dtype: str,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
+    shape: tuple[int, int, int, int],
 ) -> bytes:
     """Return 16 bytes that are equal only if the bytes of a block mean the same KV.
 
-    `namespace` is `Namespace.fingerprint`, `files` the digest of the model's files. The byte order is this machine's.
+    `namespace` is `Namespace.fingerprint`, `files` the digest of the model's files. `shape`: layers, KV heads, numbers
+    of a head, tokens of a block. The byte order is this machine's.
     """
     layout = {
         b"namespace": namespace.encode(),
         b"files": files.encode(),
         b"numerics": numerics.encode(),
         b"dtype": dtype.encode(),
-        b"shape": struct.pack("<4Q", num_layers, num_kv_heads, head_dim, block_size),
+        b"shape": struct.pack("<4Q", *shape),
         b"byte_order": sys.byteorder.encode(),
     }
     return blake2b(encode_fields(layout), digest_size=HASH_BYTES, person=_LAYOUT_PERSON).digest()

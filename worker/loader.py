@@ -29,7 +29,6 @@ from worker.common.cores import busy_advice, num_cores, thread_times
 from worker.common.proof import gateway_token
 from worker.config import WorkerConfig, default_step_tokens
 from worker.contracts.engine import EngineSinks, EventPublisher
-from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate, StepCost
 from worker.contracts.step import Runner, SamplingRow, SequenceStep, Step
@@ -87,10 +86,10 @@ def build_engine(
 
     Raises ModelError, ValueError, OSError or torch's RuntimeError (out of memory).
     """
-    sinks, mailbox = sinks or EngineSinks(), Mailbox()
+    sinks = sinks or EngineSinks()
     parts = _load_parts(config, report)
     allocator = _make_allocator(parts)
-    transfers = _make_transfers(parts, allocator, metrics, mailbox, sinks.publisher, tls)
+    transfers = _make_transfers(parts, allocator, metrics, sinks.publisher, tls)
     speculation = None
     if config.speculate:
         speculation = Speculation(config.speculate, StepCost(parts.rate.seconds(1), parts.rate.step_tokens))
@@ -110,7 +109,6 @@ def build_engine(
         max_step_s=config.max_step_s,
         transfers=transfers,
         pooling=parts.pooling,
-        mailbox=mailbox,
         sinks=sinks,
     )
 
@@ -221,7 +219,6 @@ def _make_transfers(
     parts: _LoadedParts,
     allocator: Allocator,
     metrics: WorkerMetrics,
-    mailbox: Mailbox,
     publisher: EventPublisher | None,
     tls: ssl.SSLContext | None,
 ) -> KVTransfers | None:
@@ -232,21 +229,18 @@ def _make_transfers(
     if not isinstance(allocator, HashAllocator):
         return None
     config, model, cache = parts.config, parts.model, parts.runner.cache
-    copier, shape, secret = make_copier(cache), model.config.attention, config.cluster_secret()
+    copier, heads, secret = make_copier(cache), model.config.attention, config.cluster_secret()
     layout = layout_fingerprint(
         namespace=parts.bundle.namespace.fingerprint,
         files=model.checkpoint.files.digest,
         numerics=parts.runner.numerics,
         dtype=str(cache.dtype),
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=cache.block_size,
+        shape=(heads.num_layers, heads.num_kv_heads, heads.head_dim, cache.block_size),
     )
     record = RecordFormat(layout, copier.num_bytes, secret)
     pool, stores = PoolBlocks(allocator, copier), _open_stores(config, record, copier)
     peers = PeerClient(record, gateway_token(secret), tls) if config.may_exchange() else None
-    return KVTransfers(allocator, pool, parts.rate, stores, record, peers, metrics, mailbox, publisher)
+    return KVTransfers(pool, parts.rate, stores, record, peers, metrics, publisher)
 
 
 def _open_stores(config: WorkerConfig, record: RecordFormat, copier: BlockCopier) -> list[BlockStore]:

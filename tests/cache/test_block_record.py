@@ -15,10 +15,7 @@ LAYOUT = layout_fingerprint(
     files="5e884898da28047151d0e56f8dc62927",
     numerics="cpu-float32",
     dtype="float32",
-    num_layers=30,
-    num_kv_heads=3,
-    head_dim=64,
-    block_size=16,
+    shape=(30, 3, 64, 16),
 )
 LINK = ChainLink(BlockHash(b"h" * 16), BlockHash(b"p" * 16), 7)
 PAYLOAD = memoryview(bytes(range(64)))
@@ -105,21 +102,12 @@ def test_with_a_secret_the_digest_is_a_mac() -> None:
 
 
 def test_every_part_of_the_layout_counts() -> None:
-    values: dict[str, str | int] = {
-        "namespace": "n",
-        "files": "f",
-        "numerics": "c",
-        "dtype": "float32",
-        "num_layers": 2,
-        "num_kv_heads": 3,
-        "head_dim": 4,
-        "block_size": 5,
-    }
+    texts, shape = {"namespace": "n", "files": "f", "numerics": "c", "dtype": "float32"}, [2, 3, 4, 5]
     make: Callable[..., bytes] = layout_fingerprint
-    prints = {make(**values)}
-    for name, value in values.items():
-        prints.add(make(**{**values, name: value + 1 if isinstance(value, int) else value + "x"}))
-    assert len(prints) == 1 + len(values)
+    prints = {make(**texts, shape=shape)}
+    prints |= {make(**texts | {name: text + "x"}, shape=shape) for name, text in texts.items()}
+    prints |= {make(**texts, shape=[*shape[:at], 9, *shape[at + 1 :]]) for at in range(len(shape))}
+    assert len(prints) == 1 + len(texts) + len(shape)
 
 
 @pytest.mark.parametrize("payload_bytes", [0, -1, (1 << 30) + 1])

@@ -20,7 +20,6 @@ from tests.waiting import until
 from tests.worker.scheduler.arithmetic_runner import VOCAB
 from tests.worker.scheduler.engine import Answer
 from worker.common.frames import FrameReader
-from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner
@@ -89,7 +88,7 @@ async def live_worker(
     *,
     bundle: TokenizerBundle = BUNDLE,
     queue_limits: QueueLimits | None = None,
-    make_transfers: Callable[[Allocator, Mailbox], KVTransfers | None] = lambda allocator, mailbox: None,
+    make_transfers: Callable[[Allocator], KVTransfers | None] = lambda allocator: None,
     token: str = "",
     **limits,
 ) -> AsyncIterator[LiveWorker]:
@@ -98,8 +97,7 @@ async def live_worker(
     allocator = make_allocator("hash", num_blocks, block_size)
     batch_limits = BatchLimits(**{"max_model_len": bundle.max_model_len, **limits})
     member = WorkerMember(WorkerId("w"), Epoch("e1"), "http://w", "m", "ns", "cpu", block_size, 512, 1)
-    mailbox = Mailbox()
-    transfers = make_transfers(allocator, mailbox)
+    transfers = make_transfers(allocator)
     fetcher = None if transfers is None else transfers.fetches
     scheduler = Scheduler(allocator, batch_limits, bundle.eos_token_ids, fetcher=fetcher)
     engine = EngineCore(
@@ -111,7 +109,6 @@ async def live_worker(
         metrics,
         max_step_s=60.0,
         transfers=transfers,
-        mailbox=mailbox,
         sinks=service.sinks(),
     )
     service.start(engine)

@@ -91,13 +91,11 @@ class EngineCore:
         max_step_s: float = 120.0,
         transfers: KVTransfers | None = None,
         pooling: Pooling | None = None,
-        mailbox: Mailbox | None = None,
         sinks: EngineSinks | None = None,
     ) -> None:
         """`async_scheduling`: launch the next decodes before the tokens of a step are known.
 
         Without `transfers`, blocks stay in the pool. With `pooling`, the engine only makes embeddings.
-        `mailbox`: the one that `transfers` puts its commands in.
         """
         sinks = sinks or EngineSinks()
         self.member = member
@@ -110,7 +108,7 @@ class EngineCore:
         self._async_scheduling = async_scheduling
         self._pooling = pooling
         self._max_step_s = max_step_s
-        self.mailbox = mailbox or Mailbox()
+        self.mailbox = Mailbox() if transfers is None else transfers.mailbox
         """Its calls run on the engine thread. They fail with EngineDeadError once the thread has ended."""
         self._outputs = OutputBuffer(metrics, sinks.deliver)
         self._transfers = transfers

@@ -33,7 +33,7 @@ class PoolBlocks:
     """Reads and writes the blocks of one allocator's pool."""
 
     def __init__(self, allocator: HashAllocator, copier: Copier) -> None:
-        self._allocator = allocator
+        self.allocator = allocator
         self._copier = copier
         self.num_bytes = copier.num_bytes
         """Size of one payload."""
@@ -42,7 +42,7 @@ class PoolBlocks:
 
     def read(self, block_hash: BlockHash, payload: memoryview) -> bool:
         """Copy a findable block into `payload`. False: it has been evicted."""
-        allocator = self._allocator
+        allocator = self.allocator
         for _ in range(_MAX_TRIES):
             num_losses = allocator.num_losses
             block_id = allocator.block_of(block_hash)

@@ -13,7 +13,6 @@ from functools import partial
 from http.client import HTTPException
 from typing import Final, TypeVar
 
-from cache.allocators.hash import HashAllocator
 from cache.block_record import RecordFormat
 from cache.events import BlockEvent, Stored
 from cache.stores.base import BlockStore
@@ -48,20 +47,19 @@ class KVTransfers:
 
     def __init__(
         self,
-        allocator: HashAllocator,
         pool: PoolBlocks,
         prefill_rate: PrefillRate,
         stores: Sequence[BlockStore],
         record: RecordFormat,
         peers: PeerClient | None,
         metrics: WorkerMetrics,
-        mailbox: Mailbox,
         publisher: EventPublisher | None = None,
     ) -> None:
         """`stores`: below the pool, the fastest first. Without `peers`, no block comes from other workers.
 
-        `mailbox` runs commands on the engine thread; `publisher` receives the events of the stores.
+        `publisher` receives the events of the stores.
         """
+        allocator = pool.allocator
         allocator.track_chains()
         self.record = record
         self._allocator = allocator
@@ -69,7 +67,8 @@ class KVTransfers:
         self._stores = stores
         self._peers = peers
         self._metrics = metrics
-        self._mailbox = mailbox
+        self.mailbox = Mailbox()
+        """Runs commands on the engine thread, for the engine too."""
         self._publisher = publisher
         self._adoptions: dict[PrefixFetch, Future[int]] = {}
         self._reporting = threading.Lock()
@@ -162,7 +161,7 @@ class KVTransfers:
             else:
                 self._adoptions[fetch] = adopted
 
-        self._mailbox.put(begin, adopted.set_exception)
+        self.mailbox.put(begin, adopted.set_exception)
         return await asyncio.wrap_future(adopted)
 
     async def ask(
@@ -178,7 +177,7 @@ class KVTransfers:
 
     async def latest_chains(self, max_blocks: int) -> list[OfferedChain]:
         """See `worker.contracts.exchange.BlockExchange`."""
-        chains = self._mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
+        chains = self.mailbox.call(lambda: self._allocator.recent_chains(max_blocks))
         return [OfferedChain.of(chain) for chain in await asyncio.wrap_future(chains)]
 
     def _sources(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int) -> list[FetchSource]:
@@ -197,7 +196,7 @@ class KVTransfers:
 
     def _wake(self) -> None:
         """Make the engine thread poll soon."""
-        self._mailbox.put(lambda: None)
+        self.mailbox.put(lambda: None)
 
     def _saved(self, store: BlockStore, num_blocks: int) -> None:
         self._metrics.saved_bytes.labels(store.tier).inc(num_blocks * self._pool.num_bytes)
@@ -209,7 +208,7 @@ class KVTransfers:
         if (adopted := self._adoptions.pop(fetch, None)) is not None:
             num_blocks = sum(fetch.num_fetched_blocks().values())
             # Resolve in the next turn, after this one has reported the blocks, so that a joining worker publishes them.
-            self._mailbox.put(partial(adopted.set_result, num_blocks), adopted.set_exception)
+            self.mailbox.put(partial(adopted.set_result, num_blocks), adopted.set_exception)
         for store in self._stores:  # a damaged record is dropped
             self._report(store)
 

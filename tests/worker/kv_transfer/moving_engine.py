@@ -13,7 +13,6 @@ from cache.stores.base import BlockStore
 from cache.types import BlockId, ChainLink
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import HandEngine
-from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.contracts.step import Runner
@@ -30,10 +29,7 @@ LAYOUT = layout_fingerprint(
     files="f",
     numerics="cpu",
     dtype="int32",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    block_size=BLOCK_SIZE,
+    shape=(1, 1, 1, BLOCK_SIZE),
 )
 RECORD = RecordFormat(LAYOUT, PAYLOAD_BYTES, SECRET)
 
@@ -121,9 +117,7 @@ class MovingEngine(HandEngine):
                 assert isinstance(runner, ArithmeticRunner)
             self.pool = PoolBlocks(allocator, copier or TokenCopier(runner))
             client = PeersInProcess(record, peers, random if damages else None)
-            self.transfers = KVTransfers(
-                allocator, self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics(), Mailbox()
-            )
+            self.transfers = KVTransfers(self.pool, PrefillRate(1, 100.0), stores, record, client, WorkerMetrics())
             return self.transfers.fetches
 
         super().__init__(block_size=BLOCK_SIZE, make_fetcher=make_fetcher, **options)

@@ -15,7 +15,6 @@ from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
 from tests.worker.scheduler.engine import ROOT, generate
 from tests.worker_tokens import headers_at
 from worker.common.proof import gateway_token
-from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.peers import PeerClient
@@ -35,10 +34,10 @@ async def moving_worker(*stores: BlockStore) -> AsyncIterator[LiveWorker]:
     """A worker that has computed PROMPT."""
     runner = ArithmeticRunner(NUM_BLOCKS, BLOCK_SIZE)
 
-    def make(allocator: HashAllocator, mailbox: Mailbox) -> KVTransfers:
+    def make(allocator: HashAllocator) -> KVTransfers:
         pool = PoolBlocks(allocator, TokenCopier(runner))
         client = PeerClient(RECORD, TOKEN)
-        return KVTransfers(allocator, pool, PrefillRate(10, 1.0), stores, RECORD, client, WorkerMetrics(), mailbox)
+        return KVTransfers(pool, PrefillRate(10, 1.0), stores, RECORD, client, WorkerMetrics())
 
     async with live_worker(runner, NUM_BLOCKS, BLOCK_SIZE, make_transfers=make, token=TOKEN) as worker:
         worker.http.headers.update(await headers_at(SECRET, worker.http, worker.url))

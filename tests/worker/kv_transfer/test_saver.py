@@ -19,7 +19,6 @@ from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
 from tests.worker.kv_transfer.moving_worker import HASHES, RECORD, moving_worker
 from tests.worker.scheduler.engine import ROOT
-from worker.contracts.mailbox import Mailbox
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
 from worker.kv_transfer.pool_blocks import PoolBlocks
@@ -261,7 +260,7 @@ def test_a_store_of_a_new_tier_states_what_it_takes() -> None:
     pool = Pool(store)
     blocks = PoolBlocks(pool.allocator, pool.copier)
     rate, metrics = PrefillRate(1, 100.0), WorkerMetrics()
-    transfers = KVTransfers(pool.allocator, blocks, rate, [store], RECORD, None, metrics, Mailbox())
+    transfers = KVTransfers(blocks, rate, [store], RECORD, None, metrics)
     hashes, _ = pool.compute(range(2 * BLOCK_SIZE))
     transfers.take(pool.allocator.take_events())
     assert list(transfers.savers["remote"].queue) == hashes
