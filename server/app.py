@@ -44,6 +44,7 @@ class PublicApi:
     def __init__(self, endpoint: EndpointServices, live_workers: Callable[[], Sequence[WorkerMember]]) -> None:
         """`live_workers` returns the workers that a request could be sent to."""
         self.draining = False
+        self.services = endpoint
         self._live_workers = live_workers
         self._models = endpoint.models
         self._model_list = ModelsApi(self._models)

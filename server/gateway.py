@@ -186,7 +186,7 @@ class Gateway:
             self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
         parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
         self.public = public_app(config, *parts)
-        parts_shown = self.api, self.endpoint, self.router, routing, self._index, self.usage, self.day
+        parts_shown = self.api, self.router, routing, self._index, self.usage, self.day
         overview = Overview(*parts_shown, config.grafana_url)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)

@@ -31,7 +31,7 @@ from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import COMPLETION, CompletionRequest
-from worker.wire import SamplingParams, TokenLogprobs
+from worker.wire import Grammar, SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
 """The limit for all prompts of a request together."""
@@ -61,15 +61,7 @@ async def prepare_completion(
     if len(prompts) * num_sampled > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
-    sampling = await params.sampling_params(
-        request,
-        model,
-        max_tokens=request.token_limit,
-        num_choices=request.num_choices,
-        logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
-        grammar=constraint.grammar,
-    )
+    sampling = await _sampling_params(request, model, num_sampled, constraint.grammar)
     _check_batch_fields(sampling, len(prompts))
     clamps = clamps_max_tokens or request.max_tokens is None
     limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
@@ -94,6 +86,21 @@ async def prepare_completion(
     specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), complete)
     formatter = CompletionFormatter(request, shared, echoes, num_sampled)
     return PreparedRequest(specs, formatter, bool(request.stream), ignored=", ".join(request.ignored_hints))
+
+
+async def _sampling_params(
+    request: CompletionRequest, model: ServedModel, num_sampled: int, grammar: Grammar | None
+) -> SamplingParams:
+    """Return the parameters of every prompt. The best of more choices are found by their log probabilities."""
+    return await params.sampling_params(
+        request,
+        model,
+        max_tokens=request.token_limit,
+        num_choices=request.num_choices,
+        logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        grammar=grammar,
+    )
 
 
 def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from server.api.formatting import ResponseFormatter
 from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
 from server.auth.identity import Identity, identity_of
-from server.errors import NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
+from server.errors import ApiError, NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
 from server.event_loop import TimeSlice, sliced
 from server.http.stream import CancelOnDisconnect, ClientGoneError, KeepAlive, SseWriter, client_of
 from server.metrics import GatewayMetrics
@@ -131,7 +131,7 @@ class Answer:
         account.worker = response.worker_ids()
         if not self.formatter.shows_output:
             account.output_tokens = 0
-        metrics.count_use(account.model, account.prompt_tokens, account.cached_tokens, account.output_tokens)
+        metrics.count_use(account)
         if response.finished:
             metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
 
@@ -272,14 +272,20 @@ class GenerateEndpoint(ABC):
         except Exception as error:
             if not writer.started:
                 raise
-            failure = as_api_error(error)
-            if failure is not error:
-                log.exception("%s: unexpected error in mid-stream", context.request_id)
-            context.error = failure.code or failure.type
-            if context.trace is not None:
-                mark_failed(context.trace.span, type(failure).__name__)
+            failure = _failure(error, context)
             forget(error)
             await writer.write(answer.formatter.error_event(failure), more=False)
+
+
+def _failure(error: Exception, context: RequestContext) -> ApiError:
+    """Return the error in mid-stream as the client gets it, after it is recorded."""
+    failure = as_api_error(error)
+    if failure is not error:
+        log.exception("%s: unexpected error in mid-stream", context.request_id)
+    context.error = failure.code or failure.type
+    if context.trace is not None:
+        mark_failed(context.trace.span, type(failure).__name__)
+    return failure
 
 
 async def read_body(receive: Receive) -> bytes:

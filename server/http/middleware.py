@@ -93,17 +93,7 @@ class RequestMiddleware:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                elapsed_ms = (time.perf_counter() - context.started_s) * 1e3
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"x-request-id", context.request_id.encode()),
-                    (b"openai-processing-ms", b"%d" % elapsed_ms),
-                    *context.limit_headers(),
-                ]
-                if context.repairs:
-                    message["headers"].append((REPAIRED_HEADER, ", ".join(context.repairs).encode()))
-                if anthropic:
-                    message["headers"].append((b"request-id", context.request_id.encode()))
+                message["headers"] = [*message.get("headers", ()), *_headers(context, anthropic=anthropic)]
             await send(message)
 
         metrics = self._metrics
@@ -131,21 +121,23 @@ class RequestMiddleware:
         finally:
             metrics.num_in_flight -= 1
             elapsed_s = time.perf_counter() - context.started_s
-            metrics.answers.inc(context.route, context.status)
-            metrics.request_s.observe(elapsed_s, context.route)
-            for repair in context.repairs:
-                metrics.repairs.inc(repair)
-            if context.removal_rule:
-                metrics.removed_lines.inc(context.removal_rule)
+            metrics.count_request(context, elapsed_s)
             context.end_trace()
-            if context.error:
-                metrics.drops.inc(context.error)
             if (account := context.account) is not None:
                 account.end(context.request_id, context.status, elapsed_s, context.error)
             if account is not None or (context.error and scope["method"] == "POST"):  # no probe of health
                 self._count_usage(context)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s, scope)
+
+
+def _headers(context: RequestContext, *, anthropic: bool) -> list[tuple[bytes, bytes]]:
+    """Return the headers that every answer gets."""
+    id_, elapsed_ms = context.request_id.encode(), (time.perf_counter() - context.started_s) * 1e3
+    headers = [(b"x-request-id", id_), (b"openai-processing-ms", b"%d" % elapsed_ms), *context.limit_headers()]
+    if context.repairs:
+        headers.append((REPAIRED_HEADER, ", ".join(context.repairs).encode()))
+    return [*headers, (b"request-id", id_)] if anthropic else headers
 
 
 async def send_error(error: ApiError, send: Send, answer: tuple[int, bytes] | None = None) -> None:

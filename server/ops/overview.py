@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from cache.types import WorkerId
 from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
+from server.metrics import GatewayMetrics
 from server.router.copies import Copies
 from server.router.decisions import DecisionLog, explained
 from server.router.index_accuracy import IndexAccuracy
@@ -26,7 +27,7 @@ from server.router.types import RouteRequest
 from server.router.workers_needed import WorkersNeeded
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
-from server.workers.fleet import NoIndex, state_of
+from server.workers.fleet import Fleet, NoIndex, state_of
 
 REFUSED: Final = "refused"
 _NO_REPORT: Final = dict.fromkeys(("numerics", "hit_rate", "lease_left_s", "published_blocks", "load"))
@@ -43,30 +44,29 @@ class RoutingParts:
     workers_needed: WorkersNeeded
 
 
+@dataclass(frozen=True, eq=False)
 class Overview(Collector):
     """Reads the parts of one gateway. Only `explain` and `index_report` wait."""
 
-    def __init__(
-        self,
-        api: PublicApi,
-        services: EndpointServices,
-        router: Router,
-        routing: RoutingParts,
-        index: RedisIndex | NoIndex,
-        usage: UsageTotals,
-        day: DayHistory,
-        grafana_url: str = "",
-    ) -> None:
-        self.api = api
-        self.services = services
-        self.index = index
-        self.metrics = services.requests.metrics
-        self.router = router
-        self.routing = routing
-        self.fleet = router.fleet
-        self.usage = usage
-        self.day = day
-        self.grafana_url = grafana_url
+    api: PublicApi
+    router: Router
+    routing: RoutingParts
+    index: RedisIndex | NoIndex
+    usage: UsageTotals
+    day: DayHistory
+    grafana_url: str = ""
+
+    @property
+    def services(self) -> EndpointServices:
+        return self.api.services
+
+    @property
+    def metrics(self) -> GatewayMetrics:
+        return self.services.requests.metrics
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.router.fleet
 
     def workers(self) -> dict[str, Any]:
         """Return every live worker: its registration, load as last reported, and state; and those not taken."""
@@ -147,7 +147,10 @@ class Overview(Collector):
 
     def turned_away(self) -> dict[tuple[str, str], float]:
         """Return the requests since the start that were refused, failed or moved, by that and by the reason."""
-        moved = {"went on elsewhere": self.metrics.resumed.sum(), "began again elsewhere": self.metrics.restarted.sum()}
+        moved = {
+            "went on elsewhere": self.metrics.resumed.sum(),
+            "began again elsewhere": self.metrics.restarted.sum(),
+        }
         return {**self.day.turned_away, **{("moved", why): count for why, count in moved.items()}}
 
     def workers_needed(self) -> dict[str, int]:
@@ -196,12 +199,8 @@ class Overview(Collector):
     def _models(self) -> list[str]:
         return sorted({worker.model for worker in self.fleet.workers()})
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Yield gauges of the fleet as this gateway sees it. Computed at each scrape, so that no request pays for it.
-
-        The vllm gauges follow the model server protocol of the Gateway API inference extension. There the gateway
-        counts as the server of its models. Models without a live worker are included.
-        """
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield gauges of the fleet as this gateway sees it, computed at the scrape: no request pays for it."""
         blind, num_outstanding = self._index_health()["blind"], self.router.scorer.loads.num_outstanding()
         yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
         num_inexact = sum(worker.ends not in ("", "exact") for worker in self.fleet.workers())
@@ -213,18 +212,6 @@ class Overview(Collector):
         yield _gauge(
             "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_outstanding)
         )
-        workers = _gauge("headstart_workers", "Live workers by state, and those not taken.", "model", "state")
-        waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
-        running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
-        usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
-        pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
-        prefill = _gauge(
-            "headstart_waiting_prefill_seconds",
-            "Prefill seconds that wait at the model's workers, of all gateways: scale by it.",
-            "model",
-        )
-        held = _gauge("headstart_held_requests", "Requests that wait at this gateway for a worker.", "model")
-        held_s = _gauge("headstart_held_prefill_seconds", "Prefill seconds that wait at this gateway.", "model")
         needed = _gauge(
             "headstart_workers_needed",
             "Workers that the model needs for the objective, of all gateways: scale by the maximum.",
@@ -232,6 +219,24 @@ class Overview(Collector):
         )
         for model, number in self.workers_needed().items():
             needed.add_metric((model,), number)
+        yield needed
+        yield from self._model_gauges()
+
+    def _model_gauges(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauges of the workers and queues of each model, those without a live worker included.
+
+        Names of vLLM follow the model server protocol of the Gateway API inference extension. There the gateway counts
+        as the server of its models.
+        """
+        workers = _gauge("headstart_workers", "Live workers by state, and those not taken.", "model", "state")
+        waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
+        running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
+        usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
+        pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
+        text = "Prefill seconds that wait at the model's workers, of all gateways: scale by it."
+        prefill = _gauge("headstart_waiting_prefill_seconds", text, "model")
+        held = _gauge("headstart_held_requests", "Requests that wait at this gateway for a worker.", "model")
+        held_s = _gauge("headstart_held_prefill_seconds", "Prefill seconds that wait at this gateway.", "model")
         states = Counter(("" if each is None else each.model, _absence(each)) for _, each, _ in self.fleet.refused())
         broken = self.fleet.broken()
         for model in self._models():
@@ -252,7 +257,7 @@ class Overview(Collector):
                 pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
         for labels, number in states.items():
             workers.add_metric(labels, number)
-        yield from (workers, needed, waiting, running, usage, pools, prefill, held, held_s)
+        yield from (workers, waiting, running, usage, pools, prefill, held, held_s)
 
 
 def index_row(entry: RegistryEntry) -> dict[str, Any]:

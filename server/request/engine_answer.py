@@ -166,7 +166,7 @@ class EngineAnswer:
                 return False
         self._is_plain &= all(name in _PLAIN or value is None for name, value in delta.items())
         if delta.get("content"):
-            self._is_plain &= num_ids > 0  # an engine may give no ids of a stream (SGLang)
+            self._is_plain &= num_ids > 0  # an engine may give no ids of a stream
             self._num_shown_ids = num_ids
         return True
 

@@ -126,7 +126,8 @@ def fleet_metrics(
     routing = SimpleNamespace(accuracy=IndexAccuracy(), workers_needed=needs)
     models_seen = SimpleNamespace(state_of=lambda member: ("serving", ""))
     services = SimpleNamespace(requests=SimpleNamespace(metrics=None), models=models_seen)
-    return Overview(None, services, router, routing, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
+    api = SimpleNamespace(services=services)
+    return Overview(api, router, routing, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
 
 
 def test_a_model_without_workers_counts_as_zero() -> None:

@@ -124,7 +124,7 @@ class Fleets:
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return the ops port's explanation."""
         services: Any = SimpleNamespace(requests=SimpleNamespace(metrics=self.metrics))
-        parts: Any = None, services, self.router, self.routing, self.index, None, None
+        parts: Any = SimpleNamespace(services=services), self.router, self.routing, self.index, None, None
         return await Overview(*parts).explain(request)
 
     def index_state(self) -> dict[str, Any]:
