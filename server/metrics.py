@@ -36,7 +36,7 @@ PLACES: Final = ("pool", *get_args(Tier), "peer")
 
 
 def known_places(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens that a worker says it has fetched, without unknown places."""
+    """Return the tokens that a worker reports as fetched, without unknown places."""
     return {place: counts[place] for place in PLACES[1:] if counts.get(place, 0) > 0}
 
 

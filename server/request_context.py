@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.types import Scope
 
 from cache.records import WorkerMember
+from server.errors import ApiError, InternalError, as_api_error
 from server.usage.account import Account
 from worker.common.tracing import Tracing, as_parent, mark_failed
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
+
+log = logging.getLogger(__name__)
 
 _NOT_TRACED: Final[AbstractContextManager[None]] = nullcontext()
 
@@ -126,7 +129,20 @@ class RequestContext:
         else:
             self.unsampled = carrier_of(as_parent(span))
 
-    def end_trace(self) -> None:
+    def fail(self, error: Exception) -> ApiError:
+        """Record the error that ends the request, and return it as the client gets it. Log one without a name."""
+        failure = as_api_error(error)
+        if isinstance(failure, InternalError) and failure is not error:
+            log.exception("%s: unexpected error", self.request_id)
+        self.error = failure.code or failure.type
+        if self.trace is not None and self.status:  # the answer has begun
+            mark_failed(self.trace.span, type(failure).__name__)
+        return failure
+
+    def end(self, elapsed_s: float) -> None:
+        """Close the account and the trace."""
+        if self.account is not None:
+            self.account.end(self.request_id, self.status, elapsed_s, self.error)
         if self.trace is None:
             return
         span = self.trace.span

@@ -1,6 +1,6 @@
 """Count the product files that mention a feature and are not its own: `python tools/spread.py [FEATURE ...]`.
 
-An optional feature is a room of its own and few doors. A feature that most files know cannot be removed by one line.
+An optional feature is a room of its own and few doors. A feature that most files mention cannot be removed by one line.
 With names of features, the lines are printed too.
 """
 

@@ -31,7 +31,7 @@ from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
 from server.schema.requests import COMPLETION, CompletionRequest
-from worker.wire import Grammar, SamplingParams, TokenLogprobs
+from worker.wire import SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
 """The limit for all prompts of a request together."""
@@ -58,11 +58,17 @@ async def prepare_completion(
     """Tokenise every prompt and apply its limits. Raises ApiError."""
     prompts = request.prompts()
     num_sampled = max(request.best_of or 1, request.num_choices)
-    if len(prompts) * num_sampled > MAX_CHOICES:
-        raise invalid("prompt", f"has {len(prompts)} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
-    sampling = await _sampling_params(request, model, num_sampled, constraint.grammar)
-    _check_batch_fields(sampling, len(prompts))
+    sampling = await params.sampling_params(
+        request,
+        model,
+        max_tokens=request.token_limit,
+        num_choices=request.num_choices,
+        logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        grammar=constraint.grammar,
+    )
+    _check_batch(sampling, len(prompts), num_sampled)
     clamps = clamps_max_tokens or request.max_tokens is None
     limits = TokenLimits(request, "prompt", max_tokens=request.token_limit, clamps=clamps)
     shared = replace(
@@ -88,23 +94,10 @@ async def prepare_completion(
     return PreparedRequest(specs, formatter, bool(request.stream), ignored=", ".join(request.ignored_hints))
 
 
-async def _sampling_params(
-    request: CompletionRequest, model: ServedModel, num_sampled: int, grammar: Grammar | None
-) -> SamplingParams:
-    """Return the parameters of every prompt. The best of more choices are found by their log probabilities."""
-    return await params.sampling_params(
-        request,
-        model,
-        max_tokens=request.token_limit,
-        num_choices=request.num_choices,
-        logprobs=0 if request.logprobs is None and num_sampled > request.num_choices else request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
-        grammar=grammar,
-    )
-
-
-def _check_batch_fields(params: SamplingParams, num_prompts: int) -> None:
-    """Raises InvalidRequestError for fields that are too large when they are sent with every prompt."""
+def _check_batch(params: SamplingParams, num_prompts: int, num_sampled: int) -> None:
+    """Raises InvalidRequestError for too many choices, and for fields too large to be sent with every prompt."""
+    if num_prompts * num_sampled > MAX_CHOICES:
+        raise invalid("prompt", f"has {num_prompts} texts x {num_sampled} choices, at most {MAX_CHOICES} are taken")
     size = len(params.allowed_token_ids or ()) + len(params.logit_bias) + sum(map(len, params.bad_words))
     size += len(params.grammar.text) // 4 if params.grammar is not None else 0
     if num_prompts > 1 and size * num_prompts > MAX_BATCH_FIELDS:

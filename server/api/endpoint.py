@@ -8,7 +8,6 @@ An error before the first byte has its own HTTP status; later it is the last eve
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -23,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from server.api.formatting import ResponseFormatter
 from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
 from server.auth.identity import Identity, identity_of
-from server.errors import ApiError, NotFoundError, RevisionGoneError, UnavailableError, as_api_error, forget
+from server.errors import NotFoundError, RevisionGoneError, UnavailableError, forget
 from server.event_loop import TimeSlice, sliced
 from server.http.stream import CancelOnDisconnect, ClientGoneError, KeepAlive, SseWriter, client_of
 from server.metrics import GatewayMetrics
@@ -36,9 +35,7 @@ from server.request.response import ResponseStream
 from server.request.services import RequestServices
 from server.request_context import CURRENT, RequestContext
 from server.usage.account import Account
-from worker.common.tracing import Tracing, mark_failed
-
-log = logging.getLogger(__name__)
+from worker.common.tracing import Tracing
 
 PrepareEngineText = Callable[[str, bytes, Identity], Awaitable["PreparedRequest | None"]]
 PART_BYTES: Final = 1 << 18
@@ -272,20 +269,9 @@ class GenerateEndpoint(ABC):
         except Exception as error:
             if not writer.started:
                 raise
-            failure = _failure(error, context)
+            failure = context.fail(error)
             forget(error)
             await writer.write(answer.formatter.error_event(failure), more=False)
-
-
-def _failure(error: Exception, context: RequestContext) -> ApiError:
-    """Return the error in mid-stream as the client gets it, after it is recorded."""
-    failure = as_api_error(error)
-    if failure is not error:
-        log.exception("%s: unexpected error in mid-stream", context.request_id)
-    context.error = failure.code or failure.type
-    if context.trace is not None:
-        mark_failed(context.trace.span, type(failure).__name__)
-    return failure
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -20,10 +20,8 @@ from server.errors import (
     ApiError,
     BodyTooLargeError,
     ForbiddenError,
-    InternalError,
     MediaTypeError,
     anthropic_error,
-    as_api_error,
     forget,
     is_for_anthropic,
     responses_error,
@@ -106,26 +104,20 @@ class RequestMiddleware:
             metrics.disconnects.inc()
             log.info("%s: the client has gone (%d)", context.request_id, CLIENT_LEFT)
         except Exception as error:
-            failure = as_api_error(error)
-            if isinstance(failure, InternalError) and failure is not error:
-                log.exception("%s: unexpected error", context.request_id)
-            context.error = failure.code or failure.type
+            failure = context.fail(error)
             forget(error)
             if context.status:  # the answer has begun
                 raise
             answer = anthropic_error(failure, context.request_id) if anthropic else None
             said = responses_error(failure) if scope["path"] == RESPONSES_PATH else failure
             await send_error(said, send_with_headers, answer)
-            del said
-            del failure
+            del said, failure
         finally:
             metrics.num_in_flight -= 1
             elapsed_s = time.perf_counter() - context.started_s
             metrics.count_request(context, elapsed_s)
-            context.end_trace()
-            if (account := context.account) is not None:
-                account.end(context.request_id, context.status, elapsed_s, context.error)
-            if account is not None or (context.error and scope["method"] == "POST"):  # no probe of health
+            context.end(elapsed_s)
+            if context.account is not None or (context.error and scope["method"] == "POST"):  # no probe of health
                 self._count_usage(context)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s, scope)

@@ -233,8 +233,11 @@ class Overview(Collector):
         running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
         usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
         pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
-        text = "Prefill seconds that wait at the model's workers, of all gateways: scale by it."
-        prefill = _gauge("headstart_waiting_prefill_seconds", text, "model")
+        prefill = _gauge(
+            "headstart_waiting_prefill_seconds",
+            "Prefill seconds that wait at the model's workers, of all gateways: scale by it.",
+            "model",
+        )
         held = _gauge("headstart_held_requests", "Requests that wait at this gateway for a worker.", "model")
         held_s = _gauge("headstart_held_prefill_seconds", "Prefill seconds that wait at this gateway.", "model")
         states = Counter(("" if each is None else each.model, _absence(each)) for _, each, _ in self.fleet.refused())
