@@ -34,7 +34,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class UsageLog:
-    """Owned by the event loop; only `_write` runs in the thread. One task calls `run`; call `close` at the end."""
+    """Owned by the event loop; only `_write` runs in the thread. One task calls `run`."""
 
     def __init__(self, path: Path, max_bytes: int, max_files: int, metrics: GatewayMetrics) -> None:
         """Keep `max_files` full files. Raises ValueError for a file that can never be written."""
@@ -60,9 +60,14 @@ class UsageLog:
         self._lines.append(_encode(account))
 
     async def run(self) -> None:
-        while True:
-            written = await self.flush()
-            await asyncio.sleep(FLUSH_S if written else RETRY_S)
+        """Write the lines until cancelled, and then the rest."""
+        try:
+            while True:
+                written = await self.flush()
+                await asyncio.sleep(FLUSH_S if written else RETRY_S)
+        except asyncio.CancelledError:
+            await self.close()
+            raise
 
     async def flush(self) -> bool:
         """Write the lines that wait. Return False if that failed; they wait for the next time."""
