@@ -21,8 +21,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from cache.types import Tier
-from server.request_context import RequestContext
-from server.usage.account import Account
 
 _ROUTE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
@@ -249,24 +247,13 @@ class GatewayMetrics:
             self._prompt_sizes.observe(num_prompt_tokens, model)
             self._answer_sizes.observe(num_output_tokens, model)
 
-    def count_use(self, account: Account) -> None:
-        """Count the tokens of a request that has ended."""
-        self.prompt_tokens.inc(account.model, by=account.prompt_tokens)
-        self.output_tokens.inc(account.model, by=account.output_tokens)
-        for place, num_tokens in account.cached_tokens.items():
+    def count_use(self, model: str, prompt_tokens: int, cached_tokens: Mapping[str, int], output_tokens: int) -> None:
+        """Count the tokens of a request that has ended. `cached_tokens`: by place."""
+        self.prompt_tokens.inc(model, by=prompt_tokens)
+        self.output_tokens.inc(model, by=output_tokens)
+        for place, num_tokens in cached_tokens.items():
             self.cached_tokens.inc(by=num_tokens)
             self._placed_tokens.inc(place, by=num_tokens)
-
-    def count_request(self, context: RequestContext, elapsed_s: float) -> None:
-        """Count a request of any route that has ended."""
-        self.answers.inc(context.route, context.status)
-        self.request_s.observe(elapsed_s, context.route)
-        for repair in context.repairs:
-            self.repairs.inc(repair)
-        if context.removal_rule:
-            self.removed_lines.inc(context.removal_rule)
-        if context.error:
-            self.drops.inc(context.error)
 
     def count_promise(self, promised: int, cached: int) -> None:
         """Count the cached tokens that the index promised, and by how many the worker found more or fewer."""

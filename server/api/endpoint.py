@@ -128,7 +128,7 @@ class Answer:
         account.worker = response.worker_ids()
         if not self.formatter.shows_output:
             account.output_tokens = 0
-        metrics.count_use(account)
+        metrics.count_use(account.model, account.prompt_tokens, account.cached_tokens, account.output_tokens)
         if response.finished:
             metrics.count_answer(response.model, response.sizes(), response.finish_reasons(), elapsed_s)
 

@@ -115,12 +115,24 @@ class RequestMiddleware:
         finally:
             metrics.num_in_flight -= 1
             elapsed_s = time.perf_counter() - context.started_s
-            metrics.count_request(context, elapsed_s)
+            _count(metrics, context, elapsed_s)
             context.end(elapsed_s)
             if context.account is not None or (context.error and scope["method"] == "POST"):  # no probe of health
                 self._count_usage(context)
             if self._access_log and (context.route != "other" or context.status >= 400):
                 _log_answer(context, elapsed_s, scope)
+
+
+def _count(metrics: GatewayMetrics, context: RequestContext, elapsed_s: float) -> None:
+    """Count a request of any route that has ended."""
+    metrics.answers.inc(context.route, context.status)
+    metrics.request_s.observe(elapsed_s, context.route)
+    for repair in context.repairs:
+        metrics.repairs.inc(repair)
+    if context.removal_rule:
+        metrics.removed_lines.inc(context.removal_rule)
+    if context.error:
+        metrics.drops.inc(context.error)
 
 
 def _headers(context: RequestContext, *, anthropic: bool) -> list[tuple[bytes, bytes]]:

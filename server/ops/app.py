@@ -184,7 +184,7 @@ class OpsApi:
         if member is None:
             raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
         try:
-            answer = await self.overview.services.requests.client.act(member.url, action)
+            answer = await self.overview.api.services.requests.client.act(member.url, action)
         except WorkerLost as error:
             raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
         return json_response({"worker": worker_id, **answer})

@@ -59,7 +59,7 @@ def read_totals(overview: Overview) -> Totals:
         "num_decisions": overview.routing.decisions.num_decisions,
         "prompt_tokens": metrics.prompt_tokens.sum(),
         "cached_tokens": metrics.cached_tokens.sum(),
-        "output_tokens": metrics.output_tokens.sum() + overview.services.num_streamed_tokens,
+        "output_tokens": metrics.output_tokens.sum() + overview.api.services.num_streamed_tokens,
         "in_flight": metrics.num_in_flight,
         "ttft_counts": metrics.ttft_s.cumulative(),  # one per bucket
     }
@@ -221,7 +221,7 @@ class Feed:
     def _hello(self) -> bytes:
         hello = {
             "version": version("headstart"),
-            "gateway": self._overview.services.requests.gateway_id,
+            "gateway": self._overview.api.services.requests.gateway_id,
             "policy": self._overview.router.policy,
             "grafana_url": self._overview.grafana_url,
             "history": {"columns": ("at", *_POINT), "rows": list(self._history)},

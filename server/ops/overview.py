@@ -14,7 +14,6 @@ from prometheus_client.registry import Collector
 from cache.records import Candidate, WorkerMember
 from cache.redis_index import RedisDownError, RedisIndex, RegistryEntry
 from cache.types import WorkerId
-from server.api.endpoint import EndpointServices
 from server.app import PublicApi
 from server.errors import NotFoundError, UnavailableError
 from server.metrics import GatewayMetrics
@@ -57,12 +56,8 @@ class Overview(Collector):
     grafana_url: str = ""
 
     @property
-    def services(self) -> EndpointServices:
-        return self.api.services
-
-    @property
     def metrics(self) -> GatewayMetrics:
-        return self.services.requests.metrics
+        return self.api.services.requests.metrics
 
     @property
     def fleet(self) -> Fleet:
@@ -73,7 +68,7 @@ class Overview(Collector):
         workers, broken = [], self.fleet.broken()
         for each in self._live_workers():
             state, reason = self._state(each, broken)
-            about = {"revision": self.services.models.revision(each.member), "state": state, "reason": reason}
+            about = {"revision": self.api.services.models.revision(each.member), "state": state, "reason": reason}
             load = {"load": msgspec.structs.asdict(each.load), "load_age_s": each.load_age_s}
             workers.append({**asdict(each.member), **load, **about})
         for url, member, reason in self.fleet.refused():
@@ -86,7 +81,7 @@ class Overview(Collector):
         state = state_of(candidate, broken)
         if state != "serving":
             return state, candidate.load.problem
-        return self.services.models.state_of(candidate.member)
+        return self.api.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return a row for every worker, by model and name: lost ones, and those that are not taken, included."""
@@ -202,15 +197,15 @@ class Overview(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield gauges of the fleet as this gateway sees it, computed at the scrape: no request pays for it."""
         blind, num_outstanding = self._index_health()["blind"], self.router.scorer.loads.num_outstanding()
-        yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=float(blind))
+        yield _gauge("headstart_index_blind", "1 while routing goes without the shared index.", value=blind)
         num_inexact = sum(worker.ends not in ("", "exact") for worker in self.fleet.workers())
         yield _gauge(
             "headstart_index_inexact_workers",
             "Workers whose cached tokens the index promises by a rule that no engine has confirmed.",
-            value=float(num_inexact),
+            value=num_inexact,
         )
         yield _gauge(
-            "headstart_requests_booked", "Requests of this gateway that are at workers.", value=float(num_outstanding)
+            "headstart_requests_booked", "Requests of this gateway that are at workers.", value=num_outstanding
         )
         needed = _gauge(
             "headstart_workers_needed",
