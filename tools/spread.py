@@ -34,7 +34,7 @@ FEATURES: Final = (
         "ends",
         r"\bends: Annotated|member\.ends|blocks\.ends|\bends=|import .*\bStops\b|class Stops|\bStops\(|change\.stops"
         r"|KNOWN_ENDS|has_ends|PartKind|part_kind|expected_parts|find_stop|update_stops",
-        ("worker/adapter/groups.py", "worker/adapter/holders.py", "worker/files/part_kind.py"),
+        ("worker/adapter/groups.py", "worker/adapter/holders.py"),
     ),
     Feature(
         "tiers",
@@ -91,7 +91,7 @@ FEATURES: Final = (
     Feature(
         "SGLang",
         r"[Ss]glang|SGLang|is_bigram|drops_last_block",
-        ("worker/adapter/sglang.py", "worker/adapter/sglang_text.py"),
+        ("worker/adapter/sglang.py",),
     ),
     Feature(
         "usage log",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from llguidance import LLMatcher
 
 from server.errors import InvalidRequestError
+from server.event_loop import run_now
 from server.schema.grammar_schema import GrammarSchema, grammar_schema, relaxed_header
 from server.schema.patterns import enforceable_pattern
 from tests.schema_language import drawn, dumps, matcher, takes, tokenizer
@@ -38,16 +38,8 @@ RELAXED = frozenset({"zod_numbers"})
 FORMATS = FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
 
 
-def finished(work: Coroutine[Any, Any, GrammarSchema]) -> GrammarSchema:
-    while True:
-        try:
-            work.send(None)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-
 def placed(schema: Any, *, strict: bool = False, at: tuple[str, ...] = ()) -> GrammarSchema:
-    return finished(grammar_schema(schema, "p", strict=strict, at=at))
+    return run_now(grammar_schema(schema, "p", strict=strict, at=at).__await__())
 
 
 def language(held: GrammarSchema) -> Any:
@@ -337,14 +329,11 @@ def test_a_header_names_places_in_one_ascii_line() -> None:
 )
 def test_no_large_schema_holds_the_event_loop(schema: dict[str, Any]) -> None:
     """In processor time, and far above what a step takes: what is not linear takes minutes."""
-    work, longest_s = grammar_schema(schema, "tools", strict=False), 0.0
+    steps, longest_s = grammar_schema(schema, "tools", strict=False).__await__(), 0.0
     done = False
     while not done:
         begun_s = time.thread_time()
-        try:
-            work.send(None)
-        except StopIteration:
-            done = True
+        done = next(steps, steps) is steps
         longest_s = max(longest_s, time.thread_time() - begun_s)
     assert longest_s < 1.0
 
@@ -363,7 +352,8 @@ def test_options_that_share_no_value_are_held() -> None:
         ([_tagged("a"), {"type": "object"}], False),
     ):
         assert (
-            finished(grammar_schema({"oneOf": options}, "x", strict=False)).relaxed == ((), ("x.oneOf",))[not is_held]
+            run_now(grammar_schema({"oneOf": options}, "x", strict=False).__await__()).relaxed
+            == ((), ("x.oneOf",))[not is_held]
         )
 
 
@@ -375,6 +365,6 @@ def test_the_header_of_relaxed_places_is_short() -> None:
     schema: dict[str, Any] = {}
     for _ in range(40):
         schema = {"properties": {"p" * 60: schema}, "uniqueItems": True}
-    places = finished(grammar_schema(schema, "tools", strict=False)).relaxed
+    places = run_now(grammar_schema(schema, "tools", strict=False).__await__()).relaxed
     name, value = relaxed_header(places)
     assert (name, value.endswith(b"and 24 more"), len(value) < 4096) == (b"x-headstart-relaxed", True, True)
