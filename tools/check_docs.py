@@ -70,7 +70,7 @@ def make_targets() -> set[str]:
 
 
 def commands() -> set[str]:
-    from server.cli import COMMANDS
+    from server.cli.commands import COMMANDS
 
     return set(COMMANDS)
 

@@ -93,6 +93,8 @@ class Child:
             self._was_ready = self._was_ready or line.startswith(_READY)
             on_line(line.decode(errors="replace").rstrip())
         code = await process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS has the second for a group that is gone
+            os.killpg(process.pid, signal.SIGKILL)  # its own children, such as a compiler
         for text in () if self._stopping else last_lines:
             self._on_line(text)
         return code

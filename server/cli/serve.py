@@ -21,7 +21,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Coroutine, Sequence
@@ -34,6 +33,7 @@ from server.cli.common import BAD_USAGE, PORT, CommandError, between, default_po
 from server.cli.screen import Screen
 from worker.common.checks import missing_extra
 from worker.common.command_line import SECRET_VARIABLE, CommandParser, module_command
+from worker.common.private_folder import private_folder
 from worker.common.sockets import listen
 
 STOP_GRACE_S: Final = 3.5
@@ -379,5 +379,5 @@ def main(argv: Sequence[str]) -> int:
     if (problem := disk_problem(args.worker_args, os.environ.get(SECRET_VARIABLE))) is not None:
         print(f"headstart serve: {problem}", file=sys.stderr)
     os.environ[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)  # the parts share it
-    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
-        return asyncio.run(Supervisor(args, Path(folder)).run())
+    with private_folder() as folder:
+        return asyncio.run(Supervisor(args, folder).run())

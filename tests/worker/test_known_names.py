@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.report import option_parser
-from server.cli import COMMANDS
+from server.cli.commands import COMMANDS
 from worker.common.command_line import CONFIG_VARIABLE, SECRET_VARIABLE, known_options, variable
 
 OPTIONS = known_options()

@@ -13,8 +13,8 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.common.cache_folder import cache_folder
+from worker.common.private_folder import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -292,15 +293,15 @@ def _kernels_or_problem() -> Kernels | str:
 def _load_or_build(march: str) -> Kernels:
     """Load the kernels from the user's cache folder, compiled if need be. Raise OSError or SubprocessError."""
     compiler = subprocess.run([_compiler(), "--version"], check=True, capture_output=True, text=True).stdout
-    with tempfile.TemporaryDirectory() as temporary:
-        file = (cache_folder() or Path(temporary)) / _file_name(march, compiler)
+    with private_folder() if (cached := cache_folder()) is None else nullcontext(cached) as folder:
+        file = folder / _file_name(march, compiler)
         if file.is_file():
             try:
                 return Kernels(file)
             except OSError as error:
                 logger.warning("%s cannot be loaded, so it is compiled: %s", file, error)
         build(march, file)
-        return Kernels(file)  # stays mapped when the temporary folder goes
+        return Kernels(file)  # stays mapped when a private folder goes
 
 
 def build(march: str, file: Path) -> None:
@@ -308,12 +309,13 @@ def build(march: str, file: Path) -> None:
     libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     if not libraries:
         raise OSError("torch has no libgomp whose threads the kernels could share")
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        built = Path(folder) / file.name
+    with private_folder(file.parent) as folder:
+        built = folder / file.name
         # --as-needed: linked with torch's libgomp, g++'s own adds nothing and is left out.
         command = [_compiler(), *_FLAGS, f"-march={march}", str(_SOURCE), "-o", str(built), "-Wl,--as-needed"]
         try:
-            subprocess.run([*command, str(libraries[0])], check=True, capture_output=True, text=True, timeout=300)
+            command, variables = [*command, str(libraries[0])], {**os.environ, "TMPDIR": str(folder)}
+            subprocess.run(command, env=variables, check=True, capture_output=True, text=True, timeout=300)
         except subprocess.CalledProcessError as error:
             raise OSError(f"g++ failed: {error.stderr.strip()[-500:]}") from error
         with built.open("rb") as written:

@@ -67,6 +67,21 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     assert not process.is_running(), "although it would have slept on"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_what_a_child_has_started_ends_with_it(number: signal.Signals) -> None:
+    """As a compiler does, whose worker was stopped or died while it loaded."""
+    program = "import subprocess; own = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL,"
+    program += " stderr=subprocess.DEVNULL); print(own.pid, flush=True); own.wait()"
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    child = make_child(program, lines)
+    running = asyncio.create_task(child.run_once())
+    grandchild = psutil.Process(int(await lines.get()))
+    assert child.process is not None
+    child.process.send_signal(number)
+    assert await running == -number
+    await until(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
+
+
 async def test_exit_code_2_is_not_retried() -> None:
     reports: list[str] = []
     child = make_child("raise SystemExit(2)", asyncio.Queue())

@@ -4,17 +4,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from server import cli
+from server.cli.commands import COMMANDS
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in cli.COMMANDS)
+    assert all(name in printed for name in COMMANDS)
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,15 +32,19 @@ def test_serve_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "headstart serve: --tls-cert and --tls-key go together" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_a_command_is_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(name: str) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "import_module", interrupted)
-    assert cli.main(["gateway"]) == cli.INTERRUPTED
-    assert capsys.readouterr() == ("", "")
+@pytest.mark.parametrize("module", ["server.cli.commands", "rich.console", "importlib.metadata", "server.cli.screen"])
+def test_ctrl_c_while_a_command_is_imported(module: str) -> None:
+    """The signal comes as the module is about to be imported: of the command, or of what runs it."""
+    program = (
+        "import os, signal, sys\n"
+        "def interrupt(event, of):\n"
+        f"    if event == 'import' and of[0] == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.addaudithook(interrupt)\n"
+        "from server.cli import main\n"
+        "sys.exit(main(['serve', '--engine-url', 'http://127.0.0.1:9']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
 
 
 def test_ctrl_c_while_a_worker_is_imported() -> None:

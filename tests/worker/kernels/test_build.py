@@ -127,6 +127,18 @@ def test_without_kernels_torch_serves_and_the_log_says_so_once(
     assert log in (cpu.problem() or "")
 
 
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's own temporary files are in the folder that goes."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\necho "$TMPDIR" >&2\ntouch "$TMPDIR/cc.s"\nexit 1')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(cpu, "_compiler", lambda: str(compiler))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OSError, match=str(tmp_path / "out")):
+        cpu.build(MARCH, tmp_path / "out" / "cpu.so")
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_without_libgomp_of_torch_nothing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A libgomp of its own would be a second pool of threads."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
