@@ -41,4 +41,5 @@ class PoolingEndpoint(GenerateEndpoint):
         """Refuse the request: no engine of the model has this route."""
         name = (await read_json(body, head_of, self._models.batch_text_limit)).model
         self._known_model(name, identity)
-        raise InvalidRequestError(f"The model {name!r:.200} is not served at this route.", param="model")
+        why = "is not served at this route: an engine with a model for it is needed"
+        raise InvalidRequestError(f"The model {name!r:.200} {why}.", param="model")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -150,7 +150,7 @@ async def read_json(
     try:
         decoded = decode(body)
     except msgspec.ValidationError as error:
-        raise located(str(error)) from None
+        raise located(str(error), kind=getattr(getattr(decode, "__self__", None), "type", None)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if (half := _LONE_SURROGATE.search(body)) is not None:
             message = f"The body holds half of a surrogate pair, {half[0].decode()}: send whole characters."
@@ -198,13 +198,30 @@ def unsupported(field: str, why: str, details: Mapping[str, Any] | None = None) 
     return InvalidRequestError(f"{field} {why}.", param=field, code="unsupported_parameter", details=details)
 
 
-def located(text: str, parent: str = "") -> InvalidRequestError:
-    """Split msgspec's "Expected `int`, got `str` - at `$.max_tokens`". The path under `parent` becomes `param`."""
+def located(text: str, parent: str = "", kind: Any = None) -> InvalidRequestError:
+    """Split msgspec's "Expected `int`, got `str` - at `$.max_tokens`". The path under `parent` becomes `param`.
+
+    `kind`: the type that the path begins at; the error for a value that is none of a Literal's lists those.
+    """
     reason, _, path = text.partition(" - at `")
+    if reason.startswith("Invalid enum value") and (values := _literals(kind, re.findall(r"[A-Za-z_]\w*|\[", path))):
+        reason = f"{reason}: use one of {', '.join(values)}"
     param = (parent + path.rstrip("`").removeprefix("$")).removeprefix(".")
     if missing := _MISSING.search(reason):
-        param = f"{param}.{missing[1]}" if param else missing[1]
-        reason = f"{missing[1]} is required"
+        return invalid(f"{param}.{missing[1]}" if param else missing[1], "is required")
     if not param:
         return InvalidRequestError(f"The body must be a JSON object: {reason}.")
     return InvalidRequestError(f"{param}: {reason}.", param=param)
+
+
+def _literals(kind: Any, path: Sequence[str]) -> list[str]:
+    """Return the values that a type takes at a path of fields, and of "[" for items; empty: not known."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        types = get_type_hints(kind, include_extras=False) if path else {}
+        names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
+        return _literals(types.get(names.get(path[0], "")), path[1:]) if path else []
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    if get_origin(kind) in (list, tuple, dict):
+        return _literals(get_args(kind)[-1], path[1:])
+    return [value for part in get_args(kind) for value in _literals(part, path)]

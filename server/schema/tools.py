@@ -356,7 +356,7 @@ def converted(value: object, kind: type[StructT], param: str) -> StructT:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise located(str(error), param) from None
+        raise located(str(error), param, kind) from None
 
 
 def input_call(model_name: str, text: str) -> FunctionCall:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from server.cli.serve import DRAIN_GRACE_S, REDIS_GRACE_S, STOP_GRACE_S
-from tests.e2e.serving import SMALL_POOL, Serve, cached_tokens, chat
+from tests.e2e.serving import READY, SMALL_POOL, Serve, cached_tokens, chat
 from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -127,6 +128,23 @@ def test_stops_at_ctrl_c(tiny_model: Path) -> None:
     with Serve("--model", str(tiny_model), "--num-workers", "1", "--worker-args", SMALL_POOL) as running:
         assert len(running.family()) >= 3
         assert running.stop(signal.SIGINT) == 0
+
+
+def test_the_next_start_deletes_what_a_killed_one_has_left(tiny_model: Path, tmp_path: Path) -> None:
+    """SIGKILL leaves no time for that. The parts end by themselves."""
+    options = ["--model", str(tiny_model), "--num-workers", "1", "--worker-args", SMALL_POOL]
+    variables = {"TMPDIR": str(tmp_path)}
+    killed = Serve(*options, env=variables)
+    try:
+        killed.wait_for_line(READY)
+        family = killed.family()
+    finally:
+        assert killed.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert not psutil.wait_procs(family, timeout=HANG_S)[1]
+    (left,) = tmp_path.iterdir()
+    with Serve(*options, env=variables):
+        assert not left.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_gateways_share_the_public_port(tiny_model: Path) -> None:

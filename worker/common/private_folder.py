@@ -9,24 +9,21 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
-
-_SUFFIX: Final = ".locked"
 
 
 @contextmanager
 def private_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a folder in `parent`, by default where temporary files go, and delete it at the end.
+    """Yield a folder in `parent` (default: where temporary files go) that is deleted at the end.
 
     Those of killed processes are deleted first: their locks ended with them.
     """
-    parent = Path(tempfile.gettempdir()) if parent is None else parent
-    for left in parent.glob(f"headstart-*{_SUFFIX}"):
+    parent = parent or Path(tempfile.gettempdir())
+    for left in parent.glob("headstart-*.locked"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix="headstart-", dir=parent))
     with _locked(new):
-        folder = new.rename(f"{new}{_SUFFIX}")  # others see it only now, with its lock
+        folder = new.rename(f"{new}.locked")  # others see it only now, with its lock
         try:
             yield folder
         finally:

@@ -108,4 +108,5 @@ async def test_refusals(engines: list[PoolingWorker]) -> None:
 async def test_models_of_other_workers_have_no_such_route(bundle: TokenizerBundle) -> None:
     async with gateway(ScriptedWorker(bundle, "w0")) as target:
         status, answer = await ask(target, "/rerank", BODY)
-    assert (status, answer["error"]["message"]) == (400, "The model 'tiny' is not served at this route.")
+    needed = "an engine with a model for it is needed"
+    assert (status, answer["error"]["message"]) == (400, f"The model 'tiny' is not served at this route: {needed}.")

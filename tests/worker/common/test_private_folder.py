@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -19,9 +20,13 @@ HOLD = (
 
 
 def test_a_folder_goes_with_what_is_in_it(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), private_folder(tmp_path) as folder:
-        (folder / "file").touch()
-        raise KeyboardInterrupt
+    def start() -> NoReturn:
+        with private_folder(tmp_path) as folder:
+            (folder / "file").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
     assert not list(tmp_path.iterdir())
 
 
