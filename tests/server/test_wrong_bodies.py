@@ -1,0 +1,123 @@
+"""Wrong bodies on every route: a status, the API's own shape of errors, the field by its path, and what it takes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import ScriptedWorker
+from tests.server.test_app import post
+
+MESSAGE = [{"role": "user", "content": "x"}]
+SMALL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "tiny", "messages": MESSAGE},
+    "/v1/completions": {"model": "tiny", "prompt": "x"},
+    "/v1/messages": {"model": "tiny", "messages": MESSAGE, "max_tokens": 2},
+    "/v1/responses": {"model": "tiny", "input": "x"},
+    "/v1/embeddings": {"model": "tiny", "input": "x"},
+    "/tokenize": {"model": "tiny", "messages": MESSAGE},
+    "/detokenize": {"model": "tiny", "tokens": [1]},
+}
+NO_FUNCTION = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function"}]}
+Wrong = tuple[dict[str, Any], str, str]
+"""Fields, the path that the error names, and words of the remedy."""
+WRONG: dict[str, list[Wrong]] = {
+    "/v1/chat/completions": [
+        ({"messages": None}, "messages", "Expected `array`"),
+        ({"messages": []}, "messages", ">= 1"),
+        ({"messages": ["x"]}, "messages[0]", "Expected `object`"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "must be one of developer, system"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+        ({"messages": [*MESSAGE, NO_FUNCTION]}, "messages[1].tool_calls[0].function", "is required"),
+        ({"messages": [*MESSAGE, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id", "is required"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "is required"),
+        ({"temperature": "hot"}, "temperature", "Expected `float"),
+        ({"temperature": True}, "temperature", "Expected `float"),
+        ({"max_tokens": 10**60}, "max_tokens", "<= 2147483647"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
+        ({"stream_options": {}}, "stream_options", "only allowed with stream: true"),
+        ({"reasoning_effort": "super"}, "reasoning_effort", "use one of none, minimal, low, medium, high, xhigh, max"),
+        ({"service_tier": "gold"}, "service_tier", "use one of auto, default, flex"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "use one of text, json_object, json_schema"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "must match"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"logit_bias": {"cat": 1}}, "logit_bias", "token ids from 0 to"),
+        ({"model": None}, "model", "Expected `str`"),
+    ],
+    "/v1/completions": [
+        ({"prompt": None}, "prompt", "must not be empty"),
+        ({"prompt": ["x", 1]}, "prompt[1]", "non-empty string or a non-empty list of token ids"),
+        ({"prompt": [10**9]}, "prompt", "token ids from 0 to"),
+        ({"best_of": 1, "n": 2}, "best_of", "at least n"),
+        ({"logprobs": 99}, "logprobs", "<= 20"),
+    ],
+    "/v1/messages": [
+        ({"max_tokens": None}, "max_tokens", "Expected `int`"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "use one of user, assistant, system"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "y"}]}]},
+            "messages[0].content[0].type",
+            "can here be text",
+        ),
+        ({"thinking": {"type": "maybe"}}, "thinking.type", "use one of enabled, disabled, adaptive"),
+        ({"output_config": {"effort": "x"}}, "output_config.effort", "use one of low, medium, high, xhigh, max"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "type: object"),
+        ({"system": [{"type": "text", "text": 1}]}, "system[0].text", "Expected `str"),
+    ],
+    "/v1/responses": [
+        ({"input": 5}, "input", "Expected `str | array`"),
+        ({"input": [{"type": "smell"}]}, "input[0].type", "can be message, function_call"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "use one of text, json_object, json_schema"),
+        ({"reasoning": {"effort": "x"}}, "reasoning.effort", "use one of none, minimal"),
+        ({"truncation": "maybe"}, "truncation", "use one of auto, disabled"),
+        ({"previous_response_id": "r"}, "previous_response_id", "send the whole input"),
+    ],
+    "/v1/embeddings": [
+        ({"input": None}, "input", "Expected `str | array`"),
+        ({"encoding_format": "hex"}, "encoding_format", "use one of float, base64"),
+        ({"dimensions": -1}, "dimensions", ">= 1"),
+    ],
+    "/tokenize": [({"messages": 5}, "messages", "Expected `array`")],
+    "/detokenize": [({"tokens": [-1]}, "tokens[0]", ">= 0"), ({"tokens": [10**8]}, "tokens", "token ids from 0 to")],
+}
+NO_JSON = [b"", b"{", b"[]", b'"x"', b"{'model': 'tiny'}", b'{"model": "tiny",}', b"\0\0", b"model=tiny", b'{"n": NaN}']
+NO_JSON += [b'{"model": "caf\xe9"}', '{"model": "tiny"}'.encode("utf-16"), b'{"model": "\\ud83d"}', b"[" * 5000]
+
+
+@pytest.mark.parametrize("path", SMALL)
+async def test_a_wrong_body_is_refused_with_its_field_and_a_remedy(worker: ScriptedWorker, path: str) -> None:
+    missing = [({}, name, "is required") for name in ("messages", "input", "tokens") if name in SMALL[path]]
+    async with gateway(worker) as target:
+        for fields, param, remedy in [*WRONG[path], *(missing if path != "/tokenize" else [])]:
+            body = {**SMALL[path], **fields}
+            if not fields:
+                del body[param]
+            status, _, raw = await post(target.url, body, path)
+            error = error_of(raw, path)
+            assert (status, error.get("param", param)) == (400, param), raw
+            assert error["message"].startswith(param), raw
+            assert remedy in error["message"], raw
+            assert "\n" not in error["message"]
+        for text in NO_JSON:
+            status, _, raw = await post(target.url, text, path)
+            assert (status, error_of(raw, path).get("param")) == (400, None), raw
+            assert "The body" in error_of(raw, path)["message"]
+        status, _, raw = await post(target.url, {**SMALL[path], "model": "gpt-9"}, path)
+        assert status == 404, raw
+        assert "GET /v1/models lists: tiny" in error_of(raw, path)["message"]
+        assert worker.received == []
+
+
+def error_of(raw: bytes, path: str) -> dict[str, Any]:
+    """Return the error, in the shape of the route's API."""
+    answer = json.loads(raw)
+    error: dict[str, Any] = answer["error"]
+    if path == "/v1/messages":
+        assert (answer["type"], set(error)) == ("error", {"type", "message"}), raw
+    else:
+        assert (set(answer), set(error)) == ({"error"}, {"message", "type", "param", "code"}), raw
+    return error
