@@ -38,10 +38,7 @@ def help_text() -> str:
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Run a command, by default that of `sys.argv`, and return its exit code.
-
-    Modules outside of `server` replace this process: they load torch.
-    """
+    """Run a command and return its exit code. Modules outside of `server` replace this process: they load torch."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())

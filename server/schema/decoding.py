@@ -201,7 +201,7 @@ def unsupported(field: str, why: str, details: Mapping[str, Any] | None = None) 
 def located(text: str, parent: str = "", kind: Any = None) -> InvalidRequestError:
     """Split msgspec's "Expected `int`, got `str` - at `$.max_tokens`". The path under `parent` becomes `param`.
 
-    `kind`: the type that the path begins at; the error for a value that is none of a Literal's lists those.
+    `kind`: the type at the path's begin, for the values of an enumeration.
     """
     reason, _, path = text.partition(" - at `")
     if reason.startswith("Invalid enum value") and (values := _literals(kind, re.findall(r"[A-Za-z_]\w*|\[", path))):
@@ -216,12 +216,9 @@ def located(text: str, parent: str = "", kind: Any = None) -> InvalidRequestErro
 
 def _literals(kind: Any, path: Sequence[str]) -> list[str]:
     """Return the values that a type takes at a path of fields, and of "[" for items; empty: not known."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        types = get_type_hints(kind, include_extras=False) if path else {}
-        names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
-        return _literals(types.get(names.get(path[0], "")), path[1:]) if path else []
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
-    if get_origin(kind) in (list, tuple, dict):
-        return _literals(get_args(kind)[-1], path[1:])
-    return [value for part in get_args(kind) for value in _literals(part, path)]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _literals(get_type_hints(kind).get(path[0]), path[1:]) if path else []
+    rest = path[1:] if get_origin(kind) in (list, tuple, dict) else path
+    return [value for part in get_args(kind) for value in _literals(part, rest)]
