@@ -90,7 +90,9 @@ NO_JSON += [b'{"model": "caf\xe9"}', '{"model": "tiny"}'.encode("utf-16"), b'{"m
 
 @pytest.mark.parametrize("path", SMALL)
 async def test_a_wrong_body_is_refused_with_its_field_and_a_remedy(worker: ScriptedWorker, path: str) -> None:
-    missing = [({}, name, "is required") for name in ("messages", "input", "tokens") if name in SMALL[path]]
+    missing: list[Wrong] = [
+        ({}, name, "is required") for name in ("messages", "input", "tokens") if name in SMALL[path]
+    ]
     async with gateway(worker) as target:
         for fields, param, remedy in [*WRONG[path], *(missing if path != "/tokenize" else [])]:
             body = {**SMALL[path], **fields}

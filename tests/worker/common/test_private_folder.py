@@ -6,7 +6,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -20,7 +19,7 @@ HOLD = (
 
 
 def test_a_folder_goes_with_what_is_in_it(tmp_path: Path) -> None:
-    def start() -> NoReturn:
+    def start() -> None:
         with private_folder(tmp_path) as folder:
             (folder / "file").touch()
             raise KeyboardInterrupt
