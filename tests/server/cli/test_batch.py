@@ -18,8 +18,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from server import cli
 from server.cli import batch
+from server.cli.common import BAD_USAGE
 from tests.server.cli.commands import status_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker, listening
@@ -138,7 +138,7 @@ def test_a_bad_line_is_named_before_anything_is_sent(
     files: Files, capsys: pytest.CaptureFixture[str], second: str, what: str
 ) -> None:
     files.requests.write_text(f"{json.dumps(line('a'))}\n\n{second}\n")
-    assert status_of("batch", str(files.requests), str(files.answers), "--url", "http://127.0.0.1:1") == cli.BAD_USAGE
+    assert status_of("batch", str(files.requests), str(files.answers), "--url", "http://127.0.0.1:1") == BAD_USAGE
     error = capsys.readouterr().err
     assert what in error
     assert f"{files.requests}, line 3: " in error
@@ -155,7 +155,7 @@ def test_a_file_of_something_else_is_left_as_it_is(files: Files, capsys: pytest.
         (json.dumps(answer) + "\n", "has an answer to 'b', which"),
     ):
         files.answers.write_text(text)
-        assert status_of("batch", str(files.requests), str(files.answers)) == cli.BAD_USAGE
+        assert status_of("batch", str(files.requests), str(files.answers)) == BAD_USAGE
         assert what in capsys.readouterr().err
         assert files.answers.read_text() == text
     with files.answers.open("wb") as other:
