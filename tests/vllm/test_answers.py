@@ -114,7 +114,7 @@ def test_json_schema(fleet: VllmFleet) -> None:
 
 
 def test_tools(fleet: VllmFleet) -> None:
-    body = {"messages": CAPITAL, "tools": [WEATHER], "max_tokens": 60}
+    body = {"messages": CAPITAL, "tools": [WEATHER], "max_tokens": 60, "temperature": 0}
     body |= {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
     alone = fleet.engines[0].request("/v1/chat/completions", {"model": MODEL, "cache_salt": "alone"} | body)
     choice = fleet.complete(body).json()["choices"][0]
