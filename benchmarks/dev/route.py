@@ -28,7 +28,6 @@ and, after those, what changes:
 
 `worst_ratio` is headstart's mean time to first token over the best other policy's, where its lower bound is highest.
 A cell gets more spreadings until its bounds are .1 apart. `--deep` adds loads, gateways, pools and fetching.
-`--ablation` leaves out each part of the cost in turn.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Final
 
-from benchmarks.dev.route_load.ablation import ABLATIONS, ablated, ablation_figures, ablation_table
 from benchmarks.dev.route_load.figures import draw, figures, is_sure, overview
 from benchmarks.dev.route_load.predictions import prediction_figures, room_table
 from benchmarks.dev.route_load.runs import CHURN, COMPARED, OURS, execute_all, parse_cell
@@ -64,9 +62,6 @@ def options_of(argv: list[str]) -> Namespace:
     parser = option_parser("route", __doc__ or "")
     parser.add_argument("--cells", nargs="+", type=parse_cell, default=[parse_cell(name) for name in DEFAULT_CELLS])
     parser.add_argument("--deep", action="store_true", help="more cells; under 90 minutes")
-    parser.add_argument(
-        "--ablation", action="store_true", help="headstart only: each cell also without each part of the cost"
-    )
     parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=list(DEFAULT_POLICIES))
     parser.add_argument("--spreadings", type=int, default=3, help="the least arrival orders of which the mean is taken")
     parser.add_argument("--most-spreadings", type=int, default=8, metavar="N", help="the most, where bounds are wide")
@@ -105,10 +100,6 @@ def options_of(argv: list[str]) -> Namespace:
     options = parser.parse_args(argv)
     if options.deep:
         options.cells = [*options.cells, *map(parse_cell, DEEP_CELLS)]
-    if options.ablation:
-        options.policies = [OURS]
-        without = [parse_cell(ablated(cell.name, part)) for cell in options.cells for part in ABLATIONS]
-        options.cells = [*options.cells, *without]
     for cell in options.cells:
         given = {**vars(options), **cell.options}
         if (given["fetch"] or given["lower_tier"]) and given["engine"] != "shared":
@@ -122,15 +113,10 @@ def main(argv: list[str]) -> int:
     options = options_of(argv)
     outcomes = execute_all(options, is_sure)
     ours = {cell: runs for (policy, cell), runs in outcomes.items() if policy == OURS}
+    print(f"{overview(outcomes)}\n\n{room_table(ours)}\n")
     names = ["spreadings", "seed", "load", "gateways", "engine", "index", "index_delay", "report_age"]
     names += ["half", "hold", "keys", "fetch", "lower_tier", "tier_load"]
     env = {name: getattr(options, name) for name in names}
-    if options.ablation:
-        ratios = ablation_figures(ours)
-        print(f"{ablation_table(ratios)}\n")
-        publish(Report("route", ratios, env), options)
-        return 0
-    print(f"{overview(outcomes)}\n\n{room_table(ours)}\n")
     report = Report("route", [*figures(outcomes), *prediction_figures(ours)], env)
     publish(report, options, lambda axes: draw(axes, outcomes))
     return 0

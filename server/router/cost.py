@@ -6,12 +6,14 @@
     num_displaced   prefills there that this one would delay          `queue_delay`
     eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
     decode_s        delay by and of the requests that run there       `CostModel.decode_s`
-    beta            delay of later requests there by a second of work `CostModel.beta`
+    beta            delay of later requests by one second of work     `CostModel.beta`
     fetch_cost_s    price of the fetched blocks                       `CostModel.fetch_cost_s`
 
     cost            = queue_s + eviction_s + decode_s + (1 + beta + num_displaced) * (prefill_s + fetch_cost_s)
                       + 0.03 * recent prefill seconds of the worker
-    idle best match = prefill_s + fetch_cost_s
+    idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
+
+`beta` is that of a worker of mean rate; a worker of half the rate has half of it.
 
 `views` computes the terms of each worker, with its load (`load_tracker`) and the blocks of own requests (`ledger`). The
 policy `headstart` adds jitter and affinity (`policies`).
@@ -102,33 +104,40 @@ class CostModel:
             return 1.0
         return min(1.0, max(self.copy_weight, prefill_tokens_per_s / fetch_tokens_per_s))
 
-    def beta(self, assigned_s: float) -> float:
-        """Return how much one more second of work delays a worker's later requests. The cap keeps it finite.
+    def beta(self, assigned_s: float, num_workers: int) -> float:
+        """Return how much one more second of work delays later requests. The cap keeps it finite in overload.
 
-        `assigned_s`: prefill seconds assigned to the worker, decayed over the window.
+        `assigned_s`: prefill seconds assigned to the fleet, decayed over the window.
         """
-        rho = min(self.max_rho, assigned_s / self.window_s)
+        rho = min(self.max_rho, assigned_s / (self.window_s * num_workers))
         return min(self.max_beta, rho / (1.0 - rho))
 
     def fetch_cost_s(self, plan: FetchPlan, tokens_per_s: float) -> float:
         """Return the cost of a plan at a worker that prefills `tokens_per_s`."""
         return max(plan.fetch_s, self.copy_weight * plan.peer_tokens / tokens_per_s)
 
-    def cost_s(self, worker: WorkerView) -> float:
-        """Return the cost of the request at a worker."""
-        return (
+    def costs_s(self, workers: Sequence[WorkerView], beta: float) -> list[float]:
+        """Return the cost of the request at each worker. A slow worker's second delays fewer tokens."""
+        beta /= _mean_rate(workers)
+        return [
             worker.queue_s
             + worker.eviction_s
             + worker.decode_s
-            + (1.0 + self.beta(worker.assigned_s) + worker.num_displaced) * (worker.prefill_s + worker.fetch_cost_s)
+            + (1.0 + (beta * worker.prefill_tokens_per_s + worker.num_displaced))
+            * (worker.prefill_s + worker.fetch_cost_s)
             + self.assigned_weight * worker.assigned_s
-        )
+            for worker in workers
+        ]
 
-    def idle_best_cost_s(self, best: WorkerView, workers: Sequence[WorkerView]) -> float:
+    def idle_best_cost_s(self, best: WorkerView, workers: Sequence[WorkerView], beta: float) -> float:
         """Return the cost at an idle best match, which counts as fast as the fastest worker of a similar rate."""
         rate = best.prefill_tokens_per_s
         like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= SIMILAR_RATE * rate])
-        return best.prefill_s * rate / like + best.fetch_cost_s
+        return (1.0 + beta * like / _mean_rate(workers)) * (best.prefill_s * rate / like + best.fetch_cost_s)
+
+
+def _mean_rate(workers: Sequence[WorkerView]) -> float:
+    return sum([worker.prefill_tokens_per_s for worker in workers]) / len(workers)
 
 
 def queue_delay(queue: PrefillQueue | None, prefill_s: float) -> tuple[float, float]:

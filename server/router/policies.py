@@ -26,6 +26,9 @@ class FleetView(msgspec.Struct, frozen=True):
     """The fleet as one decision sees it."""
 
     cost: CostModel
+    assigned_s: float
+    """Prefill seconds assigned to the fleet, decayed over a minute."""
+    num_workers: int
     draw: Callable[[], float]
     """Returns a random number in [0, 1); always 0.5 in a dry run."""
     common_tokens: int | None = None
@@ -67,13 +70,14 @@ class Headstart(Policy):
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         cost = fleet.cost
+        beta = cost.beta(fleet.assigned_s, fleet.num_workers)
         costs_s = [
-            cost.cost_s(worker) + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
-            for worker in workers
+            cost_s + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
+            for cost_s, worker in zip(cost.costs_s(workers, beta), workers, strict=True)
         ]
         idle = idle_best_matches(workers, fleet.common_tokens)
         for at in idle:
-            costs_s[at] = cost.idle_best_cost_s(workers[at], workers)
+            costs_s[at] = cost.idle_best_cost_s(workers[at], workers, beta)
         if request.affinity_key and not idle:
             at = workers.index(own := rendezvous_worker(request.affinity_key, workers))
             if own.matched_tokens >= max(worker.matched_tokens for worker in workers):

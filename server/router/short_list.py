@@ -48,8 +48,9 @@ class ShortList:
         """`queued_s` returns the prefill seconds that this gateway has in the worker's queue."""
         self._assigned_weight = assigned_weight
         self._queued_s = queued_s
+        self.assigned_s = 0.0
+        """Prefill seconds assigned to all workers, by the last view of each."""
         self._assigned_s: dict[WorkerId, float] = {}
-        """Prefill seconds assigned to each worker, by its last view."""
         self._queued: set[WorkerId] = set()
         """Workers that may have requests of this gateway in their queue."""
         self._loads: Sequence[WorkerLoad] = ()
@@ -115,6 +116,7 @@ class ShortList:
             self._assign(worker_id, self._assigned_s[worker_id] + prefill_s)
 
     def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
+        self.assigned_s += assigned_s - self._assigned_s[worker_id]
         self._assigned_s[worker_id] = assigned_s
         self._changed.add(worker_id)
 
@@ -141,6 +143,7 @@ class ShortList:
     def _begin(self, workers: Mapping[WorkerId, Candidate]) -> None:
         """Take this list of workers; new ones count as idle."""
         self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in workers}
+        self.assigned_s = sum(self._assigned_s.values())
         self._affinity_workers.clear()
         self._turn = 0
         self._loads = ()

@@ -11,7 +11,6 @@ from functools import cache
 from multiprocessing import get_context
 from typing import Final
 
-from benchmarks.dev.route_load.ablation import ABLATIONS, WITHOUT
 from benchmarks.dev.simulation.fleet import ReplaySettings
 from benchmarks.dev.simulation.made import DocumentTrace, FanOutTrace
 from benchmarks.dev.simulation.outcomes import Outcome
@@ -63,7 +62,6 @@ _OPTIONS: Final[Mapping[str, Callable[[str], object]]] = {
     "keys": int,
     "warm": float,
     "engine": {"fifo": "fifo", "shared": "shared"}.__getitem__,
-    WITHOUT: {part: part for part in ABLATIONS}.__getitem__,
 }
 
 
@@ -145,8 +143,7 @@ def plan(options: Namespace, cell: Cell, spreading: int, outcomes: Outcomes) -> 
             (name for name in policies if name != OURS), key=lambda name: outcomes[name, cell.name][0].ttft_mean_s
         )
         policies = [name for name in policies if name == OURS or name in rivals[:NUM_RIVALS]]
-    bounds = () if spreading or options.ablation else BOUNDS
-    return [_run(cell, policy, spreading, given) for policy in (*policies, *bounds)]
+    return [_run(cell, policy, spreading, given) for policy in (*policies, *(() if spreading else BOUNDS))]
 
 
 def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
@@ -174,8 +171,6 @@ def _run(cell: Cell, policy: str, spreading: int, options: Namespace) -> Run:
         join=JOIN in cell.variants,
         warm_start_s=options.warm,
     )
-    if WITHOUT in cell.options:
-        settings = ABLATIONS[str(cell.options[WITHOUT])](settings)
     return Run(cell, policy, settings, options.load, options.half)
 
 

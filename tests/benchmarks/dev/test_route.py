@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dev.route import DEEP_CELLS, DEFAULT_CELLS, options_of
-from benchmarks.dev.route_load.ablation import ABLATIONS, ablation_figures, ablation_table
 from benchmarks.dev.route_load.figures import is_sure, overview, ratio_figures, ratio_of
 from benchmarks.dev.route_load.predictions import is_near, prediction_figures, price_change
 from benchmarks.dev.route_load.runs import BOUNDS, COMPARED, POOLED, POOLED1, execute, parse_cell, plan, processes
@@ -28,9 +27,7 @@ from benchmarks.dev.simulation.variants import (
     with_rate,
     with_tenants,
 )
-from server.router.cost import CostModel
 from server.router.policies import make_policy
-from tests.server.router.test_policies import view
 
 CELL = "conv25_n8"
 REFERENCE_RUNS = {"one": (["headstart", "llm-d", "least_load"], ["--engine", "fifo", "--hold", "0"])}
@@ -191,28 +188,6 @@ def test_a_cell_replaces_options_of_the_command() -> None:
 def test_deep_adds_cells() -> None:
     assert [cell.name for cell in options_of(["--deep"]).cells] == [*DEFAULT_CELLS, *DEEP_CELLS]
     assert len(DEFAULT_CELLS) <= 20
-
-
-def test_an_ablation_leaves_out_each_part_in_turn() -> None:
-    options = options_of(["--cells", "conv25_n8", "fan150_n8@load=0.5", "--ablation"])
-    runs = [plan(options, cell, 0, {}) for cell in options.cells]
-    assert [len(planned) for planned in runs] == [1] * 2 * (1 + len(ABLATIONS)), "headstart only, and no bound"
-    whole, fan, *without = [planned[0] for planned in runs]
-    assert fan.load == without[-1].load == 0.5
-    assert all(run.settings != whole.settings for run in without)
-    outcomes = {run.cell.name: [outcome(2.0 if run in (whole, fan) else 3.0)] for run in (whole, fan, *without)}
-    listed = ablation_figures(outcomes)
-    assert [figure.value for figure in listed] == [1.5] * 2 * len(ABLATIONS)
-    assert {"without_idle.conv25_n8", "without_beta.fan150_n8@load=0.5"} < {figure.name for figure in listed}
-    assert len(ablation_table(listed).splitlines()) == 3
-
-
-@pytest.mark.parametrize("term", ["queue_s", "num_displaced", "eviction_s", "decode_s", "beta", "recent", "idle"])
-def test_an_ablated_term_is_no_part_of_the_cost(term: str) -> None:
-    busy = view("w", queue_s=1.0, num_displaced=1.0, eviction_s=1.0, decode_s=1.0, assigned_s=30.0)
-    whole, cost = CostModel(), ABLATIONS[term](ReplaySettings(8, 0.25)).cost
-    assert cost.idle_best_cost_s(busy, [busy]) == whole.idle_best_cost_s(busy, [busy]) or term == "idle"
-    assert cost.cost_s(busy) < whole.cost_s(busy) or term == "idle"
 
 
 def test_moving_blocks_nears_the_bound(outcomes: dict[str, Outcome]) -> None:

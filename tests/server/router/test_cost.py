@@ -268,11 +268,16 @@ def test_a_copy_costs_a_share_of_computing_it() -> None:
     assert cost.fetch_cost_s(FetchPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"
 
 
-def test_each_worker_has_the_delay_of_its_own_later_requests() -> None:
-    """An idle slow worker is better than a fast one that was busy in the last minute."""
+def test_a_second_of_a_slow_worker_delays_fewer_tokens() -> None:
+    """At a high load, an idle slow worker is better than a short queue at a fast one."""
     rates = {"slow": RATE, "fast": 2 * RATE}
-    found = [Candidate(mover(name), report(prefill_tokens_per_s=rate), 0) for name, rate in rates.items()]
+    found = [
+        Candidate(member=mover(name), matched_blocks=0, load=report(prefill_tokens_per_s=rate), load_age_s=0.0)
+        for name, rate in rates.items()
+    ]
     slow, fast = sorted(decided(*found).workers, key=lambda view: view.prefill_tokens_per_s)
     cost = CostModel()
-    assert cost.cost_s(fast) < cost.cost_s(slow)
-    assert cost.cost_s(slow) < cost.cost_s(msgspec.structs.replace(fast, assigned_s=0.8 * cost.window_s))
+    at_slow, at_fast = cost.costs_s([slow, msgspec.structs.replace(fast, queue_s=slow.prefill_s)], cost.max_beta)
+    assert at_slow < at_fast
+    alike = cost.costs_s([fast, fast], 3.0)
+    assert alike[0] == pytest.approx(fast.queue_s + fast.eviction_s + fast.decode_s + 4.0 * fast.prefill_s)

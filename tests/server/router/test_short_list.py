@@ -13,7 +13,7 @@ from cache.records import Candidate, WorkerLoad
 from cache.types import BlockHash, GatewayId, WorkerId
 from server.router.placement import Placement, Scorer
 from server.router.policies import make_policy, rendezvous_worker
-from server.router.short_list import SCORE_ALL
+from server.router.short_list import SCORE_ALL, ShortList
 from tests.server.router.fleets import BLOCK, RATE, Clock, chain, make_request, member
 
 LOAD = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=10_000, num_blocks=10_000)
@@ -98,6 +98,15 @@ def test_workers_that_leave_and_join_are_in_the_order() -> None:
     joined = [each for each in fleet(110) if each.member.worker_id >= "w020"]
     placed = {place(scorer, joined, chain(40)).worker.worker_id for _ in range(10)}
     assert placed == {WorkerId(f"w{number}") for number in range(100, 110)}
+
+
+def test_the_load_of_a_large_fleet_counts_what_was_placed() -> None:
+    """The delay of later requests, beta, depends on it."""
+    short_list, candidates = ShortList(0.03, lambda worker_id: 0.0), fleet(1000)
+    short_list.choose(make_request(chain(4)), candidates, ())
+    for number in range(300):
+        short_list.placed(candidates[number].member.worker_id, 0.5)
+    assert short_list.assigned_s == pytest.approx(150.0)
 
 
 @pytest.mark.parametrize("size", [SCORE_ALL, 200])
