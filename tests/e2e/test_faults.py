@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -130,10 +131,15 @@ def test_stops_at_ctrl_c(tiny_model: Path) -> None:
         assert running.stop(signal.SIGINT) == 0
 
 
-def test_the_next_start_deletes_what_a_killed_one_has_left(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_next_start_deletes_what_a_killed_one_has_left(tiny_model: Path) -> None:
     """SIGKILL leaves no time for that. The parts end by themselves."""
     options = ["--model", str(tiny_model), "--num-workers", "1", "--worker-args", SMALL_POOL]
-    variables = {"TMPDIR": str(tmp_path)}
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path has at most 107 bytes
+        _kill_and_start(options, Path(folder))
+
+
+def _kill_and_start(options: list[str], folder: Path) -> None:
+    variables = {"TMPDIR": str(folder)}
     killed = Serve(*options, env=variables)
     try:
         killed.wait_for_line(READY)
@@ -141,10 +147,10 @@ def test_the_next_start_deletes_what_a_killed_one_has_left(tiny_model: Path, tmp
     finally:
         assert killed.stop(signal.SIGKILL) == -signal.SIGKILL
     assert not psutil.wait_procs(family, timeout=HANG_S)[1]
-    (left,) = tmp_path.iterdir()
+    (left,) = folder.iterdir()
     with Serve(*options, env=variables):
         assert not left.exists()
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 def test_gateways_share_the_public_port(tiny_model: Path) -> None:

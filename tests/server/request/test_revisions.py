@@ -46,7 +46,7 @@ def by_revision(router: PlainRouter, monkeypatch: pytest.MonkeyPatch, *, is_sile
     async def own(route: RouteRequest) -> Placement:
         members = router.members
         try:
-            router.members = [each for each in members if each.namespace == route.revision]
+            router.members = [each for each in members if each.namespace == route.namespace]
             return await place(route)
         except NoWorkerError as error:
             raise NoWorkerError(str(error), retry_after_s=1.0, is_silent=is_silent) from None
