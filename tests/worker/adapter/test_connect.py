@@ -53,7 +53,7 @@ async def test_what_is_registered(engine_folder: Path) -> None:
 
 
 def resolves(name: str) -> bool:
-    """Return whether the machine knows the name: one without /etc/hosts knows no `localhost`."""
+    """Return whether the machine has the name: one without /etc/hosts has no `localhost`."""
     try:
         return bool(socket.getaddrinfo(name, None))
     except socket.gaierror:
