@@ -37,6 +37,14 @@ FIRST_PORT = 20_000 + PORTS_PER_PROCESS * (int(os.environ.get("PYTEST_XDIST_WORK
 _offsets = itertools.count(random.SystemRandom().randrange(PORTS_PER_PROCESS))
 
 
+def resolves(name: str) -> bool:
+    """Return whether the machine has the name: one without /etc/hosts has no `localhost`."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except socket.gaierror:
+        return False
+
+
 def free_ports(count: int) -> list[int]:
     """Return adjacent ports that were free just before, none of them among the last that this process got."""
     ports: list[int] = []

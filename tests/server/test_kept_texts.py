@@ -48,7 +48,7 @@ def kept(request: RouteRequest) -> int:
 def test_the_router_gets_the_known_texts() -> None:
     """A new one needs a bound: only `short_key` makes a Key."""
     plain = {name for name in ROUTE_TEXTS if "Key" not in str(RouteRequest.__annotations__[name])}
-    assert plain == {"request_id", "model", "numerics", "revision", "needs", "tenant"}, "all are the gateway's"
+    assert plain == {"request_id", "model", "numerics", "namespace", "needs", "tenant"}, "all are the gateway's"
 
 
 @pytest.mark.parametrize("text", ["", "k", "k" * MAX_KEY_CHARS, "k" * (MAX_KEY_CHARS + 1), LONG, "\ud800" * 999])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.e2e.serving import free_ports
+from tests.e2e.serving import free_ports, resolves
 from tests.faults.part import ROOT
 from tests.waiting import HANG_S, until
 from tests.worker.adapter.rig import fake_engine
@@ -50,14 +49,6 @@ async def test_what_is_registered(engine_folder: Path) -> None:
         assert (renamed.member.model, renamed.bundle.max_model_len) == ("other", 100)
         assert "no cache events" in (renamed.index_problem or "")
         await renamed.close()
-
-
-def resolves(name: str) -> bool:
-    """Return whether the machine has the name: one without /etc/hosts has no `localhost`."""
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except socket.gaierror:
-        return False
 
 
 async def test_an_engine_takes_one_adapter(engine_folder: Path) -> None:
