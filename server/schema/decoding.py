@@ -150,7 +150,8 @@ async def read_json(
     try:
         decoded = decode(body)
     except msgspec.ValidationError as error:
-        raise located(str(error), kind=getattr(getattr(decode, "__self__", None), "type", None)) from None
+        kind = getattr(getattr(decode, "__self__", None), "type", None)  # that of the Decoder whose method it is
+        raise located(str(error), kind=kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if (half := _LONE_SURROGATE.search(body)) is not None:
             message = f"The body holds half of a surrogate pair, {half[0].decode()}: send whole characters."

@@ -75,15 +75,15 @@ class EngineShapes:
         if has_marks and shapes.marks:
             turns = [*await run_sliced(without_marks(turns))]
         changed, repairs = repaired(replace(shapes, thoughts="reasoning_content"), turns, has_tools=bool(tools))
+        if repairs or has_marks:
+            kept = {name: item for name, item in fields.items() if name != LEADS.get(path)}
+            fields = kept | _body(path, changed)
         if shapes.fills_tools and filled_tools != tools:
             fields, repairs = {**fields, "tools": filled_tools}, (*repairs, "tool-fields")
         if repairs and self._is_strict:
             message = f"The model's chat template does not take {', '.join(repairs)} (--strict-template)."
             raise InvalidRequestError(message, param=TEXTS[path])
-        if not repairs and not has_marks:
-            return fields, ()
-        kept = {name: item for name, item in fields.items() if name != LEADS.get(path)}
-        return kept | _body(path, changed), repairs
+        return fields, repairs
 
     async def _shapes(self, model: ServedModel, digests: frozenset[Digests], render: Render) -> Shapes:
         key = (model.fingerprint, digests)

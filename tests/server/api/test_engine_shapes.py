@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from server.api.engine.shapes import _body, _turns
+from server.api.engine.shapes import EngineShapes, _body, _turns
 from server.text.shapes import Shapes, repaired
-from tests.server.text.conversations import BODIES, Call, Step, strange
+from tests.server.text.conversations import BODIES, CHAT_PATH, MESSAGES_PATH, Call, Step, strange
 from tests.server.text.template_families import RULES
+from worker.wire import EngineCall, Rendered
 
 SHAPES: Final = st.builds(
     Shapes,
@@ -103,3 +105,40 @@ def test_results_of_another_form_are_left_to_the_engine(path: str, output: objec
     body = BODIES[path]([Step("user", "x"), Step("tool", "MARK", result_of="c")], has_tools=True)
     body = json.loads(json.dumps(body).replace('"MARK"', json.dumps(output)))
     assert _turns(path, fields_of(body)) is None
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("needs", [False, True])
+async def test_tools_get_the_fields_that_an_engines_template_needs(path: str, needs: bool) -> None:
+    """The messages, whole tools and those that the engine runs stay as they are."""
+    name = "input_schema" if path == MESSAGES_PATH else "parameters"
+    own: list[dict[str, Any]] = [{"name": "f"}, {"name": "g", "description": "G.", name: {"type": "object", "a": 1}}]
+    if path == MESSAGES_PATH:
+        own[0][name] = None
+    if path == CHAT_PATH:
+        tools = [{"type": "function", "function": each} for each in own]
+    else:
+        tools = [{"type": "function", **each} if path != MESSAGES_PATH else each for each in own]
+        tools.append({"type": "web_search"})
+    fields = fields_of(BODIES[path]([Step("user", "x")], has_tools=True) | {"tools": tools})
+    template = SimpleNamespace(shapes=Shapes(fills_tools=needs))
+    model: Any = SimpleNamespace(fingerprint="f", template=template)
+    prompts: Any = SimpleNamespace(shares_template=_shares)
+    found, repairs = await EngineShapes(prompts, is_strict=False).repaired(path, fields, model, frozenset(), _no_render)
+    kept = {field: value for field, value in found.items() if field != "tools"}
+    assert kept == {field: value for field, value in fields.items() if field != "tools"}
+    if not needs:
+        assert (found["tools"], repairs) == (fields["tools"], ())
+        return
+    assert repairs == ("tool-fields",)
+    filled = [each.get("function", each) for each in found["tools"]]
+    assert (filled[0]["description"], filled[0][name]) == ("", {"type": "object", "properties": {}})
+    assert found["tools"][1:] == tools[1:]
+
+
+async def _shares(*_: object) -> bool:
+    return True
+
+
+async def _no_render(_: EngineCall) -> Rendered:
+    raise AssertionError("the gateway has the template")
