@@ -18,8 +18,9 @@ TESTS: Final = {
     "attention": ("every attention kernel: shapes, head sizes, windows, dtypes", 110.0),
     "triton_ops": ("our Triton kernels", 20.0),
     "recordings": ("CUDA graphs against launches kernel by kernel", 60.0),
-    "families": ("every model family against transformers", 85.0),
+    "families": ("every model family against transformers", 75.0),
     "launches_ahead": ("steps launched before the one before is read", 30.0),
+    "host_store": ("blocks to pinned host memory and back", 15.0),
     "parity": ("greedy tokens of 32 prompts against transformers", 25.0),
 }
 """Module of tests/worker/gpu to title and limit."""

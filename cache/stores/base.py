@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from cache.events import BlockEvent
@@ -24,6 +24,9 @@ class BlockStore(ABC):
 
     The lock guards the index. It is never held while a record is read or written, so a record may be overwritten during
     a read. Its block is then no longer held: `read` checks that afterwards.
+
+    A store in memory has its records copied in place: to copy megabytes twice takes longer than a GPU's bus, and holds
+    the interpreter's lock.
     """
 
     tier: Tier
@@ -56,14 +59,22 @@ class BlockStore(ABC):
         """Return the number of leading `hashes` that are held. They are a chain, or the end of one."""
         return self._chains.match(hashes)
 
-    def read(self, link: ChainLink, payload: memoryview) -> bool:
-        """Fill `payload` with the block. False: a miss, and `payload` is undefined; a damaged block is dropped."""
+    def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object] | None = None) -> bool:
+        """Fill `payload` with the block, or give it to `use`, which copies it. False: a miss.
+
+        The copy of a miss is undefined. A damaged block is dropped.
+        """
         assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
         with self._lock:
             block = self._chains.get(link.block_hash)
         if block is None or block.link != link:
             return False
-        is_exact = self._read_record(payload, link, block.record)
+        room = self._room(payload, block.record)
+        is_exact = self._read_record(room, link, block.record)
+        if is_exact and use is not None:
+            use(room)
+        elif is_exact and room is not payload:
+            payload[:] = room
         with self._lock:
             if self._chains.get(link.block_hash) is not block:
                 return False
@@ -73,10 +84,12 @@ class BlockStore(ABC):
                 self._free += self._chains.forget(lambda held: held is block)
         return is_exact
 
-    def write(self, link: ChainLink, payload: memoryview, version: int) -> bool:
-        """Store the block, and evict others for it. False: not stored.
+    def write(
+        self, link: ChainLink, payload: memoryview, version: int, fill: Callable[[memoryview], bool] | None = None
+    ) -> bool:
+        """Store the block of `payload`, or the one that `fill` copies, and evict others for it. False: not stored.
 
-        The store is full, the parent is missing, the device fails, or `clear` was called since `version` was read.
+        The store is full, the parent is missing, the device or `fill` fails, or `clear` came after `version`.
         """
         assert payload.nbytes == self._payload_bytes, f"a block of {payload.nbytes} bytes, not {self._payload_bytes}"
         with self._lock:
@@ -89,7 +102,10 @@ class BlockStore(ABC):
             if record is None:
                 return False
             self._writing.add(record)
-        is_written = self._write_record(payload, link, record)
+        room = self._room(payload, record)
+        if fill is None and room is not payload:
+            room[:] = payload
+        is_written = (fill is None or fill(room)) and self._write_record(room, link, record)
         with self._lock:
             self._writing.discard(record)
             # The lock was released: the parent may be gone, or another thread may have written this block.
@@ -132,6 +148,10 @@ class BlockStore(ABC):
         if not self._free:
             self._grow()
         return self._free.pop() if self._free else self._chains.evict(keep=link.parent)
+
+    def _room(self, payload: memoryview, record: int) -> memoryview:
+        """Return what the record's block is copied to and from: `payload`, or the record itself."""
+        return payload
 
     @abstractmethod
     def _read_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:

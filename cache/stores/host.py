@@ -13,7 +13,7 @@ class HostStore(BlockStore):
 
     tier = "host"
     takes = "victims"
-    guess_bytes_per_s = 4e9
+    guess_bytes_per_s = 12e9  # by PCIe 4; a GPU of PCIe 5 read 18 GB/s
 
     def __init__(self, slabs: Sequence[memoryview], payload_bytes: int) -> None:
         """Cut writable slabs into records; the rest of each slab stays unused. Raises ValueError."""
@@ -31,12 +31,13 @@ class HostStore(BlockStore):
             raise ValueError(f"{sizes:,} bytes of host memory hold no block of {payload_bytes:,} bytes")
         self._reset_records()
 
+    def _room(self, payload: memoryview, record: int) -> memoryview:
+        return self._records[record]
+
     def _read_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
-        payload[:] = self._records[record]
         return True
 
     def _write_record(self, payload: memoryview, link: ChainLink, record: int) -> bool:
-        self._records[record][:] = payload
         return True
 
     def _grow(self) -> None:

@@ -98,7 +98,7 @@ def test_all_of_it(tmp_path: Path) -> None:
     code, summary = check(tmp_path)
     assert code == 0, summary
     assert [part["name"] for part in summary["parts"]] == list(NAMES)
-    assert len(TESTS) == 6
+    assert len(TESTS) == 7
 
 
 def test_the_bundle_has_a_pin_for_each_package() -> None:

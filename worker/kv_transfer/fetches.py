@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol, runtime_checkable
 
 from cache.allocators.hash import HashAllocation, HashAllocator
@@ -35,8 +36,8 @@ _LAG_S: Final = 0.5
 class BlockReader(Protocol):
     """Blocks of a chain, read in its order."""
 
-    def read(self, link: ChainLink, payload: memoryview) -> bool:
-        """Fill `payload` with the block. False: a miss."""
+    def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object]) -> bool:
+        """Give the block to `use`, in `payload` or in place. False: a miss, and what was copied is undefined."""
 
 
 @runtime_checkable
@@ -279,7 +280,8 @@ class FetchQueue:
                     with fetch.lock:
                         fetch.waits_at = reader if isinstance(reader, Interruptible) else None
                     for link in links:
-                        if fetch.ended or not reader.read(link, payload) or not self._fill(fetch, link, payload):
+                        copy = partial(self._copy, fetch, link)
+                        if fetch.ended or not reader.read(link, payload, copy) or not self._arrived(fetch, link):
                             return
                         num_read += 1
                         yield
@@ -288,10 +290,15 @@ class FetchQueue:
                     now_s = time.monotonic()
                     source.rate.add(num_read * self._allocator.block_size, now_s - begun_s, now_s)
 
-    def _fill(self, fetch: PrefixFetch, link: ChainLink, payload: memoryview) -> bool:
-        """Write a block into the pool. False: the fetch has ended and owns no blocks."""
+    def _copy(self, fetch: PrefixFetch, link: ChainLink, payload: memoryview) -> None:
+        """Write a block into the pool, unless the fetch has ended and owns no blocks."""
         with fetch.lock:
             if not fetch.ended:
                 self._pool.write(fetch.allocation.block_table[link.depth], payload)
+
+    def _arrived(self, fetch: PrefixFetch, link: ChainLink) -> bool:
+        """Count a block whose reader was right. False: the fetch has ended."""
+        with fetch.lock:
+            if not fetch.ended:
                 fetch.num_arrived = link.depth + 1
             return not fetch.ended

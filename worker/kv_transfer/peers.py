@@ -15,7 +15,7 @@ import io
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -150,7 +150,7 @@ class PeerStream:
         self._head = bytearray(FRAME_HEAD_BYTES + HEADER_BYTES)
         self._expected = frame_head(record.payload_bytes)
 
-    def read(self, link: ChainLink, payload: memoryview) -> bool:
+    def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object] | None = None) -> bool:
         """Read the next record, after the head of the answer. Raises FetchError, OSError or HTTPException."""
         if not self._has_begun:
             self._answer.begin_within(self._url, _READ_TIMEOUT_S)
@@ -159,9 +159,11 @@ class PeerStream:
         head = memoryview(self._head)
         if not self._fill(head) or not self._fill(payload):
             return False
-        return head[:FRAME_HEAD_BYTES] == self._expected and self._record.verifies(
-            bytes(head[FRAME_HEAD_BYTES:]), link, payload
-        )
+        header = bytes(head[FRAME_HEAD_BYTES:])
+        is_exact = head[:FRAME_HEAD_BYTES] == self._expected and self._record.verifies(header, link, payload)
+        if is_exact and use is not None:
+            use(payload)
+        return is_exact
 
     def interrupt(self) -> None:
         """Make a waiting read fail at once. Any thread."""

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from cache.allocators.hash import HashAllocator
@@ -104,6 +105,6 @@ class BlockSaver:
                 break
             block_hash = link.parent
         for number, link in enumerate(reversed(missing)):
-            if not self._pool.read(link.block_hash, payload) or not self._store.write(link, payload, version):
+            if not self._store.write(link, payload, version, partial(self._pool.read, link.block_hash)):
                 return number
         return len(missing)

@@ -169,6 +169,43 @@ def test_a_record_that_is_overwritten_while_it_is_read_is_a_miss(make_store: Mak
     assert reads_exactly(store, new), "the block that took the record was dropped for the one before"
 
 
+def test_blocks_in_memory_are_copied_in_place(make_store: MakeStore) -> None:
+    store = make_store(2)
+    (link,) = chain([0])
+    payload, rooms = memoryview(bytearray(PAYLOAD_BYTES)), list[memoryview]()
+
+    def fill(room: memoryview) -> bool:
+        rooms.append(room)
+        room[:] = payload_of(link)
+        return True
+
+    assert store.write(link, payload, store.version, fill)
+    payload[:] = bytes(PAYLOAD_BYTES)
+    assert store.read(link, payload, rooms.append)
+    assert rooms[1] == payload_of(link)
+    assert all((room is payload) == (store.tier == "disk") for room in rooms)
+    assert (payload == bytes(PAYLOAD_BYTES)) == (store.tier == "host"), "a block was copied twice"
+    assert reads_exactly(store, link)
+
+
+def test_a_record_overwritten_while_it_is_copied_is_a_miss(make_store: MakeStore) -> None:
+    store = make_store(1)
+    old, new = chain([0])[0], chain([1])[0]
+    write(store, old)
+    payload = memoryview(bytearray(PAYLOAD_BYTES))
+    assert not store.read(old, payload, lambda room: write(store, new))
+    assert reads_exactly(store, new)
+
+
+def test_a_block_that_cannot_be_copied_takes_no_record(make_store: MakeStore) -> None:
+    store = make_store(1)
+    old, new = chain([0])[0], chain([1])[0]
+    assert not store.write(old, memoryview(bytearray(PAYLOAD_BYTES)), store.version, lambda room: False)
+    assert not reads_exactly(store, old)
+    assert write(store, new) == [True], "the record was lost"
+    assert reads_exactly(store, new)
+
+
 def test_a_parent_evicted_during_a_write_makes_it_fail(make_store: MakeStore) -> None:
     store = make_store(3)
     parent, child = chain([0, 1])

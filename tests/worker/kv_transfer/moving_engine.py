@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 
@@ -89,11 +89,14 @@ class PeersInProcess:
         self._source = self._peers[url].transfers
         yield self
 
-    def read(self, link: ChainLink, payload: memoryview) -> bool:
+    def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object]) -> bool:
         header = self._source.read_record(link, payload)
         if header is not None and self._damages is not None and self._damages.random() < 0.2:
             payload[self._damages.randrange(len(payload))] ^= 1 << self._damages.randrange(8)
-        return header is not None and self._record.verifies(header, link, payload)
+        is_exact = header is not None and self._record.verifies(header, link, payload)
+        if is_exact:
+            use(payload)
+        return is_exact
 
 
 class MovingEngine(HandEngine):

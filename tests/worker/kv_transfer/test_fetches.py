@@ -49,7 +49,7 @@ class Source:
         self.closing.release()
         assert self.close_gate.wait(HANG_S)
 
-    def read(self, link: ChainLink, payload: memoryview) -> bool:
+    def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object]) -> bool:
         self.entered.release()
         if link.depth >= self.hangs_at:
             assert self.gate.wait(HANG_S)
@@ -58,6 +58,7 @@ class Source:
                 raise self.error
             return False
         payload[:] = link.block_hash
+        use(payload)
         self.read_blocks.append(link.block_hash)
         return True
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -192,11 +193,11 @@ def test_a_store_that_raises_costs_one_block(threads: list[BlockSaver], caplog: 
     hashes, _ = pool.compute(range(32))
     write, failed = store.write, []
 
-    def write_or_fail(link: ChainLink, payload: memoryview, version: int) -> bool:
+    def write_or_fail(link: ChainLink, payload: memoryview, *rest: Any) -> bool:
         if not failed:
             failed.append(link)
             raise OSError("the disk is on fire")
-        return write(link, payload, version)
+        return write(link, payload, *rest)
 
     store.write = write_or_fail  # type: ignore[method-assign]
     pool.saver.start_thread()
