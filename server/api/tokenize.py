@@ -55,6 +55,8 @@ class TokenizeApi:
         request: TokenizeRequest = await self._read(http_request, _TEXT)
         ignored = ""
         if memoryview(request.messages)[:5].tobytes() != b"null":
+            if request.prompt is not None:
+                raise invalid("prompt", "and messages exclude each other: give one of them")
             name = request.model or self._model(None, identity).name
             body = await http_request.body()
             if not request.model:

@@ -45,6 +45,7 @@ _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB]")
 _WIDE_ESCAPE: Final = re.compile(rb"\\u(?!00)")
 MAX_WIDE_BYTES: Final = 40 << 20
 """The most that strings may take in memory, if more than the body: one wide character makes all of its string wide."""
+_OTHER_TEXT: Final = re.compile(rb"\xef\xbb\xbf|\xff\xfe|\xfe\xff|.?\0", re.DOTALL)
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
 
@@ -156,7 +157,8 @@ async def read_json(
         if (half := _LONE_SURROGATE.search(body)) is not None:
             message = f"The body holds half of a surrogate pair, {half[0].decode()}: send whole characters."
             raise InvalidRequestError(message) from None
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
+        why = "it is UTF-16, or begins with a byte order mark: send UTF-8" if _OTHER_TEXT.match(body) else error
+        raise InvalidRequestError(f"The body is not valid JSON: {why}.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deeply.") from None
     if not is_large and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
@@ -207,7 +209,10 @@ def located(text: str, parent: str = "", kind: Any = None) -> InvalidRequestErro
     reason, _, path = text.partition(" - at `")
     if reason.startswith("Invalid enum value") and (values := _literals(kind, re.findall(r"[A-Za-z_]\w*|\[", path))):
         reason = f"{reason}: use one of {', '.join(values)}"
-    param = (parent + path.rstrip("`").removeprefix("$")).removeprefix(".")
+    place = (parent + path.rstrip("`").removeprefix("$")).removeprefix(".")
+    param, is_value, _ = place.partition("[...]")  # that of a key, which msgspec does not name
+    if is_value:
+        reason = f"a value in it is wrong: {reason}"
     if missing := _MISSING.search(reason):
         return invalid(f"{param}.{missing[1]}" if param else missing[1], "is required")
     if not param:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import Any
 
@@ -46,6 +47,7 @@ WRONG: dict[str, list[Wrong]] = {
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "must match"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"logit_bias": {"cat": 1}}, "logit_bias", "token ids from 0 to"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias", "a value in it is wrong: Expected `float`"),
         ({"model": None}, "model", "Expected `str`"),
     ],
     "/v1/completions": [
@@ -81,7 +83,10 @@ WRONG: dict[str, list[Wrong]] = {
         ({"encoding_format": "hex"}, "encoding_format", "use one of float, base64"),
         ({"dimensions": -1}, "dimensions", ">= 1"),
     ],
-    "/tokenize": [({"messages": 5}, "messages", "Expected `array`")],
+    "/tokenize": [
+        ({"messages": 5}, "messages", "Expected `array`"),
+        ({"prompt": "x"}, "prompt", "and messages exclude each other: give one of them"),
+    ],
     "/detokenize": [({"tokens": [-1]}, "tokens[0]", ">= 0"), ({"tokens": [10**8]}, "tokens", "token ids from 0 to")],
 }
 NO_JSON = [b"", b"{", b"[]", b'"x"', b"{'model': 'tiny'}", b'{"model": "tiny",}', b"\0\0", b"model=tiny", b'{"n": NaN}']
@@ -108,6 +113,12 @@ async def test_a_wrong_body_is_refused_with_its_field_and_a_remedy(worker: Scrip
             status, _, raw = await post(target.url, text, path)
             assert (status, error_of(raw, path).get("param")) == (400, None), raw
             assert "The body" in error_of(raw, path)["message"]
+        for text in [
+            codecs.BOM_UTF8 + b"{}",
+            *('{"model": "tiny"}'.encode(f"utf-16{end}") for end in ("", "-le", "-be")),
+        ]:
+            status, _, raw = await post(target.url, text, path)
+            assert (status, "send UTF-8" in error_of(raw, path)["message"]) == (400, True), raw
         status, _, raw = await post(target.url, {**SMALL[path], "model": "gpt-9"}, path)
         assert status == 404, raw
         assert "GET /v1/models lists: tiny" in error_of(raw, path)["message"]
