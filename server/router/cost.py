@@ -13,7 +13,7 @@
                       + 0.03 * recent prefill seconds of the worker
     idle best match = (1 + beta) * (prefill_s + fetch_cost_s)
 
-`beta` is that of a worker of mean rate; a worker of half the rate has half of it.
+`beta` goes by the load of the workers of a similar rate.
 
 `views` computes the terms of each worker, with its load (`load_tracker`) and the blocks of own requests (`ledger`). The
 policy `headstart` adds jitter and affinity (`policies`).
@@ -104,40 +104,58 @@ class CostModel:
             return 1.0
         return min(1.0, max(self.copy_weight, prefill_tokens_per_s / fetch_tokens_per_s))
 
-    def beta(self, assigned_s: float, num_workers: int) -> float:
+    def beta(self, assigned_s: float) -> float:
         """Return how much one more second of work delays later requests. The cap keeps it finite in overload.
 
-        `assigned_s`: prefill seconds assigned to the fleet, decayed over the window.
+        `assigned_s`: prefill seconds assigned to a worker, decayed over the window.
         """
-        rho = min(self.max_rho, assigned_s / (self.window_s * num_workers))
+        rho = min(self.max_rho, assigned_s / self.window_s)
         return min(self.max_beta, rho / (1.0 - rho))
+
+    def betas(self, workers: Sequence[WorkerView], assigned_s: float) -> list[float]:
+        """Return `beta` at each worker, by the mean work of the workers of a similar rate.
+
+        `assigned_s`: the mean of the fleet, of which only some `workers` may be scored.
+        """
+        rates = [worker.prefill_tokens_per_s for worker in workers]
+        if max(rates) <= SIMILAR_RATE * min(rates):
+            return [self.beta(assigned_s)] * len(workers)
+        scale = assigned_s * len(workers) / (sum([worker.assigned_s for worker in workers]) or 1.0)
+        betas = [0.0] * len(workers)
+        by_rate = sorted(range(len(workers)), key=rates.__getitem__)
+        while by_rate:
+            like = [at for at in by_rate if rates[at] <= SIMILAR_RATE * rates[by_rate[0]]]
+            beta = self.beta(scale * sum([workers[at].assigned_s for at in like]) / len(like))
+            for at in like:
+                betas[at] = beta
+            del by_rate[: len(like)]
+        return betas
 
     def fetch_cost_s(self, plan: FetchPlan, tokens_per_s: float) -> float:
         """Return the cost of a plan at a worker that prefills `tokens_per_s`."""
         return max(plan.fetch_s, self.copy_weight * plan.peer_tokens / tokens_per_s)
 
-    def costs_s(self, workers: Sequence[WorkerView], beta: float) -> list[float]:
-        """Return the cost of the request at each worker. A slow worker's second delays fewer tokens."""
-        beta /= _mean_rate(workers)
+    def costs_s(self, workers: Sequence[WorkerView], betas: Sequence[float]) -> list[float]:
+        """Return the cost of the request at each worker."""
         return [
             worker.queue_s
             + worker.eviction_s
             + worker.decode_s
-            + (1.0 + (beta * worker.prefill_tokens_per_s + worker.num_displaced))
-            * (worker.prefill_s + worker.fetch_cost_s)
+            + (1.0 + beta + worker.num_displaced) * (worker.prefill_s + worker.fetch_cost_s)
             + self.assigned_weight * worker.assigned_s
-            for worker in workers
+            for worker, beta in zip(workers, betas, strict=True)
         ]
 
-    def idle_best_cost_s(self, best: WorkerView, workers: Sequence[WorkerView], beta: float) -> float:
-        """Return the cost at an idle best match, which counts as fast as the fastest worker of a similar rate."""
+    def idle_best_cost_s(self, best: WorkerView, workers: Sequence[WorkerView], betas: Sequence[float]) -> float:
+        """Return the cost at an idle best match, no more than at any other worker of a similar rate."""
         rate = best.prefill_tokens_per_s
-        like = max([w.prefill_tokens_per_s for w in workers if w.prefill_tokens_per_s <= SIMILAR_RATE * rate])
-        return (1.0 + beta * like / _mean_rate(workers)) * (best.prefill_s * rate / like + best.fetch_cost_s)
-
-
-def _mean_rate(workers: Sequence[WorkerView]) -> float:
-    return sum([worker.prefill_tokens_per_s for worker in workers]) / len(workers)
+        like = [
+            (-worker.prefill_tokens_per_s, beta)
+            for worker, beta in zip(workers, betas, strict=True)
+            if worker.prefill_tokens_per_s <= SIMILAR_RATE * rate
+        ]
+        fastest, beta = -min(like)[0], min(beta for _, beta in like)
+        return (1.0 + beta) * (best.prefill_s * rate / fastest + best.fetch_cost_s)
 
 
 def queue_delay(queue: PrefillQueue | None, prefill_s: float) -> tuple[float, float]:

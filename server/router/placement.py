@@ -136,9 +136,9 @@ class Scorer:
             if decision is not None:
                 return decision
         workers = self._views(request, candidates, broken)
-        assigned_s = sum([worker.assigned_s for worker in workers])
+        assigned_s = sum([worker.assigned_s for worker in workers]) / max(1, len(workers))
         draw = (lambda: 0.5) if dry_run else self._rng.random
-        fleet = FleetView(self._cost, assigned_s, len(workers), draw)
+        fleet = FleetView(self._cost, assigned_s, draw)
         return self._decision(request, workers, fleet, len(candidates))
 
     def _decide_by_list(
@@ -154,7 +154,7 @@ class Scorer:
         if not unguarded or (request.hard_affinity and own is not None and own not in unguarded):
             return None
         common_tokens = listed.common_blocks * candidates[0].member.block_size
-        fleet = FleetView(self._cost, short_list.assigned_s, len(candidates), self._rng.random, common_tokens)
+        fleet = FleetView(self._cost, short_list.assigned_s / len(candidates), self._rng.random, common_tokens)
         decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
 

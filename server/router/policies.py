@@ -27,8 +27,7 @@ class FleetView(msgspec.Struct, frozen=True):
 
     cost: CostModel
     assigned_s: float
-    """Prefill seconds assigned to the fleet, decayed over a minute."""
-    num_workers: int
+    """Prefill seconds assigned to a worker, decayed over a minute: the mean of the fleet."""
     draw: Callable[[], float]
     """Returns a random number in [0, 1); always 0.5 in a dry run."""
     common_tokens: int | None = None
@@ -70,14 +69,14 @@ class Headstart(Policy):
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         cost = fleet.cost
-        beta = cost.beta(fleet.assigned_s, fleet.num_workers)
+        betas = cost.betas(workers, fleet.assigned_s)
         costs_s = [
             cost_s + (worker.report_age_s * fleet.draw() if worker.report_age_s else 0.0)
-            for cost_s, worker in zip(cost.costs_s(workers, beta), workers, strict=True)
+            for cost_s, worker in zip(cost.costs_s(workers, betas), workers, strict=True)
         ]
         idle = idle_best_matches(workers, fleet.common_tokens)
         for at in idle:
-            costs_s[at] = cost.idle_best_cost_s(workers[at], workers, beta)
+            costs_s[at] = cost.idle_best_cost_s(workers[at], workers, betas)
         if request.affinity_key and not idle:
             at = workers.index(own := rendezvous_worker(request.affinity_key, workers))
             if own.matched_tokens >= max(worker.matched_tokens for worker in workers):

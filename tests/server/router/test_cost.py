@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import WorkerId
-from server.router.cost import CostModel
+from server.router.cost import CostModel, WorkerView
 from server.router.fetch_plan import FetchPlan, cheapest_plan, find_peers
 from server.router.placement import Decision
 from tests.server.router.fleets import BLOCK, RATE, Fleets, chain, incarnations, make_request, member
@@ -268,16 +268,36 @@ def test_a_copy_costs_a_share_of_computing_it() -> None:
     assert cost.fetch_cost_s(FetchPlan(1000, (1000,), 0, 0.001), RATE) == 0.001, "what is loaded is no copy of a peer's"
 
 
-def test_a_second_of_a_slow_worker_delays_fewer_tokens() -> None:
-    """At a high load, an idle slow worker is better than a short queue at a fast one."""
-    rates = {"slow": RATE, "fast": 2 * RATE}
+def views_of(*loads: tuple[float, float]) -> list[WorkerView]:
+    """Return a view for each prefill rate and recent prefill seconds."""
     found = [
-        Candidate(member=mover(name), matched_blocks=0, load=report(prefill_tokens_per_s=rate), load_age_s=0.0)
-        for name, rate in rates.items()
+        Candidate(member=mover(f"w{at}"), matched_blocks=0, load=report(prefill_tokens_per_s=rate), load_age_s=0.0)
+        for at, (rate, _) in enumerate(loads)
     ]
-    slow, fast = sorted(decided(*found).workers, key=lambda view: view.prefill_tokens_per_s)
+    views = sorted(decided(*found).workers, key=lambda view: view.member.worker_id)
+    return [
+        msgspec.structs.replace(view, assigned_s=assigned_s) for view, (_, assigned_s) in zip(views, loads, strict=True)
+    ]
+
+
+def test_beta_goes_by_the_load_of_the_workers_of_a_similar_rate() -> None:
     cost = CostModel()
-    at_slow, at_fast = cost.costs_s([slow, msgspec.structs.replace(fast, queue_s=slow.prefill_s)], cost.max_beta)
+    views = views_of((RATE, 10.0), (2 * RATE, 40.0), (2.5 * RATE, 56.0), (1.2 * RATE, 2.0))
+    slow, fast = cost.beta(6.0), cost.beta(48.0)
+    assert cost.betas(views, 27.0) == pytest.approx([slow, fast, fast, slow])
+    assert cost.betas(views, 13.5) == pytest.approx([cost.beta(3.0), cost.beta(24.0), cost.beta(24.0), cost.beta(3.0)])
+    alike = views_of((RATE, 10.0), (1.4 * RATE, 40.0))
+    assert cost.betas(alike, 25.0) == [cost.beta(25.0)] * 2, "a fleet of one speed has one"
+    assert cost.betas(views_of((RATE, 0.0), (3 * RATE, 0.0)), 0.0) == [0.0, 0.0]
+
+
+def test_an_idle_slow_worker_beats_a_busy_fast_one() -> None:
+    """... with a short queue."""
+    cost = CostModel()
+    slow, fast = views_of((RATE, 0.0), (2 * RATE, 55.0))
+    fast = msgspec.structs.replace(fast, queue_s=0.01)
+    at_slow, at_fast = cost.costs_s([slow, fast], cost.betas([slow, fast], 27.5))
     assert at_slow < at_fast
-    alike = cost.costs_s([fast, fast], 3.0)
-    assert alike[0] == pytest.approx(fast.queue_s + fast.eviction_s + fast.decode_s + 4.0 * fast.prefill_s)
+    alike = cost.costs_s([fast, fast], [3.0, 3.0])
+    recent_s = cost.assigned_weight * fast.assigned_s
+    assert alike[0] == pytest.approx(0.01 + fast.eviction_s + fast.decode_s + 4.0 * fast.prefill_s + recent_s)

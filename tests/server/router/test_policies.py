@@ -59,14 +59,14 @@ def make_request(num_blocks: int = 10, **changes: str) -> RouteRequest:
 
 
 def chosen(policy: Policy, request: RouteRequest, *workers: WorkerView, assigned_s: float = 0.0) -> set[str]:
-    scores = policy.scores(request, workers, FleetView(COST, assigned_s, len(workers), draw=lambda: 0.5))
+    scores = policy.scores(request, workers, FleetView(COST, assigned_s / len(workers), draw=lambda: 0.5))
     assert len(scores) == len(workers)
     return {w.member.worker_id for w, score in zip(workers, scores, strict=True) if score == min(scores)}
 
 
 @pytest.mark.parametrize(("rho", "beta"), [(0.0, 0.0), (0.5, 1.0), (0.8, 4.0), (0.95, 8.0), (5.0, 8.0)])
 def test_beta_grows_with_utilisation_up_to_its_cap(rho: float, beta: float) -> None:
-    assert COST.beta(rho * 60.0 * 8, 8) == pytest.approx(beta)
+    assert COST.beta(rho * 60.0) == pytest.approx(beta)
 
 
 def test_headstart_weighs_the_prefill_more_the_busier_the_fleet() -> None:
@@ -128,7 +128,7 @@ def test_headstart_spreads_equal_costs_by_recent_work() -> None:
 def test_headstart_draws_where_other_gateways_may_have_sent_work() -> None:
     draws = iter([0.9, 0.1])
     workers = [view("a", report_age_s=0.25), view("b", report_age_s=0.25)]
-    fleet = FleetView(COST, 0.0, 2, draw=lambda: next(draws))
+    fleet = FleetView(COST, 0.0, draw=lambda: next(draws))
     first, second = make_policy("headstart").scores(make_request(), workers, fleet)
     assert first - second == pytest.approx(0.2)
 
@@ -213,7 +213,7 @@ def test_no_cost_is_negative_and_a_session_has_its_tenth(
         view(f"w{at}", queue_s=queue_s, prefill_s=prefill_s, assigned_s=assigned_s, matched_tokens=matched)
         for at, (queue_s, prefill_s, assigned_s, matched) in enumerate(loads)
     ]
-    fleet = FleetView(COST, sum(load[2] for load in loads), len(workers), lambda: 0.5)
+    fleet = FleetView(COST, sum(load[2] for load in loads) / len(workers), lambda: 0.5)
     plain = make_policy("headstart").scores(make_request(num_blocks=4), workers, fleet)
     costs_s = make_policy("headstart").scores(make_request(num_blocks=4, affinity_key=f"k{seed}"), workers, fleet)
     assert min(costs_s) >= 0.0
