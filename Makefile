@@ -26,7 +26,7 @@ serve: serving ## one gateway, two workers and Redis on this machine: http://127
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 OTHERS := not deep and not gpu and not k8s and not faults and not browser and not clients and not vllm
 
-test: dev ## the test suite (9 minutes on 2 cores)
+test: dev ## the test suite (6 minutes on 2 cores)
 	@$(PYTEST) -m "not e2e and $(OTHERS)" $(ARGS)
 
 test-e2e: dev ## more tests with real processes, and those of benchmarks and tools (10 minutes)
