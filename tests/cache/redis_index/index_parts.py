@@ -14,7 +14,7 @@ from tests.members import make_member
 from tests.running import running
 from tests.waiting import HANG_S, until
 
-LASTING = WriterSettings(lease_s=600.0)
+LASTING = WriterSettings(timeout_s=HANG_S, lease_s=600.0)
 """Without renewal."""
 SECRET = b"secret"
 FAILURES = ReaderSettings().breaker_failures

@@ -93,7 +93,7 @@ async def test_tls_with_an_own_ca_users_and_a_key_prefix(folder: Path) -> None:
         writer = IndexWriter(
             f"rediss://worker:w@127.0.0.1:{port}?ssl_ca_certs={folder / 'ca.crt'}",
             member("w"),
-            WriterSettings(prefix="team-a"),
+            WriterSettings(timeout_s=HANG_S, prefix="team-a"),
         )
         reader = ReaderSettings(prefix="team-a", poll_s=0.05, username="gateway", password="g/@:#")
         index = RedisIndex(f"{url}/ca.crt", reader)
@@ -130,7 +130,10 @@ async def test_a_cluster_of_three_masters(folder: Path) -> None:
         nodes = cluster(folder, stack)
         await until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node, _ in nodes))
         url = f"redis+cluster://127.0.0.1:{nodes[0][1]},127.0.0.1:{nodes[1][1]}"
-        writers = [IndexWriter(url, member(f"w{n}"), WriterSettings(num_shards=8, lease_s=600)) for n in range(12)]
+        writers = [
+            IndexWriter(url, member(f"w{n}"), WriterSettings(timeout_s=HANG_S, num_shards=8, lease_s=600))
+            for n in range(12)
+        ]
         index = RedisIndex(url, ReaderSettings(num_shards=8, poll_s=0.05, deadline_s=HANG_S))
         async with running(*writers, index):
             for count, writer in enumerate(writers):
@@ -178,7 +181,7 @@ async def test_sentinel_promotes_the_replica(folder: Path) -> None:
         sentinel = await asyncio.create_subprocess_exec(REDIS_7, str(config), "--sentinel")
         try:
             url = f"redis+sentinel://127.0.0.1:{watch}/index"
-            writer = IndexWriter(url, member("w"), WriterSettings(lease_s=600.0))
+            writer = IndexWriter(url, member("w"), WriterSettings(timeout_s=HANG_S, lease_s=600.0))
             index = RedisIndex(url, ReaderSettings(poll_s=0.05, breaker_probe_s=0.05))
             async with running(writer, index):
                 await written(writer, 9)

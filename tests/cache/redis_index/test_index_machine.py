@@ -49,7 +49,9 @@ class SimulatedWorker:
 
     def __init__(self, url: str, worker_id: WorkerId) -> None:
         self.member = new_member(worker_id)
-        self.writer = IndexWriter(url, self.member, WriterSettings(lease_s=600.0, chunk=5, chunks_in_flight=2))
+        self.writer = IndexWriter(
+            url, self.member, WriterSettings(timeout_s=HANG_S, lease_s=600.0, chunk=5, chunks_in_flight=2)
+        )
         self.task = asyncio.get_running_loop().create_task(self.writer.run())
         self.empty()
 
@@ -284,7 +286,7 @@ async def test_leases_hold_with_a_host_clock_off_by_ten_minutes(
     """Neither the worker's clock nor the gateway's is compared with Redis': only Redis' own time counts."""
     skewed = SimpleNamespace(monotonic=lambda: time.monotonic() + skew_s, time=lambda: time.time() + skew_s)
     monkeypatch.setattr("cache.redis_index.writer.time", skewed)
-    writer = IndexWriter(redis_server.url, new_member(WorkerId("w0")), WriterSettings(lease_s=60.0))
+    writer = IndexWriter(redis_server.url, new_member(WorkerId("w0")), WriterSettings(timeout_s=HANG_S, lease_s=60.0))
     index = RedisIndex(redis_server.url, ReaderSettings(poll_s=0.02, refresh_interval_s=0.0, deadline_s=HANG_S))
     async with running(writer, index):
         await until(lambda: writer.client.up and index.health()[0].connected)
@@ -298,6 +300,6 @@ async def test_leases_hold_with_a_host_clock_off_by_ten_minutes(
 
         await until(alive)
         assert 0.0 < (await index.entries())[0].lease_left_s <= 60.0
-        writer._settings = WriterSettings(lease_s=0.0)
+        writer._settings = WriterSettings(timeout_s=HANG_S, lease_s=0.0)
         assert await writer.rewrite([], WorkerLoad())
         await until(lapsed)

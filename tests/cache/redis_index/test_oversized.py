@@ -115,7 +115,7 @@ async def watched(use: Use) -> AsyncIterator[None]:
 async def stands(server: RedisServer, place: str, num_bytes: int, most_bytes: int) -> None:
     """Keep a foreign value for three reads of the registry; then remove it."""
     hashes = chain(10)
-    settings = WriterSettings(lease_s=LASTING.lease_s, cluster_secret=SECRET)
+    settings = WriterSettings(timeout_s=HANG_S, lease_s=LASTING.lease_s, cluster_secret=SECRET)
     writers = [IndexWriter(server.url, member(f"w{n}"), settings) for n in range(2)]
     index = RedisIndex(server.url, SETTINGS)
     (shard,) = index._shards
@@ -166,7 +166,7 @@ async def test_a_value_of_512_mb_is_not_read(server: RedisServer, place: str) ->
 async def test_a_gateway_starts_despite_a_long_value(server: RedisServer, places: tuple[str, ...]) -> None:
     """The value costs only itself, also where no worker was known before, or where one joins later."""
     hashes = chain(10)
-    settings = WriterSettings(lease_s=LASTING.lease_s, cluster_secret=SECRET)
+    settings = WriterSettings(timeout_s=HANG_S, lease_s=LASTING.lease_s, cluster_secret=SECRET)
     writers = [IndexWriter(server.url, member(f"w{n}"), settings) for n in range(4)]
     index = RedisIndex(server.url, SETTINGS)
     async with linked(*writers):
@@ -185,7 +185,9 @@ async def test_a_gateway_starts_despite_a_long_value(server: RedisServer, places
 async def test_long_names_in_both_hashes_end_no_connection_twice(server: RedisServer) -> None:
     """They are read once. The gateway sees the workers as soon as one of them has removed the names."""
     hashes, ups = chain(10), list[bool]()
-    writer = IndexWriter(server.url, member(), WriterSettings(lease_s=LASTING.lease_s, cluster_secret=SECRET))
+    writer = IndexWriter(
+        server.url, member(), WriterSettings(timeout_s=HANG_S, lease_s=LASTING.lease_s, cluster_secret=SECRET)
+    )
     index = RedisIndex(server.url, SETTINGS)
     (shard,) = index._shards
     changed = shard.client._on_change

@@ -299,7 +299,9 @@ async def test_one_publish_changes_the_sets_of_the_pool_and_of_tiers(redis_serve
 
 async def test_every_set_lives_and_ends_with_its_version(redis_server: RedisServer) -> None:
     held = entries(chain(3))
-    writer = IndexWriter(redis_server.url, tiered(), WriterSettings(lease_s=600.0, set_ttl_s=1000.0, chunk=2))
+    writer = IndexWriter(
+        redis_server.url, tiered(), WriterSettings(timeout_s=HANG_S, lease_s=600.0, set_ttl_s=1000.0, chunk=2)
+    )
     tier_key = f"{POOL_KEY}:disk"
     async with linked(writer):
         assert await writer.rewrite(held, WorkerLoad(), [held])

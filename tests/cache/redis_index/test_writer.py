@@ -25,7 +25,7 @@ from tests.cache.redis_index.index_parts import (
     member,
 )
 from tests.redis_server import RedisServer
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 
 async def test_batches_change_the_set(redis_server: RedisServer) -> None:
@@ -92,9 +92,13 @@ async def test_overwritten_entry_is_put_back_and_its_set_stays(
     redis_server: RedisServer, field: str, found: bytes | None, secret: bytes
 ) -> None:
     events: list[str] = []
-    settings = WriterSettings(cluster_secret=secret)
+    settings = WriterSettings(timeout_s=HANG_S, cluster_secret=secret)
     writer = IndexWriter(redis_server.url, member(), settings, count=events.append)
-    other = IndexWriter(redis_server.url, member(epoch="other"), WriterSettings(cluster_secret=b"other" * bool(secret)))
+    other = IndexWriter(
+        redis_server.url,
+        member(epoch="other"),
+        WriterSettings(timeout_s=HANG_S, cluster_secret=b"other" * bool(secret)),
+    )
     hash_key, set_key = "{headstart:0}:" + field, "{headstart:0}:b:w0:epoch-of-w0:1"
     async with linked(writer, other):
         assert await writer.rewrite(entries(chain(10)), WorkerLoad())
@@ -117,7 +121,7 @@ async def test_overwritten_entry_is_put_back_and_its_set_stays(
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["unsigned", "signed"])
 async def test_redis_restored_from_a_snapshot_raises_doubt(redis_server: RedisServer, secret: bytes) -> None:
     """A set from a snapshot may hold as many entries, but other ones."""
-    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=secret))
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(timeout_s=HANG_S, cluster_secret=secret))
     async with linked(writer):
         assert await writer.rewrite(entries(chain(10)), WorkerLoad())
         snapshot = redis_server.command("HGET", "{headstart:0}:states", "w0").partition(b"\r\n")[2][:-2]
@@ -129,7 +133,7 @@ async def test_redis_restored_from_a_snapshot_raises_doubt(redis_server: RedisSe
 
 async def test_a_forged_state_of_this_epoch_is_displaced(redis_server: RedisServer) -> None:
     """Access to Redis does not make a worker write its sets again."""
-    writer = IndexWriter(redis_server.url, member(), WriterSettings(cluster_secret=SECRET))
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(timeout_s=HANG_S, cluster_secret=SECRET))
     async with linked(writer):
         assert await writer.rewrite(entries(chain(10)), WorkerLoad())
         genuine = redis_server.command("HGET", "{headstart:0}:states", "w0").partition(b"\r\n")[2][:-2]
@@ -160,7 +164,7 @@ async def test_key_of_another_type_is_repaired(redis_server: RedisServer, key: s
 
 async def test_a_set_has_a_ttl_from_its_first_entry_on(redis_server: RedisServer) -> None:
     """A worker may die after any command of a rewrite."""
-    settings = WriterSettings(chunk=3, chunks_in_flight=2)
+    settings = WriterSettings(timeout_s=HANG_S, chunk=3, chunks_in_flight=2)
     writer = IndexWriter(redis_server.url, member(), settings)
     async with linked(writer):
         real, sent = writer.client.call, []
@@ -239,7 +243,7 @@ async def test_a_cleared_cache_is_a_new_epoch(redis_server: RedisServer) -> None
 
 
 async def test_a_lease_ends_by_the_clock_of_redis(redis_server: RedisServer) -> None:
-    writer = IndexWriter(redis_server.url, member(), WriterSettings(lease_s=0.15))
+    writer = IndexWriter(redis_server.url, member(), WriterSettings(timeout_s=HANG_S, lease_s=0.15))
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(writer, index):
         assert await writer.rewrite([], WorkerLoad())
@@ -295,10 +299,12 @@ async def test_unrenewed_sets_expire(redis_server: RedisServer) -> None:
 
 
 async def test_members_dead_for_an_hour_are_pruned(redis_server: RedisServer) -> None:
-    dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(lease_s=0.01))
+    dead = IndexWriter(redis_server.url, member("dead"), WriterSettings(timeout_s=HANG_S, lease_s=0.01))
     # Its own lease has ended, too: a slow worker that is about to write again.
-    alive = IndexWriter(redis_server.url, member("alive"), WriterSettings(lease_s=0.01, dead_after_s=0.05))
-    patient = IndexWriter(redis_server.url, member("patient"), WriterSettings(dead_after_s=30.0))
+    alive = IndexWriter(
+        redis_server.url, member("alive"), WriterSettings(timeout_s=HANG_S, lease_s=0.01, dead_after_s=0.05)
+    )
+    patient = IndexWriter(redis_server.url, member("patient"), WriterSettings(timeout_s=HANG_S, dead_after_s=30.0))
     index = RedisIndex(redis_server.url, EAGER)
     async with linked(dead, alive, patient, index):
         assert await dead.rewrite([], WorkerLoad())
