@@ -213,7 +213,7 @@ def output_rules(intent: ChatIntent, model: ServedModel, prompt: str) -> OutputR
     if intent.named_tool is not None and (own is None or intent.named_tool.name in intent.tool_set.grammars):
         forced = intent.named_tool.name
         return OutputRules(forced=forced, client_names=known, is_raw_input=forced in intent.tool_set.grammars)
-    schemas = {tool.name: tool.parameters for tool in intent.conversation.tools}
+    schemas = {tool.name: tool.arguments_schema for tool in intent.conversation.tools}
     names, parallel = frozenset(schemas), intent.parallel_tool_calls
     if intent.tool_mode == "required" and own is None:
         return OutputRules(tools=CALL_LIST, tool_names=names, parallel=parallel, client_names=known)

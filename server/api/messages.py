@@ -80,7 +80,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
     use = ToolUse("auto" if tool_set.tools else "none")
     if choice is not None and (request.tools or choice.type in ("any", "tool")):
         use = ToolUse(_MODES[choice.type], [ToolName(choice.name or "")] if choice.type == "tool" else None)
-    use, tools, named = tool_set.chosen(use)
+    mode, tools, named = tool_set.chosen(use)
     conversation = Conversation(
         messages=messages,
         tools=tools,
@@ -96,7 +96,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         stops=tuple(request.stop_sequences or ()),
         max_tokens=max_tokens,
         clamps_max_tokens=True,
-        tool_mode=use.mode,
+        tool_mode=mode,
         named_tool=named,
         tool_set=tool_set,
         dropped_items=tuple(dropped),

@@ -11,11 +11,9 @@ import logging
 from collections.abc import Collection
 from typing import Final
 
-import msgspec
-
 from server.config import GatewayConfig
 from server.errors import InvalidRequestError
-from server.schema.fields import FunctionCall, Message, Tool, ToolCall
+from server.schema.fields import FunctionCall, FunctionDefinition, Message, ToolCall
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
 from server.text.formats import FORMATS, either, formats_of
@@ -65,10 +63,9 @@ def _tool_format(source: str, tokens: Collection[str], template: ChatTemplate) -
 def _written_call(template: ChatTemplate) -> str:
     """Return what a template writes for a call, without the header of the turn; "" when it refuses or omits one."""
     parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}}
-    function = {"name": _CALL.name, "description": "Return the weather.", "parameters": parameters}
+    tool = FunctionDefinition(name=_CALL.name, description="Return the weather.", parameters=parameters)
     call = ToolCall(id="call00001", function=_CALL)  # Mistral's templates want nine letters or digits
     messages = [Message(role="user", content=_QUESTION), Message(role="assistant", content="", tool_calls=[call])]
-    tool = msgspec.convert({"type": "function", "function": function}, Tool)
     try:
         asked = template.render(Conversation(messages=messages[:1], tools=[tool])).text
         text = template.render(Conversation(messages=messages, tools=[tool], add_generation_prompt=False)).text

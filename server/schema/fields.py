@@ -168,22 +168,9 @@ class FunctionDefinition(Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-
-class Tool(Struct, kw_only=True):
-    """A function, as a model sees it."""
-
-    type: str
-    function: FunctionDefinition | None = None
-
     @property
-    def name(self) -> str:
-        """The function's name; empty for another kind of tool."""
-        return "" if self.function is None else self.function.name
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The schema of the function's arguments."""
-        return {"type": "object"} | ((self.function and self.function.parameters) or {})
+    def arguments_schema(self) -> dict[str, Any]:
+        return {"type": "object"} | (self.parameters or {})
 
 
 class JsonSchemaFormat(Struct, kw_only=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from server.schema.decoding import invalid
-from server.schema.fields import LeftOut, Message, ModelFields, ResponseFormat, Tool, check_constraints
+from server.schema.fields import FunctionDefinition, LeftOut, Message, ModelFields, ResponseFormat, check_constraints
 from server.schema.tools import Ignored, ToolMode, ToolSet
 
 
@@ -34,7 +34,7 @@ class Conversation:
     """The input of a chat template."""
 
     messages: list[Message]
-    tools: Sequence[Tool] = ()
+    tools: Sequence[FunctionDefinition] = ()
     """Those that the model sees."""
     is_continued: bool = False
     """The answer continues the last message, which is the assistant's."""
@@ -68,7 +68,7 @@ class ChatIntent:
     """None: no log probabilities are asked for."""
     num_prompt_logprobs: int | None = None
     tool_mode: ToolMode = "none"
-    named_tool: Tool | None = None
+    named_tool: FunctionDefinition | None = None
     """The one function that has to be called, in the mode `named`."""
     tool_set: ToolSet = field(default_factory=ToolSet)
     """The names and the grammars of the tools."""

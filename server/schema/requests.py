@@ -83,7 +83,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     def intent(self, *, clamps_max_tokens: bool = False) -> ChatIntent:
         """Return what a checked request asks for. Raises InvalidRequestError."""
         tool_set = make_tool_set(read_tools(self.tools or (), nested=True))
-        use, tools, named = tool_set.chosen(read_choice(self.tool_choice, tool_set, nested=True))
+        mode, tools, named = tool_set.chosen(read_choice(self.tool_choice, tool_set, nested=True))
         conversation = Conversation(
             messages=[_with_model_names(message.with_thoughts(), tool_set) for message in self.messages],
             tools=tools,
@@ -101,7 +101,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             clamps_max_tokens=clamps_max_tokens,
             num_top_logprobs=self.num_top_logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
-            tool_mode=use.mode,
+            tool_mode=mode,
             named_tool=named,
             tool_set=tool_set,
             parallel_tool_calls=self.parallel_tool_calls is not False,

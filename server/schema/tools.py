@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from server.errors import InvalidRequestError
 from server.schema.decoding import invalid, located, unsupported
-from server.schema.fields import MAX_TOOLS, FunctionCall, FunctionDefinition, Tool
+from server.schema.fields import MAX_TOOLS, FunctionCall, FunctionDefinition
 from worker.wire import Grammar
 
 ToolMode = Literal["none", "auto", "required", "named"]
@@ -115,7 +115,7 @@ class ToolSpec:
     preface: str = ""
     """The description of a namespace, with its first tool."""
 
-    def tool(self, model_name: str) -> Tool:
+    def function(self, model_name: str) -> FunctionDefinition:
         """Return the tool as the model sees it."""
         given = self.definition
         parts, parameters = [self.preface, given.description or ""], given.parameters
@@ -132,17 +132,14 @@ class ToolSpec:
                 "additionalProperties": False,
             }
         description = "\n\n".join(filter(None, parts)) or given.description
-        function = FunctionDefinition(
-            name=model_name, description=description, parameters=parameters, strict=given.strict
-        )
-        return Tool(type="function", function=function)
+        return FunctionDefinition(name=model_name, description=description, parameters=parameters, strict=given.strict)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
     """The tools of one request."""
 
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[FunctionDefinition, ...] = ()
     """As the model sees them."""
     names: Mapping[str, ToolName] = field(default_factory=dict)
     """The client's names, by the model's."""
@@ -159,8 +156,8 @@ class ToolSet:
                 return self.model_names[known]
         return joined_name(name)
 
-    def chosen(self, use: ToolUse) -> tuple[ToolUse, tuple[Tool, ...], Tool | None]:
-        """Return the use that is possible, the tools that the model sees, and the one that it has to call.
+    def chosen(self, use: ToolUse) -> tuple[ToolMode, tuple[FunctionDefinition, ...], FunctionDefinition | None]:
+        """Return the mode that is possible, the tools that the model sees, and the one that it has to call.
 
         Raises InvalidRequestError for a use that needs a missing tool.
         """
@@ -168,19 +165,19 @@ class ToolSet:
             self._check_present(name)
         nothing_usable = not self.tools or (use.names is not None and not use.names)
         if use.mode == "none":  # shown all the same: the prompt keeps the prefix of the turns before
-            return ToolUse("none"), self.tools, None
+            return "none", self.tools, None
         if use.mode == "auto" and nothing_usable:
-            return ToolUse("none"), (), None
+            return "none", (), None
         if nothing_usable:
             if self.ignored:
                 types = ", ".join(dict.fromkeys(each.type for each in self.ignored))
                 raise unsupported("tool_choice", f"asks for a call, and this server cannot run {types}")
             raise invalid("tool_choice", "needs tools")
         if use.names is None:
-            return use, self.tools, None
+            return use.mode, self.tools, None
         shown = {self.model_names[name] for name in use.names}
         chosen = tuple(tool for tool in self.tools if tool.name in shown)
-        return (use, self.tools, chosen[0]) if use.mode == "named" else (use, chosen, None)
+        return (use.mode, self.tools, chosen[0]) if use.mode == "named" else (use.mode, chosen, None)
 
     def _check_present(self, name: ToolName) -> None:
         """Raises InvalidRequestError unless the model can call the tool."""
@@ -258,7 +255,7 @@ def make_tool_set(read: Sequence[ToolSpec | Ignored]) -> ToolSet:
             kind: Literal["grammar", "regex"] = "grammar" if spec.grammar.syntax == "lark" else "regex"
             grammars[model_names[name]] = Grammar(kind, spec.grammar.definition)
     return ToolSet(
-        tools=tuple(spec.tool(model_names[name]) for name, spec in specs.items()),
+        tools=tuple(spec.function(model_names[name]) for name, spec in specs.items()),
         names=names,
         grammars=grammars,
         ignored=tuple(each for each in read if isinstance(each, Ignored)),

@@ -10,7 +10,7 @@ from typing import Any, Final
 from server.errors import InvalidRequestError
 from server.event_loop import Steps
 from server.schema.decoding import MAX_DEPTH, decode_text, measure
-from server.schema.fields import Message, TextPart, Tool
+from server.schema.fields import FunctionDefinition, Message, TextPart
 from server.schema.intent import Conversation
 
 MAX_TEXT_BYTES: Final = 8 << 20
@@ -133,18 +133,17 @@ def message_text(content: str | Sequence[TextPart] | None, joint: str = LINE_END
     return joint.join(filter(None, [part.text if part.text is not None else part.refusal for part in content]))
 
 
-def template_tools(given: Sequence[Tool], *, sorts_schemas: bool = False) -> list[dict[str, Any]] | None:
+def template_tools(given: Sequence[FunctionDefinition], *, sorts_schemas: bool = False) -> list[dict[str, Any]] | None:
     """Return the tools, with nulls for no description and no parameters, as vLLM has them; None for no tools.
 
     `sorts_schemas`: equal schemas with other orders of keys are equal prompts.
     """
     tools = []
     for tool in given:
-        assert tool.function is not None, "checked with the request"
-        function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description}
-        function["parameters"] = _sorted(tool.function.parameters) if sorts_schemas else tool.function.parameters
-        if tool.function.strict is not None:
-            function["strict"] = tool.function.strict
+        function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+        function["parameters"] = _sorted(tool.parameters) if sorts_schemas else tool.parameters
+        if tool.strict is not None:
+            function["strict"] = tool.strict
         tools.append({"type": "function", "function": function})
     return tools or None
 

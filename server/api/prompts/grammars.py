@@ -14,7 +14,7 @@ import msgspec
 
 from server.models.served_model import ServedModel
 from server.schema.decoding import decode_text, invalid
-from server.schema.fields import ResponseFormat, StructuredOutputs, Tool
+from server.schema.fields import FunctionDefinition, ResponseFormat, StructuredOutputs
 from server.schema.grammar_schema import grammar_schema
 from server.schema.intent import ChatIntent
 from server.text.formats.base import ToolFormat
@@ -92,7 +92,7 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
         if intent.tool_mode == "none":
             return answer
         if answer.grammar is None:
-            asked = [tool for tool in asked if _is_strict(tool)]
+            asked = [tool for tool in asked if tool.strict]
     forms = await _forms((named,) if named is not None else asked, intent, model)
     if is_free:
         grammar = None if answer.grammar is None else _answer_or_calls(answer.grammar, forms, model)
@@ -106,7 +106,7 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     return Constraint(grammar, answer.param, answer.relaxed + (forms.relaxed if grammar is not None else ()))
 
 
-async def _forms(tools: Sequence[Tool], intent: ChatIntent, model: ServedModel) -> _Forms:
+async def _forms(tools: Sequence[FunctionDefinition], intent: ChatIntent, model: ServedModel) -> _Forms:
     """Check the tools' schemas. Each becomes a definition under its tool's name, unless it is all of the grammar.
 
     Raises InvalidRequestError.
@@ -115,16 +115,12 @@ async def _forms(tools: Sequence[Tool], intent: ChatIntent, model: ServedModel) 
     definitions, relaxed = dict[str, Any](), list[str]()
     for tool in tools:
         param, at = f"tools[{tool.name}].{intent.names.tool_schema}", () if is_whole else ("$defs", tool.name)
-        checked = await grammar_schema(tool.parameters, param, strict=_is_strict(tool), at=at)
+        checked = await grammar_schema(tool.arguments_schema, param, strict=bool(tool.strict), at=at)
         definitions[tool.name] = checked.schema
         relaxed += checked.relaxed
-    parameters = {tool.name: tool.parameters for tool in tools}
+    parameters = {tool.name: tool.arguments_schema for tool in tools}
     parallel = intent.parallel_tool_calls and intent.named_tool is None
     return _Forms(parameters, definitions, tuple(relaxed), parallel, model.tokenizer)
-
-
-def _is_strict(tool: Tool) -> bool:
-    return tool.function is not None and tool.function.strict is True
 
 
 def _answer_or_calls(answer: Grammar, forms: _Forms, model: ServedModel) -> Grammar:

@@ -57,7 +57,7 @@ _GONE: Final = {
 def responses_intent(request: ResponsesRequest) -> ChatIntent:
     """Raises InvalidRequestError."""
     tool_set = make_tool_set([*read_tools(request.tools or (), nested=False), *_tools_of_items(request.input)])
-    use, tools, named = tool_set.chosen(read_choice(request.tool_choice, tool_set, nested=False))
+    mode, tools, named = tool_set.chosen(read_choice(request.tool_choice, tool_set, nested=False))
     messages, dropped = messages_of_items(request, tool_set)
     conversation = Conversation(
         messages=messages,
@@ -73,7 +73,7 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
         max_tokens=request.max_output_tokens,
         clamps_max_tokens=True,
         num_top_logprobs=request.num_top_logprobs,
-        tool_mode=use.mode,
+        tool_mode=mode,
         named_tool=named,
         tool_set=tool_set,
         dropped_items=dropped,
