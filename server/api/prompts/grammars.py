@@ -6,7 +6,7 @@ A tool's schema becomes a definition of a larger schema, and its references poin
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,11 +17,9 @@ from server.schema.decoding import decode_text, invalid
 from server.schema.fields import FunctionDefinition, ResponseFormat, StructuredOutputs
 from server.schema.grammar_schema import grammar_schema
 from server.schema.intent import ChatIntent
-from server.text.formats.base import ToolFormat
+from server.text.formats.base import GrammarTools, ToolFormat, json_rule
 from server.text.formats.grammar import list_schema, text_rule
 from server.text.output_parser import OutputRules
-from server.text.tokenizer import Tokenizer
-from worker.common.json_schema import compiler_options, pointer
 from worker.wire import Grammar
 
 MAX_SCHEMA_BYTES: Final = 1 << 20
@@ -106,7 +104,7 @@ async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRule
     return Constraint(grammar, answer.param, answer.relaxed + (forms.relaxed if grammar is not None else ()))
 
 
-async def _forms(tools: Sequence[FunctionDefinition], intent: ChatIntent, model: ServedModel) -> _Forms:
+async def _forms(tools: Sequence[FunctionDefinition], intent: ChatIntent, model: ServedModel) -> GrammarTools:
     """Check the tools' schemas. Each becomes a definition under its tool's name, unless it is all of the grammar.
 
     Raises InvalidRequestError.
@@ -120,19 +118,19 @@ async def _forms(tools: Sequence[FunctionDefinition], intent: ChatIntent, model:
         relaxed += checked.relaxed
     parameters = {tool.name: tool.arguments_schema for tool in tools}
     parallel = intent.parallel_tool_calls and intent.named_tool is None
-    return _Forms(parameters, definitions, tuple(relaxed), parallel, model.tokenizer)
+    return GrammarTools(parameters, definitions, tuple(relaxed), parallel, model.tokenizer)
 
 
-def _answer_or_calls(answer: Grammar, forms: _Forms, model: ServedModel) -> Grammar:
+def _answer_or_calls(answer: Grammar, forms: GrammarTools, model: ServedModel) -> Grammar:
     """Allow the format or calls. If the form of calls is unknown, allow only the format."""
     schema = json.loads(answer.text) if answer.text else {"type": "object"}
     if model.tool_format is None:
         return answer
-    lines = ["start: answer | calls", f"answer: {_json_rule(schema)}", *model.tool_format.rules(forms)]
+    lines = ["start: answer | calls", f"answer: {json_rule(schema)}", *model.tool_format.rules(forms)]
     return _lark(lines)
 
 
-def _forced_calls(tools: ToolFormat, forms: _Forms, rules: OutputRules) -> Grammar:
+def _forced_calls(tools: ToolFormat, forms: GrammarTools, rules: OutputRules) -> Grammar:
     """Take calls in the family's own form, after its reasoning."""
     lines = tools.rules(forms)
     if rules.reasoning == "none":
@@ -149,33 +147,6 @@ def _forced_calls(tools: ToolFormat, forms: _Forms, rules: OutputRules) -> Gramm
 def _lark(lines: Sequence[str]) -> Grammar:
     """Source of the dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
     return Grammar("grammar", "\n".join(["%llguidance {}", *lines, ""]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Forms:
-    """See `GrammarTools`."""
-
-    parameters: Mapping[str, Mapping[str, Any]]
-    definitions: dict[str, Any]
-    """The checked schemas, by the tools' names."""
-    relaxed: tuple[str, ...]
-    parallel: bool
-    tokenizer: Tokenizer
-
-    def literal(self, text: str) -> str:
-        ids = self.tokenizer.added_tokens
-        parts = self.tokenizer.added_pattern.split(text)
-        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
-
-    def json(self, schema: Mapping[str, Any]) -> str:
-        return _json_rule({**schema, "$defs": self.definitions})
-
-    def ref(self, name: str, *path: str) -> dict[str, Any]:
-        return {"$ref": pointer(("$defs", name, *path))}
-
-
-def _json_rule(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": compiler_options()})
 
 
 def _check_size(written: str | bytes, param: str) -> None:

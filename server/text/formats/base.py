@@ -5,14 +5,17 @@ A format is a generator that reads like the format itself. It yields whenever it
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from server.text.call_syntax import JsonScanner, call_of, cut_name, is_json, match_head, unquoted
 from server.text.detokenizer import ambiguous_len
+from server.text.tokenizer import Tokenizer
+from worker.common.json_schema import compiler_options, pointer
 
 DeltaKind = Literal["content", "reasoning", "call", "arguments", "input"]
 Emit = Callable[[str], None]
@@ -194,25 +197,37 @@ class TextReader(ABC):
         return self.text[:1]
 
 
-class GrammarTools(Protocol):
+@dataclass(frozen=True, slots=True)
+class GrammarTools:
     """The parts of a grammar of calls, in Lark."""
 
-    @property
-    def parallel(self) -> bool:
-        """Several calls are allowed."""
-
-    @property
-    def parameters(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the JSON schemas of the arguments, by the tools' names."""
+    parameters: Mapping[str, Mapping[str, Any]]
+    """The JSON schemas of the arguments, by the tools' names."""
+    definitions: dict[str, Any]
+    """The same, checked for a grammar."""
+    relaxed: tuple[str, ...]
+    """The fields of the schemas that no grammar enforces."""
+    parallel: bool
+    """Several calls are allowed."""
+    tokenizer: Tokenizer
 
     def literal(self, text: str) -> str:
         """Return an expression for a text. Added tokens are named by their ids: a grammar has no bytes for them."""
+        ids = self.tokenizer.added_tokens
+        parts = self.tokenizer.added_pattern.split(text)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return a JSON value of a schema. It may hold what `ref` returns."""
+        return json_rule({**schema, "$defs": self.definitions})
 
     def ref(self, name: str, *path: str) -> dict[str, Any]:
         """Return a schema that refers to a part of a tool's own."""
+        return {"$ref": pointer(("$defs", name, *path))}
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": compiler_options()})
 
 
 @dataclass(frozen=True, slots=True)
