@@ -90,7 +90,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         template_kwargs=request.chat_template_kwargs or {},
         names=_NAMES if request.output_format is None else _OLDER_NAMES,
     )
-    intent = ChatIntent(
+    return ChatIntent(
         conversation=conversation,
         fields=request,
         stops=tuple(request.stop_sequences or ()),
@@ -103,8 +103,6 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         response_format=_format(request),
     )
-    intent.check()
-    return intent
 
 
 def _messages(message: InputMessage, field: str) -> Iterable[schema.Message]:

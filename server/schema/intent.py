@@ -92,7 +92,7 @@ class ChatIntent:
                     field = self.conversation.param_of(number, f"content[{index}].type")
                     yield Ignored(part.kind, field, is_block=True)
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Check the rules that no single field holds. Raises InvalidRequestError."""
         structured, name = self.fields.structured_outputs, self.names.response_format
         check_constraints(structured, self.response_format, name)

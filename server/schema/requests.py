@@ -92,7 +92,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             template_kwargs=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,
         )
-        intent = ChatIntent(
+        return ChatIntent(
             conversation=conversation,
             fields=self,
             stops=self.stop_strings,
@@ -107,8 +107,6 @@ class ChatRequest(SamplingFields, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
         )
-        intent.check()
-        return intent
 
 
 def _with_model_names(message: Message, tool_set: ToolSet) -> Message:

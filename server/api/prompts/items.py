@@ -66,7 +66,7 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
         template_kwargs=request.chat_template_kwargs or {},
         names=_NAMES,
     )
-    intent = ChatIntent(
+    return ChatIntent(
         conversation=conversation,
         fields=request,
         stops=request.stop_strings,
@@ -80,8 +80,6 @@ def responses_intent(request: ResponsesRequest) -> ChatIntent:
         parallel_tool_calls=request.parallel_tool_calls is not False,
         response_format=_format(request.text),
     )
-    intent.check()
-    return intent
 
 
 def _format(text: TextOptions | None) -> schema.ResponseFormat | None:
