@@ -24,6 +24,7 @@ from server.api.chat import ConversationEndpoint
 from server.api.formatting import ResponseFormatter, encode_json
 from server.errors import ApiError, anthropic_error
 from server.event_loop import sliced
+from server.http.stream import sse
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.request_context import CURRENT
@@ -191,7 +192,7 @@ def _thinks(thinking: ThinkingConfig | None) -> bool | None:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json({"type": kind, **fields}))
+    return sse(encode_json({"type": kind, **fields}), kind)
 
 
 class MessagesFormatter(ResponseFormatter):
@@ -255,7 +256,7 @@ class MessagesFormatter(ResponseFormatter):
     def error_event(self, error: ApiError) -> bytes:
         context = CURRENT.get(None)
         _, body = anthropic_error(error, "" if context is None else context.request_id)
-        return b"event: error\ndata: %b\n\n" % body
+        return sse(body, "error")
 
     def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
         self._waits_for_arguments = False

@@ -21,6 +21,7 @@ from server.api.chat import ConversationEndpoint
 from server.api.formatting import ResponseFormatter, chat_logprobs, encode_json
 from server.api.prompts.items import responses_intent
 from server.errors import ApiError, responses_error
+from server.http.stream import sse
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.response import ResponseStream
 from server.schema.decoding import unsupported
@@ -116,9 +117,8 @@ class ResponsesFormatter(ResponseFormatter):
         if not self._request.stream:
             return
         name = kind if kind == "error" else f"response.{kind}"
-        payload = encode_json({"type": name, "sequence_number": self._num_events, **fields})
+        self._events.append(sse(encode_json({"type": name, "sequence_number": self._num_events, **fields}), name))
         self._num_events += 1
-        self._events.append(b"event: %b\ndata: %b\n\n" % (name.encode(), payload))
 
     def _emit_in_item(self, kind: str, **fields: Any) -> None:
         """Emit an event inside the last item."""

@@ -34,9 +34,9 @@ def escape_line_ends(events: bytes) -> bytes:
     return _LINE_ENDS.sub(lambda match: b"\\u%04x" % ord(match[0].decode()), events)
 
 
-def sse(payload: bytes) -> bytes:
+def sse(payload: bytes, name: str = "") -> bytes:
     """Return one event."""
-    return b"data: " + payload + b"\n\n"
+    return (b"event: %b\n" % name.encode() if name else b"") + b"data: " + payload + b"\n\n"
 
 
 class ClientGoneError(Exception):

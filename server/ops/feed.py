@@ -24,7 +24,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from server.errors import UnavailableError
-from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of
+from server.http.stream import CancelOnDisconnect, ClientGoneError, SseWriter, client_of, sse
 from server.ops.changes import FeedChanges
 from server.ops.overview import Overview
 from server.request_context import CURRENT
@@ -231,4 +231,4 @@ class Feed:
 
 
 def event(name: str, data: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
+    return sse(msgspec.json.encode(data), name)

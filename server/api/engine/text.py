@@ -430,6 +430,4 @@ class EngineFormatter(ResponseFormatter):
         return self._event(encode_json(responses_error(error).fields() | {"type": "error"}))
 
     def _event(self, data: bytes) -> bytes:
-        if not self._names_events:
-            return sse(data)
-        return b"event: %b\ndata: %b\n\n" % (str(msgspec.json.decode(data)["type"]).encode(), data)
+        return sse(data, str(msgspec.json.decode(data)["type"]) if self._names_events else "")
