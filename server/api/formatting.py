@@ -28,6 +28,11 @@ MIN_LOGPROB: Final = -9999.0
 encode_json = msgspec.json.Encoder().encode
 
 
+def decoded(value: Any) -> Any:
+    """Return a value whose JSON may not be decoded yet."""
+    return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+
+
 class LazyJson(dict[str, Any]):
     """A JSON object that is written field by field. It may hold iterators, which become arrays, and lazy objects."""
 

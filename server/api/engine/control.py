@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from server.api.formatting import encode_json
+from server.api.formatting import decoded, encode_json
 from server.errors import RESPONSES_PATH, ApiError, InvalidRequestError
 from server.event_loop import Steps, run_sliced
 from server.models.served_model import ServedModel
@@ -47,7 +47,7 @@ async def check_control_tokens(
 
     `fields`: those of the call's body. Within them, only images are `Raw`.
     """
-    body = {name: msgspec.json.decode(value) if isinstance(value, Raw) else value for name, value in fields.items()}
+    body = {name: decoded(value) for name, value in fields.items()}
     _check_template(body)
     if rendered.media:
         body = _with_small_images(body)

@@ -9,12 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-import msgspec
-from msgspec import Raw
-
 from server.api.engine.media import CHAT_PATH
 from server.api.engine.prompts import Digests, EnginePrompts
-from server.api.formatting import encode_json
+from server.api.formatting import decoded, encode_json
 from server.errors import MESSAGES_PATH, RESPONSES_PATH, InternalError, InvalidRequestError
 from server.event_loop import run_sliced
 from server.models.served_model import ServedModel
@@ -63,7 +60,7 @@ class EngineShapes:
         turns = _turns(path, fields)
         if turns is None:
             return fields, ()
-        tools = _value(fields.get("tools"))
+        tools = decoded(fields.get("tools"))
         filled_tools = _filled(path, tools)
         choices = [replace(_ALL, counts_tools=counts) for counts in (False, True)]
         possible = {name for shapes in choices for name in repaired(shapes, turns, has_tools=True)[1]}
@@ -119,7 +116,7 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
 
     `own` are the blocks and items that a turn of Messages or Responses is made of.
     """
-    given = {name: _value(fields.get(name)) for name in (TEXTS.get(path, ""), LEADS.get(path, ""))}
+    given = {name: decoded(fields.get(name)) for name in (TEXTS.get(path, ""), LEADS.get(path, ""))}
     lead, messages = given.get(LEADS.get(path, "")), given.get(TEXTS.get(path, ""))
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         return None
@@ -254,7 +251,3 @@ def _calls(turn: Turn) -> list[Any]:
             call = {**call, "function": {**function, "arguments": as_text(function["arguments"])}}
         calls.append(call)
     return calls
-
-
-def _value(value: Any) -> Any:
-    return msgspec.json.decode(value) if isinstance(value, Raw) else value

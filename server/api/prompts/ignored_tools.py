@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-import msgspec
-from msgspec import Raw
-
+from server.api.formatting import decoded
 from server.schema.decoding import unsupported
 from server.schema.intent import ChatIntent
 
@@ -40,41 +38,39 @@ class IgnoredTools:
         for each in ignored:
             if each.is_block and self._strict_blocks:
                 raise unsupported(each.field, f"is {each.type[:64]!r}: this model reads text (--strict-blocks)")
-            if not each.is_block and self._strict_tools:
-                raise unsupported(each.field, f"is {each.type[:64]!r}, which this server cannot run (--strict-tools)")
-        types = self._named([each.type for each in ignored])
-        return ", ".join([*types[:MAX_NAMED], *intent.fields.ignored_hints])
+            if not each.is_block:
+                self._check_tool(each.field, each.type)
+        return ", ".join([*self._named([each.type for each in ignored]), *intent.fields.ignored_hints])
 
     def without(self, fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return a body for an engine without the tools of vendors, and the header's value; "" for none.
 
         Raises InvalidRequestError when tools are refused.
         """
-        tools = fields.get("tools")
-        tools = msgspec.json.decode(tools) if isinstance(tools, Raw) else tools
+        tools = decoded(fields.get("tools"))
         if not isinstance(tools, list):
             return fields, ""
         types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
         left_out = [kind for kind in types if isinstance(kind, str) and kind not in _OF_CLIENTS]
         if not left_out:
             return fields, ""
-        if self._strict_tools:
-            at = types.index(left_out[0])
-            raise unsupported(
-                f"tools[{at}].type", f"is {left_out[0][:64]!r}, which this server cannot run (--strict-tools)"
-            )
+        self._check_tool(f"tools[{types.index(left_out[0])}].type", left_out[0])
         kept = [tool for tool, kind in zip(tools, types, strict=True) if kind not in left_out]
         others = {name: value for name, value in fields.items() if name != "tools" and (kept or name != "tool_choice")}
-        return others | ({"tools": kept} if kept else {}), ", ".join(self._named(left_out)[:MAX_NAMED])
+        return others | ({"tools": kept} if kept else {}), ", ".join(self._named(left_out))
+
+    def _check_tool(self, field: str, kind: str) -> None:
+        if self._strict_tools:
+            raise unsupported(field, f"is {kind[:64]!r}, which this server cannot run (--strict-tools)")
 
     def _named(self, kinds: Iterable[str]) -> list[str]:
-        """Return the types for a header, and log new ones."""
+        """Return the first types, for a header, and log all new ones."""
         types = list(dict.fromkeys(_UNSAFE.sub("?", kind[:64]) for kind in kinds))
         for kind in types:
             if kind not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(kind)
                 log.warning("left %s out of a prompt: this server or its model cannot use it", kind)
-        return types
+        return types[:MAX_NAMED]
 
 
 def ignored_header(names: str) -> dict[str, str]:
