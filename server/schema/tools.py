@@ -35,7 +35,7 @@ _CANNOT_RUN: Final = "a tool that this server cannot run: give it as a function 
 _KINDS: Final[dict[str, ToolKind]] = {"function": "function", "custom": "custom"}
 _MODES: Final[dict[str, ToolMode]] = {"none": "none", "auto": "auto", "required": "required"}
 _CHOICES: Final = "is none, auto, required, one function or custom tool, or allowed_tools"
-StructT = TypeVar("StructT", bound=Struct)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ def _inner(given: dict[str, Any], kind: str, param: str, *, nested: bool) -> tup
     return given.get(kind) or {}, f"{param}.{kind}"
 
 
-def converted(value: object, kind: type[StructT], param: str) -> StructT:
+def converted(value: object, kind: type[T], param: str) -> T:
     """Read a part of a body. Raises InvalidRequestError, which names the field under `param`."""
     try:
         return msgspec.convert(value, kind)

@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import msgspec
-
 from server.api.formatting import encode_json
 from server.schema import fields as schema
-from server.schema.decoding import invalid, located, unsupported
+from server.schema.decoding import invalid, unsupported
 from server.schema.intent import ChatIntent, Conversation, FieldNames
 from server.schema.requests import InputItem, ResponsesRequest, TextOptions
 from server.schema.thoughts import thought_text
@@ -27,6 +25,7 @@ from server.schema.tools import (
     ToolName,
     ToolSet,
     ToolSpec,
+    converted,
     input_call,
     make_tool_set,
     read_choice,
@@ -52,6 +51,7 @@ _GONE: Final = {
     "compaction_summary": "can only be read by the server that wrote it: send the items that it stands for",
     "compaction_trigger": "asks for a compaction, which is not offered: send what the model should see",
 }
+_UNKNOWN: Final = "can be message, function_call, custom_tool_call, or an output of such a call"
 
 
 def responses_intent(request: ResponsesRequest) -> ChatIntent:
@@ -122,8 +122,11 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
         if item.type in _SERVER_RUN:
             dropped.append(Ignored(item.type, f"{field}.type"))
             continue
-        message = _read_item(item, field, tool_set)
-        if message is None:
+        reader = _READERS.get(item.type)
+        if reader is None:
+            why = f"is {item.type!r}: it {_GONE[item.type]}" if item.type in _GONE else _UNKNOWN
+            raise unsupported(f"{field}.type", why)
+        if (message := reader(item, field, tool_set)) is None:
             continue
         last = messages[-1] if messages else None
         if message.role != "assistant":
@@ -152,17 +155,6 @@ def _think(messages: list[schema.Message], thoughts: list[str]) -> None:
     last = messages[-1]
     last.reasoning_content = "\n".join(filter(None, [last.reasoning_content, *thoughts]))
     thoughts.clear()
-
-
-def _read_item(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message | None:
-    """Return the item as a message; None where it has none. Raises InvalidRequestError."""
-    reader = _READERS.get(item.type)
-    if reader is not None:
-        return reader(item, field, tool_set)
-    if item.type in _GONE:
-        raise unsupported(f"{field}.type", f"is {item.type!r}: it {_GONE[item.type]}")
-    why = "can be message, function_call, custom_tool_call, or an output of such a call"
-    raise unsupported(f"{field}.type", why)
 
 
 def _message(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
@@ -232,9 +224,6 @@ def _call(id_: str, function: schema.FunctionCall) -> schema.Message:
 def _output(output: object, field: str) -> str | list[schema.TextPart]:
     if isinstance(output, str):
         return output
-    try:
-        parts = msgspec.convert(output, list[schema.TextPart])
-    except msgspec.ValidationError as error:
-        raise located(str(error), field) from None
+    parts = converted(output, list[schema.TextPart], field)
     schema.check_parts(parts, field)
     return schema.as_text(parts)
