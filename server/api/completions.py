@@ -30,7 +30,7 @@ from server.request.request import Generation
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
-from server.schema.requests import COMPLETION, CompletionRequest
+from server.schema.requests import COMPLETION, CompletionRequest, batch_of
 from worker.wire import SamplingParams, TokenLogprobs
 
 MAX_CHOICES: Final = 1024
@@ -56,7 +56,7 @@ async def prepare_completion(
     request: CompletionRequest, model: ServedModel, identity: Identity, *, clamps_max_tokens: bool
 ) -> PreparedRequest:
     """Tokenise every prompt and apply its limits. Raises ApiError."""
-    prompts = request.prompts()
+    prompts = batch_of(request.prompt, "prompt")
     num_sampled = max(request.best_of or 1, request.num_choices)
     constraint = await answer_grammar(request.response_format, request.structured_outputs)
     sampling = await params.sampling_params(

@@ -22,7 +22,7 @@ from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
-from server.schema.requests import EMBEDDING, EmbeddingRequest
+from server.schema.requests import EMBEDDING, EmbeddingRequest, batch_of
 from server.text.tokenizer import TooManyTokensError
 from worker.wire import Embed
 
@@ -46,7 +46,7 @@ class EmbeddingEndpoint(GenerateEndpoint):
 
 async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, identity: Identity) -> PreparedRequest:
     """Tokenise every input and apply its limits. Raises ApiError."""
-    inputs = request.inputs()
+    inputs = batch_of(request.input, "input")
     if len(inputs) > MAX_INPUTS:
         raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
     shared = replace(new_spec(response_id("embd-"), model, identity, request, "input"), embed=Embed(request.dimensions))

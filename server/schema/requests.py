@@ -149,10 +149,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
             if self.stream and self.best_of > self.num_choices:
                 raise invalid("best_of", "is not available with stream: true")
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return the batch: one text or one list of token ids each. Raises InvalidRequestError."""
-        return _batch(self.prompt, "prompt")
-
 
 class EmbeddingRequest(RequestFields, kw_only=True):
     text_field: ClassVar = "input"
@@ -160,10 +156,6 @@ class EmbeddingRequest(RequestFields, kw_only=True):
     input: str | list[Any]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: PositiveCount | None = None
-
-    def inputs(self) -> list[str | list[int]]:
-        """Return the batch: one text or one list of token ids each. Raises InvalidRequestError."""
-        return _batch(self.input, "input")
 
 
 class InputItem(Struct, kw_only=True):
@@ -285,7 +277,8 @@ def _accept_neutral(kind: type, value: object) -> NeutralValue:
     raise ValueError("not offered")
 
 
-def _batch(prompts: str | list[Any] | None, param: str) -> list[str | list[int]]:
+def batch_of(prompts: str | list[Any] | None, param: str) -> list[str | list[int]]:
+    """Return the prompts of a field: one text or one list of token ids each. Raises InvalidRequestError."""
     if not prompts:
         raise invalid(param, "must not be empty")
     if isinstance(prompts, str) or isinstance(prompts[0], int):
