@@ -178,10 +178,7 @@ def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     formatted = request.output_format
     if formatted is None and request.output_config is not None:
         formatted = request.output_config.format
-    if formatted is None:
-        return None
-    json_schema = schema.JsonSchemaFormat(name="output", schema=formatted.schema)
-    return schema.ResponseFormat(type="json_schema", json_schema=json_schema)
+    return None if formatted is None else schema.ResponseFormat(type="json_schema", schema=formatted.schema)
 
 
 def _thinks(thinking: ThinkingConfig | None) -> bool | None:
@@ -224,7 +221,8 @@ class MessagesFormatter(ResponseFormatter):
                 case "content":
                     content.append({"type": "text", "text": text})
                 case "reasoning":
-                    content.append({"type": "thinking", "thinking": self._thoughts(text), "signature": ""})
+                    shown = text if self._shows_thoughts else ""
+                    content.append({"type": "thinking", "thinking": shown, "signature": ""})
                 case "call":
                     content.append(self._tool_use(text))
                 case "arguments":
@@ -299,9 +297,6 @@ class MessagesFormatter(ResponseFormatter):
         self._has_calls = self._waits_for_arguments = True
         return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
 
-    def _thoughts(self, text: str) -> str:
-        return text if self._shows_thoughts else ""
-
     def _message(self, response: ResponseStream, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id,
@@ -319,25 +314,32 @@ class MessagesFormatter(ResponseFormatter):
         return self._waits_for_arguments and self._last is not None and self._last.finish_reason == "length"
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
-        usage = _usage(response)
+        """Count tokens; input tokens do not include cached ones."""
+        usage = response.usage()
+        cached, num_output = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+        num_thought = usage["completion_tokens_details"]["reasoning_tokens"]
         if self._is_empty or self._last is None:  # the first event has none: clients add those of the last
-            usage |= {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
-        return usage
+            num_output = num_thought = 0
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": num_output,
+            "output_tokens_details": {"thinking_tokens": num_thought},
+        }
 
     def _stop(self) -> dict[str, Any]:
         """Return why the answer ended; null before its end."""
+        reason = sequence = None
         if self._last is not None and self._is_empty:
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        matched = self._last.stop_reason if self._last is not None else None
-        sequence = matched if isinstance(matched, str) else None
-        reason = None
-        if self._last is not None:
+            reason = "max_tokens"
+        elif self._last is not None:
+            sequence = self._last.stop_reason if isinstance(self._last.stop_reason, str) else None
+            reason = "tool_use" if self._has_calls else "end_turn"
             if self._last.finish_reason == "length":
                 reason = "max_tokens"
             elif sequence is not None:
                 reason = "stop_sequence"
-            else:
-                reason = "tool_use" if self._has_calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
 
@@ -348,16 +350,3 @@ def _input(arguments: str) -> Any:
     except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {NOT_JSON: arguments}
-
-
-def _usage(response: ResponseStream) -> dict[str, Any]:
-    """Count tokens; input tokens do not include cached ones."""
-    usage: dict[str, Any] = response.usage()
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
-    }
