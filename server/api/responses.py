@@ -28,9 +28,7 @@ from server.schema.decoding import unsupported
 from server.schema.intent import ChatIntent
 from server.schema.requests import RESPONSES, ResponsesRequest
 from server.schema.tools import ToolName
-from server.text.detokenizer import TokenBytes
 from server.text.output_parser import OutputParser, OutputRules, call_id
-from worker.wire import SamplingParams
 
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _CALL_EVENTS: Final = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
@@ -45,8 +43,7 @@ class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
         return request, responses_intent(request)
 
     def formatter(self, request: ResponsesRequest, spec: GenerationSpec, rules: OutputRules) -> ResponseFormatter:
-        token_bytes = spec.model.tokenizer.token_bytes
-        return ResponsesFormatter(spec.request_id, request, rules, spec.sampling, token_bytes)
+        return ResponsesFormatter(request, spec, rules)
 
     async def compact(self, http_request: Request) -> Response:
         """Raises InvalidRequestError: nothing is kept here that a compaction could stand for."""
@@ -56,17 +53,10 @@ class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
 class ResponsesFormatter(ResponseFormatter):
     """The response object, or its stream of typed, numbered events. At most one output item is open: the last."""
 
-    def __init__(
-        self,
-        id_: str,
-        request: ResponsesRequest,
-        rules: OutputRules,
-        sampling: SamplingParams,
-        token_bytes: TokenBytes,
-    ) -> None:
-        self._id = id_
-        self._sampling = sampling
-        self._token_bytes = token_bytes
+    def __init__(self, request: ResponsesRequest, spec: GenerationSpec, rules: OutputRules) -> None:
+        self._id = spec.request_id
+        self._sampling = spec.sampling
+        self._token_bytes = spec.model.tokenizer.token_bytes
         self._request = request
         self._rules = rules
         self._parser = OutputParser(rules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from cache.types import BlockHash
 from server.api.prompts.items import messages_of_items
 from server.api.responses import ResponsesFormatter
-from server.request.choice import ChoiceDelta
+from server.request.choice import ChoiceDelta, GenerationSpec
 from server.schema.requests import ChatRequest, ResponsesRequest
 from server.schema.tools import make_tool_set, read_tools
 from server.text.formats import FORMATS
@@ -25,7 +27,7 @@ from tests.server.gateway_app import gateway
 from tests.server.test_app import MESSAGES, chat, client, post
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler
-from worker.wire import Grammar, SamplingParams, TokenizerBundle
+from worker.wire import Grammar, TokenizerBundle
 
 CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION: Any = {"type": "function", "name": "get_weather", "strict": False, "parameters": CITY}
@@ -394,7 +396,9 @@ def test_random_mixes_round_trip(tools: list[dict[str, Any]], text: str, cuts: l
 def answered(rules: OutputRules, texts: list[str]) -> dict[str, Any]:
     """Stream a model's text as /v1/responses, and return the item of its call."""
     request = ResponsesRequest(model="m", input="x", stream=True)
-    formatter = ResponsesFormatter("resp_1", request, rules, SamplingParams(max_tokens=1), None)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=None))
+    spec = GenerationSpec(request_id="resp_1", model=model, root=BlockHash(b""), prompt_param="input")
+    formatter = ResponsesFormatter(request, spec, rules)
     events = b""
     for number, text in enumerate(texts):
         reason = "stop" if number == len(texts) - 1 else None
