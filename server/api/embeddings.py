@@ -41,17 +41,14 @@ class EmbeddingEndpoint(GenerateEndpoint):
             if request.dimensions is not None and request.dimensions > size:
                 raise invalid("dimensions", f"is at most {size} for this model")
         with trace_stage("tokenise"):
-            return await prepare_embedding(request, model, identity)
-
-
-async def prepare_embedding(request: EmbeddingRequest, model: ServedModel, identity: Identity) -> PreparedRequest:
-    """Tokenise every input and apply its limits. Raises ApiError."""
-    inputs = batch_of(request.input, "input")
-    if len(inputs) > MAX_INPUTS:
-        raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
-    shared = replace(new_spec(response_id("embd-"), model, identity, request, "input"), embed=Embed(request.dimensions))
-    specs = await batch_specs(shared, inputs, partial(_input_ids, model))
-    return PreparedRequest(specs, EmbeddingFormatter(request), stream=False, ignored=", ".join(request.ignored_hints))
+            inputs = batch_of(request.input, "input")
+            if len(inputs) > MAX_INPUTS:
+                raise invalid("input", f"has {len(inputs)} texts, at most {MAX_INPUTS} are taken")
+            spec = new_spec(response_id("embd-"), model, identity, request, "input")
+            shared = replace(spec, embed=Embed(request.dimensions))
+            specs = await batch_specs(shared, inputs, partial(_input_ids, model))
+        ignored = ", ".join(request.ignored_hints)
+        return PreparedRequest(specs, EmbeddingFormatter(request), stream=False, ignored=ignored)
 
 
 async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:
