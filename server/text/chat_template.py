@@ -18,11 +18,10 @@ from server.errors import InvalidRequestError
 from server.event_loop import Steps, run_now, run_sliced
 from server.schema.fields import Message
 from server.schema.intent import Conversation
-from server.text.call_ids import number_calls, writes_ids
 from server.text.control_tokens import Marker, RenderedPrompt
 from server.text.shape_probes import PROBE_WORDS, ShapeProbe, find_shapes
 from server.text.shapes import Shapes, Turn, filled, repaired, without_marks
-from server.text.template_input import LINE_END, template_messages, template_tools, texts_of, with_tools
+from server.text.template_input import LINE_END, number_calls, template_messages, template_tools, texts_of, with_tools
 from server.text.template_sandbox import RenderClock, StepTooLongError, TemplateEnvironment, TemplateError
 
 MAX_STEP_S: Final = 0.03
@@ -77,7 +76,7 @@ class ChatTemplate:
         self._defaults = defaults
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
-        self._writes_ids = writes_ids(source)
+        self._writes_ids = "<|tool_call_argument_begin|>" in source
         self.takes_tools = "tools" in source
         """False: tools and calls are written into messages, see `with_tools`."""
         self._is_strict = is_strict
