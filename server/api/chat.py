@@ -82,7 +82,7 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
         """Decode and check a body. Raises ApiError."""
 
     async def read_to_count(self, body: bytes) -> ChatIntent:
-        """Decode and check a body of which only the prompt counts. Raises ApiError."""
+        """Decode and check a body whose prompt is to be counted. Raises ApiError."""
         return (await self.read(body))[1]
 
     @abstractmethod

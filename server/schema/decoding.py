@@ -44,7 +44,7 @@ _ONE_BYTE: Final = bytes(range(0xC4))
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB]")
 _WIDE_ESCAPE: Final = re.compile(rb"\\u(?!00)")
 MAX_WIDE_BYTES: Final = 40 << 20
-"""The most that strings may take in memory, if more than the body: one wide character makes all of its string wide."""
+"""Strings may take this much memory, or the body's size if that is more. One wide character makes its string wide."""
 _OTHER_TEXT: Final = re.compile(rb"\xef\xbb\xbf|\xff\xfe|\xfe\xff|.?\0", re.DOTALL)
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 
@@ -151,7 +151,7 @@ async def read_json(
     try:
         decoded = decode(body)
     except msgspec.ValidationError as error:
-        kind = getattr(getattr(decode, "__self__", None), "type", None)  # that of the Decoder whose method it is
+        kind = getattr(getattr(decode, "__self__", None), "type", None)  # `decode` is a method of a Decoder
         raise located(str(error), kind=kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if (half := _LONE_SURROGATE.search(body)) is not None:
@@ -204,13 +204,13 @@ def unsupported(field: str, why: str, details: Mapping[str, Any] | None = None) 
 def located(text: str, parent: str = "", kind: Any = None) -> InvalidRequestError:
     """Split msgspec's "Expected `int`, got `str` - at `$.max_tokens`". The path under `parent` becomes `param`.
 
-    `kind`: the type at the path's begin, for the values of an enumeration.
+    `kind`: the type in which the path begins. The error for an enumeration lists its values.
     """
     reason, _, path = text.partition(" - at `")
     if reason.startswith("Invalid enum value") and (values := _literals(kind, re.findall(r"[A-Za-z_]\w*|\[", path))):
         reason = f"{reason}: use one of {', '.join(values)}"
     place = (parent + path.rstrip("`").removeprefix("$")).removeprefix(".")
-    param, is_value, _ = place.partition("[...]")  # that of a key, which msgspec does not name
+    param, is_value, _ = place.partition("[...]")  # msgspec writes [...] for any key of a map
     if is_value:
         reason = f"a value in it is wrong: {reason}"
     if missing := _MISSING.search(reason):

@@ -48,7 +48,7 @@ _EVERYWHERE: Final = _refusals(_TABLE.pop("everywhere"))
 REFUSED_FIELDS: Final[Mapping[str, Mapping[str, FieldRefusal]]] = {
     route: _EVERYWHERE | _refusals(section) for route, section in _TABLE.items()
 }
-"""By route, without the fields that the route honours."""
+"""By route. A route may honour some of them all the same: see `refused_at`."""
 
 
 def refused_at(route: str, honoured: Iterable[str]) -> dict[str, FieldRefusal]:

@@ -45,10 +45,10 @@ class Conversation:
     """The client turns thoughts on or off; None: by the effort, else as the template has it."""
     names: FieldNames = CHAT_NAMES
     num_removed: int = 0
-    """Messages of the client that came before the first."""
+    """Messages of the client that were removed from the beginning."""
 
     def param_of(self, number: int, path: str) -> str:
-        """Name a part of a message, where the route has the same messages as the conversation."""
+        """Return the field of a message's part; that of all messages where the route's differ from these."""
         return f"messages[{number + self.num_removed}].{path}" if self.names is CHAT_NAMES else self.names.messages
 
 

@@ -136,7 +136,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def token_limit(self) -> int:
-        """The most tokens of an answer. Scoring samples one hidden token."""
+        """The most tokens of an answer. With `max_tokens` 0, which scores a prompt, one is sampled and not shown."""
         return 16 if self.max_tokens is None else self.max_tokens or 1
 
     def check(self) -> None:

@@ -113,7 +113,7 @@ class ToolSpec:
     definition: ToolDefinition
     grammar: GrammarDefinition | None = None
     preface: str = ""
-    """The description of a namespace, with its first tool."""
+    """The description of its namespace, if this is the first tool in it."""
 
     def function(self, model_name: str) -> FunctionDefinition:
         """Return the tool as the model sees it."""

@@ -17,7 +17,7 @@ from server.event_loop import Steps
 from server.text.detokenizer import BYTE_ALPHABET
 
 NFC_SHRINK: Final = 4
-"""An upper limit of bytes before over bytes after NFC; Unicode 15 has 3 (U+212A becomes K)."""
+"""More than NFC divides a text's bytes by: Unicode 15 has a case of 3 (U+212A becomes K)."""
 _BYTE_TOKENS: Final = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _WINDOW_CHARS: Final = 1 << 16  # counted between two rests of the loop
 

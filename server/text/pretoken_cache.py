@@ -66,7 +66,7 @@ class PretokenCache:
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
         self._ids: dict[str, Sequence[int]] = {}
-        """Keys: the word, for a chunk of a space and a word; else the chunk and a space."""
+        """The key of a space and a word is the word. That of any other chunk is the chunk with a space at its end."""
         self.num_bytes = 0
 
     def ids(self, text: str) -> list[int]:

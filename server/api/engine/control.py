@@ -8,8 +8,8 @@ character. If the two prompts differ in their control tokens, the client has wri
     control tokens     <|im_start|> <|im_end|> x 2     control tokens    <|im_start|> <|im_end|>
 
 This also covers text that a template cuts or joins, whatever the template does. Engines and templates
-compare names such as roles, so letters, digits and `_-./` stay. Control tokens that have nothing else are replaced as
-a whole.
+compare names such as roles, so letters, digits and `_-./` stay. A control token of only such characters is
+replaced as a whole.
 """
 
 from __future__ import annotations

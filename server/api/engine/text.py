@@ -91,7 +91,7 @@ _STATEFUL: Final = (
     *("stop", "structured_outputs", "response_format", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logprobs", "echo", "include_reasoning", "bad_words", "thinking_token_budget", "use_beam_search"),
 )
-"""Fields of a body after which the tokens so far are not enough to continue an answer."""
+"""Fields with which the tokens so far are not enough to continue an answer."""
 _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 

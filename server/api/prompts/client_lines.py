@@ -30,7 +30,7 @@ MAX_LINE_CHARS: Final = 1024
 def without_line(fields: dict[str, Any], lead: str, messages: str) -> tuple[dict[str, Any], str]:
     """Return a body without the known line that begins its system prompt, and the line's rule; "" if none.
 
-    `lead` and `messages` name the fields of the system prompt and of the messages; no field is called "".
+    `lead` and `messages` name the fields of the system prompt and of the messages. A route without the first has "".
     """
     field = lead if lead in fields else messages
     value = content = decoded(fields.get(field))

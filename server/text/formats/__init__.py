@@ -26,7 +26,7 @@ def formats_of(template: str, tokens: Collection[str] = ()) -> list[ToolFormat]:
 
 
 def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
-    """Return a model's own format, which reads calls in the form that a prompt asks for too."""
+    """Return a model's own format, extended to read calls in the form that a prompt asks for too."""
     if own.read_calls is None or asked.read_calls is None or not {*own.opens}.isdisjoint(asked.opens):
         return own
     readers = {opening: each.read_calls for each in (own, asked) for opening in each.opens}
