@@ -219,8 +219,6 @@ class ChatTemplate:
                     raise InvalidRequestError("the rendered messages are too long.", param=param)
                 if len(parts) % 16 == 0:
                     yield from clock.rest()
-        except InvalidRequestError:
-            raise
         except jinja2.TemplateError as error:
             message = f"The model's chat template refuses these messages: {error}"
             raise InvalidRequestError(message, param=param) from error

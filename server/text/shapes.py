@@ -263,21 +263,18 @@ def _empty(shapes: Shapes, role: str) -> Turn:
 
 
 def _is_empty(turn: Turn) -> bool:
-    return _is_blank(turn) and not turn.get("tool_calls")
+    texts = _texts(turn["content"])
+    return all(isinstance(text, str) and not text.strip() for text in texts) and not turn.get("tool_calls")
 
 
-def _is_blank(turn: Turn) -> bool:
-    content = turn["content"]
-    texts = [content or ""] if content is None or isinstance(content, str) else [part.get("text") for part in content]
-    return all(isinstance(text, str) and not text.strip() for text in texts)
+def _texts(content: Any) -> list[Any]:
+    return [part.get("text") for part in _parts(content or "")]
 
 
 def _marked(kind: str, content: Any) -> Any:
     """Return a content between marks."""
     begin, end = f"{OPEN}{kind}{CLOSE}\n", f"\n{OPEN}/{kind}{CLOSE}"
-    if content is None or isinstance(content, str):
-        return f"{begin}{content or ''}{end}"
-    texts = [part.get("text") for part in content]
+    texts = _texts(content)
     if all(isinstance(text, str) for text in texts):
         return begin + "\n".join(texts) + end
     return [*_parts(begin), *content, *_parts(end)]
