@@ -18,6 +18,7 @@ from server.api.formatting import encode_json
 from server.errors import ApiError
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit
+from server.schema.fields import FunctionDefinition
 from server.schema.requests import CHAT
 from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TooManyTokensError
@@ -68,11 +69,8 @@ class _Message(Struct, forbid_unknown_fields=True):
         return not self.content and not self.tool_calls
 
 
-class _Function(Struct, forbid_unknown_fields=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class _Function(FunctionDefinition, forbid_unknown_fields=True):
+    """Any other field may be in the prompt."""
 
 
 class _Tool(Struct, forbid_unknown_fields=True, kw_only=True):
