@@ -49,11 +49,11 @@ class EndpointServices:
     keep_alive: KeepAlive
     request_timeout_s: float
     ignored_tools: IgnoredTools
-    tracing: Tracing | None = None
-    clamps_max_tokens: bool = False
+    tracing: Tracing | None
+    clamps_max_tokens: bool
     """`max_tokens` of chats and completions is cut to what fits, as always for messages and responses."""
-    engine_text: PrepareEngineText | None = None
-    """Prepares the requests whose text an engine writes."""
+    engine_text: PrepareEngineText
+    """Prepares the requests whose text an engine writes, and returns None for others."""
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
 
@@ -181,8 +181,7 @@ class GenerateEndpoint(ABC):
                 usage.add_tokens(response.num_output_tokens + response.num_pooled_tokens)
 
     async def _prepared(self, path: str, body: bytes, identity: Identity) -> PreparedRequest:
-        engine_text = self._services.engine_text
-        request = None if engine_text is None else await engine_text(path, body, identity)
+        request = await self._services.engine_text(path, body, identity)
         return await self.prepare(body, identity) if request is None else request
 
     async def _generations(
