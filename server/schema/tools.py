@@ -34,7 +34,6 @@ _NAME_WITHIN: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CANNOT_RUN: Final = "a tool that this server cannot run: give it as a function with a schema"
 _KINDS: Final[dict[str, ToolKind]] = {"function": "function", "custom": "custom"}
 _MODES: Final[dict[str, ToolMode]] = {"none": "none", "auto": "auto", "required": "required"}
-_CHOICES: Final = "is none, auto, required, one function or custom tool, or allowed_tools"
 T = TypeVar("T")
 
 
@@ -289,13 +288,11 @@ class AllowedTools(Struct, kw_only=True):
 
 def read_choice(choice: str | dict[str, Any] | None, tool_set: ToolSet, *, nested: bool) -> ToolUse:
     """Read OpenAI's `tool_choice`. Raises InvalidRequestError."""
-    if choice is None:
-        return ToolUse("auto" if tool_set.tools else "none")
-    if isinstance(choice, str):
-        if choice not in _MODES:
-            raise invalid("tool_choice", _CHOICES)
-        return ToolUse(_MODES[choice])
     match choice:
+        case None:
+            return ToolUse("auto" if tool_set.tools else "none")
+        case str(mode) | {"type": str(mode)} if mode in _MODES:
+            return ToolUse(_MODES[mode])
         case {"type": "allowed_tools"}:
             param = "tool_choice.allowed_tools" if nested else "tool_choice"
             allowed = converted(choice.get("allowed_tools") or {} if nested else choice, AllowedTools, param)
@@ -304,11 +301,9 @@ def read_choice(choice: str | dict[str, Any] | None, tool_set: ToolSet, *, neste
             return ToolUse(allowed.mode or "auto", list(_allowed(allowed, tool_set, param, nested=nested)))
         case {"type": "function" | "custom"}:
             return ToolUse("named", [_named(choice, "tool_choice", nested=nested)])
-        case {"type": str(mode)} if mode in _MODES:
-            return ToolUse(_MODES[mode])
-        case {"type": str(kind)} if kind not in (*_MODES, "any", "tool"):  # which Anthropic writes as objects
+        case {"type": str(kind)} if kind not in ("any", "tool"):  # which Anthropic writes as objects
             raise unsupported("tool_choice.type", f"is {kind[:64]!r}, {_CANNOT_RUN}")
-    raise invalid("tool_choice", _CHOICES)
+    raise invalid("tool_choice", "is none, auto, required, one function or custom tool, or allowed_tools")
 
 
 def _allowed(allowed: AllowedTools, tool_set: ToolSet, param: str, *, nested: bool) -> Iterator[ToolName]:
