@@ -106,8 +106,8 @@ class ConversationEndpoint(GenerateEndpoint, Generic[RequestT]):
         model = self._model(intent.fields.model, identity_of(http_request.scope))
         rendered = await render_chat(intent.conversation, model)
         ids = await encode_any(rendered.text, model, param, client_offsets=rendered.client_offsets)
-        counted = {"input_tokens": len(TokenLimits(intent.fields, param).truncated(ids))}
-        return json_response(self.counted | counted, ignored_header(ignored))
+        num_tokens = len(TokenLimits(intent.fields, param).truncated(ids))
+        return json_response(self.counted | {"input_tokens": num_tokens}, ignored_header(ignored))
 
     counted: ClassVar[dict[str, Any]] = {}
     """Further fields of the answer of `count`."""

@@ -116,8 +116,7 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
 
     `own` are the blocks and items that a turn of Messages or Responses is made of.
     """
-    given = {name: decoded(fields.get(name)) for name in (TEXTS.get(path, ""), LEADS.get(path, ""))}
-    lead, messages = given.get(LEADS.get(path, "")), given.get(TEXTS.get(path, ""))
+    lead, messages = (decoded(fields.get(names.get(path, ""))) for names in (LEADS, TEXTS))
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         return None
     turns: list[Turn] = [{"role": "system", "content": lead}] if lead else []
