@@ -32,10 +32,8 @@ class ThoughtFormat:
 
     def is_begun_by(self, prompt: str) -> bool:
         """Return whether the reasoning is open at the end of a prompt."""
-        prompt = prompt.rstrip()
-        return prompt.endswith(tuple(start + self.label.rstrip() for start in self.starts)) or prompt.endswith(
-            self.starts
-        )
+        openings = tuple(start + label for start in self.starts for label in ("", self.label.rstrip()))
+        return prompt.rstrip().endswith(openings)
 
 
 def _granite(verb: str) -> tuple[str, ...]:
