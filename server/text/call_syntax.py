@@ -135,17 +135,13 @@ class InputReader:
     Arguments of another form are held to their end. The text is then the only string of an object, or all of it.
     """
 
-    def __init__(self, *, raw: bool) -> None:
-        """`raw`: the arguments are the text itself."""
-        self._raw = raw
+    def __init__(self) -> None:
         self._text = ""
         self._inside = False
         self._ended = False
 
     def feed(self, text: str) -> str:
         """Return what more arguments give."""
-        if self._raw:
-            return text
         if self._ended:
             return ""
         self._text += text
@@ -163,7 +159,7 @@ class InputReader:
 
     def end(self) -> str:
         """Return the text that is held, at the end of the arguments."""
-        if self._raw or self._ended:
+        if self._ended:
             return ""
         if self._inside:
             return _string(self._text.partition('"')[0])

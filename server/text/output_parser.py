@@ -95,7 +95,7 @@ class OutputParser(TextReader):
         self._is_closed_by_text = False
         self._num_calls = 0
         self._input: InputReader | None = None
-        """The reader of the last call's input, if this is a custom tool's."""
+        """The reader of the last call's input, if this is in the arguments of a custom tool."""
         self._escapes = WholeEscapes()
         self._deltas: list[OutputDelta] = []
         self._reading = self._answer()
@@ -176,8 +176,10 @@ class OutputParser(TextReader):
             self._end_input()
             text = joined_pairs(text)
             self._num_calls += 1
-            if self._rules.client_name(text).kind == "custom":
-                self._input = InputReader(raw=self._rules.is_raw_input)
+            if self._rules.client_name(text).kind == "custom" and not self._rules.is_raw_input:
+                self._input = InputReader()
+        elif kind == "arguments" and self._rules.is_raw_input:
+            kind, text = "input", joined_pairs(text)
         elif kind == "arguments" and self._input is not None:
             kind, text = "input", joined_pairs(self._input.feed(text))
         elif kind == "arguments":
