@@ -21,7 +21,6 @@ from server.schema.fields import (
     MAX_TOOLS,
     Count,
     FormatType,
-    FunctionCall,
     Message,
     ModelFields,
     PositiveCount,
@@ -34,7 +33,7 @@ from server.schema.fields import (
     TopLogprobs,
 )
 from server.schema.intent import ChatIntent, Conversation
-from server.schema.tools import ToolName, ToolSet, input_call, make_tool_set, read_choice, read_tools
+from server.schema.tools import ToolName, ToolSet, make_tool_set, read_choice, read_tools
 
 MAX_MESSAGES: Final = 65_536  # bounds a body's objects; long sessions of agents have some thousand
 OUTPUT_LOGPROBS: Final = "message.output_text.logprobs"
@@ -115,13 +114,11 @@ def _with_model_names(message: Message, tool_set: ToolSet) -> Message:
         return message
     calls = []
     for call in message.tool_calls:
-        if call.custom is not None and call.type == "custom":
-            given = call.custom
-            function = input_call(tool_set.model_name(ToolName(given.name, "custom", given.namespace)), given.input)
+        if call.custom is None or call.type == "function":
+            name, text = ToolName(call.called.name, "function", call.called.namespace), call.called.arguments
         else:
-            name = ToolName(call.called.name, "function", call.called.namespace)
-            function = FunctionCall(name=tool_set.model_name(name), arguments=call.called.arguments)
-        calls.append(ToolCall(id=call.id, function=function))
+            name, text = ToolName(call.custom.name, "custom", call.custom.namespace), call.custom.input
+        calls.append(ToolCall(id=call.id, function=tool_set.call(name, text)))
     return msgspec.structs.replace(message, tool_calls=calls)
 
 

@@ -155,6 +155,11 @@ class ToolSet:
                 return self.model_names[known]
         return joined_name(name)
 
+    def call(self, name: ToolName, text: str | None) -> FunctionCall:
+        """Return a call as the model has written it. `text`: its arguments, or the input of a custom tool."""
+        arguments = json.dumps({INPUT: text}, ensure_ascii=False) if name.kind == "custom" else text
+        return FunctionCall(name=self.model_name(name), arguments=arguments)
+
     def chosen(self, use: ToolUse) -> tuple[ToolMode, tuple[FunctionDefinition, ...], FunctionDefinition | None]:
         """Return the mode that is possible, the tools that the model sees, and the one that it has to call.
 
@@ -349,11 +354,6 @@ def converted(value: object, kind: type[T], param: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise located(str(error), param, kind) from None
-
-
-def input_call(model_name: str, text: str) -> FunctionCall:
-    """Return a custom tool's call as the model has written it."""
-    return FunctionCall(name=model_name, arguments=json.dumps({INPUT: text}, ensure_ascii=False))
 
 
 def _check_name(name: str, param: str, pattern: re.Pattern[str]) -> None:

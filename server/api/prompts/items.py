@@ -26,7 +26,6 @@ from server.schema.tools import (
     ToolSet,
     ToolSpec,
     converted,
-    input_call,
     make_tool_set,
     read_choice,
     read_tools,
@@ -171,9 +170,7 @@ def _tool_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message
     key, text = ("arguments", item.arguments) if kind == "function" else ("input", item.input)
     if not (item.call_id and item.name) or not isinstance(text, str):
         raise invalid(field, f"is a {item.type} without call_id, name or {key}")
-    name = tool_set.model_name(ToolName(item.name, kind, item.namespace or None))
-    function = input_call(name, text) if kind == "custom" else schema.FunctionCall(name=name, arguments=text)
-    return _call(item.call_id, function)
+    return _call(item.call_id, tool_set.call(ToolName(item.name, kind, item.namespace or None), text))
 
 
 def _tool_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
