@@ -315,7 +315,7 @@ class MessagesFormatter(ResponseFormatter):
 
     def _usage(self, response: ResponseStream) -> dict[str, Any]:
         """Count tokens; input tokens do not include cached ones."""
-        usage = response.usage()
+        usage: dict[str, Any] = response.usage()
         cached, num_output = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
         num_thought = usage["completion_tokens_details"]["reasoning_tokens"]
         if self._is_empty or self._last is None:  # the first event has none: clients add those of the last

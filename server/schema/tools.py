@@ -298,6 +298,8 @@ def read_choice(choice: str | dict[str, Any] | None, tool_set: ToolSet, *, neste
             return ToolUse("auto" if tool_set.tools else "none")
         case str(mode) | {"type": str(mode)} if mode in _MODES:
             return ToolUse(_MODES[mode])
+        case str():
+            pass
         case {"type": "allowed_tools"}:
             param = "tool_choice.allowed_tools" if nested else "tool_choice"
             allowed = converted(choice.get("allowed_tools") or {} if nested else choice, AllowedTools, param)
