@@ -81,8 +81,6 @@ class AdapterEngine:
         self._blocks = blocks
         self._health = health
         self._subscriber = None if source is None else EventSubscriber(source, self.hear)
-        if self._subscriber is not None:
-            self._subscriber.open()
         self._metrics = metrics
         self._account = LoadAccount()
         self._requests = EngineRequests(api, blocks, self._account, member.block_size, member.worker_id, metrics, self)

@@ -71,8 +71,9 @@ async def following(
         yield subscriber
         assert not running.done()
     finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         subscriber.close()
-        await running
 
 
 async def said(log: Log, *expected: int | str) -> None:
