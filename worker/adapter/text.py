@@ -14,14 +14,7 @@ import msgspec
 
 from cache.types import MediaStart
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError, stream_error
-from worker.adapter.http import (
-    CALL_TIMEOUT_S,
-    MAX_ANSWER_BYTES,
-    AnswerTooLongError,
-    EngineServer,
-    refused,
-    understood,
-)
+from worker.adapter.http import AnswerTooLongError, EngineServer, refused, understood
 from worker.common.capabilities import CHAT
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
@@ -133,16 +126,16 @@ class TextCalls:
         """Wait for one answer of a model without text, which may be a refusal."""
         found = [path for path in POOLING_PATHS if await self._has(path)]
         path = found[0] if found else POOLING_PATHS[0]
-        await self._server.post(path, msgspec.json.encode({"model": await self.name(), "input": "a"}), None)
+        await self._server.call("POST", path, {"model": await self.name(), "input": "a"}, None)
 
     async def _has(self, path: str) -> bool:
         """Return whether the engine has this API, which then misses fields of the body."""
-        return (await self._server.post(path, b"{}", CALL_TIMEOUT_S))[0] not in _ABSENT
+        return (await self._server.call("POST", path, {}))[0] not in _ABSENT
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
         # Without its processed images, which take megabytes.
-        body = msgspec.json.encode(await self._with_model(call, "") | {"mm_payload": "none"})
+        body = await self._with_model(call, "") | {"mm_payload": "none"}
         status, answer = await self._post_render(call.path, body)
         if status != 200:
             raise refused(status, answer)
@@ -153,11 +146,11 @@ class TextCalls:
         lengths = tuple(max(0, prompt.sampling_params.max_tokens or 0) for prompt in prompts)
         return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths, media if any(media) else ())
 
-    async def _post_render(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _post_render(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Post it again if the engine closes the connection: vLLM does so after a fault of its own, as for a bomb."""
         for attempts_left in reversed(range(_RENDER_ATTEMPTS)):
             try:
-                return await self._server.post(f"{path}/render", body, _RENDER_TIMEOUT_S)
+                return await self._server.call("POST", f"{path}/render", body, _RENDER_TIMEOUT_S)
             except EngineLostError as error:
                 if not (error.closed and attempts_left):
                     raise
@@ -200,7 +193,7 @@ async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]
     """Yield the answer of the engine's API to a body: its events, or the whole."""
     if not call.streams:
         try:
-            status, answer = await server.post(call.path, msgspec.json.encode(body), None, MAX_ANSWER_BYTES)
+            status, answer = await server.call("POST", call.path, body, None)
         except AnswerTooLongError as error:
             raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
         if status != 200:
