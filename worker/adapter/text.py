@@ -103,14 +103,12 @@ decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
 
 
-class TextCalls:
-    """The text APIs of one vLLM server."""
+class TextServer(EngineServer):
+    """An engine's server with vLLM's text APIs."""
 
-    def __init__(self, server: EngineServer) -> None:
-        self._server = server
-        self._model_name: str | None = None
+    _model_name: str | None = None
 
-    async def apis(self) -> tuple[str, ...]:
+    async def text_apis(self) -> tuple[str, ...]:
         """Return the APIs that the engine offers. Those that generate text also render prompts."""
         found = []
         for path in TEXT_APIS:
@@ -126,11 +124,11 @@ class TextCalls:
         """Wait for one answer of a model without text, which may be a refusal."""
         found = [path for path in POOLING_PATHS if await self._has(path)]
         path = found[0] if found else POOLING_PATHS[0]
-        await self._server.call("POST", path, {"model": await self.name(), "input": "a"}, None)
+        await self.call("POST", path, {"model": await self.model_name(), "input": "a"}, None)
 
     async def _has(self, path: str) -> bool:
         """Return whether the engine has this API, which then misses fields of the body."""
-        return (await self._server.call("POST", path, {}))[0] not in _ABSENT
+        return (await self.call("POST", path, {}))[0] not in _ABSENT
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
@@ -150,7 +148,7 @@ class TextCalls:
         """Post it again if the engine closes the connection: vLLM does so after a fault of its own, as for a bomb."""
         for attempts_left in reversed(range(_RENDER_ATTEMPTS)):
             try:
-                return await self._server.call("POST", f"{path}/render", body, _RENDER_TIMEOUT_S)
+                return await self.call("POST", f"{path}/render", body, _RENDER_TIMEOUT_S)
             except EngineLostError as error:
                 if not (error.closed and attempts_left):
                     raise
@@ -167,25 +165,25 @@ class TextCalls:
             return False
         return bool(rendered.media)
 
-    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
         call = request.call
         assert call is not None
         body = call_body(await self._with_model(call, request.adapter), request, request_id)
-        async for part in answer_of(self._server, call, body):
+        async for part in answer_of(self, call, body):
             yield part
 
     async def _with_model(self, call: EngineCall, adapter: str) -> dict[str, Any]:
         """Return the body with a name that the engine has for its model."""
         body: dict[str, Any] = dict(decode_body(call.body))
         if adapter or "model" not in body:
-            body["model"] = adapter or (await self.name())
+            body["model"] = adapter or (await self.model_name())
         return body
 
-    async def name(self) -> str:
+    async def model_name(self) -> str:
         """Return a name that the engine has for its model."""
         if self._model_name is None:
-            self._model_name = (await self._server.model()).name
+            self._model_name = (await self.model()).name
         return self._model_name
 
 

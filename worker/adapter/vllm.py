@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource
-from worker.adapter.http import EngineServer, understood
-from worker.adapter.text import COMPLETIONS, TextCalls, cached_tokens
+from worker.adapter.http import understood
+from worker.adapter.text import COMPLETIONS, TextServer, cached_tokens
 from worker.wire import SamplingDefaults, SamplingParams
 
 _SLOW_TIMEOUT_S: Final = 30.0
@@ -40,7 +40,7 @@ _WANTED: Final = (
 )
 
 
-class VllmApi(EngineServer):
+class VllmApi(TextServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
@@ -49,13 +49,10 @@ class VllmApi(EngineServer):
         """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
-        self._calls = calls = TextCalls(self)
-        self.text_apis, self.render, self.text = calls.apis, calls.render, calls.answer
-        self.takes_images = calls.takes_images
 
     async def version(self) -> str:
         status, _ = await self.call("GET", f"{COMPLETIONS}/render")  # 405: it takes POST only
-        if status == 404 and not await self._calls.pools():
+        if status == 404 and not await self.pools():
             raise EngineRefusedError(404, f"no {COMPLETIONS}/render: start vLLM 0.32 or newer with --enable-scale-out")
         answer = await self.json("GET", "/version")
         with understood("/version"):
@@ -97,10 +94,10 @@ class VllmApi(EngineServer):
         return False
 
     async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
-        if await self._calls.pools():
-            await self._calls.embed_one()
+        if await self.pools():
+            await self.embed_one()
             return None
-        body = {"model": await self._calls.name(), "prompt": list(prompt_ids), "max_tokens": 1, "temperature": 0}
+        body = {"model": await self.model_name(), "prompt": list(prompt_ids), "max_tokens": 1, "temperature": 0}
         answer = await self.json("POST", COMPLETIONS, body | ({"cache_salt": salt} if salt else {}), timeout_s=None)
         return cached_tokens(answer)
 
