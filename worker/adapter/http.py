@@ -189,8 +189,12 @@ def refused(status: int, body: bytes) -> EngineRefusedError:
         error = answer.get("error", answer)
     except (ValueError, AttributeError, RecursionError):
         return EngineRefusedError(status, body[:300].decode(errors="replace"))
-    if not isinstance(error, dict):
-        return EngineRefusedError(status, str(error)[:_MAX_MESSAGE])
-    param = error.get("param")
-    message = str(error.get("message", error))[:_MAX_MESSAGE]
+    return refusal_of(status, error)
+
+
+def refusal_of(status: int, error: Any) -> EngineRefusedError:
+    """Return the exception for an engine's error, which is an object or a text."""
+    fields = error if isinstance(error, dict) else {}
+    param = fields.get("param")
+    message = str(fields.get("message", error))[:_MAX_MESSAGE]
     return EngineRefusedError(status, message, param if isinstance(param, str) else None)

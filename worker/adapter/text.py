@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from cache.types import MediaStart
-from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError, stream_error
-from worker.adapter.http import AnswerTooLongError, EngineServer, refused, understood
+from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
+from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, understood
 from worker.common.capabilities import CHAT
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
@@ -209,7 +209,10 @@ def part_of(data: bytes) -> EnginePart:
     except msgspec.MsgspecError as error:
         raise EngineLostError(f"an event of another form: {error}") from error
     if answer.error is not None:
-        raise stream_error(answer.error)
+        code = answer.error.get("code") if isinstance(answer.error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500:
+            raise refusal_of(code, answer.error)
+        raise EngineLostError(f"the engine failed the request: {refusal_of(500, answer.error).message:.1000}")
     usage = answer.usage or (None if answer.response is None else answer.response.usage)
     return EnginePart(
         data,
