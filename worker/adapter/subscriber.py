@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from worker.adapter.api import EventSource
 from worker.adapter.kv_events import EventBatch, EventError, decode_batch
+from worker.common.sockets import is_loopback
 
 _NUMBER_BYTES: Final = 8  # of a batch, as vLLM writes it
 _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -32,7 +33,6 @@ _MAX_QUEUED: Final = 100_000
 Tell = Callable[[str, EventBatch | None], object]
 """Receives each event with its name. Before the next `batch`, those after a `gap` are lost permanently; after a
 `restart` the engine's cache is empty. The others are counted: duplicate, bad, replay, unanswered."""
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
 def engine_binds(source: EventSource) -> bool:
@@ -57,7 +57,7 @@ def check_endpoint(endpoint: str, *, exposed: bool) -> None:
             raise ValueError(f"{endpoint}: other users can enter {folder}: give it mode 0700")
     elif parts.scheme != "tcp" or parts.port is None:
         raise ValueError(f"{endpoint}: expected tcp://HOST:PORT or ipc://PATH")
-    elif not exposed and parts.hostname not in _LOOPBACK:
+    elif not exposed and not is_loopback(parts.hostname or ""):
         raise ValueError(
             f"{endpoint}: events carry prompts and salts in plain text: use 127.0.0.1, or --events-exposed if only "
             "the engine can reach that port"
