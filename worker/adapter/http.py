@@ -22,7 +22,7 @@ _MAX_EVENT_BYTES: Final = 4 << 20  # and an event of it
 _MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX_MESSAGE
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
-_READ_BYTES: Final = 1 << 20  # aiohttp stops reading when twice this waits
+_READ_BYTES: Final = 1 << 20  # aiohttp pauses a connection with twice as many unread bytes
 _JSON: Final = {"content-type": "application/json"}
 
 

@@ -127,7 +127,7 @@ class TextServer(EngineServer):
         await self.call("POST", path, {"model": await self.model_name(), "input": "a"}, None)
 
     async def _has(self, path: str) -> bool:
-        """Return whether the engine has this API, which then misses fields of the body."""
+        """Return whether the engine has this API. One that it has refuses the empty body as incomplete."""
         return (await self.call("POST", path, {}))[0] not in _ABSENT
 
     async def render(self, call: EngineCall) -> Rendered:
