@@ -24,20 +24,21 @@ _KEEPS_LAST_BLOCK: Final = (
 )
 """Ways to speculate that do not use the model's own hidden states: every matching block is found."""
 _SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
+_CACHE_CONFIG: Final = b"vllm:cache_config_info"
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
-_WANTED: Final = (
-    b"process_start_time_seconds",
-    b"vllm:num_requests_running",
-    b"vllm:num_requests_waiting",
-    b"vllm:kv_cache_usage_perc",
-    b"vllm:cache_config_info",
-    b"vllm:request_prefill_kv_computed_tokens_sum",
-    b"vllm:request_prefill_time_seconds_sum",
-    b"vllm:spec_decode_num_drafts_total",
-    b"vllm:generation_tokens_total",
-    b"vllm:iteration_tokens_total_sum",
-    b"vllm:engine_sleep_state",
-)
+_SUMS: Final = {
+    b"process_start_time_seconds": "started_s",
+    b"vllm:num_requests_running": "num_running",
+    b"vllm:num_requests_waiting": "num_waiting",
+    b"vllm:kv_cache_usage_perc": "usage",
+    b"vllm:request_prefill_kv_computed_tokens_sum": "prefill_tokens",
+    b"vllm:request_prefill_time_seconds_sum": "prefill_s",
+    b"vllm:spec_decode_num_drafts_total": "num_drafts",
+    b"vllm:generation_tokens_total": "work",
+    b"vllm:iteration_tokens_total_sum": "work",
+    b"vllm:engine_sleep_state": "num_awake",
+}
+"""Names of the sums to which the samples of each metric are added."""
 
 
 class VllmApi(TextServer):
@@ -167,34 +168,33 @@ def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
 
 def parse_load(text: bytes, rank: int) -> EngineLoad:
     """Read the engine's counts from its metrics in the Prometheus text format."""
-    values: dict[bytes, float] = {}
+    sums: dict[str, float] = {}
     cache: dict[bytes, bytes] = {}
     try:
         for name, labels, value in _SAMPLE.findall(text):
-            if name not in _WANTED:
+            if name not in _SUMS and name != _CACHE_CONFIG:
                 continue
             found = dict(_LABEL.findall(labels))
             if found.get(b"engine", b"%d" % rank) != b"%d" % rank:
                 continue
-            if name == b"vllm:cache_config_info":
+            if name == _CACHE_CONFIG:
                 cache = found
-            if found.get(b"sleep_state", b"awake") != b"awake":
-                continue
-            values[name] = values.get(name, 0.0) + float(value)
+            elif found.get(b"sleep_state", b"awake") == b"awake":
+                sums[_SUMS[name]] = sums.get(_SUMS[name], 0.0) + float(value)
         num_blocks, block_size = int(cache[b"num_gpu_blocks"]), int(cache[b"block_size"])
         return EngineLoad(
-            started_s=values.get(_WANTED[0], 0.0),
-            num_running=int(values[_WANTED[1]]),
-            num_waiting=int(values[_WANTED[2]]),
+            started_s=sums.get("started_s", 0.0),
+            num_running=int(sums["num_running"]),
+            num_waiting=int(sums["num_waiting"]),
             num_blocks=num_blocks,
             block_size=block_size,
-            usage=values[_WANTED[3]],
-            prefill_tokens=values.get(_WANTED[5], 0.0),
-            prefill_s=values.get(_WANTED[6], 0.0),
+            usage=sums["usage"],
+            prefill_tokens=sums.get("prefill_tokens", 0.0),
+            prefill_s=sums.get("prefill_s", 0.0),
             reuses_prefixes={b"True": True, b"False": False}.get(cache.get(b"enable_prefix_caching", b"")),
-            speculates=_WANTED[7] in values,
-            work=values.get(_WANTED[8], 0.0) + values.get(_WANTED[9], 0.0),
-            sleeps=values.get(_WANTED[10], 1.0) == 0.0,
+            speculates="num_drafts" in sums,
+            work=sums.get("work", 0.0),
+            sleeps=sums.get("num_awake", 1.0) == 0.0,
         )
     except (KeyError, ValueError, OverflowError) as error:
         raise EngineLostError(f"/metrics is not vLLM's: {error}") from error
