@@ -102,7 +102,7 @@ class AdapterEngine:
         """Return why the index is incomplete for this engine, or None."""
         if self._subscriber is None:
             return self.member.index_problem or "the engine publishes no cache events"
-        if self._subscriber.is_silent and self._subscriber.num_batches == 0 and self._requests.has_sent_block:
+        if self._subscriber.is_silent and self._blocks.num_batches == 0 and self._requests.has_sent_block:
             return "no cache event has arrived from the engine: run `headstart doctor --engine-url`"
         return self._blocks.problem
 

@@ -92,7 +92,6 @@ class EventSubscriber:
         for each in (source.endpoint, source.replay_endpoint):
             if each:
                 check_endpoint(each, exposed=source.is_exposed)
-        self.num_batches = 0
         self._source = source
         self._topic = source.topic.encode()
         self._tell = tell
@@ -215,7 +214,6 @@ class EventSubscriber:
             self._tell("gap", None)
             return
         self._last_ts = batch.ts
-        self.num_batches += 1
         self._tell("batch", batch)
 
     async def catch_up(self) -> None:
