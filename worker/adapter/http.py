@@ -139,9 +139,7 @@ class EngineServer:
 
     def _lost(self, error: Exception) -> EngineLostError:
         gone = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
-        closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)) and not (
-            isinstance(error, aiohttp.ClientConnectorError)
-        )
+        closed = not gone and isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
 
 
