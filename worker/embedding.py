@@ -27,7 +27,7 @@ class Pooling:
     """How the normalised hidden states after the last layer become an embedding."""
 
     kind: PoolingKind = "last"
-    """The last token's, or the mean of all: a cached prefix has none, so then every token is computed."""
+    """The last token's, or the mean of all. A cached prefix keeps no states, so a mean computes every token."""
     normalise: bool = True
 
     def embedding(self, hidden: np.ndarray, num_tokens: int, dimensions: int | None) -> bytes:

@@ -165,8 +165,9 @@ class Publisher:
         self._published_s = time.monotonic()
         self._failure = ""
         self._closing = False
-        self._is_running = False
         self._ended = asyncio.Event()
+        """Set while nothing runs."""
+        self._ended.set()
 
     @property
     def connected(self) -> bool:
@@ -187,7 +188,7 @@ class Publisher:
 
     async def run(self, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
         """Connect, await `prepare`, then publish until cancelled or closed."""
-        self._is_running = True
+        self._ended.clear()
         connection = asyncio.create_task(self._writer.run())
         retry_s = self._settings.retry_s
         try:
@@ -202,7 +203,6 @@ class Publisher:
         finally:
             connection.cancel()
             await asyncio.gather(connection, return_exceptions=True)
-            self._is_running = False
             self._ended.set()
 
     async def wait_connected(self, timeout_s: float) -> bool:
@@ -216,8 +216,7 @@ class Publisher:
         """Leave the registry and end `run()`. Without it, the registry forgets the worker when its lease ends."""
         self._closing = True
         self.inbox.wake.set()
-        if self._is_running:
-            await self._ended.wait()
+        await self._ended.wait()
 
     async def _round(self) -> bool:
         """Apply what came in and bring the index up to date. False: retry soon, also after any exception."""

@@ -31,8 +31,8 @@ PROTOCOL_VERSION: Final = 1
 OLDEST_PROTOCOL: Final = 1
 """The oldest that this side speaks: gateways and workers can be upgraded one after the other."""
 CONTENT_TYPE: Final = "application/msgpack"
-MAX_FRAME_BYTES: Final = 16 * 1024 * 1024  # of them, MAX_POSITIONS with 1,024 logprobs each take a quarter
-MAX_POSITIONS: Final = 256  # in a frame: its reader has only so many as objects
+MAX_FRAME_BYTES: Final = 16 * 1024 * 1024  # four times what MAX_POSITIONS with 1,024 logprobs each take
+MAX_POSITIONS: Final = 256  # in a frame: a reader decodes one frame at a time
 MAX_BAD_WORD_IDS: Final = 65_536
 """Tokens of all bad words of a request, which are compared with the end of every output."""
 MAX_LISTED_IDS: Final = 1 << 26
@@ -219,7 +219,8 @@ class GenerateRequest(Struct, frozen=True):
 class _Frame(Struct, frozen=True, array_like=True):
     """A msgpack array of a tag and the fields. A newer worker may append fields.
 
-    It may also send other tags, which are ignored: only what an answer is whole without, or what the request asks for.
+    It may also send other tags, which an older reader ignores. So a new tag is for what a request asks for, or for what
+    an answer is complete without.
     """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, SamplingDefaults
 
@@ -168,15 +168,6 @@ class EngineApi(Protocol):
 
     async def close(self) -> None:
         """Close the connections."""
-
-
-def stream_error(error: Any) -> Exception:
-    """Return the exception for an error event of a stream: a refusal for a 4xx code, else a lost engine."""
-    fields = error if isinstance(error, dict) else {"message": str(error)}
-    code, message, param = fields.get("code"), str(fields.get("message", error))[:1000], fields.get("param")
-    if isinstance(code, int) and 400 <= code < 500:
-        return EngineRefusedError(code, message, param if isinstance(param, str) else None)
-    return EngineLostError(f"the engine failed the request: {message}")
 
 
 def failed_by(error: EngineRefusedError) -> Failed:

@@ -48,7 +48,7 @@ class Node:
     runs: dict[int, int] | None = None
     """By KV group, how many adjacent blocks up to this one it holds; see `groups.py`."""
     stop: int = 0
-    """Where a hit stops that matches up to this block, in tokens; kept if the engine has ends (`groups.py`)."""
+    """Where a hit stops whose match ends with this block, in tokens; 0 for an engine without ends (`groups.py`)."""
 
     def later_hashes(self) -> list[BlockHash]:
         """Return the hashes whose stops depend on this block's: its own, and those inside the next blocks."""

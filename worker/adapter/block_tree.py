@@ -1,8 +1,8 @@
 """An engine's blocks as a tree: which are held, and which are visible.
 
 A node is held from a store to the next removal, however many copies the engine has: engines differ in what they count,
-and some repeat the store of a block that they reuse. If a copy outlives the removal, the next block stored after it
-marks it as held again. A node is visible while it and all blocks before it are held.
+and some repeat the store of a block that they reuse. A block whose copy outlives the removal is held again when the
+engine stores a block after it. A node is visible while it and all blocks before it are held.
 
 Events are untrusted. A node gets a parent only if the parent's root is known, and keeps it. So no block is its own
 ancestor. A name that comes after two different parents does not identify its prefix: its node gets no hashes.

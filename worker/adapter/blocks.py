@@ -33,7 +33,7 @@ WALKS_PER_NODE: Final = 4
 """Bound of the nodes that one batch may visit. Beyond it, held blocks are forgotten and learnt again."""
 
 _NUM_PROMPTS: Final = 4
-"""Answered prompts of at least a block without a group of windows, after which there is none."""
+"""After more prompts of at least a block, windows of which no event came are kept as full attention."""
 
 
 class Applied(NamedTuple):

@@ -152,7 +152,6 @@ class _Listener:
         self.blocks = EngineBlocks(config.block_size, max_names=MAX_NAMES)
         self._beginnings: list[tuple[int, ...]] = []
         self._subscriber = EventSubscriber(source, self._hear)
-        self._subscriber.open()
         self._running = asyncio.create_task(self._subscriber.run())
 
     def _hear(self, event: str, batch: EventBatch | None) -> None:
@@ -176,8 +175,9 @@ class _Listener:
         return False
 
     async def close(self) -> None:
-        self._subscriber.close()
+        self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
+        self._subscriber.close()
 
 
 async def check_events(

@@ -81,8 +81,6 @@ class AdapterEngine:
         self._blocks = blocks
         self._health = health
         self._subscriber = None if source is None else EventSubscriber(source, self.hear)
-        if self._subscriber is not None:
-            self._subscriber.open()
         self._metrics = metrics
         self._account = LoadAccount()
         self._requests = EngineRequests(api, blocks, self._account, member.block_size, member.worker_id, metrics, self)
@@ -104,7 +102,7 @@ class AdapterEngine:
         """Return why the index is incomplete for this engine, or None."""
         if self._subscriber is None:
             return self.member.index_problem or "the engine publishes no cache events"
-        if self._subscriber.is_silent and self._subscriber.num_batches == 0 and self._requests.has_sent_block:
+        if self._subscriber.is_silent and self._blocks.num_batches == 0 and self._requests.has_sent_block:
             return "no cache event has arrived from the engine: run `headstart doctor --engine-url`"
         return self._blocks.problem
 

@@ -29,7 +29,7 @@ FULL_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attenti
 _WINDOW_KINDS: Final = ("sliding_window", "sliding_window_mla")
 _STATE_KIND: Final = "mamba"
 _MAX_COPIES: Final = 100_000
-"""With more names of copies in a group, every event that could be a report counts as one."""
+"""With more names in a group's `copies`, they are dropped: every event that may report known blocks counts as one."""
 _MAX_STEP: Final = 1 << 13
 """With a longer step between ends, none is published: real groups have block sizes with a small common multiple."""
 _EXPECTED: Final = -1

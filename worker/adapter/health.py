@@ -184,7 +184,7 @@ class EngineHealth:
             return False
         self._probed_s = now_s
         if self._busy_s is None:
-            # An idle engine may hang already. Count it as busy early enough that a late answer is a stall.
+            # An idle engine may hang already. It counts as busy from before this, so that a late token is a stall.
             self._busy_s = now_s - min(self._probe_s, self._hang_s / 2)
         return True
 

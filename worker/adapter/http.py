@@ -17,12 +17,12 @@ CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a st
 CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
 KEEPALIVE_S: Final = 3.0
 """Engines close idle connections (vLLM after 5 s). This side closes first, so no request meets a closed one."""
-MAX_ANSWER_BYTES: Final = 16 << 20  # bounds what an engine can make this process hold
+_MAX_ANSWER_BYTES: Final = 16 << 20  # bounds what an engine can make this process hold
 _MAX_EVENT_BYTES: Final = 4 << 20  # and an event of it
 _MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX_MESSAGE
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
-_READ_BYTES: Final = 1 << 20  # aiohttp stops reading when twice this waits
+_READ_BYTES: Final = 1 << 20  # aiohttp pauses a connection with twice as many unread bytes
 _JSON: Final = {"content-type": "application/json"}
 
 
@@ -44,17 +44,13 @@ class EngineServer:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=_READ_BYTES,
         )
 
-    async def call(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        timeout_s: float | None = CALL_TIMEOUT_S,
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> tuple[int, bytes]:
-        """Return the status and the body of an answer; an error body may be truncated."""
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: object, timeout_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         data, headers = (None, {}) if body is None else (msgspec.json.encode(body), _JSON)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
@@ -66,26 +62,20 @@ class EngineServer:
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:
-                return response.status, await _body(response, max_bytes)
+                yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._lost(error) from error
 
-    async def post(
-        self, path: str, body: bytes, timeout_s: float | None, max_bytes: int = MAX_ANSWER_BYTES
+    async def call(
+        self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Post a body of JSON. Return as `call` does."""
-        return await self.call("POST", path, msgspec.Raw(body), timeout_s, max_bytes)
+        """Return the status and the body of an answer; an error body may be truncated."""
+        async with self._answer(method, path, body, timeout_s) as response:
+            return response.status, await _body(response)
 
-    async def json(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        timeout_s: float | None = CALL_TIMEOUT_S,
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> Any:
+    async def json(self, method: str, path: str, body: object = None, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
         """Return the parsed body; None for an empty one."""
-        status, answer = await self.call(method, path, body, timeout_s, max_bytes)
+        status, answer = await self.call(method, path, body, timeout_s)
         if status != 200:
             raise refused(status, answer)
         try:
@@ -98,36 +88,24 @@ class EngineServer:
 
         `last`: an event of one of these types also is the last.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        try:
-            async with self._session.post(
-                self._url + path,
-                data=msgspec.json.encode(body),
-                headers=self._headers | _JSON,
-                timeout=timeout,
-                read_bufsize=_READ_BYTES,
-                allow_redirects=False,
-            ) as response:
-                if response.status != 200:
-                    raise refused(response.status, await _body(response, _MAX_ERROR_BYTES))
-                rest, is_done = b"", False
-                async for part in response.content.iter_any():  # up to its end, so that the connection can be reused
-                    *lines, rest = (rest + part).split(b"\n")
-                    if len(rest) > _MAX_EVENT_BYTES:
-                        raise _too_long(_MAX_EVENT_BYTES)
-                    for line in lines:
-                        if line.startswith(b"data:") and not is_done:
-                            data = line[5:].strip()
-                            if data == b"[DONE]":
-                                is_done = True
-                            else:
-                                yield data
-                                is_done = any(kind in data for kind in last) and _type_of(data) in last
-                if is_done:
-                    return
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._lost(error) from error
-        raise EngineLostError("the answer ended early")
+        async with self._answer("POST", path, body, None) as response:
+            if response.status != 200:
+                raise refused(response.status, await _body(response))
+            rest, is_done = b"", False
+            async for part in response.content.iter_any():  # up to its end, so that the connection can be reused
+                *lines, rest = (rest + part).split(b"\n")
+                if len(rest) > _MAX_EVENT_BYTES:
+                    raise _too_long(_MAX_EVENT_BYTES)
+                for line in lines:
+                    if line.startswith(b"data:") and not is_done:
+                        data = line[5:].strip()
+                        if data == b"[DONE]":
+                            is_done = True
+                        else:
+                            yield data
+                            is_done = any(kind in data for kind in last) and _type_of(data) in last
+        if not is_done:
+            raise EngineLostError("the answer ended early")
 
     async def model(self) -> EngineModel:
         """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
@@ -161,9 +139,7 @@ class EngineServer:
 
     def _lost(self, error: Exception) -> EngineLostError:
         gone = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
-        closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)) and not (
-            isinstance(error, aiohttp.ClientConnectorError)
-        )
+        closed = not gone and isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
 
 
@@ -183,15 +159,15 @@ def understood(path: str) -> Iterator[None]:
         raise EngineLostError(f"{path} has an unexpected answer: {type(error).__name__}: {error!s:.200}") from error
 
 
-async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def _body(response: aiohttp.ClientResponse) -> bytes:
     """Read the body of an answer, or the start of an error. Raises EngineLostError if an answer is too long."""
     parts, num_bytes = [], 0
     async for part in response.content.iter_any():
         num_bytes += len(part)
-        if num_bytes > (max_bytes if response.status == 200 else _MAX_ERROR_BYTES):
+        if num_bytes > (_MAX_ANSWER_BYTES if response.status == 200 else _MAX_ERROR_BYTES):
             if response.status != 200:
                 break
-            raise _too_long(max_bytes)
+            raise _too_long(_MAX_ANSWER_BYTES)
         parts.append(part)
     return b"".join(parts)
 
@@ -211,8 +187,12 @@ def refused(status: int, body: bytes) -> EngineRefusedError:
         error = answer.get("error", answer)
     except (ValueError, AttributeError, RecursionError):
         return EngineRefusedError(status, body[:300].decode(errors="replace"))
-    if not isinstance(error, dict):
-        return EngineRefusedError(status, str(error)[:_MAX_MESSAGE])
-    param = error.get("param")
-    message = str(error.get("message", error))[:_MAX_MESSAGE]
+    return refusal_of(status, error)
+
+
+def refusal_of(status: int, error: Any) -> EngineRefusedError:
+    """Return the exception for an engine's error, which is an object or a text."""
+    fields = error if isinstance(error, dict) else {}
+    param = fields.get("param")
+    message = str(fields.get("message", error))[:_MAX_MESSAGE]
     return EngineRefusedError(status, message, param if isinstance(param, str) else None)

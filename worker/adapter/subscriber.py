@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from worker.adapter.api import EventSource
 from worker.adapter.kv_events import EventBatch, EventError, decode_batch
+from worker.common.sockets import is_loopback
 
 _NUMBER_BYTES: Final = 8  # of a batch, as vLLM writes it
 _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -32,7 +33,6 @@ _MAX_QUEUED: Final = 100_000
 Tell = Callable[[str, EventBatch | None], object]
 """Receives each event with its name. Before the next `batch`, those after a `gap` are lost permanently; after a
 `restart` the engine's cache is empty. The others are counted: duplicate, bad, replay, unanswered."""
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
 def engine_binds(source: EventSource) -> bool:
@@ -57,7 +57,7 @@ def check_endpoint(endpoint: str, *, exposed: bool) -> None:
             raise ValueError(f"{endpoint}: other users can enter {folder}: give it mode 0700")
     elif parts.scheme != "tcp" or parts.port is None:
         raise ValueError(f"{endpoint}: expected tcp://HOST:PORT or ipc://PATH")
-    elif not exposed and parts.hostname not in _LOOPBACK:
+    elif not exposed and not is_loopback(parts.hostname or ""):
         raise ValueError(
             f"{endpoint}: events carry prompts and salts in plain text: use 127.0.0.1, or --events-exposed if only "
             "the engine can reach that port"
@@ -84,14 +84,14 @@ class EventSubscriber:
         replay_timeout_s: float = 1.0,
         silent_s: float = 5.0,
     ) -> None:
-        """This side connects to the endpoint of `source` if the engine binds it, and binds it otherwise.
+        """Connect to the endpoint of `source` if the engine binds it, and bind it otherwise.
 
         `silent_s` is for `is_silent`. Raises ValueError for an endpoint that others can reach, unless it is exposed.
+        Raises OSError for a port that is taken.
         """
         for each in (source.endpoint, source.replay_endpoint):
             if each:
                 check_endpoint(each, exposed=source.is_exposed)
-        self.num_batches = 0
         self._source = source
         self._topic = source.topic.encode()
         self._tell = tell
@@ -106,80 +106,43 @@ class EventSubscriber:
         self._last_payload: bytes | None = None
         """The batch before `_next`; None if the engine has sent none since its start."""
         self._heard_s = time.monotonic()
-        self._context: zmq.asyncio.Context | None = None
-        self._live: zmq.Socket[bytes] | None = None
+        self._context = zmq.asyncio.Context()
+        # Not an asyncio socket: its two futures for each message cost more than reading it.
+        self._live: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.SUB)
         self._replay: zmq.asyncio.Socket | None = None
-        self._following: asyncio.Task[None] | None = None
-        self._is_closed = False
+        _bound(self._live)
+        self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
+        try:
+            if engine_binds(source):
+                self._live.connect(source.dialled(source.endpoint))
+            else:
+                self._live.bind(source.endpoint.replace("localhost", "127.0.0.1"))
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"{source.endpoint}: {error.strerror}") from None
 
     @property
     def is_silent(self) -> bool:
         """No batch and no replay has arrived for `silent_s`: the engine is away, or publishes elsewhere."""
         return time.monotonic() - self._heard_s >= self._silent_s
 
-    def open(self) -> None:
-        """Bind or connect the live socket, if it is not open. Raises OSError for a port that is taken."""
-        if self._live is not None:
-            return
-        self._context = zmq.asyncio.Context()
-        # Not an asyncio socket: its two futures for each message cost more than reading it.
-        live = self._live = zmq.Socket(self._context, zmq.SUB)
-        _bound(live)
-        live.setsockopt(zmq.SUBSCRIBE, self._topic)
-        try:
-            if engine_binds(self._source):
-                live.connect(self._source.dialled(self._source.endpoint))
-            else:
-                live.bind(self._source.endpoint.replace("localhost", "127.0.0.1"))
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise OSError(error.errno, f"{self._source.endpoint}: {error.strerror}") from None
-
-    async def catch_up(self) -> None:
-        """Deliver what the engine still has. Call it before `run`; it gives up when the engine does not answer."""
-        self.open()
-        await self._fetch()
-
     async def run(self) -> None:
-        """Follow the events until cancelled or closed."""
-        self.open()
-        self._following = asyncio.ensure_future(self._follow())
-        try:
-            await self._following
-        except asyncio.CancelledError:
-            if not self._is_closed:
-                raise
-        finally:
-            self._following.cancel()
-            self._close_sockets()
-
-    def close(self) -> None:
-        """End `run`, or close the sockets if it was never called."""
-        self._is_closed = True
-        if self._following is not None:
-            self._following.cancel()
-        else:
-            self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        if self._live is not None:
-            self._live.close(linger=0)
-        if self._context is not None:
-            self._context.destroy(linger=0)
-        self._context = self._live = self._replay = None
-
-    async def _follow(self) -> None:
-        await self._fetch()
-        while not self._is_closed:
+        """Follow the events until cancelled."""
+        await self.catch_up()
+        while True:
             if (frames := self._received()) is not None:
                 await self._take_live(frames)
                 await asyncio.sleep(0)  # yield between batches
             elif not await self._has_arrived():
-                await self._fetch()
+                await self.catch_up()
+
+    def close(self) -> None:
+        """Close the sockets. Cancel `run` first."""
+        self._live.close(linger=0)
+        self._context.destroy(linger=0)
 
     def _received(self) -> list[bytes] | None:
         """Return the next message of the live socket, or None."""
-        assert self._live is not None
         try:
             return self._live.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -187,7 +150,6 @@ class EventSubscriber:
 
     async def _has_arrived(self) -> bool:
         """Wait for a message at the drained live socket. False: none arrived for `idle_s`."""
-        assert self._live is not None
         loop, descriptor = asyncio.get_running_loop(), self._live.fileno()
         arrived: asyncio.Future[bool] = loop.create_future()
 
@@ -220,7 +182,7 @@ class EventSubscriber:
                 return
             self._restart()
         if number > self._next:
-            await self._fetch()
+            await self.catch_up()
         self._next_live = number + 1
         if number >= self._next:
             self._deliver(number, payload)
@@ -231,14 +193,11 @@ class EventSubscriber:
         except EventError:
             return False
 
-    def resync(self) -> None:
-        """Ask again for everything that the engine still has, because the batches so far were forgotten here."""
+    def _restart(self) -> None:
+        """Forget the batches so far: another engine numbers its own from 0."""
         self._next = self._next_live = 0
         self._last_ts = 0.0
         self._last_payload = None
-
-    def _restart(self) -> None:
-        self.resync()
         self._tell("restart", None)
 
     def _deliver(self, number: int, payload: bytes) -> None:
@@ -255,16 +214,17 @@ class EventSubscriber:
             self._tell("gap", None)
             return
         self._last_ts = batch.ts
-        self.num_batches += 1
         self._tell("batch", batch)
 
-    async def _fetch(self) -> None:
-        """Deliver the batches that the engine still has after the last one. Detect a restart."""
+    async def catch_up(self) -> None:
+        """Deliver the batches that the engine still has after the last one. Detect a restart.
+
+        It gives up when the engine does not answer. Others call it before `run`.
+        """
         if not self._source.replay_endpoint:
             return
         self._tell("replay", None)
         if self._replay is None:
-            assert self._context is not None
             self._replay = self._context.socket(zmq.DEALER)
             _bound(self._replay)
             self._replay.connect(self._source.dialled(self._source.replay_endpoint))
@@ -285,13 +245,13 @@ class EventSubscriber:
                 self._restart()
                 if not is_end and number > 0:  # the new engine has batches before this one
                     self._close_replay()
-                    return await self._fetch()
+                    return await self.catch_up()
             expected = None
             if is_end:
                 return
             if number > self._next > next_before:  # a long answer has a gap: vLLM drops what is read late
                 self._close_replay()
-                return await self._fetch()
+                return await self.catch_up()
             if number >= self._next:
                 self._deliver(number, payload)
         # Not an error: the engine may be busy or away. A late answer must not count for the next request.

@@ -13,15 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from cache.types import MediaStart
-from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError, stream_error
-from worker.adapter.http import (
-    CALL_TIMEOUT_S,
-    MAX_ANSWER_BYTES,
-    AnswerTooLongError,
-    EngineServer,
-    refused,
-    understood,
-)
+from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
+from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, understood
 from worker.common.capabilities import CHAT
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
@@ -110,14 +103,12 @@ decode_body: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_prompts: Final = msgspec.json.Decoder(_Prompt | list[_Prompt]).decode
 
 
-class TextCalls:
-    """The text APIs of one vLLM server."""
+class TextServer(EngineServer):
+    """An engine's server with vLLM's text APIs."""
 
-    def __init__(self, server: EngineServer) -> None:
-        self._server = server
-        self._model_name: str | None = None
+    _model_name: str | None = None
 
-    async def apis(self) -> tuple[str, ...]:
+    async def text_apis(self) -> tuple[str, ...]:
         """Return the APIs that the engine offers. Those that generate text also render prompts."""
         found = []
         for path in TEXT_APIS:
@@ -133,16 +124,16 @@ class TextCalls:
         """Wait for one answer of a model without text, which may be a refusal."""
         found = [path for path in POOLING_PATHS if await self._has(path)]
         path = found[0] if found else POOLING_PATHS[0]
-        await self._server.post(path, msgspec.json.encode({"model": await self.name(), "input": "a"}), None)
+        await self.call("POST", path, {"model": await self.model_name(), "input": "a"}, None)
 
     async def _has(self, path: str) -> bool:
-        """Return whether the engine has this API, which then misses fields of the body."""
-        return (await self._server.post(path, b"{}", CALL_TIMEOUT_S))[0] not in _ABSENT
+        """Return whether the engine has this API. One that it has refuses the empty body as incomplete."""
+        return (await self.call("POST", path, {}))[0] not in _ABSENT
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts. Raises EngineLostError, EngineRefusedError."""
         # Without its processed images, which take megabytes.
-        body = msgspec.json.encode(await self._with_model(call, "") | {"mm_payload": "none"})
+        body = await self._with_model(call, "") | {"mm_payload": "none"}
         status, answer = await self._post_render(call.path, body)
         if status != 200:
             raise refused(status, answer)
@@ -153,11 +144,11 @@ class TextCalls:
         lengths = tuple(max(0, prompt.sampling_params.max_tokens or 0) for prompt in prompts)
         return Rendered(tuple(prompt.token_ids for prompt in prompts), lengths, media if any(media) else ())
 
-    async def _post_render(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _post_render(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Post it again if the engine closes the connection: vLLM does so after a fault of its own, as for a bomb."""
         for attempts_left in reversed(range(_RENDER_ATTEMPTS)):
             try:
-                return await self._server.post(f"{path}/render", body, _RENDER_TIMEOUT_S)
+                return await self.call("POST", f"{path}/render", body, _RENDER_TIMEOUT_S)
             except EngineLostError as error:
                 if not (error.closed and attempts_left):
                     raise
@@ -174,25 +165,25 @@ class TextCalls:
             return False
         return bool(rendered.media)
 
-    async def answer(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
         call = request.call
         assert call is not None
         body = call_body(await self._with_model(call, request.adapter), request, request_id)
-        async for part in answer_of(self._server, call, body):
+        async for part in answer_of(self, call, body):
             yield part
 
     async def _with_model(self, call: EngineCall, adapter: str) -> dict[str, Any]:
         """Return the body with a name that the engine has for its model."""
         body: dict[str, Any] = dict(decode_body(call.body))
         if adapter or "model" not in body:
-            body["model"] = adapter or (await self.name())
+            body["model"] = adapter or (await self.model_name())
         return body
 
-    async def name(self) -> str:
+    async def model_name(self) -> str:
         """Return a name that the engine has for its model."""
         if self._model_name is None:
-            self._model_name = (await self._server.model()).name
+            self._model_name = (await self.model()).name
         return self._model_name
 
 
@@ -200,7 +191,7 @@ async def answer_of(server: EngineServer, call: EngineCall, body: dict[str, Any]
     """Yield the answer of the engine's API to a body: its events, or the whole."""
     if not call.streams:
         try:
-            status, answer = await server.post(call.path, msgspec.json.encode(body), None, MAX_ANSWER_BYTES)
+            status, answer = await server.call("POST", call.path, body, None)
         except AnswerTooLongError as error:
             raise EngineRefusedError(400, f"{error}: ask for less at a time") from error
         if status != 200:
@@ -218,7 +209,10 @@ def part_of(data: bytes) -> EnginePart:
     except msgspec.MsgspecError as error:
         raise EngineLostError(f"an event of another form: {error}") from error
     if answer.error is not None:
-        raise stream_error(answer.error)
+        code = answer.error.get("code") if isinstance(answer.error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500:
+            raise refusal_of(code, answer.error)
+        raise EngineLostError(f"the engine failed the request: {refusal_of(500, answer.error).message:.1000}")
     usage = answer.usage or (None if answer.response is None else answer.response.usage)
     return EnginePart(
         data,

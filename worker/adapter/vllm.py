@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError, EventSource
-from worker.adapter.http import EngineServer, understood
-from worker.adapter.text import COMPLETIONS, TextCalls, cached_tokens
+from worker.adapter.http import understood
+from worker.adapter.text import COMPLETIONS, TextServer, cached_tokens
 from worker.wire import SamplingDefaults, SamplingParams
 
 _SLOW_TIMEOUT_S: Final = 30.0
@@ -24,23 +24,24 @@ _KEEPS_LAST_BLOCK: Final = (
 )
 """Ways to speculate that do not use the model's own hidden states: every matching block is found."""
 _SAMPLE: Final = re.compile(rb"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([^ \n]+)", re.MULTILINE)
+_CACHE_CONFIG: Final = b"vllm:cache_config_info"
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
-_WANTED: Final = (
-    b"process_start_time_seconds",
-    b"vllm:num_requests_running",
-    b"vllm:num_requests_waiting",
-    b"vllm:kv_cache_usage_perc",
-    b"vllm:cache_config_info",
-    b"vllm:request_prefill_kv_computed_tokens_sum",
-    b"vllm:request_prefill_time_seconds_sum",
-    b"vllm:spec_decode_num_drafts_total",
-    b"vllm:generation_tokens_total",
-    b"vllm:iteration_tokens_total_sum",
-    b"vllm:engine_sleep_state",
-)
+_SUMS: Final = {
+    b"process_start_time_seconds": "started_s",
+    b"vllm:num_requests_running": "num_running",
+    b"vllm:num_requests_waiting": "num_waiting",
+    b"vllm:kv_cache_usage_perc": "usage",
+    b"vllm:request_prefill_kv_computed_tokens_sum": "prefill_tokens",
+    b"vllm:request_prefill_time_seconds_sum": "prefill_s",
+    b"vllm:spec_decode_num_drafts_total": "num_drafts",
+    b"vllm:generation_tokens_total": "work",
+    b"vllm:iteration_tokens_total_sum": "work",
+    b"vllm:engine_sleep_state": "num_awake",
+}
+"""Names of the sums to which the samples of each metric are added."""
 
 
-class VllmApi(EngineServer):
+class VllmApi(TextServer):
     """`worker.adapter.api.EngineApi` over one rank of a vLLM server."""
 
     kind = "vllm"
@@ -49,13 +50,10 @@ class VllmApi(EngineServer):
         """`rank`: the data-parallel rank, if the engine has several."""
         super().__init__(url, key, tls, {} if rank is None else {"x-data-parallel-rank": str(rank)})
         self._rank = rank or 0
-        self._calls = calls = TextCalls(self)
-        self.text_apis, self.render, self.text = calls.apis, calls.render, calls.answer
-        self.takes_images = calls.takes_images
 
     async def version(self) -> str:
         status, _ = await self.call("GET", f"{COMPLETIONS}/render")  # 405: it takes POST only
-        if status == 404 and not await self._calls.pools():
+        if status == 404 and not await self.pools():
             raise EngineRefusedError(404, f"no {COMPLETIONS}/render: start vLLM 0.32 or newer with --enable-scale-out")
         answer = await self.json("GET", "/version")
         with understood("/version"):
@@ -97,10 +95,10 @@ class VllmApi(EngineServer):
         return False
 
     async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
-        if await self._calls.pools():
-            await self._calls.embed_one()
+        if await self.pools():
+            await self.embed_one()
             return None
-        body = {"model": await self._calls.name(), "prompt": list(prompt_ids), "max_tokens": 1, "temperature": 0}
+        body = {"model": await self.model_name(), "prompt": list(prompt_ids), "max_tokens": 1, "temperature": 0}
         answer = await self.json("POST", COMPLETIONS, body | ({"cache_salt": salt} if salt else {}), timeout_s=None)
         return cached_tokens(answer)
 
@@ -170,34 +168,33 @@ def without_neutral(resolved: dict[str, Any]) -> dict[str, Any]:
 
 def parse_load(text: bytes, rank: int) -> EngineLoad:
     """Read the engine's counts from its metrics in the Prometheus text format."""
-    values: dict[bytes, float] = {}
+    sums: dict[str, float] = {}
     cache: dict[bytes, bytes] = {}
     try:
         for name, labels, value in _SAMPLE.findall(text):
-            if name not in _WANTED:
+            if name not in _SUMS and name != _CACHE_CONFIG:
                 continue
             found = dict(_LABEL.findall(labels))
             if found.get(b"engine", b"%d" % rank) != b"%d" % rank:
                 continue
-            if name == b"vllm:cache_config_info":
+            if name == _CACHE_CONFIG:
                 cache = found
-            if found.get(b"sleep_state", b"awake") != b"awake":
-                continue
-            values[name] = values.get(name, 0.0) + float(value)
+            elif found.get(b"sleep_state", b"awake") == b"awake":
+                sums[_SUMS[name]] = sums.get(_SUMS[name], 0.0) + float(value)
         num_blocks, block_size = int(cache[b"num_gpu_blocks"]), int(cache[b"block_size"])
         return EngineLoad(
-            started_s=values.get(_WANTED[0], 0.0),
-            num_running=int(values[_WANTED[1]]),
-            num_waiting=int(values[_WANTED[2]]),
+            started_s=sums.get("started_s", 0.0),
+            num_running=int(sums["num_running"]),
+            num_waiting=int(sums["num_waiting"]),
             num_blocks=num_blocks,
             block_size=block_size,
-            usage=values[_WANTED[3]],
-            prefill_tokens=values.get(_WANTED[5], 0.0),
-            prefill_s=values.get(_WANTED[6], 0.0),
+            usage=sums["usage"],
+            prefill_tokens=sums.get("prefill_tokens", 0.0),
+            prefill_s=sums.get("prefill_s", 0.0),
             reuses_prefixes={b"True": True, b"False": False}.get(cache.get(b"enable_prefix_caching", b"")),
-            speculates=_WANTED[7] in values,
-            work=values.get(_WANTED[8], 0.0) + values.get(_WANTED[9], 0.0),
-            sleeps=values.get(_WANTED[10], 1.0) == 0.0,
+            speculates="num_drafts" in sums,
+            work=sums.get("work", 0.0),
+            sleeps=sums.get("num_awake", 1.0) == 0.0,
         )
     except (KeyError, ValueError, OverflowError) as error:
         raise EngineLostError(f"/metrics is not vLLM's: {error}") from error

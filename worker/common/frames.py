@@ -44,8 +44,6 @@ class PackedPositions(Sequence[TokenLogprobs | None]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class FrameReader:
     """Cuts a byte stream into frames."""

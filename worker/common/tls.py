@@ -41,7 +41,7 @@ class WatchedFiles:
         raise NotImplementedError
 
     def _stamp(self) -> list[tuple[int, ...]]:
-        """Changes with the content; a Kubernetes secret changes by a new inode behind a link."""
+        """Return numbers that change with the contents. Kubernetes puts a new file behind a link: a new inode."""
         stamps: list[tuple[int, ...]] = []
         for path in self.paths:
             try:

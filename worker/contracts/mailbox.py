@@ -14,7 +14,7 @@ Refuse = Callable[[BaseException], None]
 
 
 class Mailbox:
-    """Commands for the engine thread, in order. `put` and `call` from any thread, `run` and `close` from its own."""
+    """Commands for the engine thread, in order. Any thread calls `put` and `call`, only that one `run` and `close`."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Refuse | None]] = queue.SimpleQueue()

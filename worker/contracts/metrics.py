@@ -27,8 +27,8 @@ class WorkerMetrics:
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(f"headstart_worker_{name}", text, labels, registry=registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"headstart_worker_{name}", text, registry=registry)
+        def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(f"headstart_worker_{name}", text, labels, registry=registry)
 
         def histogram(name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
             return Histogram(f"headstart_worker_{name}", text, labels, buckets=buckets, registry=registry)
@@ -86,9 +86,7 @@ class WorkerMetrics:
         self._num_evictions = 0
         self.tail_age = gauge("kv_lru_tail_age_allocations", "Allocations since the next victim was released")
 
-        self.stored_blocks = Gauge(
-            "headstart_worker_kv_stored_blocks", "Blocks in a store below the pool", ["tier"], registry=registry
-        )
+        self.stored_blocks = gauge("kv_stored_blocks", "Blocks in a store below the pool", ["tier"])
         self.saved_bytes = counter("kv_saved_bytes", "Bytes of blocks written to a store below the pool", ["tier"])
         self.fetched_tokens = counter("kv_loaded_tokens", "Tokens whose blocks came into the pool, by place", ["place"])
         self.fetched_bytes = counter("kv_loaded_bytes", "Bytes of blocks that came into the pool, by place", ["place"])

@@ -31,7 +31,7 @@ from worker.wire import CONTENT_TYPE, Failed, pack, unpack
 MAX_FETCHES: Final = 8
 """Peers that are served at a time. Others compute."""
 MAX_BACKGROUND: Final = 4
-"""The most peers that are served at a time when a further one comes for which no request waits."""
+"""While this many peers are served, one for which no request waits is refused."""
 _NUM_THREADS: Final = 2  # peers may not take more processors from the steps
 BACKGROUND_PAUSE: Final = 3.0
 """While requests run, the pause after a background record, over the time that the record took."""
