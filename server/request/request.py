@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from msgspec.structs import replace
 
 from cache.records import WorkerMember
-from server.errors import InternalError, RevisionGoneError, WorkerLostError, as_api_error
+from server.errors import InternalError, RevisionGoneError, WorkerLostError
 from server.metrics import known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.engine_answer import EngineAnswer, EngineChoice
@@ -32,7 +32,7 @@ from server.request.services import RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
 from server.router.queue import PAUSE_S, Refusals
-from server.router.types import NoWorkerError, QueueFullError, RouteRequest, TtftBudgetError
+from server.router.types import NoWorkerError, RouteRequest
 from server.usage.account import PromptTimes
 from server.workers.client import GenerateStream
 from server.workers.connection import WorkerLost, WorkerRefused
@@ -123,10 +123,7 @@ class Generation:
         services.retry.budget.earn()
         if spec in services.retry.poison:
             raise InternalError("This request has failed recently and is not tried again.")
-        try:
-            services.retry.queue.enter(spec.tenant, len(spec.prompt_ids))
-        except QueueFullError as error:
-            raise as_api_error(error) from error
+        services.retry.queue.enter(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
         self.times.wait()
         try:
@@ -158,8 +155,6 @@ class Generation:
                     if trace is not None:
                         worker, promised = placement.worker.worker_id, placement.promised_tokens
                         trace.span.set_attributes({"headstart.worker": worker, "headstart.promised_tokens": promised})
-            except TtftBudgetError:
-                raise
             except NoWorkerError as error:
                 await self._recover_without_worker(error, full, resumed=resumed)
                 continue
@@ -214,7 +209,7 @@ class Generation:
         elif not full and history.may_search(error):
             await asyncio.sleep(PAUSE_S)
         else:
-            raise history.no_worker_error(error, full, resumed=resumed) from error
+            raise history.no_worker_error(error, full, resumed=resumed)
 
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Generate the unfinished choices at one worker. Raises ApiError if no other attempt may follow."""

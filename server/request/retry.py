@@ -26,7 +26,6 @@ from server.errors import (
     OverloadedError,
     UnavailableError,
     WorkerLostError,
-    as_api_error,
 )
 from server.request.choice import GenerationSpec
 from server.request.retry_state import RetryState
@@ -162,7 +161,7 @@ class AttemptHistory:
             )
         if self.num_losses:
             return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
-        return soonest_error(self._refusals, self._spec) if self._refusals else as_api_error(error)
+        return soonest_error(self._refusals, self._spec) if self._refusals else error
 
     def _exclude(self, worker: WorkerMember) -> None:
         self.excluded |= {(worker.worker_id, worker.epoch)}

@@ -67,7 +67,10 @@ class Router:
         """When a lookup last failed, and when one succeeded."""
 
     async def place(self, request: RouteRequest) -> Placement:
-        """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
+        """Choose a worker, and count the request there. Raises NoWorkerError or TtftBudgetError.
+
+        Never fails because of Redis.
+        """
         decision, index_answered = await self.decide(request)
         if request.may_be_held and 0.0 < self.queue.hold_s < (wait_s := decision.wait_s):
             placed = asyncio.get_running_loop().create_future()
@@ -88,7 +91,7 @@ class Router:
         return decision, found is not None
 
     def _place(self, decision: Decision, *, index_answered: bool) -> Placement:
-        """Raises NoWorkerError."""
+        """Raises NoWorkerError or TtftBudgetError."""
         if not decision.best:
             raise _no_worker(decision, self.fleet)
         placement = self.scorer.place(decision, index_answered=index_answered)
@@ -173,7 +176,7 @@ class Router:
         return [Candidate(c.member, c.load, num, c.load_age_s) for c, num in zip(candidates, matches, strict=True)]
 
 
-def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError:
+def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError | TtftBudgetError:
     workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
     guards = [guard_of(decision.request, c.member, c.load) for c in fleet.silent(model, decision.request.namespace)]
     if not {None, SLOW}.isdisjoint(guards):

@@ -9,6 +9,7 @@ from typing import Final, NewType
 import msgspec
 
 from cache.types import BlockHash, WorkerIncarnation
+from server.errors import TTFT_BUDGET, OverloadedError, UnavailableError
 from worker.common.capabilities import TOKENS
 
 MAX_KEY_CHARS: Final = 128  # twice a digest: UUIDs and user names are kept as they are
@@ -23,8 +24,8 @@ def short_key(text: str) -> Key:
     return Key(blake2b(text.encode("utf-8", "replace"), digest_size=32).hexdigest())
 
 
-class NoWorkerError(Exception):
-    """No worker can take this request now; it may be retried after `retry_after_s`."""
+class NoWorkerError(UnavailableError):
+    """No worker can take this request now."""
 
     def __init__(
         self,
@@ -38,24 +39,26 @@ class NoWorkerError(Exception):
 
         `is_silent`: a worker that could take the request does not answer now.
         """
-        super().__init__(message)
+        super().__init__(message, retry_after_s=retry_after_s)
         self.is_silent = is_silent
         self.longest_context = longest_context
-        self.retry_after_s = retry_after_s
 
 
-class QueueFullError(NoWorkerError):
+class QueueFullError(OverloadedError, code="queue_full"):
     """Too many prompt tokens wait already."""
 
 
-class TtftBudgetError(NoWorkerError):
+class TtftBudgetError(OverloadedError, code="ttft_budget_exceeded"):
     """No worker is predicted to give the first token within `budget_s`."""
 
     def __init__(self, predicted_s: float, budget_s: float) -> None:
         """`predicted_s`: the earliest prediction."""
-        message = f"The first token is predicted after {predicted_s:.3g} s, and the budget is {budget_s:g} s."
-        super().__init__(message, retry_after_s=max(1.0, predicted_s - budget_s))
-        self.predicted_s = predicted_s
+        super().__init__(
+            f"The first token is predicted after {predicted_s:.3g} s, and the budget is {budget_s:g} s. "
+            f"Ask again later, or with a longer {TTFT_BUDGET}.",
+            retry_after_s=max(1.0, predicted_s - budget_s),
+            headers=((b"x-headstart-predicted-ttft", b"%.3f" % predicted_s),),
+        )
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
