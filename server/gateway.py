@@ -54,7 +54,6 @@ from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview, RoutingParts
-from server.request.retry_state import RetryState
 from server.request.services import RequestServices
 from server.request_context import RequestContext, add_ids
 from server.router.copies import Copies, CopyPlanner
@@ -151,7 +150,8 @@ class Gateway:
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
-            retry=RetryState(reports or self.fleet, self.metrics, queue),
+            fleet=reports or self.fleet,
+            queue=queue,
             is_served=self.models.is_served,
             is_learning=self.models.is_learning,
         )

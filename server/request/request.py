@@ -89,7 +89,7 @@ class Generation:
         self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
         self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request)
         self.route = spec.route_request(hints)
-        self._history = AttemptHistory(spec, services.retry)
+        self._history = AttemptHistory(spec, services)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
         self._is_waiting = False
@@ -120,10 +120,10 @@ class Generation:
         Raises ApiError, also for a poison request or a full queue.
         """
         spec, services = self.spec, self._services
-        services.retry.budget.earn()
-        if spec in services.retry.poison:
+        services.budget.earn()
+        if spec in services.poison:
             raise InternalError("This request has failed recently and is not tried again.")
-        services.retry.queue.enter(spec.tenant, len(spec.prompt_ids))
+        services.queue.enter(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
         self.times.wait()
         try:
@@ -138,10 +138,6 @@ class Generation:
         if self.answer is not None:
             return self.answer.take_deltas()
         return [delta for choice in self.choices if (delta := choice.take_delta()) is not None]
-
-    def commit(self) -> None:
-        """Record that output has been sent to the client."""
-        self.client_has_output = True
 
     async def _place(self) -> Placement:
         """Return a worker for the next attempt as soon as there is one. Raises ApiError."""
@@ -163,8 +159,8 @@ class Generation:
 
     def _full_workers(self) -> Refusals:
         """Return the workers that are full for the tenant. Raises ApiError if all are."""
-        full = self._services.retry.queue.full(self.spec.tenant)
-        fleet, revision = self._services.retry.fleet, self.spec.model.fingerprint
+        full = self._services.queue.full(self.spec.tenant)
+        fleet, revision = self._services.fleet, self.spec.model.fingerprint
         workers = fleet.workers(self.spec.model.name) if full else ()
         if full and all((each.worker_id, each.epoch) in full for each in workers if each.namespace == revision):
             raise soonest_error(full.values(), self.spec)
@@ -206,7 +202,7 @@ class Generation:
             raise RevisionGoneError from error
         elif error.is_silent or self._services.is_learning(self.spec.model.name):
             await asyncio.sleep(4 * PAUSE_S)  # as often as workers are polled
-        elif not full and history.may_search(error):
+        elif not (full or error.longest_context) and (history.readmit_lost() or history.may_wait()):
             await asyncio.sleep(PAUSE_S)
         else:
             raise history.no_worker_error(error, full, resumed=resumed)
@@ -214,7 +210,7 @@ class Generation:
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Generate the unfinished choices at one worker. Raises ApiError if no other attempt may follow."""
         worker = placement.worker
-        self._history.reached(Stage.SENT)
+        self._history.stage = Stage.SENT
         self.times.wait()
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
@@ -274,7 +270,7 @@ class Generation:
         self, stream: GenerateStream, placement: Placement, trace: Trace | None, deliver: Deliver | None
     ) -> None:
         history = self._history
-        history.reached(Stage.ACCEPTED)
+        history.stage = Stage.ACCEPTED
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
                 if isinstance(frame, EngineText) and self.answer is not None:
@@ -316,7 +312,7 @@ class Generation:
                         raise WorkerLost(f"{stream.url}: Finished without the embedding")
                     choice.finish("stop" if frame.reason == "stop" else "length", frame.stop_token_id)
             case Started():
-                self._history.reached(Stage.PREFILLING)
+                self._history.stage = Stage.PREFILLING
                 self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
@@ -351,7 +347,7 @@ class Generation:
     def _release(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._services.retry.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
+            self._services.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
         """Abort a choice that a stop string ended: workers see only tokens, so this one still generates."""
