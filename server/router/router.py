@@ -72,11 +72,10 @@ class Router:
         Never fails because of Redis.
         """
         decision, index_answered = await self.decide(request)
-        if request.may_be_held and 0.0 < self.queue.hold_s < (wait_s := decision.wait_s):
+        if self.queue.holds(request, wait_s := decision.wait_s):
             placed = asyncio.get_running_loop().create_future()
             held = self.queue.hold(placed, request, wait_s, self._clock(), decision.best[0].prefill_s)
-            if held is not None:
-                return await self._wait(held)
+            return await self._wait(held)
         return self._place(decision, index_answered=index_answered)
 
     async def decide(self, request: RouteRequest, *, dry_run: bool = False) -> tuple[Decision, bool]:

@@ -96,8 +96,3 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The parent of the first block; empty: its blocks are not copied to other workers."""
     client_id: Key = Key("")
     """The client's own id of the request; empty: none."""
-
-    @property
-    def may_be_held(self) -> bool:
-        """True if it may wait at the gateway: it is new, has no budget, and may go to any worker."""
-        return self.ttft_budget_s is None and self.numerics is None and not self.hard_affinity
