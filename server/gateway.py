@@ -245,7 +245,7 @@ class Gateway:
             yield
         finally:
             if self._limits is not None:
-                await self._limits.close()
+                await self._limits.exchange(is_last=True)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -190,12 +190,9 @@ class Feed:
             self._send(frame)
 
     def _send_tree(self) -> None:
-        self._send_latest("prefixes", self._shared())
-
-    def _shared(self) -> dict[str, Any]:
         prefixes = tree_rows(self._overview.prefixes(MAX_ROWS))
         usage = self._overview.usage.by_tenant(MAX_TENANTS)
-        return {"prefixes": prefixes, "usage": usage}
+        self._send_latest("prefixes", {"prefixes": prefixes, "usage": usage})
 
     def _sample(self, *, sends: bool) -> None:
         overview, at = self._overview, time.time()

@@ -171,7 +171,7 @@ class Overview(Collector):
             "prompt_blocks": len(request.hashes),
             "choice": [worker.member.worker_id for worker in decision.best],
             "copy": self.routing.copies.planner.explain(decision),
-            "workers": explained(decision, self.router.scorer),
+            "workers": [explained(worker, self.router.scorer) for worker in decision.workers],
         }
 
     async def index_report(self) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class Generation:
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
                 request = self._wire_request(placement, attempt_carrier(trace))
-                stream = self._services.client.generate(worker.url, request)
+                stream = GenerateStream(self._services.client, worker.url, request)
                 with self._services.watch.watching(stream):
                     async with stream:
                         await self._read(stream, placement, trace, deliver)

@@ -150,12 +150,8 @@ def describe(decision: Decision, placement: Placement) -> dict[str, Any]:
     }
 
 
-def explained(decision: Decision, scorer: Scorer) -> list[dict[str, Any]]:
-    """Return every term of the cost at each worker."""
-    return [_explained(worker, scorer) for worker in decision.workers]
-
-
-def _explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
+def explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
+    """Return every term of the cost at a worker."""
     peers = worker.peers
     return {
         "worker": worker.member.worker_id,

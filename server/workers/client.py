@@ -123,9 +123,6 @@ class GenerateStream:
 class WorkerClient(ConnectionPool):
     """Calls workers over kept connections. Owned by the gateway, which closes it."""
 
-    def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
-        return GenerateStream(self, url, request)
-
     async def abort(self, url: str, request_id: str, choice: int | None) -> None:
         """End one choice, or the request. Raises WorkerLost."""
         body = msgspec.msgpack.encode({"request_id": request_id, "choice": choice})
