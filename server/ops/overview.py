@@ -26,7 +26,7 @@ from server.router.types import RouteRequest
 from server.router.workers_needed import WorkersNeeded
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
-from server.workers.fleet import Fleet, NoIndex, state_of
+from server.workers.fleet import Fleet, NoIndex
 
 REFUSED: Final = "refused"
 _NO_REPORT: Final = dict.fromkeys(("numerics", "hit_rate", "lease_left_s", "published_blocks", "load"))
@@ -78,9 +78,8 @@ class Overview(Collector):
 
     def _state(self, candidate: Candidate, broken: Container[WorkerId]) -> tuple[str, str]:
         """Return the state of a live worker, and why it gets no new requests."""
-        state = state_of(candidate, broken)
-        if state != "serving":
-            return state, candidate.load.problem
+        if candidate.load.draining or candidate.member.worker_id in broken:
+            return "draining" if candidate.load.draining else "broken", candidate.load.problem
         return self.api.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:

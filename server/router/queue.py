@@ -133,7 +133,7 @@ class RequestQueue(Generic[T]):
         return [held.prefill_s for held in self._held if held.request.model == model]
 
     def holds(self, request: RouteRequest, wait_s: float) -> bool:
-        """Return whether to hold a request that would wait `wait_s`: it is new, without a budget, and for any worker."""
+        """Return whether to hold a request that would wait `wait_s`: a new one, without budget, for any worker."""
         is_free = request.ttft_budget_s is None and request.numerics is None and not request.hard_affinity
         return is_free and 0.0 < self.hold_s < wait_s
 
