@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import uvloop
 
-from cache.redis_index import GatewayRecords, RedisIndex
+from cache.redis_index import GatewayRecords, ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.api.engine.text import EngineTexts
@@ -108,7 +108,8 @@ class Gateway:
         self._index: RedisIndex | NoIndex = NoIndex()
         self._limits: SharedLimits | None = None
         if config.redis is not None:
-            self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_events.inc)
+            settings = config.index_settings(ReaderSettings)
+            self._index = RedisIndex(config.redis, settings, count=self.metrics.index_events.inc)
 
         if self._keys is not None:
             self._limits = _share_limits(config, limits, gateway_id, self.metrics)
