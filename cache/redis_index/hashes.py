@@ -87,8 +87,8 @@ class HashReader:
     async def read(self, *limits: HashLimit, known: Sequence[bytes] = ()) -> tuple[list[HashReading], Reply]:
         """Return what these hashes hold, and the reply of TIME at the end. Raises RedisDownError and ReplyError.
 
-        Of a hash that is too large, read the `known` names and those of the others: each has the workers' ids. If all
-        are too large, read the names of the first one.
+        The names in each hash are the workers' ids. So a hash that is too large is read by name: by the `known` ids,
+        and those found in the other hash. If both are too large, the ids come from the first.
         """
         _, large = await self.sizes(*limits)
         small = [limit for limit in limits if limit not in large]

@@ -52,7 +52,7 @@ Totals = dict[str, Any]
 
 
 def read_totals(overview: Overview) -> Totals:
-    """Return the current totals. Only those of output have the tokens of open requests, too."""
+    """Return the current totals. Output tokens count as they come, all others at the end of their request."""
     metrics = overview.metrics
     return {
         "at_s": time.monotonic(),

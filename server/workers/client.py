@@ -169,7 +169,7 @@ class WorkerClient(ConnectionPool):
     async def is_alive(self, url: str) -> bool:
         """Return whether the worker answers that its engine lives. A process that is no worker answers otherwise."""
         try:
-            answer = await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S, is_open=True)
+            answer = await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S, needs_proof=False)
         except WorkerLost:
             return False
         return not answer or answer.startswith(b"{")
@@ -182,22 +182,22 @@ class WorkerClient(ConnectionPool):
         body: bytes = b"",
         *,
         max_bytes: int = MAX_ANSWER_BYTES,
-        is_open: bool = False,
+        needs_proof: bool = True,
         may_refuse: bool = False,
     ) -> bytes:
         """Send a request and return the body of its answer. Raises WorkerLost, and WorkerRefused if it `may_refuse`."""
-        asked = self._ask(url, call, body, max_bytes, is_open=is_open, may_refuse=may_refuse)
+        asked = self._ask(url, call, body, max_bytes, needs_proof=needs_proof, may_refuse=may_refuse)
         try:
             return await loop_time_timeout(asked, timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{url}: no answer within {timeout_s:g} s") from error
 
     async def _ask(
-        self, url: str, call: bytes, body: bytes, max_bytes: int, *, is_open: bool, may_refuse: bool
+        self, url: str, call: bytes, body: bytes, max_bytes: int, *, needs_proof: bool, may_refuse: bool
     ) -> bytes:
         while True:
             try:
-                connection = await self.send(url, call, body, is_open=is_open)
+                connection = await self.send(url, call, body, needs_proof=needs_proof)
             except StaleConnection:
                 continue  # closed before the worker could prove itself
             try:
