@@ -224,7 +224,9 @@ class Gateway:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-        _freeze_gc()
+        gc.collect()
+        gc.freeze()  # what lives for long is not collected again
+        gc.set_threshold(GC_THRESHOLD, 20, 20)
         scheme = "http" if tls is None else "https"
         log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
         async with self.public.router.lifespan_context(self.public), asyncio.TaskGroup() as group:
@@ -339,13 +341,6 @@ def _share_limits(
         secret = config.cluster_secret()
         records = GatewayRecords(config.redis, config.redis_prefix, secret, config.limits_client(), count)
     return SharedLimits(limits, records, gateway_id, count)
-
-
-def _freeze_gc() -> None:
-    """Freeze long-lived objects and run the garbage collector less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, 20, 20)
 
 
 async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socket) -> None:

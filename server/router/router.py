@@ -15,7 +15,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
@@ -28,8 +27,6 @@ from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER_S: Final = 1.0  # short: a worker may start or return at any time
 
 
 class Router:
@@ -179,14 +176,12 @@ def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError | TtftBudgetEr
     workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
     guards = [guard_of(decision.request, c.member, c.load) for c in fleet.silent(model, decision.request.namespace)]
     if not {None, SLOW}.isdisjoint(guards):
-        message = f"a worker of model {model!r} does not answer now"
-        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, is_silent=True)
+        return NoWorkerError(f"a worker of model {model!r} does not answer now", is_silent=True)
     if budget_s is not None and (predicted_s := [w.predicted_ttft_s for w in workers if w.score is not None]):
         return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
-        message = f"no worker of model {model!r} is {'ready' if fleet.workers(model) else 'known'}"
-        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S)
+        return NoWorkerError(f"no worker of model {model!r} is {'ready' if fleet.workers(model) else 'known'}")
     reasons = sorted({str(worker.guard) for worker in workers})
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
     longest = max(worker.member.max_model_len for worker in workers) if reasons == [TOO_SHORT] else None
-    return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, longest_context=longest)
+    return NoWorkerError(message, longest_context=longest)

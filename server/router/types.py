@@ -12,6 +12,7 @@ from cache.types import BlockHash, WorkerIncarnation
 from server.errors import TTFT_BUDGET, OverloadedError, UnavailableError
 from worker.common.capabilities import TOKENS
 
+RETRY_AFTER_S: Final = 1.0  # short: a worker may start or return at any time
 MAX_KEY_CHARS: Final = 128  # twice a digest: UUIDs and user names are kept as they are
 Key = NewType("Key", str)
 """A key of a dict that outlives its request, from a client's or model's text. Only `short_key` makes one."""
@@ -31,7 +32,7 @@ class NoWorkerError(UnavailableError):
         self,
         message: str,
         *,
-        retry_after_s: float,
+        retry_after_s: float = RETRY_AFTER_S,
         longest_context: int | None = None,
         is_silent: bool = False,
     ) -> None:
