@@ -141,11 +141,11 @@ class Overview(Collector):
 
     def turned_away(self) -> dict[tuple[str, str], float]:
         """Return the requests since the start that were refused, failed or moved, by that and by the reason."""
-        moved = {
-            "went on elsewhere": self.metrics.resumed.sum(),
-            "began again elsewhere": self.metrics.restarted.sum(),
+        return {
+            **self.day.turned_away,
+            ("moved", "went on elsewhere"): self.metrics.resumed.sum(),
+            ("moved", "began again elsewhere"): self.metrics.restarted.sum(),
         }
-        return {**self.day.turned_away, **{("moved", why): count for why, count in moved.items()}}
 
     def workers_needed(self) -> dict[str, int]:
         """Return the workers that each model needs, where that is known."""

@@ -186,34 +186,32 @@ class WorkerClient(ConnectionPool):
         may_refuse: bool = False,
     ) -> bytes:
         """Send a request and return the body of its answer. Raises WorkerLost, and WorkerRefused if it `may_refuse`."""
-        asked = self._ask(url, call, body, max_bytes, needs_proof=needs_proof, may_refuse=may_refuse)
+
+        async def ask() -> bytes:
+            while True:
+                try:
+                    connection = await self.send(url, call, body, needs_proof=needs_proof)
+                except StaleConnection:
+                    continue  # closed before the worker could prove itself
+                try:
+                    status = await connection.head()
+                    if status != 200 and may_refuse:
+                        raise WorkerRefused(status, await _refusal(url, status, connection))
+                    answer = await connection.read_all(max_bytes)
+                except StaleConnection:
+                    continue  # closed while idle
+                except BaseException:
+                    connection.close()
+                    raise
+                connection.release()
+                if status != 200:
+                    raise WorkerLost(f"{url}: status {status}")
+                return answer
+
         try:
-            return await loop_time_timeout(asked, timeout_s)
+            return await loop_time_timeout(ask(), timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{url}: no answer within {timeout_s:g} s") from error
-
-    async def _ask(
-        self, url: str, call: bytes, body: bytes, max_bytes: int, *, needs_proof: bool, may_refuse: bool
-    ) -> bytes:
-        while True:
-            try:
-                connection = await self.send(url, call, body, needs_proof=needs_proof)
-            except StaleConnection:
-                continue  # closed before the worker could prove itself
-            try:
-                status = await connection.head()
-                if status != 200 and may_refuse:
-                    raise WorkerRefused(status, await _refusal(url, status, connection))
-                answer = await connection.read_all(max_bytes)
-            except StaleConnection:
-                continue  # closed while idle
-            except BaseException:
-                connection.close()
-                raise
-            connection.release()
-            if status != 200:
-                raise WorkerLost(f"{url}: status {status}")
-            return answer
 
 
 class StallWatch:
