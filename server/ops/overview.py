@@ -162,10 +162,10 @@ class Overview(Collector):
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return how the router would score each worker, and which it would choose. Places nothing."""
-        decision, index_answered = await self.router.decide(request, dry_run=True)
+        decision = await self.router.decide(request, dry_run=True)
         return {
             "policy": self.router.policy,
-            "index": "answered" if index_answered else "no answer: own recent placements used",
+            "index": "answered" if decision.index_answered else "no answer: own recent placements used",
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
             "choice": [worker.member.worker_id for worker in decision.best],

@@ -143,7 +143,7 @@ def describe(decision: Decision, placement: Placement) -> dict[str, Any]:
         "matched_tokens": placement.promised_tokens,
         "found_tokens": None,
         "times": {},
-        "index_answered": placement.index_answered,
+        "index_answered": decision.index_answered,
         "resumed": request.numerics is not None,
         "num_candidates": decision.num_candidates,
         "candidates": candidates,

@@ -58,6 +58,8 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
     """Empty when every worker is guarded, or predicted to miss the request's budget."""
     num_candidates: int
     """Workers of the model in the fleet; `workers` may be a short list."""
+    index_answered: bool = True
+    """False: own recent placements were used instead."""
 
     @property
     def wait_s(self) -> float:
@@ -82,7 +84,6 @@ class Placement:
     """The load of this incarnation of the worker."""
     active: TrackedRequest
     """Its entry there."""
-    index_answered: bool = True
     num_cached_tokens: int | None = None
     """Prompt tokens that the worker found cached; None before its prefill."""
     queue_s: float | None = None
@@ -314,7 +315,7 @@ class Scorer:
             worker.guard, worker.score = None, score  # a slow or broken one is in use after all
         return Decision(request, workers, _best(request, eligible), num_candidates)
 
-    def place(self, decision: Decision, *, index_answered: bool = True) -> Placement:
+    def place(self, decision: Decision) -> Placement:
         """Choose one of the best workers at random, and count the request there."""
         request, best, now_s = decision.request, decision.best, self._clock()
         chosen = best[0] if len(best) == 1 else self._rng.choice(best)
@@ -342,7 +343,6 @@ class Scorer:
             prefill_tokens_per_s=chosen.prefill_tokens_per_s,
             estimate=chosen.estimate,
             active=active,
-            index_answered=index_answered,
         )
 
     def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> bool:

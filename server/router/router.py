@@ -16,6 +16,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
@@ -68,15 +70,15 @@ class Router:
 
         Never fails because of Redis.
         """
-        decision, index_answered = await self.decide(request)
+        decision = await self.decide(request)
         if self.queue.holds(request, wait_s := decision.wait_s):
             placed = asyncio.get_running_loop().create_future()
             held = self.queue.hold(placed, request, wait_s, self._clock(), decision.best[0].prefill_s)
             return await self._wait(held)
-        return self._place(decision, index_answered=index_answered)
+        return self._place(decision)
 
-    async def decide(self, request: RouteRequest, *, dry_run: bool = False) -> tuple[Decision, bool]:
-        """Decide, and place nothing. Also return whether the index has answered. `dry_run`: see `Scorer.decide`."""
+    async def decide(self, request: RouteRequest, *, dry_run: bool = False) -> Decision:
+        """Decide, and place nothing. `dry_run`: see `Scorer.decide`."""
         begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         found_s = self._clock()
@@ -84,13 +86,13 @@ class Router:
         candidates = self._candidates(request, found)
         decision = self.scorer.decide(request, candidates, self.fleet.broken(), dry_run=dry_run)
         self._metrics.route_s.observe(self._clock() - found_s, "choose")
-        return decision, found is not None
+        return decision if found is not None else replace(decision, index_answered=False)
 
-    def _place(self, decision: Decision, *, index_answered: bool) -> Placement:
+    def _place(self, decision: Decision) -> Placement:
         """Raises NoWorkerError or TtftBudgetError."""
         if not decision.best:
             raise _no_worker(decision, self.fleet)
-        placement = self.scorer.place(decision, index_answered=index_answered)
+        placement = self.scorer.place(decision)
         for listener in self._listeners:
             listener.placed(placement, decision)
         return placement
@@ -114,11 +116,11 @@ class Router:
         while self.queue:
             for held in self.queue.due(self._clock()):
                 placed = held.item
-                decision, index_answered = await self.decide(held.request)
+                decision = await self.decide(held.request)
                 if placed.done() or self.queue.stays(held, decision.wait_s, self._clock()):
                     continue
                 try:
-                    placed.set_result(self._place(decision, index_answered=index_answered))
+                    placed.set_result(self._place(decision))
                 except NoWorkerError as error:
                     placed.set_exception(error)
             await asyncio.sleep(RETRY_S)
