@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -124,9 +124,6 @@ class RequestQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._held)
-
-    def __iter__(self) -> Iterator[HeldRequest[T]]:
-        return iter(self._held)
 
     def prefills_s(self, model: str) -> list[float]:
         """Return the prefill seconds of each held request of a model."""

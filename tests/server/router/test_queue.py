@@ -232,7 +232,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(fleets: Fleets) -> Non
 async def test_a_placement_that_comes_as_its_client_leaves_is_closed(fleets: Fleets) -> None:
     waiting = asyncio.create_task(fleets.place(chain(40)))
     await held(fleets, 1)
-    (waiting_for,) = fleets.router.queue
+    (waiting_for,) = fleets.router.queue._held
     decided: asyncio.Future[Placement] = waiting_for.item
 
     def place_and_leave(placement: Placement) -> None:
