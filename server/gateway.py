@@ -65,7 +65,6 @@ from server.router.router import Router
 from server.router.workers_needed import WorkersNeeded
 from server.schema.field_table import SENT_XARGS
 from server.text.shapes import REPAIRS
-from server.usage.account import Account
 from server.usage.day import DayHistory
 from server.usage.log import UsageLog
 from server.usage.totals import UsageTotals
@@ -182,15 +181,10 @@ class Gateway:
         self.usage = UsageTotals()
         self.day = DayHistory()
         self.metrics.registry.register(self.usage)
-        self._sinks: list[Callable[[Account], None]] = [self.usage.add]
-        """Receive the account of each request that has ended."""
-        self._tasks: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
-        """Background tasks of parts that some gateways lack."""
+        self._usage_log: UsageLog | None = None
         if config.usage_log is not None:
             path, size = Path(config.usage_log), config.usage_log_size_bytes
-            usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
-            self._sinks.append(usage_log.add)
-            self._tasks.append(("usage log", usage_log.run))
+            self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
         parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
         self.public = public_app(config, *parts)
         parts_shown = self.api, self.router, routing, self._index, self.usage, self.day
@@ -268,7 +262,8 @@ class Gateway:
         yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run
-        yield from self._tasks
+        if self._usage_log is not None:
+            yield "usage log", self._usage_log.run
         if self._limits is not None:
             yield "limits", self._limits.run
             if self._limits.records is not None:
@@ -279,10 +274,10 @@ class Gateway:
 
     def _count_usage(self, context: RequestContext) -> None:
         self.day.add(context.status, context.error, context.account)
-        if context.account is None:
-            return
-        for add in self._sinks:
-            add(context.account)
+        if context.account is not None:
+            self.usage.add(context.account)
+            if self._usage_log is not None:
+                self._usage_log.add(context.account)
 
     def drain(self) -> None:
         """Be not ready for the notice, then take no new connections, end open requests within the grace, and stop."""
