@@ -47,8 +47,6 @@ class PublicApi:
         self.services = endpoint
         self._live_workers = live_workers
         self._models = endpoint.models
-        self._model_list = ModelsApi(self._models)
-        self._tokenize = TokenizeApi(self._models, endpoint.ignored_tools)
         self.chat = ChatEndpoint(endpoint)
         self.completions = CompletionEndpoint(endpoint)
         self._messages = MessagesEndpoint(endpoint)
@@ -64,16 +62,17 @@ class PublicApi:
         """The endpoints that run a model, by path; all take POST."""
 
     def routes(self) -> list[Route]:
+        models, texts = ModelsApi(self._models), TokenizeApi(self._models, self.services.ignored_tools)
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.endpoints.items()),
             Route(f"{MESSAGES_PATH}/count_tokens", self._messages.count, methods=["POST"]),
             Route(f"{RESPONSES_PATH}/input_tokens", self._responses.count, methods=["POST"]),
             Route(f"{RESPONSES_PATH}/compact", self._responses.compact, methods=["POST"]),
-            Route(MODELS_PATH, self._model_list.list, methods=["GET"]),
-            Route(f"{MODELS_PATH}/{{model:path}}", self._model_list.get, methods=["GET"]),
-            Route("/tokenize", self._tokenize.tokenize, methods=["POST"]),
-            Route("/detokenize", self._tokenize.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self._tokenize.tokenizer_info, methods=["GET"]),
+            Route(MODELS_PATH, models.list, methods=["GET"]),
+            Route(f"{MODELS_PATH}/{{model:path}}", models.get, methods=["GET"]),
+            Route("/tokenize", texts.tokenize, methods=["POST"]),
+            Route("/detokenize", texts.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", texts.tokenizer_info, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/health/live", self.live, methods=["GET"]),
             *(Route(path, self.ready, methods=["GET"]) for path in ("/health/ready", "/health", "/ping")),

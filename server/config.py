@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from jinja2 import TemplateError
 
-from cache.redis_index import ClientSettings, ReaderSettings
+from cache.redis_index import ClientSettings
 from server.auth.authentication import TENANT_HEADER
 from server.router.policies import POLICIES
 from server.text.formats import FORMATS
@@ -282,16 +282,6 @@ class GatewayConfig(SharedConfig):
                 raise ValueError(f"--chat-template: {error}") from error
         if self.redis is None and not self.workers:
             raise ValueError("give --redis URL, --workers URL, or both: else no worker can be found")
-
-    def reader_settings(self) -> ReaderSettings:
-        """Return how this gateway reads the shared index. Raises ValueError."""
-        return ReaderSettings(
-            prefix=self.redis_prefix,
-            num_shards=self.redis_shards,
-            username=self.redis_username,
-            password=self.redis_password(),
-            cluster_secret=self.cluster_secret(),
-        )
 
     def template_of(self, model: str) -> str | None:
         """Return the operator's template of a model; None: its own."""

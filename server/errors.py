@@ -14,8 +14,6 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from server.router.types import NoWorkerError, QueueFullError, TtftBudgetError
-
 _NO_ROUTE: Final = (
     "There is no such route here. The API's port has /v1/chat/completions, /v1/completions, /v1/responses, "
     "/v1/messages, /v1/messages/count_tokens, /v1/embeddings, /rerank, /score, /classify, /pooling, /v1/models, "
@@ -206,15 +204,6 @@ def as_api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
-        case TtftBudgetError():
-            predicted = (b"x-headstart-predicted-ttft", b"%.3f" % error.predicted_s)
-            message = f"{error} Ask again later, or with a longer {TTFT_BUDGET}."
-            headers, retry_after_s = (predicted,), error.retry_after_s
-            return OverloadedError(message, code="ttft_budget_exceeded", retry_after_s=retry_after_s, headers=headers)
-        case QueueFullError():
-            return OverloadedError(str(error), code="queue_full", retry_after_s=error.retry_after_s)
-        case NoWorkerError():
-            return UnavailableError(str(error), retry_after_s=error.retry_after_s)
         case HTTPException(status_code=404):
             return NotFoundError(_NO_ROUTE, code="not_found")
         case HTTPException(status_code=405):

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import uvloop
 
-from cache.redis_index import GatewayRecords, RedisIndex
+from cache.redis_index import GatewayRecords, ReaderSettings, RedisIndex
 from cache.types import GatewayId
 from server.api.endpoint import EndpointServices
 from server.api.engine.text import EngineTexts
@@ -54,7 +54,6 @@ from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
 from server.ops.overview import Overview, RoutingParts
-from server.request.retry_state import RetryState
 from server.request.services import RequestServices
 from server.request_context import RequestContext, add_ids
 from server.router.copies import Copies, CopyPlanner
@@ -66,7 +65,6 @@ from server.router.router import Router
 from server.router.workers_needed import WorkersNeeded
 from server.schema.field_table import SENT_XARGS
 from server.text.shapes import REPAIRS
-from server.usage.account import Account
 from server.usage.day import DayHistory
 from server.usage.log import UsageLog
 from server.usage.totals import UsageTotals
@@ -109,7 +107,8 @@ class Gateway:
         self._index: RedisIndex | NoIndex = NoIndex()
         self._limits: SharedLimits | None = None
         if config.redis is not None:
-            self._index = RedisIndex(config.redis, config.reader_settings(), count=self.metrics.index_events.inc)
+            settings = config.index_settings(ReaderSettings)
+            self._index = RedisIndex(config.redis, settings, count=self.metrics.index_events.inc)
 
         if self._keys is not None:
             self._limits = _share_limits(config, limits, gateway_id, self.metrics)
@@ -151,7 +150,8 @@ class Gateway:
             client=self._client,
             watch=self.watch,
             metrics=self.metrics,
-            retry=RetryState(reports or self.fleet, self.metrics, queue),
+            fleet=reports or self.fleet,
+            queue=queue,
             is_served=self.models.is_served,
             is_learning=self.models.is_learning,
         )
@@ -181,15 +181,10 @@ class Gateway:
         self.usage = UsageTotals()
         self.day = DayHistory()
         self.metrics.registry.register(self.usage)
-        self._sinks: list[Callable[[Account], None]] = [self.usage.add]
-        """Receive the account of each request that has ended."""
-        self._tasks: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []
-        """Background tasks of parts that some gateways lack."""
+        self._usage_log: UsageLog | None = None
         if config.usage_log is not None:
             path, size = Path(config.usage_log), config.usage_log_size_bytes
-            usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
-            self._sinks.append(usage_log.add)
-            self._tasks.append(("usage log", usage_log.run))
+            self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
         parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
         self.public = public_app(config, *parts)
         parts_shown = self.api, self.router, routing, self._index, self.usage, self.day
@@ -223,7 +218,9 @@ class Gateway:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-        _freeze_gc()
+        gc.collect()
+        gc.freeze()  # what lives for long is not collected again
+        gc.set_threshold(GC_THRESHOLD, 20, 20)
         scheme = "http" if tls is None else "https"
         log.info("gateway on %s://%s, ops on %s://%s", scheme, public.address, scheme, ops.address)
         async with self.public.router.lifespan_context(self.public), asyncio.TaskGroup() as group:
@@ -245,7 +242,7 @@ class Gateway:
             yield
         finally:
             if self._limits is not None:
-                await self._limits.close()
+                await self._limits.exchange(is_last=True)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -265,7 +262,8 @@ class Gateway:
         yield "delay", lambda: sample_delay(self.metrics.delayed)
         if isinstance(self._index, RedisIndex):
             yield "index", self._index.run
-        yield from self._tasks
+        if self._usage_log is not None:
+            yield "usage log", self._usage_log.run
         if self._limits is not None:
             yield "limits", self._limits.run
             if self._limits.records is not None:
@@ -276,10 +274,10 @@ class Gateway:
 
     def _count_usage(self, context: RequestContext) -> None:
         self.day.add(context.status, context.error, context.account)
-        if context.account is None:
-            return
-        for add in self._sinks:
-            add(context.account)
+        if context.account is not None:
+            self.usage.add(context.account)
+            if self._usage_log is not None:
+                self._usage_log.add(context.account)
 
     def drain(self) -> None:
         """Be not ready for the notice, then take no new connections, end open requests within the grace, and stop."""
@@ -338,13 +336,6 @@ def _share_limits(
         secret = config.cluster_secret()
         records = GatewayRecords(config.redis, config.redis_prefix, secret, config.limits_client(), count)
     return SharedLimits(limits, records, gateway_id, count)
-
-
-def _freeze_gc() -> None:
-    """Freeze long-lived objects and run the garbage collector less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, 20, 20)
 
 
 async def _serve(config: GatewayConfig, public: socket.socket, ops: socket.socket) -> None:

@@ -6,22 +6,19 @@ import math
 
 
 class TokenBucket:
-    """A bucket that refills at `per_s`, above 0, up to `capacity` and starts full.
+    """A bucket that refills at `per_s`, above 0, up to `capacity` and starts full."""
 
-    Callers may change `per_s` and `capacity` at any time.
-    """
-
-    __slots__ = ("_level", "_updated_s", "capacity", "per_s")
+    __slots__ = ("_capacity", "_level", "_per_s", "_updated_s")
 
     def __init__(self, per_s: float, capacity: float) -> None:
-        self.per_s = per_s
-        self.capacity = capacity
+        self._per_s = per_s
+        self._capacity = capacity
         self._level = capacity
         self._updated_s = -math.inf
 
     def level(self, now_s: float) -> float:
         """Return the tokens left; negative when overdrawn."""
-        return min(self.capacity, self._level + (now_s - self._updated_s) * self.per_s)
+        return min(self._capacity, self._level + (now_s - self._updated_s) * self._per_s)
 
     def take(self, now_s: float, amount: float = 1.0) -> float:
         """Take `amount` and return 0.0, or take nothing and return the seconds until it can be taken.
@@ -29,15 +26,15 @@ class TokenBucket:
         A full bucket grants more than its capacity, and is then overdrawn.
         """
         level = self.level(now_s)
-        needed = min(amount, self.capacity)
+        needed = min(amount, self._capacity)
         if level < needed:
-            return (needed - level) / self.per_s
+            return (needed - level) / self._per_s
         self.add(now_s, -amount)
         return 0.0
 
     def add(self, now_s: float, amount: float) -> None:
         """Add tokens; a negative `amount` draws tokens that were already used."""
-        self._level = min(self.capacity, self.level(now_s) + amount)
+        self._level = min(self._capacity, self.level(now_s) + amount)
         self._updated_s = now_s
 
 

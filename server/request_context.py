@@ -38,18 +38,18 @@ _NOT_TRACED: Final[AbstractContextManager[None]] = nullcontext()
 class Trace:
     """A span, and those below it."""
 
-    __slots__ = ("_context", "_part", "_tracer", "span")
+    __slots__ = ("_part", "_tracer", "context", "span")
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self.span = span
         self._tracer = tracer
-        self._context = as_parent(span)
+        self.context = as_parent(span)
         self._part: Span | None = None
 
     @contextmanager
     def child(self, name: str, part: str | None = None, **options: Any) -> Iterator[Trace]:
         """Record a child span, and in it a first span named `part`. `options` are OpenTelemetry's."""
-        span = self._tracer.start_span(name, self._context, **options)
+        span = self._tracer.start_span(name, self.context, **options)
         child = Trace(self._tracer, span)
         child.begin_part(part)
         try:
@@ -68,15 +68,12 @@ class Trace:
         """End the open part of this span, and begin the next, if any."""
         if self._part is not None:
             self._part.end()
-        self._part = None if name is None else self._tracer.start_span(name, self._context)
+        self._part = None if name is None else self._tracer.start_span(name, self.context)
 
     def first_token(self, num_cached_tokens: int | None) -> None:
         self.begin_part("stream")
         if num_cached_tokens is not None:
             self.span.set_attribute("headstart.cached_tokens", num_cached_tokens)
-
-    def carrier(self) -> dict[str, str]:
-        return carrier_of(self._context)
 
 
 def carrier_of(context: Context) -> dict[str, str]:
@@ -180,7 +177,7 @@ def trace_stage(name: str) -> AbstractContextManager[Trace | None]:
 def attempt_carrier(trace: Trace | None) -> Mapping[str, str]:
     """Return the trace context of the running request, for the worker of the attempt that `trace` records."""
     if trace is not None:
-        return trace.carrier()
+        return carrier_of(trace.context)
     context = CURRENT.get(None)
     return {} if context is None else context.unsampled
 

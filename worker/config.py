@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from cache.allocators import PREFIX_CACHES, PrefixCache
-from cache.redis_index import WriterSettings
 from worker.common.command_line import CommandParser
 from worker.common.options import (
     ENGINE_TEMPLATE,
@@ -192,16 +191,6 @@ class WorkerConfig(SharedConfig):
         }
         return BatchLimits(
             **{limit.name: options[limit.name] for limit in fields(BatchLimits) if limit.name in options}
-        )
-
-    def writer_settings(self) -> WriterSettings:
-        """Return how to write to the shared index. Raises ValueError for a file that cannot be read."""
-        return WriterSettings(
-            prefix=self.redis_prefix,
-            num_shards=self.redis_shards,
-            username=self.redis_username,
-            password=self.redis_password(),
-            cluster_secret=self.cluster_secret(),
         )
 
 

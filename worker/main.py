@@ -221,7 +221,7 @@ class Worker:
         if config.redis is not None:
             check_key_part("--worker-id", worker_id)
             inbox = PublisherInbox()
-        settings = config.writer_settings()
+        settings = config.index_settings(WriterSettings)
         sinks = self._service.sinks(self._on_engine_death, inbox)
         tls = None if self._ca is None else self._ca.context
 

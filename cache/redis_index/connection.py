@@ -61,7 +61,7 @@ class ClientSettings:
 
 
 class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
-    """Redis-py's parser with a limit on the size of a reply, which takes twice its size in memory.
+    """Redis-py's parser with a limit on the size of a reply. A reply takes twice its size in memory.
 
     The base class allocates as many elements as a list announces, and takes seconds to free millions. So this class
     searches short reads, and the start of long reads, for such headers. Searching every read would slow a lookup among

@@ -12,7 +12,7 @@ from typing import Final
 
 from redis.exceptions import ResponseError
 
-from cache.redis_index.client import Argument, RedisClient, Reply
+from cache.redis_index.client import Command, RedisClient, Reply
 from cache.redis_index.schema import (
     MAX_MEMBER_BYTES,
     MAX_MEMBERS,
@@ -29,8 +29,6 @@ MAX_HASH_BYTES: Final = 32 << 20
 _SPARE_BYTES: Final = 64 << 10  # up to this size a hash is read whole, whatever is in it
 _OVERHEAD_BYTES: Final = 512
 """The bytes of a field without its value: its name, and Redis' own structures."""
-
-_Command = Sequence[Argument]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class HashReader:
 
         None seems too large if an ACL forbids the commands.
         """
-        commands: list[_Command] = []
+        commands: list[Command] = []
         for limit in limits:
             commands += [("HLEN", limit.key), ("MEMORY", "USAGE", limit.key, "SAMPLES", 0)]
         replies = await self._client.call(*commands, timeout_s=self._timeout_s)
@@ -89,12 +87,12 @@ class HashReader:
     async def read(self, *limits: HashLimit, known: Sequence[bytes] = ()) -> tuple[list[HashReading], Reply]:
         """Return what these hashes hold, and the reply of TIME at the end. Raises RedisDownError and ReplyError.
 
-        Of a hash that is too large, read the `known` names and those of the others: each has the workers' ids. If all
-        are too large, read the names of the first one.
+        The names in each hash are the workers' ids. So a hash that is too large is read by name: by the `known` ids,
+        and those found in the other hash. If both are too large, the ids come from the first.
         """
         _, large = await self.sizes(*limits)
         small = [limit for limit in limits if limit not in large]
-        commands: list[_Command] = [("HGETALL", limit.key) for limit in small]
+        commands: list[Command] = [("HGETALL", limit.key) for limit in small]
         *replies, now = await self._client.call(
             *commands, ("TIME",), timeout_s=self._timeout_s, max_reply_bytes=MAX_HASH_BYTES
         )

@@ -38,11 +38,11 @@ MAX_ALL_STATES: Final = 64
 """Lookups among at most this many workers always read their states."""
 _MAX_QUERIES: Final = 64  # bounds the packed queries, of which each model has one
 _MAX_TRIES: Final = 4
-"""A lookup may find EVALSHA_RO unknown and then, twice, the script."""
+"""A lookup fails once at a server without EVALSHA_RO, and twice at one that loses the script."""
 _TIMEOUT_S: Final = 2.0
 """For everything but the lookups of decisions."""
 _NUM_ROUNDS: Final = 4
-"""Rounds of the event loop in which a reply passes from the socket to who waits for it."""
+"""Rounds of the event loop that a reply takes from the socket to the task that waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

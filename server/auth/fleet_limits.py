@@ -222,7 +222,7 @@ class FleetLimits:
 
     @property
     def is_ready(self) -> bool:
-        """True once this gateway has begun, and was given its part if it began with nothing."""
+        """True once this gateway may grant: it has begun with its part, or with nothing and was given some."""
         return self.has_begun and (not self._is_beyond or any(peer.taken for peer in self._peers.values()))
 
     @property

@@ -24,7 +24,7 @@ from server.rates import TokenBucket
 MAX_SOURCES: Final = 10_000  # bounds the memory that guessers from many addresses take
 _DAY_S: Final = 86_400  # the unit of the limits of a day
 _ALMOST_ONE: Final = 0.9
-"""The part of a request that has to be left here: gateways without requests keep small parts of one."""
+"""A request is admitted if this much of one is left here: idle gateways keep small parts of the limit."""
 _MOVE_S: Final = 0.1  # the least advised wait while other gateways have some left: two exchanges
 _LIMITS: Final = {
     "requests": ("requests_per_minute", "use {} requests a minute"),

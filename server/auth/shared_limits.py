@@ -29,7 +29,7 @@ _decode: Final = msgspec.msgpack.Decoder(GatewayRecord).decode
 
 
 class SharedLimits:
-    """Keeps `FleetLimits` up to date. One task calls `run`; call `close` at the end."""
+    """Keeps `FleetLimits` up to date. One task calls `run`."""
 
     def __init__(
         self, limits: FleetLimits, records: GatewayRecords | None, name: str, count: Callable[[str], None]
@@ -60,7 +60,10 @@ class SharedLimits:
         self.limits.begin()
 
     async def exchange(self, *, is_last: bool = False) -> float:
-        """Publish this gateway's use, and merge that of the others. Return the processor seconds that it took."""
+        """Publish this gateway's use, and merge that of the others. Return the processor seconds that it took.
+
+        `is_last`: this gateway has ended.
+        """
         begun_s = time.thread_time()
         day = f"{datetime.now(UTC):%Y%m%d}"
         record = self.limits.record(day, is_last=is_last)
@@ -94,7 +97,3 @@ class SharedLimits:
                 self._count("invalid")
         self._decoded = decoded
         return {name: decoded[data] for name, data in found.items() if data in decoded}
-
-    async def close(self) -> None:
-        """Publish that this gateway has ended."""
-        await self.exchange(is_last=True)

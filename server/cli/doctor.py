@@ -96,7 +96,7 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
     yield await port("port", args.host, args.port, "--port")
     yield await port("ops port", args.host, args.ops_port, "--ops-port")
     for url in args.engine_urls:
-        async for check in engine_checks(args, url):
+        for check in await engine_checks(args, url):
             yield check if len(args.engine_urls) == 1 else replace(check, found=f"{url}: {check.found}")
     if args.engine_urls or args.gateway_only:
         return
@@ -105,11 +105,8 @@ async def checks(args: argparse.Namespace) -> AsyncIterator[Check]:
         yield Check("worker", "warn", "torch is not installed: this machine can run a gateway, no worker", fix)
         return
     options = ["--model", args.model, "--num-workers", str(args.num_workers), "--device", args.device]
-    found, problem = checks_of(WORKER_MODULE, [*options, *given(args, "dtype", "kv_disk", "kv_disk_size")])
-    for line in found:
-        yield msgspec.json.decode(line, type=Check)
-    if problem is not None:
-        yield problem
+    for check in checks_of(WORKER_MODULE, [*options, *given(args, "dtype", "kv_disk", "kv_disk_size")]):
+        yield check
 
 
 def clear_cache() -> str:
@@ -279,31 +276,28 @@ async def _num_workers_of_gateway(host: str, number: int) -> int | None:
     return None
 
 
-def checks_of(module: str, options: Sequence[str]) -> tuple[list[str], Check | None]:
-    """Return the lines that a module of the worker prints, one object each, and a check if it failed."""
+def checks_of(module: str, options: Sequence[str]) -> list[Check]:
+    """Return the checks that a module of the worker prints, one JSON object each, and one more if it failed."""
     command = [*module_command(module), *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         fix = f"run `python -m {module}` to see where it hangs; a GPU that does not answer is the usual reason"
-        return [], Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", fix)
-    if not done.returncode:
-        return done.stdout.splitlines(), None
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    fix = "correct the options" if done.returncode == BAD_USAGE else FIX_INSTALL
-    return done.stdout.splitlines(), Check("worker", "fail", lines[-1], fix)
+        return [Check("worker", "fail", f"no answer within {WORKER_TIMEOUT_S:g} s", fix)]
+    found = [msgspec.json.decode(line, type=Check) for line in done.stdout.splitlines()]
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        fix = "correct the options" if done.returncode == BAD_USAGE else FIX_INSTALL
+        found.append(Check("worker", "fail", lines[-1], fix))
+    return found
 
 
-async def engine_checks(args: argparse.Namespace, url: str) -> AsyncIterator[Check]:
-    """Yield the checks of `worker.adapter.doctor`."""
+async def engine_checks(args: argparse.Namespace, url: str) -> list[Check]:
+    """Return the checks of `worker.adapter.doctor`."""
     own = ("--engine-url", "--events-exposed")
     names = [option[2:].replace("-", "_") for option in ENGINE_OPTIONS if option not in own]
     options = ["--engine-url", url, *given(args, *names), *(["--events-exposed"] if args.events_exposed else [])]
-    lines, problem = await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
-    for line in lines:
-        yield msgspec.json.decode(line, type=Check)
-    if problem is not None:
-        yield problem
+    return await asyncio.to_thread(checks_of, ENGINE_MODULE, options)
 
 
 def parser() -> CommandParser:

@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import Final
 
 NAMES: Final = ("benchmarks", "cache", "server", "worker")
+_INITS: Final = {f"{name}/__init__.py" for name in NAMES}
 OWN_ENVIRONMENT: Final = "install Headstart into an environment of its own: python3 -m venv headstart-venv"
-
-
-def overwritten() -> list[str]:
-    """Return those of our `__init__.py` that are not as we installed them. A checkout has none."""
-    try:
-        files = importlib.metadata.files("headstart") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return [str(file) for file in files if str(file) in _INITS and file.hash is not None and _differs(file)]
 
 
 def shared() -> dict[str, list[str]]:
@@ -29,13 +21,13 @@ def shared() -> dict[str, list[str]]:
 
 
 def problem() -> str | None:
-    """Return in a line what a package of others has broken, or None."""
-    if not (files := overwritten()):
+    """Return in a line which of our `__init__.py` a package of others has overwritten, or None, as in a checkout."""
+    try:
+        files = importlib.metadata.files("headstart") or []
+    except importlib.metadata.PackageNotFoundError:
         return None
-    return f"another package has overwritten {', '.join(files)}: {OWN_ENVIRONMENT}"
-
-
-_INITS: Final = {f"{name}/__init__.py" for name in NAMES}
+    wrong = [str(file) for file in files if str(file) in _INITS and file.hash is not None and _differs(file)]
+    return f"another package has overwritten {', '.join(wrong)}: {OWN_ENVIRONMENT}" if wrong else None
 
 
 def _differs(file: importlib.metadata.PackagePath) -> bool:

@@ -225,16 +225,7 @@ class Supervisor:
             name = f"worker-{index}"
             self._spawn_worker(name, [*worker, "--local-rank", str(index)], args.worker_args)
         adding = [self._run(self._add_engine(index, url, shared)) for index, url in enumerate(args.engine_urls)]
-        gateway = [
-            *module_command("server.gateway"),
-            "--host",
-            args.host,
-            "--port",
-            str(args.port),
-            *shared,
-            "--drain-notice-s",
-            "0",
-        ]
+        gateway = [*module_command("server.gateway"), *given(args, "host", "port"), *shared, "--drain-notice-s", "0"]
         gateway += ["--share-port", "--limits-gateways", str(args.num_gateways)] if args.num_gateways > 1 else []
         gateways = ["gateway"] if args.num_gateways == 1 else [f"gateway-{i}" for i in range(args.num_gateways)]
         for index, name in enumerate(gateways):

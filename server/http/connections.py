@@ -13,7 +13,7 @@ class HttpLimits:
     max_connections: int
     drain_grace_s: float
     keep_alive_s: float
-    """An idle connection stays open as long: a balancer that keeps it longer would send requests into its end."""
+    """How long an idle connection stays open. A balancer that keeps it for longer would send a request as it closes."""
 
 
 class Connection(Protocol):

@@ -74,11 +74,6 @@ class SseWriter:
             self._ping_task = asyncio.create_task(self._put(self._ping_bytes, more=True))
             self._ping_task.add_done_callback(self._pinged)
 
-    def probe(self) -> None:
-        """Send a ping now, in a response that has begun: the write fails if the client has gone."""
-        if self.started:
-            self.ping()
-
     def cancel_ping(self) -> None:
         if self._ping_task is not None:
             self._ping_task.cancel()
@@ -147,9 +142,9 @@ class ClientConnection:
             self._writer = None
 
     def probe(self) -> None:
-        """Write a ping if the answer is a stream. The protocol calls it."""
-        if self._writer is not None:
-            self._writer.probe()
+        """Write a ping to a stream that has begun: that fails if the client has gone. The protocol calls it."""
+        if self._writer is not None and self._writer.started:
+            self._writer.ping()
 
     def lose(self) -> None:
         """Mark the connection as closed. The protocol calls it."""

@@ -1,8 +1,8 @@
 """Models that this gateway serves, learned from their workers.
 
 A worker is the only source of a model's tokenizer, template and limits. Workers with another namespace have another
-revision of the model, which is learnt too. Requests are prepared for the revision with more ready workers; of equal
-ones, for that which started last. A revision is forgotten when its last worker has gone, unless it is the only one.
+revision of the model, which is learnt too. Requests are prepared for the revision with most ready workers, and between
+equal ones for the one that started last. A revision without workers is forgotten, unless it is the only one.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from cache.hashing import Namespace
@@ -123,7 +123,16 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     defaults = {**json.loads(bundle.template_kwargs), **config.template_kwargs_of(bundle.model)}
     if (own := config.template_of(bundle.model)) is not None:
         bundle = replace(bundle, chat_template=own, tool_template=None)
-    template, tool_template = _templates(bundle, defaults, config)
+    compiled = partial(
+        ChatTemplate,
+        bos_token=bundle.bos_token,
+        eos_token=bundle.eos_token,
+        defaults=defaults,
+        is_strict=config.strict_template,
+        sorts_schemas=config.sort_tool_schemas,
+    )
+    template = None if bundle.chat_template is None else compiled(bundle.chat_template)
+    tool_template = None if bundle.tool_template is None else compiled(bundle.tool_template)
     tokenizer = Tokenizer(bundle, executor, "" if template is None else template.plain_conversation())
     for each in (template, tool_template):
         if each is not None and not config.control_tokens_in_content:
@@ -145,25 +154,6 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
         keeps_client_lines=config.keep_client_lines,
         thought_fields=THOUGHT_FIELDS if config.reasoning_field_name is None else (config.reasoning_field_name,),
     )
-
-
-def _templates(
-    bundle: TokenizerBundle, defaults: dict[str, Any], config: GatewayConfig
-) -> Iterator[ChatTemplate | None]:
-    """Compile the template of chats, and the one of chats with tools. Raises TemplateError."""
-    for source in (bundle.chat_template, bundle.tool_template):
-        yield (
-            None
-            if source is None
-            else ChatTemplate(
-                source,
-                bos_token=bundle.bos_token,
-                eos_token=bundle.eos_token,
-                defaults=defaults,
-                is_strict=config.strict_template,
-                sorts_schemas=config.sort_tool_schemas,
-            )
-        )
 
 
 def _cached_root(namespace: Namespace, adapter: str = "") -> Callable[[bytes], BlockHash]:

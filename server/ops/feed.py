@@ -52,7 +52,7 @@ Totals = dict[str, Any]
 
 
 def read_totals(overview: Overview) -> Totals:
-    """Return the current totals. Only those of output have the tokens of open requests, too."""
+    """Return the current totals. Output tokens count as they come, all others at the end of their request."""
     metrics = overview.metrics
     return {
         "at_s": time.monotonic(),
@@ -190,12 +190,9 @@ class Feed:
             self._send(frame)
 
     def _send_tree(self) -> None:
-        self._send_latest("prefixes", self._shared())
-
-    def _shared(self) -> dict[str, Any]:
         prefixes = tree_rows(self._overview.prefixes(MAX_ROWS))
         usage = self._overview.usage.by_tenant(MAX_TENANTS)
-        return {"prefixes": prefixes, "usage": usage}
+        self._send_latest("prefixes", {"prefixes": prefixes, "usage": usage})
 
     def _sample(self, *, sends: bool) -> None:
         overview, at = self._overview, time.time()

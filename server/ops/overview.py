@@ -26,7 +26,7 @@ from server.router.types import RouteRequest
 from server.router.workers_needed import WorkersNeeded
 from server.usage.day import DayHistory
 from server.usage.totals import UsageTotals
-from server.workers.fleet import Fleet, NoIndex, state_of
+from server.workers.fleet import Fleet, NoIndex
 
 REFUSED: Final = "refused"
 _NO_REPORT: Final = dict.fromkeys(("numerics", "hit_rate", "lease_left_s", "published_blocks", "load"))
@@ -78,9 +78,8 @@ class Overview(Collector):
 
     def _state(self, candidate: Candidate, broken: Container[WorkerId]) -> tuple[str, str]:
         """Return the state of a live worker, and why it gets no new requests."""
-        state = state_of(candidate, broken)
-        if state != "serving":
-            return state, candidate.load.problem
+        if candidate.load.draining or candidate.member.worker_id in broken:
+            return "draining" if candidate.load.draining else "broken", candidate.load.problem
         return self.api.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:
@@ -142,11 +141,11 @@ class Overview(Collector):
 
     def turned_away(self) -> dict[tuple[str, str], float]:
         """Return the requests since the start that were refused, failed or moved, by that and by the reason."""
-        moved = {
-            "went on elsewhere": self.metrics.resumed.sum(),
-            "began again elsewhere": self.metrics.restarted.sum(),
+        return {
+            **self.day.turned_away,
+            ("moved", "went on elsewhere"): self.metrics.resumed.sum(),
+            ("moved", "began again elsewhere"): self.metrics.restarted.sum(),
         }
-        return {**self.day.turned_away, **{("moved", why): count for why, count in moved.items()}}
 
     def workers_needed(self) -> dict[str, int]:
         """Return the workers that each model needs, where that is known."""
@@ -163,15 +162,15 @@ class Overview(Collector):
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return how the router would score each worker, and which it would choose. Places nothing."""
-        decision, index_answered = await self.router.decide(request, dry_run=True)
+        decision = await self.router.decide(request, dry_run=True)
         return {
             "policy": self.router.policy,
-            "index": "answered" if index_answered else "no answer: own recent placements used",
+            "index": "answered" if decision.index_answered else "no answer: own recent placements used",
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
             "choice": [worker.member.worker_id for worker in decision.best],
             "copy": self.routing.copies.planner.explain(decision),
-            "workers": explained(decision, self.router.scorer),
+            "workers": [explained(worker, self.router.scorer) for worker in decision.workers],
         }
 
     async def index_report(self) -> dict[str, Any]:

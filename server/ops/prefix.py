@@ -20,7 +20,7 @@ NUM_AFTER: Final = 40
 """Tokens shown after it: enough for a date, an id or a path."""
 MAX_NAMED: Final = 8  # the first differences matter, and bound the answer
 MAX_CHANCE_CHARS: Final = 32
-"""If one field's text is a beginning of the other's, the template's next characters may match the other by chance."""
+"""Where only one field goes on, the template may go on with the same characters in the other prompt."""
 _SCHEMA: Final = re.compile(r"\.(?:parameters|input_schema)\b")
 _MESSAGES_FIELDS: Final = frozenset({"system", "stop_sequences", "thinking", "output_config", "context_management"})
 _MESSAGES_PARTS: Final = re.compile(

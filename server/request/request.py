@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from msgspec.structs import replace
 
 from cache.records import WorkerMember
-from server.errors import InternalError, RevisionGoneError, WorkerLostError, as_api_error
+from server.errors import InternalError, RevisionGoneError, WorkerLostError
 from server.metrics import known_places
 from server.request.choice import Choice, ChoiceDelta, GenerationSpec
 from server.request.engine_answer import EngineAnswer, EngineChoice
@@ -32,7 +32,7 @@ from server.request.services import RequestServices
 from server.request_context import Trace, attempt_carrier, trace_attempt, trace_stage
 from server.router.placement import Placement
 from server.router.queue import PAUSE_S, Refusals
-from server.router.types import NoWorkerError, QueueFullError, RouteRequest, TtftBudgetError
+from server.router.types import NoWorkerError, RouteRequest
 from server.usage.account import PromptTimes
 from server.workers.client import GenerateStream
 from server.workers.connection import WorkerLost, WorkerRefused
@@ -89,7 +89,7 @@ class Generation:
         self.choices = [kind(spec, index) for index in range(len(spec.seeds))]
         self.answer = None if spec.text_request is None else EngineAnswer(spec.text_request)
         self.route = spec.route_request(hints)
-        self._history = AttemptHistory(spec, services.retry)
+        self._history = AttemptHistory(spec, services)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
         self._is_waiting = False
@@ -120,13 +120,10 @@ class Generation:
         Raises ApiError, also for a poison request or a full queue.
         """
         spec, services = self.spec, self._services
-        services.retry.budget.earn()
-        if spec in services.retry.poison:
+        services.budget.earn()
+        if spec in services.poison:
             raise InternalError("This request has failed recently and is not tried again.")
-        try:
-            services.retry.queue.enter(spec.tenant, len(spec.prompt_ids))
-        except QueueFullError as error:
-            raise as_api_error(error) from error
+        services.queue.enter(spec.tenant, len(spec.prompt_ids))
         self._is_waiting = True
         self.times.wait()
         try:
@@ -142,10 +139,6 @@ class Generation:
             return self.answer.take_deltas()
         return [delta for choice in self.choices if (delta := choice.take_delta()) is not None]
 
-    def commit(self) -> None:
-        """Record that output has been sent to the client."""
-        self.client_has_output = True
-
     async def _place(self) -> Placement:
         """Return a worker for the next attempt as soon as there is one. Raises ApiError."""
         while True:
@@ -158,8 +151,6 @@ class Generation:
                     if trace is not None:
                         worker, promised = placement.worker.worker_id, placement.promised_tokens
                         trace.span.set_attributes({"headstart.worker": worker, "headstart.promised_tokens": promised})
-            except TtftBudgetError:
-                raise
             except NoWorkerError as error:
                 await self._recover_without_worker(error, full, resumed=resumed)
                 continue
@@ -168,8 +159,8 @@ class Generation:
 
     def _full_workers(self) -> Refusals:
         """Return the workers that are full for the tenant. Raises ApiError if all are."""
-        full = self._services.retry.queue.full(self.spec.tenant)
-        fleet, revision = self._services.retry.fleet, self.spec.model.fingerprint
+        full = self._services.queue.full(self.spec.tenant)
+        fleet, revision = self._services.fleet, self.spec.model.fingerprint
         workers = fleet.workers(self.spec.model.name) if full else ()
         if full and all((each.worker_id, each.epoch) in full for each in workers if each.namespace == revision):
             raise soonest_error(full.values(), self.spec)
@@ -211,20 +202,20 @@ class Generation:
             raise RevisionGoneError from error
         elif error.is_silent or self._services.is_learning(self.spec.model.name):
             await asyncio.sleep(4 * PAUSE_S)  # as often as workers are polled
-        elif not full and history.may_search(error):
+        elif not (full or error.longest_context) and (history.readmit_lost() or history.may_wait()):
             await asyncio.sleep(PAUSE_S)
         else:
-            raise history.no_worker_error(error, full, resumed=resumed) from error
+            raise history.no_worker_error(error, full, resumed=resumed)
 
     async def _attempt(self, placement: Placement, deliver: Deliver | None) -> None:
         """Generate the unfinished choices at one worker. Raises ApiError if no other attempt may follow."""
         worker = placement.worker
-        self._history.reached(Stage.SENT)
+        self._history.stage = Stage.SENT
         self.times.wait()
         try:
             with trace_attempt(worker, placement.promised_tokens) as trace:
                 request = self._wire_request(placement, attempt_carrier(trace))
-                stream = self._services.client.generate(worker.url, request)
+                stream = GenerateStream(self._services.client, worker.url, request)
                 with self._services.watch.watching(stream):
                     async with stream:
                         await self._read(stream, placement, trace, deliver)
@@ -279,7 +270,7 @@ class Generation:
         self, stream: GenerateStream, placement: Placement, trace: Trace | None, deliver: Deliver | None
     ) -> None:
         history = self._history
-        history.reached(Stage.ACCEPTED)
+        history.stage = Stage.ACCEPTED
         while not (stream.completed or (self._stopped_early and self.finished)):
             for frame in await stream.read():
                 if isinstance(frame, EngineText) and self.answer is not None:
@@ -321,7 +312,7 @@ class Generation:
                         raise WorkerLost(f"{stream.url}: Finished without the embedding")
                     choice.finish("stop" if frame.reason == "stop" else "length", frame.stop_token_id)
             case Started():
-                self._history.reached(Stage.PREFILLING)
+                self._history.stage = Stage.PREFILLING
                 self._services.router.started(placement, frame.num_cached_tokens, frame.queue_s)
                 self.times.start(placement.prefill_tokens_per_s, frame.queue_s)
                 if self.num_cached_tokens is None or not self.num_output_tokens:
@@ -356,7 +347,7 @@ class Generation:
     def _release(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._services.retry.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
+            self._services.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
         """Abort a choice that a stop string ended: workers see only tokens, so this one still generates."""

@@ -76,7 +76,7 @@ class ResponseStream:
     def commit(self) -> None:
         """Record that output has been sent to the client."""
         for generation in self.generations:
-            generation.commit()
+            generation.client_has_output = True
 
     async def run(self, deliver: Deliver | None = None) -> None:
         """Run every generation, and `deliver` the deltas of all as they arrive. Raises ApiError.

@@ -26,10 +26,9 @@ from server.errors import (
     OverloadedError,
     UnavailableError,
     WorkerLostError,
-    as_api_error,
 )
 from server.request.choice import GenerationSpec
-from server.request.retry_state import RetryState
+from server.request.services import RequestServices
 from server.router.queue import Refusals
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerAbsent, WorkerLost, WorkerRefused
@@ -71,9 +70,9 @@ class Stage(Enum):
 class AttemptHistory:
     """The attempts of one generation: the progress of the current one, and how the others failed."""
 
-    def __init__(self, spec: GenerationSpec, state: RetryState) -> None:
+    def __init__(self, spec: GenerationSpec, services: RequestServices) -> None:
         self._spec = spec
-        self._state = state
+        self._services = services
         self.stage = Stage.SENT
         self.excluded: frozenset[WorkerIncarnation] = frozenset()
         """Workers excluded for this request until they restart."""
@@ -86,10 +85,6 @@ class AttemptHistory:
         self._num_refusals = 0
         self._num_readmissions = 0
         self._num_waits = 0
-
-    def reached(self, stage: Stage) -> None:
-        """Record the progress of the current attempt."""
-        self.stage = stage
 
     def answered(self) -> None:
         """Record the attempt's first token: the request is no poison candidate."""
@@ -120,16 +115,12 @@ class AttemptHistory:
         # A worker that refused it has not run it. Any other internal error is the request's: it would hit each worker.
         if isinstance(failure, InternalError) and not isinstance(error, WorkerRefused):
             log.error("%s: quarantining poison request", self._spec.request_id)
-            self._state.poison.add(self._spec)
-            self._state.metrics.quarantined.inc()
+            self._services.poison.add(self._spec)
+            self._services.metrics.quarantined.inc()
         try:
             raise failure from error
         finally:
             del failure  # else the traceback's frame would make a cycle
-
-    def may_search(self, error: NoWorkerError) -> bool:
-        """Return whether to search for a worker again: one may be replaced, or one lost earlier may be tried again."""
-        return error.longest_context is None and (self.readmit_lost() or self.may_wait())
 
     def readmit_lost(self) -> bool:
         """Allow workers lost earlier to be tried again. Return False if that is not allowed."""
@@ -162,35 +153,35 @@ class AttemptHistory:
             )
         if self.num_losses:
             return WorkerLostError("The worker was lost before it could answer.", retry_after_s=error.retry_after_s)
-        return soonest_error(self._refusals, self._spec) if self._refusals else as_api_error(error)
+        return soonest_error(self._refusals, self._spec) if self._refusals else error
 
     def _exclude(self, worker: WorkerMember) -> None:
         self.excluded |= {(worker.worker_id, worker.epoch)}
 
     def _refused(self, worker: WorkerMember, refusal: WorkerRefused) -> ApiError | None:
-        state, spec, failed = self._state, self._spec, refusal.failed
+        services, spec, failed = self._services, self._spec, refusal.failed
         refusal = WorkerRefused(refusal.status, failed)  # without a traceback, which would keep the request alive
-        state.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
+        services.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
-            state.queue.refused((worker.worker_id, worker.epoch), spec.tenant, refusal)
+            services.queue.refused((worker.worker_id, worker.epoch), spec.tenant, refusal)
         is_replaced = failed.code in _REPLACED
         if is_replaced:
-            state.fleet.report_wrong_epoch(worker)
+            services.fleet.report_wrong_epoch(worker)
         if refusal.status in _RETRIED_STATUSES or failed.retryable:
             self._refusals.append(refusal)
             self._num_refusals += 1
             if refusal.status != 409 or self._num_refusals > 1:  # 409: it has restarted, its new epoch may be tried
                 self._exclude(worker)
-            if self._num_refusals <= MAX_REFUSALS and (is_replaced or state.budget.spend()):
+            if self._num_refusals <= MAX_REFUSALS and (is_replaced or services.budget.spend()):
                 return None
         return error_of(failed, spec, refusal.status)
 
     def _lost(self, worker: WorkerMember, error: WorkerLost | WorkerFailed) -> ApiError | None:
         """Record a lost worker, or one that sent a retryable Failed frame."""
-        self._state.metrics.lost.inc()
+        self._services.metrics.lost.inc()
         log.warning("%s: worker %s lost: %s", self._spec.request_id, worker.worker_id, error)
         if isinstance(error, WorkerLost):
-            self._state.fleet.report_failure(worker.worker_id)
+            self._services.fleet.report_failure(worker.worker_id)
         self._exclude(worker)
         self.num_losses += 1
         if isinstance(error, WorkerAbsent):

@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from server.metrics import GatewayMetrics
 from server.rates import TokenBucket
 from server.request.choice import GenerationSpec
-from server.router.queue import RequestQueue
-from server.workers.fleet import Fleet
 
 MAX_RETRIES: Final = 100.0  # saved up: bounds the retries at the moment when a fleet fails
 RETRIES_PER_REQUEST: Final = 0.1  # so retries add at most a tenth to the load of a busy gateway
@@ -78,14 +74,3 @@ def _poison_key(spec: GenerationSpec) -> bytes:
     digest.update(array("I", spec.prompt_ids).tobytes())
     digest.update(msgspec.msgpack.encode(spec.sampling))
     return digest.digest()
-
-
-@dataclass(slots=True, eq=False)
-class RetryState:
-    """The state shared by every generation of this process, for judging failed attempts."""
-
-    fleet: Fleet
-    metrics: GatewayMetrics
-    queue: RequestQueue[Any]
-    budget: RetryBudget = field(default_factory=RetryBudget)
-    poison: PoisonCache = field(default_factory=PoisonCache)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from cache.types import GatewayId
 from server.metrics import GatewayMetrics
 from server.models.served_model import ServedModel
-from server.request.retry_state import RetryState
+from server.request.retry_state import PoisonCache, RetryBudget
+from server.router.queue import RequestQueue
 from server.router.router import Router
 from server.workers.client import StallWatch, WorkerClient
+from server.workers.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -23,7 +26,10 @@ class RequestServices:
     client: WorkerClient
     watch: StallWatch
     metrics: GatewayMetrics
-    retry: RetryState
+    fleet: Fleet
+    queue: RequestQueue[Any]
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    poison: PoisonCache = field(default_factory=PoisonCache)
     is_served: Callable[[ServedModel], bool] = lambda model: True
     """Returns whether requests are still prepared for this revision of a model."""
     is_learning: Callable[[str], bool] = lambda name: False

@@ -55,16 +55,6 @@ class CopyPlan(msgspec.Struct, frozen=True, eq=False):
     wait_s: float
     copy_s: float
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "from": self.source.worker_id,
-            "to": self.target.worker_id,
-            "tokens": self.num_tokens,
-            "demand": self.demand,
-            "wait_s": self.wait_s,
-            "copy_s": self.copy_s,
-        }
-
 
 @dataclass(slots=True, eq=False)
 class _Demand:
@@ -111,7 +101,17 @@ class CopyPlanner:
         """Return the copy of the request's longest match that its demand asks for, in flight or not. Counts nothing."""
         num_blocks, holders = _longest_match(decision)
         plan = self._plan(decision, num_blocks, holders, self._clock()) if num_blocks else None
-        return None if plan is None else plan.describe() | {"in_flight": plan.hashes[-1] in self._in_flight}
+        if plan is None:
+            return None
+        return {
+            "from": plan.source.worker_id,
+            "to": plan.target.worker_id,
+            "tokens": plan.num_tokens,
+            "demand": plan.demand,
+            "wait_s": plan.wait_s,
+            "copy_s": plan.copy_s,
+            "in_flight": plan.hashes[-1] in self._in_flight,
+        }
 
     def _plan(
         self, decision: Decision, num_blocks: int, holders: Sequence[WorkerView], now_s: float

@@ -143,19 +143,15 @@ def describe(decision: Decision, placement: Placement) -> dict[str, Any]:
         "matched_tokens": placement.promised_tokens,
         "found_tokens": None,
         "times": {},
-        "index_answered": placement.index_answered,
+        "index_answered": decision.index_answered,
         "resumed": request.numerics is not None,
         "num_candidates": decision.num_candidates,
         "candidates": candidates,
     }
 
 
-def explained(decision: Decision, scorer: Scorer) -> list[dict[str, Any]]:
-    """Return every term of the cost at each worker."""
-    return [_explained(worker, scorer) for worker in decision.workers]
-
-
-def _explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
+def explained(worker: WorkerView, scorer: Scorer) -> dict[str, Any]:
+    """Return every term of the cost at a worker."""
     peers = worker.peers
     return {
         "worker": worker.member.worker_id,

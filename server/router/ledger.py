@@ -218,9 +218,9 @@ class Ledger:
         self._forget()
 
     def recent(self, hashes: Sequence[BlockHash]) -> dict[WorkerIncarnation, int]:
-        """Return how much of the prompt each worker has, up to the last block that it computed last.
+        """Return how many blocks of the prompt each worker has: up to the last one that no other computed after it.
 
-        Earlier blocks may have been computed elsewhere since, but a worker that got a block got all blocks before it.
+        Earlier ones may have been computed elsewhere since, but a worker that has a block has all blocks before it.
         """
         matched: dict[WorkerIncarnation, int] = {}
         for position, block_hash in enumerate(hashes, 1):

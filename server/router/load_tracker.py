@@ -219,7 +219,7 @@ class WorkerLoadEstimate:
         return PrefillQueue(left_s, self._others_left_s(sum(left_s), now_s), max(1.0, len(self._queue) / _MAX_COMPARED))
 
     def ready_s(self, request: TrackedRequest, now_s: float) -> float:
-        """Return when the blocks that an own request computes are there: its prefill, and as much for others."""
+        """Return the seconds until an own request has its blocks: those of its prefill, and at most as many again."""
         if request not in self._queue:
             return 0.0
         self._advance(now_s)

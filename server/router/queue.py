@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -125,19 +125,19 @@ class RequestQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def __iter__(self) -> Iterator[HeldRequest[T]]:
-        return iter(self._held)
-
     def prefills_s(self, model: str) -> list[float]:
         """Return the prefill seconds of each held request of a model."""
         return [held.prefill_s for held in self._held if held.request.model == model]
 
+    def holds(self, request: RouteRequest, wait_s: float) -> bool:
+        """Return whether to hold a request that would wait `wait_s`: a new one, without budget, for any worker."""
+        is_free = request.ttft_budget_s is None and request.numerics is None and not request.hard_affinity
+        return is_free and 0.0 < self.hold_s < wait_s
+
     def hold(
         self, item: T, request: RouteRequest, wait_s: float, now_s: float, prefill_s: float = 0.0
-    ) -> HeldRequest[T] | None:
-        """Hold a request that would wait `wait_s` at its worker. Return None if it need not be held."""
-        if not 0.0 < self.hold_s < wait_s or not request.may_be_held:
-            return None
+    ) -> HeldRequest[T]:
+        """Hold a request of which `holds` is true."""
         turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
         if not request.is_retry:  # its turn was taken before
             self._next_turn[request.tenant] = turn + request.num_prompt_tokens / request.weight

@@ -15,7 +15,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+
+from msgspec.structs import replace
 
 from cache.records import Candidate, PrefixIndex
 from cache.types import GatewayId
@@ -28,8 +29,6 @@ from server.router.types import NoWorkerError, RouteRequest, TtftBudgetError
 from server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER_S: Final = 1.0  # short: a worker may start or return at any time
 
 
 class Router:
@@ -67,17 +66,19 @@ class Router:
         """When a lookup last failed, and when one succeeded."""
 
     async def place(self, request: RouteRequest) -> Placement:
-        """Choose a worker and count the request there. Raises NoWorkerError. Never fails because of Redis."""
-        decision, index_answered = await self.decide(request)
-        if request.may_be_held and 0.0 < self.queue.hold_s < (wait_s := decision.wait_s):
+        """Choose a worker, and count the request there. Raises NoWorkerError or TtftBudgetError.
+
+        Never fails because of Redis.
+        """
+        decision = await self.decide(request)
+        if self.queue.holds(request, wait_s := decision.wait_s):
             placed = asyncio.get_running_loop().create_future()
             held = self.queue.hold(placed, request, wait_s, self._clock(), decision.best[0].prefill_s)
-            if held is not None:
-                return await self._wait(held)
-        return self._place(decision, index_answered=index_answered)
+            return await self._wait(held)
+        return self._place(decision)
 
-    async def decide(self, request: RouteRequest, *, dry_run: bool = False) -> tuple[Decision, bool]:
-        """Decide, and place nothing. Also return whether the index has answered. `dry_run`: see `Scorer.decide`."""
+    async def decide(self, request: RouteRequest, *, dry_run: bool = False) -> Decision:
+        """Decide, and place nothing. `dry_run`: see `Scorer.decide`."""
         begun_s = self._clock()
         found = await self._index.lookup(request.hashes, request.model, request.num_prompt_tokens)
         found_s = self._clock()
@@ -85,13 +86,13 @@ class Router:
         candidates = self._candidates(request, found)
         decision = self.scorer.decide(request, candidates, self.fleet.broken(), dry_run=dry_run)
         self._metrics.route_s.observe(self._clock() - found_s, "choose")
-        return decision, found is not None
+        return decision if found is not None else replace(decision, index_answered=False)
 
-    def _place(self, decision: Decision, *, index_answered: bool) -> Placement:
-        """Raises NoWorkerError."""
+    def _place(self, decision: Decision) -> Placement:
+        """Raises NoWorkerError or TtftBudgetError."""
         if not decision.best:
             raise _no_worker(decision, self.fleet)
-        placement = self.scorer.place(decision, index_answered=index_answered)
+        placement = self.scorer.place(decision)
         for listener in self._listeners:
             listener.placed(placement, decision)
         return placement
@@ -115,11 +116,11 @@ class Router:
         while self.queue:
             for held in self.queue.due(self._clock()):
                 placed = held.item
-                decision, index_answered = await self.decide(held.request)
+                decision = await self.decide(held.request)
                 if placed.done() or self.queue.stays(held, decision.wait_s, self._clock()):
                     continue
                 try:
-                    placed.set_result(self._place(decision, index_answered=index_answered))
+                    placed.set_result(self._place(decision))
                 except NoWorkerError as error:
                     placed.set_exception(error)
             await asyncio.sleep(RETRY_S)
@@ -173,18 +174,16 @@ class Router:
         return [Candidate(c.member, c.load, num, c.load_age_s) for c, num in zip(candidates, matches, strict=True)]
 
 
-def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError:
+def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError | TtftBudgetError:
     workers, model, budget_s = decision.workers, decision.request.model, decision.request.ttft_budget_s
     guards = [guard_of(decision.request, c.member, c.load) for c in fleet.silent(model, decision.request.namespace)]
     if not {None, SLOW}.isdisjoint(guards):
-        message = f"a worker of model {model!r} does not answer now"
-        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, is_silent=True)
+        return NoWorkerError(f"a worker of model {model!r} does not answer now", is_silent=True)
     if budget_s is not None and (predicted_s := [w.predicted_ttft_s for w in workers if w.score is not None]):
         return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
-        message = f"no worker of model {model!r} is {'ready' if fleet.workers(model) else 'known'}"
-        return NoWorkerError(message, retry_after_s=RETRY_AFTER_S)
+        return NoWorkerError(f"no worker of model {model!r} is {'ready' if fleet.workers(model) else 'known'}")
     reasons = sorted({str(worker.guard) for worker in workers})
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
     longest = max(worker.member.max_model_len for worker in workers) if reasons == [TOO_SHORT] else None
-    return NoWorkerError(message, retry_after_s=RETRY_AFTER_S, longest_context=longest)
+    return NoWorkerError(message, longest_context=longest)

@@ -9,8 +9,10 @@ from typing import Final, NewType
 import msgspec
 
 from cache.types import BlockHash, WorkerIncarnation
+from server.errors import TTFT_BUDGET, OverloadedError, UnavailableError
 from worker.common.capabilities import TOKENS
 
+RETRY_AFTER_S: Final = 1.0  # short: a worker may start or return at any time
 MAX_KEY_CHARS: Final = 128  # twice a digest: UUIDs and user names are kept as they are
 Key = NewType("Key", str)
 """A key of a dict that outlives its request, from a client's or model's text. Only `short_key` makes one."""
@@ -23,14 +25,14 @@ def short_key(text: str) -> Key:
     return Key(blake2b(text.encode("utf-8", "replace"), digest_size=32).hexdigest())
 
 
-class NoWorkerError(Exception):
-    """No worker can take this request now; it may be retried after `retry_after_s`."""
+class NoWorkerError(UnavailableError):
+    """No worker can take this request now."""
 
     def __init__(
         self,
         message: str,
         *,
-        retry_after_s: float,
+        retry_after_s: float = RETRY_AFTER_S,
         longest_context: int | None = None,
         is_silent: bool = False,
     ) -> None:
@@ -38,24 +40,26 @@ class NoWorkerError(Exception):
 
         `is_silent`: a worker that could take the request does not answer now.
         """
-        super().__init__(message)
+        super().__init__(message, retry_after_s=retry_after_s)
         self.is_silent = is_silent
         self.longest_context = longest_context
-        self.retry_after_s = retry_after_s
 
 
-class QueueFullError(NoWorkerError):
+class QueueFullError(OverloadedError, code="queue_full"):
     """Too many prompt tokens wait already."""
 
 
-class TtftBudgetError(NoWorkerError):
+class TtftBudgetError(OverloadedError, code="ttft_budget_exceeded"):
     """No worker is predicted to give the first token within `budget_s`."""
 
     def __init__(self, predicted_s: float, budget_s: float) -> None:
         """`predicted_s`: the earliest prediction."""
-        message = f"The first token is predicted after {predicted_s:.3g} s, and the budget is {budget_s:g} s."
-        super().__init__(message, retry_after_s=max(1.0, predicted_s - budget_s))
-        self.predicted_s = predicted_s
+        super().__init__(
+            f"The first token is predicted after {predicted_s:.3g} s, and the budget is {budget_s:g} s. "
+            f"Ask again later, or with a longer {TTFT_BUDGET}.",
+            retry_after_s=max(1.0, predicted_s - budget_s),
+            headers=((b"x-headstart-predicted-ttft", b"%.3f" % predicted_s),),
+        )
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
@@ -93,8 +97,3 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The parent of the first block; empty: its blocks are not copied to other workers."""
     client_id: Key = Key("")
     """The client's own id of the request; empty: none."""
-
-    @property
-    def may_be_held(self) -> bool:
-        """True if it may wait at the gateway: it is new, has no budget, and may go to any worker."""
-        return self.ttft_budget_s is None and self.numerics is None and not self.hard_affinity

@@ -1,6 +1,6 @@
 """The use of one request: its line in the usage log.
 
-queue_s            from the start of a prompt, and from each lost worker, to the prefill: at the gateway and at workers
+queue_s            waits of a prompt for its prefill, at the gateway and at workers; again after each lost worker
 wire_s             from sending the prompt to the report of its prefill, without queue_s: network and two processes
 prefill_s          uncached prompt tokens over the worker's measured rate, as the gateway had it at the placement
 prefill_saved_s    cached prompt tokens over the same rate

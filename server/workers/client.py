@@ -123,9 +123,6 @@ class GenerateStream:
 class WorkerClient(ConnectionPool):
     """Calls workers over kept connections. Owned by the gateway, which closes it."""
 
-    def generate(self, url: str, request: GenerateRequest) -> GenerateStream:
-        return GenerateStream(self, url, request)
-
     async def abort(self, url: str, request_id: str, choice: int | None) -> None:
         """End one choice, or the request. Raises WorkerLost."""
         body = msgspec.msgpack.encode({"request_id": request_id, "choice": choice})
@@ -172,7 +169,7 @@ class WorkerClient(ConnectionPool):
     async def is_alive(self, url: str) -> bool:
         """Return whether the worker answers that its engine lives. A process that is no worker answers otherwise."""
         try:
-            answer = await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S, is_open=True)
+            answer = await self._exchange(url, b"GET /health/live", PROBE_TIMEOUT_S, needs_proof=False)
         except WorkerLost:
             return False
         return not answer or answer.startswith(b"{")
@@ -185,38 +182,36 @@ class WorkerClient(ConnectionPool):
         body: bytes = b"",
         *,
         max_bytes: int = MAX_ANSWER_BYTES,
-        is_open: bool = False,
+        needs_proof: bool = True,
         may_refuse: bool = False,
     ) -> bytes:
         """Send a request and return the body of its answer. Raises WorkerLost, and WorkerRefused if it `may_refuse`."""
-        asked = self._ask(url, call, body, max_bytes, is_open=is_open, may_refuse=may_refuse)
+
+        async def ask() -> bytes:
+            while True:
+                try:
+                    connection = await self.send(url, call, body, needs_proof=needs_proof)
+                except StaleConnection:
+                    continue  # closed before the worker could prove itself
+                try:
+                    status = await connection.head()
+                    if status != 200 and may_refuse:
+                        raise WorkerRefused(status, await _refusal(url, status, connection))
+                    answer = await connection.read_all(max_bytes)
+                except StaleConnection:
+                    continue  # closed while idle
+                except BaseException:
+                    connection.close()
+                    raise
+                connection.release()
+                if status != 200:
+                    raise WorkerLost(f"{url}: status {status}")
+                return answer
+
         try:
-            return await loop_time_timeout(asked, timeout_s)
+            return await loop_time_timeout(ask(), timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{url}: no answer within {timeout_s:g} s") from error
-
-    async def _ask(
-        self, url: str, call: bytes, body: bytes, max_bytes: int, *, is_open: bool, may_refuse: bool
-    ) -> bytes:
-        while True:
-            try:
-                connection = await self.send(url, call, body, is_open=is_open)
-            except StaleConnection:
-                continue  # closed before the worker could prove itself
-            try:
-                status = await connection.head()
-                if status != 200 and may_refuse:
-                    raise WorkerRefused(status, await _refusal(url, status, connection))
-                answer = await connection.read_all(max_bytes)
-            except StaleConnection:
-                continue  # closed while idle
-            except BaseException:
-                connection.close()
-                raise
-            connection.release()
-            if status != 200:
-                raise WorkerLost(f"{url}: status {status}")
-            return answer
 
 
 class StallWatch:

@@ -332,8 +332,8 @@ class ConnectionPool:
         self.unpackers: list[msgpack.Unpacker] = []
         """A spare unpacker for streams: at most one, without bytes."""
 
-    async def send(self, url: str, call: bytes, body: bytes = b"", *, is_open: bool = False) -> HttpConnection:
-        """Send a `call` such as b"POST /generate" to a worker. `is_open`: it needs no proof.
+    async def send(self, url: str, call: bytes, body: bytes = b"", *, needs_proof: bool = True) -> HttpConnection:
+        """Send a `call` such as b"POST /generate" to a worker. `needs_proof`: only after the worker has proven itself.
 
         Raises WorkerLost, or WorkerAbsent if no worker of this fleet is there.
         """
@@ -347,7 +347,7 @@ class ConnectionPool:
                 connection = await loop_time_timeout(self._dial(address), CONNECT_TIMEOUT_S, HttpConnection.close)
         except (OSError, ValueError) as error:  # ValueError: a URL that cannot be dialled
             raise WorkerAbsent(f"{url}: {type(error).__name__}: {error}") from error
-        if self._token and not (is_open or connection.is_proven):
+        if self._token and needs_proof and not connection.is_proven:
             try:
                 await loop_time_timeout(connection.prove(self._token), PROOF_TIMEOUT_S)
             except TimeoutError as error:

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -346,13 +346,6 @@ class Fleet:
             if worker_id not in registered and worker.silent_s > self._forget_s:
                 del self._workers[worker_id]
                 logger.info("worker %s is forgotten", worker_id)
-
-
-def state_of(candidate: Candidate, broken: Container[WorkerId]) -> str:
-    """Return the state of a live worker, as shown to operators."""
-    if candidate.load.draining:
-        return "draining"
-    return "broken" if candidate.member.worker_id in broken else "serving"
 
 
 def _is_replayed(member: WorkerMember, worker: FleetWorker) -> bool:

@@ -129,7 +129,7 @@ async def gateway(
         built = Gateway(config, placer=router, reports=router)  # type: ignore[arg-type]
         built.watch._no_successor_timeout_s = no_successor_timeout_s
         if budget is not None:
-            built.requests.retry.budget = budget
+            object.__setattr__(built.requests, "budget", budget)
         if throttle is not None:
             built.authenticator.throttle = throttle
         await built.fleet.poll()
@@ -142,11 +142,11 @@ async def gateway(
         await until(lambda: server.started)
         try:
             url = f"http://{server.address}"
-            parts = built.metrics, built.models, built.requests.retry.queue, built.ops, built.fleet, built.public
+            parts = built.metrics, built.models, built.requests.queue, built.ops, built.fleet, built.public
             yield RunningGateway(url, router, list(workers), *parts)
             # However the requests have ended, nothing of them is left.
             await until(
-                lambda: not (built.requests.retry.queue.num_tokens or built.watch._streams or built.keep_alive._writers)
+                lambda: not (built.requests.queue.num_tokens or built.watch._streams or built.keep_alive._writers)
             )
             await until(lambda: not (built.metrics.num_in_flight or built.endpoint.open_responses))
         finally:

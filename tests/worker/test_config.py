@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cache.redis_index import WriterSettings
 from worker.common.options import num_bytes
 from worker.config import WorkerConfig, parse
 
@@ -102,7 +103,7 @@ def test_argparse_errors_exit_with_status_two(argv: str, capsys: pytest.CaptureF
 
 def test_a_missing_password_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--redis-password-file {tmp_path}.*: No such file"):
-        WorkerConfig(redis_password_file=str(tmp_path / "none")).writer_settings()
+        WorkerConfig(redis_password_file=str(tmp_path / "none")).index_settings(WriterSettings)
 
 
 def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from cache.redis_index import check_key_part, check_url
+from cache.redis_index import ReaderSettings, WriterSettings, check_key_part, check_url
 from worker.common.command_line import SECRET_VARIABLE, CommandParser, reason
 from worker.common.logs import LOG_FORMATS, LogFormat
 from worker.common.tls import ServerCertificate, WorkerCa
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_Settings = TypeVar("_Settings", ReaderSettings, WriterSettings)
 MAX_PORT: Final = (1 << 16) - 1  # a port has 16 bits
 ENGINE_TEMPLATE: Final = (
     "--chat-template: an engine that writes the text has its own template: give it to the engine (vllm serve "
@@ -117,6 +118,16 @@ class SharedConfig:
         if self.cluster_secret_file is not None:
             return read_secret("--cluster-secret-file", self.cluster_secret_file)
         return os.environ.get(SECRET_VARIABLE, "").encode()
+
+    def index_settings(self, kind: type[_Settings]) -> _Settings:
+        """Return how to read or write the shared index. Raises ValueError for a file that cannot be read."""
+        return kind(
+            prefix=self.redis_prefix,
+            num_shards=self.redis_shards,
+            username=self.redis_username,
+            password=self.redis_password(),
+            cluster_secret=self.cluster_secret(),
+        )
 
     def certificate(self) -> ServerCertificate | None:
         """Load the certificate that is shown to clients. Raises ValueError."""

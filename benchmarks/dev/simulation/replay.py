@@ -190,9 +190,11 @@ class Replay:
 
     def _submit(self, arrival: Arrival) -> None:
         decision, held = self._decide(arrival), self._held[arrival.gateway]
-        if held.hold(arrival, decision.request, decision.wait_s, self._now_s) is None:
+        if not held.holds(decision.request, decision.wait_s):
             self._place(arrival, decision)
-        elif len(held) == 1:
+            return
+        held.hold(arrival, decision.request, decision.wait_s, self._now_s)
+        if len(held) == 1:
             self._at(self._now_s + RETRY_S, partial(self._retry, held))
 
     def _retry(self, held: RequestQueue[Arrival]) -> None:

@@ -54,7 +54,7 @@ EVENTS = ("--events", "tcp://127.0.0.1:E", "--replay", "tcp://127.0.0.1:R")
 
 async def checks_of(url: str, *options: str) -> dict[str, Check]:
     args = doctor.parser().parse_args(["--engine-url", url, *options])
-    return {check.name: check async for check in doctor.engine_checks(args, url)}
+    return {check.name: check for check in await doctor.engine_checks(args, url)}
 
 
 async def test_a_healthy_engine_passes_and_the_command_says_so(

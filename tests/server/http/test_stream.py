@@ -115,14 +115,15 @@ async def test_only_a_silent_stream_is_kept_alive() -> None:
 
 
 async def test_a_probe_never_begins_an_answer() -> None:
-    client = Client()
+    client, connection = Client(), ClientConnection()
     writer = writer_to(client)
-    writer.probe()
-    await turns()
-    assert client.parts == []
-    await writer.write(b"event")
-    writer.probe()
-    await turns()
+    with connection.probed_by(writer):
+        connection.probe()
+        await turns()
+        assert client.parts == []
+        await writer.write(b"event")
+        connection.probe()
+        await turns()
     assert client.parts == [200, b"event", PING]
 
 

@@ -19,7 +19,7 @@ from server.request.retry import (
     WorkerFailed,
     error_of,
 )
-from server.request.retry_state import RetryState
+from server.request.retry_state import PoisonCache, RetryBudget
 from server.router.queue import RequestQueue
 from server.router.types import NoWorkerError
 from server.workers.connection import StaleConnection, WorkerLost, WorkerRefused
@@ -41,7 +41,10 @@ FLEET: Any = SimpleNamespace(report_failure=lambda worker_id: None, report_wrong
 
 
 def new_history() -> AttemptHistory:
-    return AttemptHistory(SPEC, RetryState(FLEET, GatewayMetrics(), RequestQueue()))
+    services: Any = SimpleNamespace(
+        fleet=FLEET, metrics=GatewayMetrics(), queue=RequestQueue(), budget=RetryBudget(), poison=PoisonCache()
+    )
+    return AttemptHistory(SPEC, services)
 
 
 def failure(

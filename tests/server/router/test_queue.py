@@ -58,7 +58,7 @@ def pass_time(fleets: Fleets, seconds: float, left_s: float = 0.0) -> None:
 def test_priorities_come_first_and_then_tenants_in_turn(arrivals: list[tuple[str, int, int]]) -> None:
     queue = RequestQueue[int](1.0)
     for number, (tenant, priority, num_tokens) in enumerate(arrivals):
-        assert queue.hold(number, request(tenant, priority, num_tokens), 9.0, 0.0) is not None
+        queue.hold(number, request(tenant, priority, num_tokens), 9.0, 0.0)
     order = [each.item for each in queue.due(100.0)]
     assert sorted(order) == list(range(len(arrivals)))
     assert [arrivals[i][1] for i in order] == sorted(priority for _, priority, _ in arrivals)
@@ -81,7 +81,6 @@ def test_a_request_stays_while_its_wait_would_be_long(wait_s: float, at_s: float
     """Long, that is, compared with its wait so far."""
     queue = RequestQueue[str](3.0)
     held = queue.hold("x", request(), 50.0, 0.0)
-    assert held is not None
     stays = queue.stays(held, wait_s, at_s)
     assert stays == (wait_s > max(3.0, WAIT_SHARE * at_s))
     if stays:
@@ -105,8 +104,9 @@ def test_weights_divide_the_turns() -> None:
 
 
 def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
-    assert RequestQueue[str](3.0).hold("x", request(), 3.0, 0.0) is None
-    assert RequestQueue[str](0.0).hold("x", request(), 1e9, 0.0) is None
+    assert RequestQueue[str](3.0).holds(request(), 3.1)
+    assert not RequestQueue[str](3.0).holds(request(), 3.0)
+    assert not RequestQueue[str](0.0).holds(request(), 1e9)
 
 
 def test_retries_go_before_new_requests_of_any_tenant() -> None:
@@ -232,7 +232,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(fleets: Fleets) -> Non
 async def test_a_placement_that_comes_as_its_client_leaves_is_closed(fleets: Fleets) -> None:
     waiting = asyncio.create_task(fleets.place(chain(40)))
     await held(fleets, 1)
-    (waiting_for,) = fleets.router.queue
+    (waiting_for,) = fleets.router.queue._held
     decided: asyncio.Future[Placement] = waiting_for.item
 
     def place_and_leave(placement: Placement) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server.workers.client import WorkerClient
+from server.workers.client import GenerateStream, WorkerClient
 from server.workers.connection import WorkerAddress, WorkerLost
 from server.workers.networks import WorkerNetworks, check_target, is_worker_url, resolve
 from worker.wire import ChoiceState, GenerateRequest, SamplingParams
@@ -52,7 +52,7 @@ async def test_an_unusable_url_is_refused_and_loses_only_its_worker(url: str) ->
         with pytest.raises(WorkerLost):
             await client.bundle(url)
         with pytest.raises(WorkerLost):
-            async with client.generate(url, REQUEST):
+            async with GenerateStream(client, url, REQUEST):
                 pass
     finally:
         client.close()
