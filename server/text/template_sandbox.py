@@ -91,7 +91,10 @@ class StepTooLongError(Exception):
 
 
 class RenderClock:
-    """Limits the time of one rendering. Every loop of the template checks it."""
+    """Limits the processor time of one rendering, on one thread. Every loop of the template checks it.
+
+    A busy machine changes no answer: what a template is found to take decides how later prompts are written.
+    """
 
     def __init__(self, max_s: float = MAX_RENDER_S, max_step_s: float = float("inf")) -> None:
         """`max_step_s`: the longest time between two calls of `rest`."""
@@ -99,11 +102,11 @@ class RenderClock:
         self.begin()
 
     def begin(self) -> None:
-        self._begun_s = time.monotonic()
+        self._begun_s = time.thread_time()
 
     def rest(self) -> Steps[None]:
         """Pause the clock while others use the event loop."""
-        self._left_s -= time.monotonic() - self._begun_s
+        self._left_s -= time.thread_time() - self._begun_s
         yield
         self.begin()
 
@@ -112,7 +115,7 @@ class RenderClock:
 
     def _check(self) -> None:
         """Raise TemplateRuntimeError after `max_s`, StepTooLongError after `max_step_s`."""
-        running_s = time.monotonic() - self._begun_s
+        running_s = time.thread_time() - self._begun_s
         if running_s > self._left_s:
             raise jinja2.TemplateRuntimeError(f"it took more than {MAX_RENDER_S:g} s")
         if running_s > self._max_step_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -52,6 +53,15 @@ def bare(family: str, given_: Conversation) -> str:
 @EACH
 def test_the_rules_of_a_template_are_found(family: str) -> None:
     assert TEMPLATES[family].shapes == Shapes(**RULES[family])
+
+
+def test_a_busy_machine_changes_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendering's processor time is limited: here the process stands still for 10 s at each look at the clock."""
+    leaps = itertools.count(0, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: float(next(leaps)))
+        template = ChatTemplate(FAMILIES["thinking"], bos_token="<s>", eos_token="</s>")
+    assert template.shapes == Shapes(**RULES["thinking"])
 
 
 BARE: Final = {"type": "function", "function": {"name": "f"}}
