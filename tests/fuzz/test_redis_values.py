@@ -27,7 +27,7 @@ from cache.redis_index import lookup, schema
 from cache.redis_index.connection import ClientSettings
 from server.workers import client as workers_client
 from server.workers import connection, fleet
-from server.workers.client import WorkerClient
+from server.workers.client import GenerateStream, WorkerClient
 from server.workers.connection import WorkerError
 from tests.fuzz import garbage
 from tests.fuzz.answers import Answers
@@ -200,7 +200,7 @@ class ValuesLane:
             await self.client.is_alive(stranger.url)
             request = GenerateRequest("r", "g", "", b"\0" * 16, [1], (ChoiceState(0, 1),), SamplingParams(1))
             with suppress(WorkerError):
-                async with self.client.generate(stranger.url, request):
+                async with GenerateStream(self.client, stranger.url, request):
                     pass
 
     async def _back(self) -> None:
