@@ -338,7 +338,8 @@ def test_a_fetch_given_up_during_a_write_ends_after_that_block(make_fetches) -> 
     num_written = len(written)
     wait_until(lambda: fetch.finished)
     assert len(written) == num_written, "nothing is written after the end"
-    assert fetches.num_cached(sequence) == num_written
+    # The reader's answer counts: the end may come between it and the write, and then the block is lost.
+    assert num_written - fetches.num_cached(sequence) in (0, 1)
     fetches.assert_idle()
 
 
