@@ -5,6 +5,5 @@ cost              every term of the cost, in seconds      load_tracker    the lo
 placement         one decision and its Placement          queue           every wait at the gateway
 types             RouteRequest, NoWorkerError             index_accuracy  predicted against found tokens
 ledger            blocks of live and recent requests      decisions       a sample for the dashboard
-copies            more homes for hot chains               fetch_plan      blocks from tiers and peers
-workers_needed    a number to scale each model by
+short_list        the workers of a large fleet to score   copies          more homes for hot chains
 """

@@ -1,16 +1,6 @@
-"""One decision, without I/O: score the workers, choose one, and count the request there.
+"""One decision, without I/O: score every worker, choose one, and count the request there.
 
     candidates + load estimates + ledger -> WorkerViews -> policy -> lowest score -> Placement
-
-In a fleet of more than `SCORE_ALL`, only a short list is scored:
-
-    holders        of more of the prompt than most, in the index or pending: the longest matches
-    least loaded   by the report that every candidate carries, and this gateway's own queue there
-    affinity       the worker of the request's affinity key
-    in turn        a few others, so that the estimate of each worker is renewed now and then
-
-Scoring takes 4 us a worker, and the list one pass over the matches. So a decision among 1,000 workers takes hardly
-longer than one among 30.
 
 A placement counts at once, so that later decisions of a burst see it. The routing benchmark runs this module in
 simulated time.
@@ -18,35 +8,26 @@ simulated time.
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from cache.records import Candidate, WorkerLoad, WorkerMember
-from cache.types import GatewayId, WorkerId, WorkerIncarnation
+from cache.records import Candidate, WorkerMember
+from cache.types import GatewayId, WorkerId
 from server.rates import DecayedRatio
 from server.router.cost import BREAKER, SLOW, CostModel, DecisionContext, WorkerView, num_outstanding, views
 from server.router.ledger import PUBLISH_DELAY_S, Ledger
 from server.router.load_tracker import LoadTracker, TrackedRequest, WorkerLoadEstimate
 from server.router.policies import FleetView, Policy, rendezvous_worker
-from server.router.types import Key, RouteRequest
+from server.router.short_list import MAX_HOLDERS, SCORE_ALL, ShortList
+from server.router.types import RouteRequest
 from worker.wire import BlockSource
 
 MIN_RELEASED_BLOCKS: Final = 1e-3
 """With fewer, after decay, the mean residency is unknown."""
-SCORE_ALL: Final = 64
-"""A fleet of at most this many workers is scored whole."""
-MAX_HOLDERS: Final = 12  # with the next two and the affinity worker, some 30 are scored
-NUM_LEAST_LOADED: Final = 8  # several gateways choose from them: fewer would send all to the same
-NUM_IN_TURN: Final = 8  # renews the estimates of 1,000 workers within 125 decisions
-_MAX_KEYS: Final = 4096
-"""Affinity keys whose workers are remembered."""
 
 
 class Decision(msgspec.Struct, frozen=True, eq=False):
@@ -109,129 +90,6 @@ class PlacementListener:
         """The request has ended, with or without an answer."""
 
 
-class Listed(NamedTuple):
-    """The candidates to score."""
-
-    candidates: Sequence[Candidate]
-    common_blocks: int
-    """The median of the workers' matches, in their pools."""
-    affinity_worker: WorkerId | None
-    """The worker of the request's affinity key."""
-
-
-class ShortList:
-    """Chooses among the workers of one model. `scored` and `placed` follow recent work."""
-
-    def __init__(self, assigned_weight: float, queued_s: Callable[[WorkerId], float]) -> None:
-        """`queued_s` returns the prefill seconds that this gateway has in the worker's queue."""
-        self._assigned_weight = assigned_weight
-        self._queued_s = queued_s
-        self.assigned_s = 0.0
-        """Prefill seconds assigned to all workers, by the last view of each."""
-        self._assigned_s: dict[WorkerId, float] = {}
-        self._queued: set[WorkerId] = set()
-        """Workers that may have requests of this gateway in their queue."""
-        self._loads: Sequence[WorkerLoad] = ()
-        self._reported_s: dict[WorkerId, float] = {}
-        """Queued seconds in these reports, of workers that take requests."""
-        self._load_s: dict[WorkerId, tuple[float, WorkerId]] = {}
-        self._changed: set[WorkerId] = set()
-        self._order: list[WorkerId] = []
-        """These workers by `_load_s`, as sorted last: the next sort takes one pass."""
-        self._turn = 0
-        self._affinity_workers: dict[Key, WorkerId] = {}
-
-    def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], pending: Iterable[WorkerIncarnation]
-    ) -> Listed:
-        """Return the candidates to score. `pending`: workers that will hold most of the prompt."""
-        by_id = {candidate.member.worker_id: candidate for candidate in candidates}
-        if by_id.keys() != self._assigned_s.keys():
-            self._begin(by_id)
-        matches = [candidate.matched_blocks for candidate in candidates]
-        tiers = [candidate.tier_blocks for candidate in candidates]
-        ordered, half = sorted(matches), (len(matches) - 1) // 2
-        common_blocks = ordered[half]
-        if any(tiers):
-            matches = [max(blocks, default=match) for blocks, match in zip(tiers, matches, strict=True)]
-            ordered = sorted(matches)
-        least = max(ordered[half] + 1, ordered[-MAX_HOLDERS])
-        holders = [(match, candidate) for match, candidate in zip(matches, candidates, strict=True) if match >= least]
-        if len(holders) > MAX_HOLDERS:
-            holders = heapq.nlargest(MAX_HOLDERS, holders, key=_depth_and_load)
-        chosen = {candidate.member.worker_id for _, candidate in holders}
-        chosen.update(worker_id for worker_id, _ in pending if worker_id in by_id)
-        chosen.update(self._least_loaded(by_id))
-        affinity_worker = self._affinity_worker(request.affinity_key, candidates) if request.affinity_key else None
-        if affinity_worker is not None:
-            chosen.add(affinity_worker)
-        begin, end = self._turn, self._turn + NUM_IN_TURN
-        self._turn = end % len(candidates)
-        turn = chain(candidates[begin:end], candidates[: max(0, end - len(candidates))])
-        chosen.update([candidate.member.worker_id for candidate in turn])
-        return Listed([by_id[worker_id] for worker_id in sorted(chosen)], common_blocks, affinity_worker)
-
-    def _affinity_worker(self, key: Key, candidates: Sequence[Candidate]) -> WorkerId:
-        """Return the affinity key's worker."""
-        worker_id = self._affinity_workers.get(key)
-        if worker_id is None:
-            worker_id = rendezvous_worker(key, candidates).member.worker_id
-            if len(self._affinity_workers) >= _MAX_KEYS:
-                self._affinity_workers.clear()
-            self._affinity_workers[key] = worker_id
-        return worker_id
-
-    def scored(self, views: Sequence[WorkerView]) -> None:
-        """Replace the assigned work of the scored workers by that of their views."""
-        for view in views:
-            if view.member.worker_id in self._assigned_s:
-                self._assign(view.member.worker_id, view.assigned_s)
-
-    def placed(self, worker_id: WorkerId, prefill_s: float) -> None:
-        """Count a request there until the next view."""
-        if worker_id in self._assigned_s:
-            self._queued.add(worker_id)
-            self._assign(worker_id, self._assigned_s[worker_id] + prefill_s)
-
-    def _assign(self, worker_id: WorkerId, assigned_s: float) -> None:
-        self.assigned_s += assigned_s - self._assigned_s[worker_id]
-        self._assigned_s[worker_id] = assigned_s
-        self._changed.add(worker_id)
-
-    def _least_loaded(self, workers: Mapping[WorkerId, Candidate]) -> list[WorkerId]:
-        """Return the workers with the least queued work: by their reports, or this gateway's own if that is more."""
-        loads = [candidate.load for candidate in workers.values()]
-        if loads != self._loads:  # decisions within 50 ms share the reports
-            self._loads = loads
-            self._reported_s = {
-                worker_id: sum(load.queued_prefill_s.values())
-                for worker_id, load in zip(workers, loads, strict=True)
-                if not (load.draining or load.is_slow)
-            }
-            self._order = list(self._reported_s)
-            self._changed.update(self._order)
-        own_s = {worker_id: self._queued_s(worker_id) for worker_id in self._queued}
-        for worker_id in (self._changed | self._queued) & self._reported_s.keys():
-            queued_s = max(self._reported_s[worker_id], own_s.get(worker_id, 0.0))
-            self._load_s[worker_id] = queued_s + self._assigned_weight * self._assigned_s[worker_id], worker_id
-        self._queued, self._changed = {worker_id for worker_id in own_s if own_s[worker_id] > 0.0}, set()
-        self._order.sort(key=self._load_s.__getitem__)
-        return self._order[:NUM_LEAST_LOADED]
-
-    def _begin(self, workers: Mapping[WorkerId, Candidate]) -> None:
-        """Take this list of workers; new ones count as idle."""
-        self._assigned_s = {worker_id: self._assigned_s.get(worker_id, 0.0) for worker_id in workers}
-        self.assigned_s = sum(self._assigned_s.values())
-        self._affinity_workers.clear()
-        self._turn = 0
-        self._loads = ()
-
-
-def _depth_and_load(holder: tuple[int, Candidate]) -> tuple[int, int]:
-    """Longer matches first; of equal ones, those with fewer requests."""
-    return holder[0], -holder[1].load.num_running - holder[1].load.num_waiting
-
-
 class Scorer:
     """Decides for one gateway. Owns its load estimates, its ledger of blocks, and the mean time blocks are held."""
 
@@ -258,9 +116,7 @@ class Scorer:
         self._gateway_id = gateway_id
         self._policy = policy
         self._rng = rng
-        self._short_lists = defaultdict[str, ShortList](
-            lambda: ShortList(self._cost.assigned_weight, self.loads.queued_s)
-        )
+        self._short_lists: dict[str, ShortList] = {}
         """By model."""
 
     def decide(
@@ -290,7 +146,7 @@ class Scorer:
         self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
     ) -> Decision | None:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
-        short_list = self._short_lists[request.model]
+        short_list = self._short_list(request.model)
         listed = short_list.choose(request, candidates, self.ledger.holders(request.hashes, MAX_HOLDERS))
         workers = self._views(request, listed.candidates, broken)
         short_list.scored(workers)
@@ -302,6 +158,11 @@ class Scorer:
         fleet = FleetView(self._cost, short_list.assigned_s / len(candidates), self._rng.random, common_tokens)
         decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
+
+    def _short_list(self, model: str) -> ShortList:
+        if (known := self._short_lists.get(model)) is None:
+            known = self._short_lists[model] = ShortList(self._cost.assigned_weight, self.loads.queued_s)
+        return known
 
     def _decision(
         self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView, num_candidates: int

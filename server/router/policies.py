@@ -41,7 +41,7 @@ class Policy:
     """
 
     takes_short_list: ClassVar[bool] = False
-    """In a large fleet only some workers are scored (`placement.ShortList`)."""
+    """In a large fleet only some workers are scored (`short_list`)."""
 
     def scores(self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView) -> Sequence[float]:
         """Return one score per worker, in order; the lowest wins, ties are broken at random.

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
-from server.router.placement import SCORE_ALL
+from server.router.short_list import SCORE_ALL
 from tests.e2e.serving import free_ports
 from tests.faults.part import Gateway
 from tests.redis_server import RedisServer, newest_redis

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from cache.records import WorkerMember
 from server.request.hints import SESSION_HEADERS
-from server.router.placement import ShortList
+from server.router.short_list import ShortList
 from server.router.types import MAX_KEY_CHARS, RouteRequest, short_key
 from server.schema.fields import RequestFields
 from tests.server.api.test_engine_text import EngineWorker

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from cache.records import Candidate, WorkerLoad
 from cache.types import BlockHash, GatewayId, WorkerId
-from server.router.placement import SCORE_ALL, Placement, Scorer, ShortList
+from server.router.placement import Placement, Scorer
 from server.router.policies import make_policy, rendezvous_worker
+from server.router.short_list import SCORE_ALL, ShortList
 from tests.server.router.fleets import BLOCK, RATE, Clock, chain, make_request, member
 
 LOAD = WorkerLoad(prefill_tokens_per_s=RATE, num_free_blocks=10_000, num_blocks=10_000)
