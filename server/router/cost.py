@@ -149,12 +149,9 @@ class CostModel:
     def idle_best_cost_s(self, best: WorkerView, workers: Sequence[WorkerView], betas: Sequence[float]) -> float:
         """Return the cost at an idle best match, no more than at any other worker of a similar rate."""
         rate = best.prefill_tokens_per_s
-        like = [
-            (-worker.prefill_tokens_per_s, beta)
-            for worker, beta in zip(workers, betas, strict=True)
-            if worker.prefill_tokens_per_s <= SIMILAR_RATE * rate
-        ]
-        fastest, beta = -min(like)[0], min(beta for _, beta in like)
+        similar = [at for at, worker in enumerate(workers) if worker.prefill_tokens_per_s <= SIMILAR_RATE * rate]
+        fastest = max([workers[at].prefill_tokens_per_s for at in similar])
+        beta = min([betas[at] for at in similar])
         return (1.0 + beta) * (best.prefill_s * rate / fastest + best.fetch_cost_s)
 
 
