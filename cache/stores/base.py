@@ -25,8 +25,8 @@ class BlockStore(ABC):
     The lock guards the index. It is never held while a record is read or written, so a record may be overwritten during
     a read. Its block is then no longer held: `read` checks that afterwards.
 
-    A store in memory has its records copied in place: to copy megabytes twice takes longer than a GPU's bus, and holds
-    the interpreter's lock.
+    The records of a store in memory are copied in place. A second copy of megabytes takes longer than a GPU's bus, and
+    holds the interpreter's lock.
     """
 
     tier: Tier
@@ -102,18 +102,21 @@ class BlockStore(ABC):
             if record is None:
                 return False
             self._writing.add(record)
-        room = self._room(payload, record)
-        if fill is None and room is not payload:
-            room[:] = payload
-        is_written = (fill is None or fill(room)) and self._write_record(room, link, record)
-        with self._lock:
-            self._writing.discard(record)
-            # The lock was released: the parent may be gone, or another thread may have written this block.
-            if is_written and version == self.version and self._chains.accepts(link):
-                self._chains.add(link, record)
-            else:
-                self._free += self._usable([record])
-            return version == self.version and link.block_hash in self._chains
+        room, is_written = self._room(payload, record), False
+        try:
+            if fill is None and room is not payload:
+                room[:] = payload
+            is_written = (fill is None or fill(room)) and self._write_record(room, link, record)
+        finally:  # `fill` may raise anything: a device's error must not take the record
+            with self._lock:
+                self._writing.discard(record)
+                # The lock was released: the parent may be gone, or another thread may have written this block.
+                if is_written and version == self.version and self._chains.accepts(link):
+                    self._chains.add(link, record)
+                else:
+                    self._free += self._usable([record])
+                is_held = version == self.version and link.block_hash in self._chains
+        return is_held
 
     def clear(self) -> None:
         """Delete every block, even one that is being written. Emits no events: the worker begins a new epoch."""

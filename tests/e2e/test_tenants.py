@@ -264,7 +264,7 @@ def test_peers_speak_tls_and_check_each_other(fleet: SecureFleet) -> None:
         client = PeerClient(AnyRecord(member.layout), token, WorkerCa(str(ca), name).context)
         try:
             with client.fetching(member.url, member.epoch, links) as reader:
-                assert reader.read(links[0], payload)
+                assert reader.read(links[0], payload, bytes)
                 assert is_trusted
         except ssl.SSLError:
             assert not is_trusted

@@ -150,7 +150,7 @@ class PeerStream:
         self._head = bytearray(FRAME_HEAD_BYTES + HEADER_BYTES)
         self._expected = frame_head(record.payload_bytes)
 
-    def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object] | None = None) -> bool:
+    def read(self, link: ChainLink, payload: memoryview, use: Callable[[memoryview], object]) -> bool:
         """Read the next record, after the head of the answer. Raises FetchError, OSError or HTTPException."""
         if not self._has_begun:
             self._answer.begin_within(self._url, _READ_TIMEOUT_S)
@@ -161,7 +161,7 @@ class PeerStream:
             return False
         header = bytes(head[FRAME_HEAD_BYTES:])
         is_exact = head[:FRAME_HEAD_BYTES] == self._expected and self._record.verifies(header, link, payload)
-        if is_exact and use is not None:
+        if is_exact:
             use(payload)
         return is_exact
 

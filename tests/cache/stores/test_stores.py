@@ -200,7 +200,10 @@ def test_a_record_overwritten_while_it_is_copied_is_a_miss(make_store: MakeStore
 def test_a_block_that_cannot_be_copied_takes_no_record(make_store: MakeStore) -> None:
     store = make_store(1)
     old, new = chain([0])[0], chain([1])[0]
-    assert not store.write(old, memoryview(bytearray(PAYLOAD_BYTES)), store.version, lambda room: False)
+    payload = memoryview(bytearray(PAYLOAD_BYTES))
+    assert not store.write(old, payload, store.version, lambda room: False)
+    with pytest.raises(ZeroDivisionError):
+        store.write(old, payload, store.version, lambda room: bool(1 / 0))
     assert not reads_exactly(store, old)
     assert write(store, new) == [True], "the record was lost"
     assert reads_exactly(store, new)

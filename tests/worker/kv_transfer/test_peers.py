@@ -41,9 +41,8 @@ def fetch(client: PeerClient, url: str, epoch: str = "e1", links: Sequence[Chain
     try:
         with client.fetching(url, epoch, links) as reader:
             for link in links:
-                if not reader.read(link, payload):
+                if not reader.read(link, payload, lambda room: got.payloads.append(bytes(room))):
                     break
-                got.payloads.append(bytes(payload))
     except (FetchError, OSError, HTTPException, ValueError) as error:
         got.error = error
     return got
@@ -252,7 +251,7 @@ async def test_an_interrupt_ends_a_read_that_waits() -> None:
     def read(url: str, opened: list[PeerStream]) -> bool:
         with PeerClient(RECORD, TOKEN).fetching(url, "e1", LINKS) as reader:
             opened.append(reader)
-            return reader.read(LINKS[0], memoryview(bytearray(PAYLOAD_BYTES)))
+            return reader.read(LINKS[0], memoryview(bytearray(PAYLOAD_BYTES)), bytes)
 
     opened: list[PeerStream] = []
     async with answering(hang) as url:

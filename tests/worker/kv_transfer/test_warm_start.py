@@ -225,7 +225,7 @@ async def test_requests_come_before_background_records(monkeypatch: pytest.Monke
             payload = memoryview(bytearray(RECORD.payload_bytes))
             client = PeerClient(RECORD, TOKEN)
             with client.fetching(peer.url, "e1", LINKS, background=background) as stream:
-                return sum(stream.read(link, payload) for link in LINKS)
+                return sum(stream.read(link, payload, bytes) for link in LINKS)
 
         assert await asyncio.to_thread(fetch, False) == 8
         assert paused == []
