@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.test_app import post
+from tests.server.test_app import chat, post
 
 MESSAGE = [{"role": "user", "content": "x"}]
 SMALL: dict[str, dict[str, Any]] = {
@@ -134,3 +134,78 @@ def error_of(raw: bytes, path: str) -> dict[str, Any]:
     else:
         assert (set(answer), set(error)) == ({"error"}, {"message", "type", "param", "code"}), raw
     return error
+
+
+BAD = [
+    (b"", None, 400),
+    (b"{", None, 400),
+    (b"[1]", None, 400),
+    (b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}', None, 400),
+    (b'{"model":"tiny","messages":' + b"[" * 5000, "messages[0]", 400),
+    (b'{"model":"tiny","metadata":' + b'{"a":' * 5000, "metadata", 400),
+    (chat(logit_bias={"5": "x"}), "logit_bias", 400),
+    (chat(metadata={"k" * 70: "v"}), "metadata", 400),
+    (chat(metadata={"k": "v" * 600}), "metadata", 400),
+    (b'{"model":"tiny","audio":' + b'{"a":' * 5000, None, 400),
+    (chat(model="nope"), "model", 404),
+    (chat(model=""), "model", 400),
+    ({"model": "tiny"}, "messages", 400),
+    (chat(messages=[]), "messages", 400),
+    (chat(messages=[{"role": "wizard", "content": "x"}]), "messages[0].role", 400),
+    (chat(messages=[{"role": "user"}]), "messages[0].content", 400),
+    (chat(messages=[{"role": "user", "content": [{"type": "hologram"}]}]), "messages[0].content[0].type", 400),
+    (chat(max_tokens=-1), "max_tokens", 400),
+    (chat(max_tokens=0), "max_tokens", 400),
+    (chat(max_tokens=10**6), "messages", 400),
+    (chat(max_tokens=10**30), "max_tokens", 400),
+    (chat(max_tokens="five"), "max_tokens", 400),
+    (chat(temperature=2.5), "temperature", 400),
+    (b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":1e309}', "temperature", 400),
+    (b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}', None, 400),
+    (chat(top_logprobs="three"), "top_logprobs", 400),
+    (chat(top_logprobs=3), "top_logprobs", 400),
+    (chat(logit_bias={"foo": 0}), "logit_bias", 400),
+    (chat(logit_bias={"99999": 0}), "logit_bias", 400),
+    (chat(n=0), "n", 400),
+    (chat(n=129), "n", 400),
+    (chat(stop=["a"] * 33), "stop", 400),
+    (chat(stop=[""]), "stop", 400),
+    (chat(seed=2**63), "seed", 400),
+    (chat(stream=False, stream_options={"include_usage": True}), "stream_options", 400),
+    (chat(audio={"voice": "x"}), "audio", 400),
+    (chat(web_search_options={}), "web_search_options", 400),
+    (chat(modalities=["audio"]), "modalities", 400),
+    (chat(tools=[], tool_choice="required"), "tool_choice", 400),
+    (chat(tool_choice="required"), "tool_choice", 400),
+    (chat(chat_template="{{ 1 }}"), "chat_template", 400),
+    (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", 400),
+    (chat(response_format={"type": "json_schema"}), "response_format.json_schema", 400),
+    (chat(response_format={"type": "xml"}), "response_format.type", 400),
+    (chat(prompt_embeds="x"), "prompt_embeds", 400),
+    (chat(messages=[{"role": "user", "content": "word " * 3000}]), "messages", 400),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_input_is_refused_before_any_200(worker: ScriptedWorker, stream: bool) -> None:
+    async with gateway(worker) as target:
+        for body, param, status in BAD:
+            if isinstance(body, dict):
+                body = {"stream": stream, **body}
+            got, headers, raw = await post(target.url, body)
+            error = json.loads(raw)["error"]
+            assert (got, error["param"]) == (status, param), (body, error)
+            assert set(error) == {"message", "type", "param", "code"}
+            assert headers["content-type"] == "application/json"
+        got, _, raw = await post(target.url, {"model": "tiny", "prompt": [9999]}, "/v1/completions")
+        assert (got, json.loads(raw)["error"]["param"]) == (400, "prompt")
+        for prompt in ("", [], None, [[]], [1, "x"], {"a": 1}, 3, [True]):
+            got, _, raw = await post(target.url, {"model": "tiny", "prompt": prompt}, "/v1/completions")
+            assert got == 400, prompt
+    assert worker.received == []
+
+
+async def test_context_length_error_has_its_code(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat(messages=[{"role": "user", "content": "word " * 3000}]))
+    assert json.loads(raw)["error"]["code"] == "context_length_exceeded"
