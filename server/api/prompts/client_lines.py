@@ -32,9 +32,10 @@ def without_line(fields: dict[str, Any], lead: str, messages: str) -> tuple[dict
 
     `lead` and `messages` name the fields of the system prompt and of the messages. A route without the first has "".
     """
-    field = lead if lead in fields else messages
-    value = content = decoded(fields.get(field))
-    if field == messages:
+    field, value = lead, decoded(fields.get(lead))
+    content = value
+    if value is None:
+        field, value = messages, decoded(fields.get(messages))
         first = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
         content = first.get("content") if first.get("role") in ("system", "developer") else None
     rest, rule = _rest(content)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from server.api.prompts.client_lines import CLIENT_LINES, MAX_LINE_CHARS, without_client_lines
+from server.api.prompts.client_lines import CLIENT_LINES, MAX_LINE_CHARS, without_client_lines, without_line
 from server.schema.fields import Message, TextPart
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
@@ -219,6 +219,14 @@ def test_nothing_else_changes(messages: list[Message]) -> None:
     assert kept.messages[1 - kept.num_removed :] == messages[1:], "all other messages are as they were"
     left = "" if kept.num_removed else message_text(kept.messages[0].content)
     assert left in (rest, rest.removeprefix("\n")), "a part that is empty now goes, too"
+
+
+@pytest.mark.parametrize("lead", [None, msgspec.Raw(b"null")])
+def test_a_null_field_hides_no_line_of_the_messages(lead: object) -> None:
+    """As in bodies for an engine that writes the answer itself."""
+    fields = {"instructions": lead, "input": [{"role": "developer", "content": f"{LINE}\n{SYSTEM}"}, USER]}
+    left, rule = without_line(fields, "instructions", "input")
+    assert (rule, left["input"][0]["content"]) == ("claude-code-billing", SYSTEM)
 
 
 def test_the_docs_have_the_table_of_the_code() -> None:
