@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -239,4 +240,6 @@ class CompletionFormatter(ChunkFormatter):
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:
-    return sum(entry.logprobs.logprob for entry in choice.entries) / max(1, len(choice.entries))
+    """Return the rank of a choice for `best_of`. One without text is the last."""
+    scores = [entry.logprobs.logprob for entry in choice.entries]
+    return sum(scores) / len(scores) if scores else -math.inf

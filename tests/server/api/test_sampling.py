@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -14,7 +15,7 @@ from tests.server.conftest import ANSWER, bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
-from worker.wire import Grammar, SamplingDefaults, SamplingParams
+from worker.wire import End, Finished, Frame, GenerateRequest, Grammar, SamplingDefaults, SamplingParams, Started
 
 PROMPT = "What is the capital of France?"
 ROUTES: dict[str, dict[str, Any]] = {
@@ -163,6 +164,31 @@ async def test_best_of_shows_the_best_of_more_choices(worker: ScriptedWorker) ->
     assert status == 200
     assert [choice["index"] for choice in json.loads(raw)["choices"]] == [0, 1]
     assert [len(request.choices) for request in worker.received] == [3, 3]
+
+
+async def test_the_best_choice_is_one_with_text(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
+    """A choice that a stop string ends at its first token has no log probabilities to rank it by."""
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        yield Started(0)
+        first, second = worker.reply[:2]
+        for choice, token_ids in enumerate([[first], [second, second]]):
+            for token_id in token_ids:
+                yield worker.token(request, choice, token_id)
+            yield Finished(choice, "length")
+        yield End(0.0, 0.0, 0.0)
+
+    worker.behave = behave
+    body = {
+        "model": "tiny",
+        "prompt": "one",
+        "best_of": 2,
+        "max_tokens": 2,
+        "stop": raw_tokenizer.decode(worker.reply[:1]),
+    }
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, body, "/v1/completions")
+    assert json.loads(raw)["choices"][0]["text"] != ""
 
 
 async def test_ids_that_are_repeated_travel_once(worker: ScriptedWorker) -> None:
