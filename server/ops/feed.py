@@ -144,8 +144,7 @@ class Feed:
     async def run(self) -> None:
         for tick in itertools.count(1):
             await asyncio.sleep(TICK_S)
-            if self._viewers and (decisions := self._decisions.drain()) is not None:
-                self._send(event("decisions", decisions))
+            self._send_decisions()
             if tick % TICKS_PER_SNAPSHOT == 0:
                 self._sample(sends=bool(self._viewers))
             if self._viewers and tick % TICKS_PER_TREE == 0:
@@ -153,8 +152,8 @@ class Feed:
 
     def close(self) -> None:
         """End every viewer's stream, and refuse new viewers."""
-        self._closed = True
         self._send(None)
+        self._closed = True
 
     @contextmanager
     def _viewing(self) -> Iterator[Frames]:
@@ -162,9 +161,9 @@ class Feed:
         if self._closed or len(self._viewers) >= MAX_VIEWERS:
             reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers are connected already."
             raise UnavailableError(reason, retry_after_s=5.0)
+        self._send_decisions()  # the others see now what is in the new viewer's first frame
         if not self._viewers:
             self._decisions.has_viewers = True
-            self._decisions.drain()
             self._sample(sends=True)
             self._send_tree()
         frames = Frames(MAX_UNREAD)
@@ -177,8 +176,12 @@ class Feed:
             self._viewers.discard(frames)
             self._decisions.has_viewers = bool(self._viewers)
 
+    def _send_decisions(self) -> None:
+        if (decisions := self._decisions.drain()) is not None and self._viewers:
+            self._send(event("decisions", decisions))
+
     def _send(self, frame: bytes | None) -> None:
-        for frames in self._viewers:
+        for frames in () if self._closed else self._viewers:
             if frames.full():
                 frames.get_nowait()
             frames.put_nowait(frame)

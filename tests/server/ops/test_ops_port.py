@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from server.ops.app import FOLDER
+from server.ops.feed import Feed, Frames
 from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
@@ -84,6 +86,37 @@ async def test_the_feed_has_workers_prefixes_and_decisions(gateway: Process) -> 
             assert [each["found_tokens"] for each in hello["decisions"]] == [16]
             (times,) = [each["times"] for each in hello["decisions"]]
             assert 0.0 <= times["prefill"] <= times["first_token"] <= times["end"]
+
+
+async def test_a_later_viewer_sees_each_decision_once(gateway: Process) -> None:
+    async with (
+        asyncio.timeout(HANG_S),
+        aiohttp.ClientSession() as session,
+        session.get(gateway.ops + "/events") as first,
+    ):
+        await anext(events(first))
+        for _ in range(3):
+            await post(gateway.url, chat())
+            async with session.get(gateway.ops + "/events") as later:
+                stream = events(later)
+                _, hello = await anext(stream)
+                await post(gateway.url, chat())
+                name = ""
+                while name != "decisions":
+                    name, news = await anext(stream)
+                shown, new = ({each["request"] for each in frame["decisions"]} for frame in (hello, news))
+                assert not shown & new
+
+
+async def test_a_closed_feed_ends_also_where_a_viewer_is_slow() -> None:
+    latency = SimpleNamespace(bounds=())
+    overview: Any = SimpleNamespace(routing=SimpleNamespace(decisions=None), metrics=SimpleNamespace(ttft_s=latency))
+    feed, frames = Feed(overview), Frames(2)
+    feed._viewers.add(frames)
+    feed.close()
+    for _ in range(3):
+        feed._send(b"late")
+    assert frames.get_nowait() is None
 
 
 async def test_a_decision_is_found_by_the_ids_of_its_request(gateway: Process) -> None:
