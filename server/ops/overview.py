@@ -247,11 +247,14 @@ class Overview(Collector):
             waiting.add_metric((model,), len(held_prefills_s) + sum(load.num_waiting for load in loads))
             running.add_metric((model,), sum(load.num_running for load in loads))
             prefill.add_metric((model,), sum(sum(load.queued_prefill_s.values()) for load in loads))
-            num_blocks = sum(load.num_blocks for load in loads)
-            num_free = sum(load.num_free_blocks for load in loads)
-            usage.add_metric((model,), 1.0 - num_free / num_blocks if num_blocks else 0.0)
-            for block_size in sorted({candidate.member.block_size for candidate in candidates}):
-                pools.add_metric((model, str(block_size), str(num_blocks)), 1.0)
+            num_blocks, num_free_tokens = Counter[int](), 0
+            for candidate in candidates:
+                num_blocks[candidate.member.block_size] += candidate.load.num_blocks
+                num_free_tokens += candidate.member.block_size * candidate.load.num_free_blocks
+            num_tokens = sum(size * number for size, number in num_blocks.items())
+            usage.add_metric((model,), 1.0 - num_free_tokens / num_tokens if num_tokens else 0.0)
+            for block_size, number in sorted(num_blocks.items()):
+                pools.add_metric((model, str(block_size), str(number)), 1.0)
         for labels, number in states.items():
             workers.add_metric(labels, number)
         yield from (workers, waiting, running, usage, pools, prefill, held, held_s)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
@@ -162,6 +163,18 @@ def test_states_and_loads_are_summed_over_the_workers() -> None:
     assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "m"}) == 0.5
     pools = {"model_name": "m", "block_size": "16", "num_gpu_blocks": "300"}
     assert registry.get_sample_value("vllm:cache_config_info", pools) == 1.0
+
+
+def test_pools_of_several_block_sizes_are_told_apart() -> None:
+    small = candidate("a", WorkerLoad(num_free_blocks=0, num_blocks=100))
+    large = candidate("b", WorkerLoad(num_free_blocks=100, num_blocks=100))
+    large = structs.replace(large, member=replace(large.member, block_size=48))
+    registry = CollectorRegistry()
+    registry.register(fleet_metrics([small, large]))
+    for block_size in ("16", "48"):
+        labels = {"model_name": "m", "block_size": block_size, "num_gpu_blocks": "100"}
+        assert registry.get_sample_value("vllm:cache_config_info", labels) == 1.0
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "m"}) == 0.25
 
 
 def test_the_waiting_prefill_follows_the_load_of_all_gateways() -> None:
