@@ -116,13 +116,13 @@ class Router:
         while self.queue:
             for held in self.queue.due(self._clock()):
                 placed = held.item
-                decision = await self.decide(held.request)
-                if placed.done() or self.queue.stays(held, decision.wait_s, self._clock()):
-                    continue
                 try:
-                    placed.set_result(self._place(decision))
-                except NoWorkerError as error:
-                    placed.set_exception(error)
+                    decision = await self.decide(held.request)
+                    if not placed.done() and not self.queue.stays(held, decision.wait_s, self._clock()):
+                        placed.set_result(self._place(decision))
+                except Exception as error:  # one request must not end the others' wait
+                    if not placed.done():
+                        placed.set_exception(error)
             await asyncio.sleep(RETRY_S)
 
     def started(self, placement: Placement, num_cached_tokens: int, queue_s: float | None = None) -> None:

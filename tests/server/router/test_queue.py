@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId, WorkerId
-from server.router.placement import Placement
+from server.router.placement import Decision, Placement
 from server.router.queue import FULL_S, WAIT_SHARE, RequestQueue
 from server.router.types import NoWorkerError, QueueFullError, RouteRequest
 from server.workers.connection import WorkerRefused
@@ -245,6 +246,22 @@ async def test_a_placement_that_comes_as_its_client_leaves_is_closed(fleets: Fle
     assert waiting.cancelled()
     assert decided.result().worker.worker_id in "ab"
     assert fleets.router.scorer.loads.num_outstanding() == 0
+
+
+async def test_a_decision_that_fails_ends_no_other_wait(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (asyncio.create_task(fleets.place(chain(40))) for _ in range(2))
+    await held(fleets, 2)
+    decide = fleets.router.decide
+
+    async def fail_once(*arguments: Any) -> Decision:
+        monkeypatch.setattr(fleets.router, "decide", decide)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(fleets.router, "decide", fail_once)
+    pass_time(fleets, 10.0)
+    ended = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), HANG_S)
+    assert [type(each) for each in ended].count(RuntimeError) == 1
+    assert len(fleets.router.queue) == 0
 
 
 async def test_the_last_worker_goes_while_a_request_is_held(fleets: Fleets) -> None:
