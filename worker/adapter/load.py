@@ -37,7 +37,7 @@ class Prefill:
 
 
 class LoadAccount:
-    """Counts the requests of this adapter, from `send` to `close`. Owned by the event loop."""
+    """Counts this adapter's requests, from `send` to `first_token` or `drop`. Owned by the event loop."""
 
     def __init__(self) -> None:
         self.rate = PrefillRate()
@@ -46,7 +46,8 @@ class LoadAccount:
         """Choices at the engine."""
         self._prefills: dict[Prefill, None] = {}
         self._assigned_s = 0.0
-        self._last_first_token_s = 0.0
+        self._free_s = 0.0
+        """When the engine last ended a prefill, or gave it up."""
 
     def begin_epoch(self) -> None:
         """Reset the assigned seconds."""
@@ -70,7 +71,7 @@ class LoadAccount:
         if first is None or first.started_s is not None:
             return None
         now_s = time.monotonic()
-        first.started_s = max(first.sent_s, self._last_first_token_s)
+        first.started_s = max(first.sent_s, self._free_s)
         self.starts.record(1, len(self._prefills) - 1, now_s)
         return first
 
@@ -83,11 +84,13 @@ class LoadAccount:
         del self._prefills[prefill]
         if is_first and prefill.started_s is not None and prefill.num_tokens >= MIN_MEASURED_TOKENS:
             self.rate.add(prefill.num_tokens, max(1e-6, now_s - prefill.started_s), now_s)
-        self._last_first_token_s = now_s
+        self._free_s = now_s
 
     def drop(self, prefill: Prefill) -> None:
         """Forget a prefill that has ended without a token."""
-        self._prefills.pop(prefill, None)
+        if prefill in self._prefills:
+            del self._prefills[prefill]
+            self._free_s = self._free_s if prefill.started_s is None else time.monotonic()
 
     def drop_later(self, prefill: Prefill) -> None:
         """Forget a prefill when it has probably ended: its first token will not be seen."""

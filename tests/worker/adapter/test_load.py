@@ -66,6 +66,18 @@ def test_a_token_out_of_turn_measures_nothing(clock: Clock) -> None:
     account.drop(first)
 
 
+def test_a_prefill_that_ends_without_a_token_leaves_the_engine_to_the_next(clock: Clock) -> None:
+    account = LoadAccount()
+    first, second = account.send(KEY, "g", 100_000), account.send(KEY, "g", 4000)
+    assert account.started() is first
+    clock.now_s += 9.0
+    account.drop(first)
+    assert account.started() is second
+    clock.now_s += 0.5
+    account.first_token(second)
+    assert account.rate.tokens_per_s == pytest.approx(8000.0)
+
+
 def test_the_engines_totals_are_a_beginning() -> None:
     account = LoadAccount()
     account.seed_rate(EngineLoad(1.0, 0, 0, 10, 16, 0.0))
