@@ -100,8 +100,7 @@ class WorkerService:
         try:
             self._check(request)
             prepared = await engine.prepare(request)
-            if request.sampling.grammar is not None:  # the queue may have filled while it compiled, or the engine died
-                self._check(request)
+            self._check(request)  # while it was prepared, the queue may have filled, the engine died, or a drain begun
         except RefusedError as refused:
             self.metrics.refusals.labels(refused.failed.code).inc()
             raise

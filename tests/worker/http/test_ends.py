@@ -106,8 +106,9 @@ async def test_streams_opened_on_a_dead_engine_do_not_block_the_drain(worker: Li
     assert stream.ended
 
 
-async def test_the_worker_drains_while_a_grammar_is_compiled(
-    worker: LiveWorker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("grammar", [Grammar("regex", "a"), None])
+async def test_the_worker_drains_while_a_request_is_prepared(
+    worker: LiveWorker, monkeypatch: pytest.MonkeyPatch, grammar: Grammar | None
 ) -> None:
     """The request is refused."""
 
@@ -116,6 +117,6 @@ async def test_the_worker_drains_while_a_grammar_is_compiled(
         return {}
 
     monkeypatch.setattr(worker.engine.grammars, "constraints", constraints)
-    status, got = await worker.generate(generate([4, 5, 6], 5, grammar=Grammar("regex", "a")))
+    status, got = await worker.generate(generate([4, 5, 6], 5, grammar=grammar))
     assert status == 503
     assert got.last == Failed("draining", "the worker is draining", retryable=True)
