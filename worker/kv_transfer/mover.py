@@ -140,22 +140,25 @@ def most_offered(num_blocks: int, num_unused: int) -> int:
 
 
 def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], most: int) -> list[OfferedChain]:
-    """Return chains of at most that many blocks, those that are `held` elsewhere last."""
-    chosen = []
+    """Return chains of at most `most` different blocks, those that are `held` elsewhere last."""
+    chosen, taken = [], set[BlockHash]()
     for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
-        if chain.num_blocks <= most:  # a chain that is too long leaves the room to others
-            most -= chain.num_blocks
+        new = taken.union(chain.block_hashes())
+        if len(new) <= most:  # a chain that is too long leaves the room to others
+            taken = new
             chosen.append(chain)
     return chosen
 
 
 def share_out(chains: Sequence[OfferedChain], max_blocks: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
     """Give each chain to the peer that may take most further blocks. `max_blocks`: of each peer."""
-    left = list(max_blocks)
+    left, taken = list(max_blocks), [set[BlockHash]() for _ in max_blocks]
     shares: list[list[OfferedChain]] = [[] for _ in max_blocks]
     for chain in chains:
         largest = max(range(len(left)), key=left.__getitem__)
-        if left[largest] >= chain.num_blocks <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
-            left[largest] -= chain.num_blocks
+        new = set(chain.block_hashes()) - taken[largest]
+        if len(new) <= left[largest] and chain.num_blocks <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
+            left[largest] -= len(new)
+            taken[largest] |= new
             shares[largest].append(chain)
     return [tuple(share) for share in shares]

@@ -156,10 +156,17 @@ def test_no_peer_gets_more_than_its_room(chains, room) -> None:
     shares = share_out([OfferedChain.of(each) for each in made], room)
     assert len(shares) == len(room)
     for share, most in zip(shares, room, strict=True):
-        assert sum(len(each.block_hashes()) for each in share) <= most
+        assert len({each for offered in share for each in offered.block_hashes()}) <= most
     offered = [each.hashes for share in shares for each in share]
     if made and len(made[0]) <= max(room):
         assert b"".join(link.block_hash for link in made[0]) in offered
+
+
+async def test_blocks_that_chains_share_are_counted_once() -> None:
+    """Half of the pool's 100 blocks hold thirty conversations behind one system prompt of 20."""
+    exchange = Exchange([chain(*range(20), 100 + number) for number in range(60)])
+    assert await hand_over(MEMBER, exchange, [entry("peer", 2 * 50)], nowhere) == 30 * 21
+    assert len(exchange.offers["http://peer"].chains) == 30
 
 
 def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
