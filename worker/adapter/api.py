@@ -172,6 +172,8 @@ class EngineApi(Protocol):
 
 def failed_by(error: EngineRefusedError) -> Failed:
     """Return the frame that reports an engine's error: whatever a client can write is no loss of the engine."""
+    if error.status in (401, 403):
+        return Failed("not_ready", f"the engine refuses its adapter: {error.message}", retryable=True)
     if error.status in (429, 503):
         return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)
     code = "engine_error" if error.status >= 500 else "invalid_request"
