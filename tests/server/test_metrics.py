@@ -165,7 +165,7 @@ def test_states_and_loads_are_summed_over_the_workers() -> None:
     assert registry.get_sample_value("vllm:cache_config_info", pools) == 1.0
 
 
-def test_pools_of_several_block_sizes_are_told_apart() -> None:
+def test_each_block_size_has_its_pool() -> None:
     small = candidate("a", WorkerLoad(num_free_blocks=0, num_blocks=100))
     large = candidate("b", WorkerLoad(num_free_blocks=100, num_blocks=100))
     large = structs.replace(large, member=replace(large.member, block_size=48))

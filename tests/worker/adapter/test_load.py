@@ -66,7 +66,8 @@ def test_a_token_out_of_turn_measures_nothing(clock: Clock) -> None:
     account.drop(first)
 
 
-def test_a_prefill_that_ends_without_a_token_leaves_the_engine_to_the_next(clock: Clock) -> None:
+def test_the_rate_after_an_aborted_prefill(clock: Clock) -> None:
+    """The next prefill counts from the abort, not from when it was sent."""
     account = LoadAccount()
     first, second = account.send(KEY, "g", 100_000), account.send(KEY, "g", 4000)
     assert account.started() is first

@@ -163,7 +163,7 @@ def test_no_peer_gets_more_than_its_room(chains, room) -> None:
 
 
 async def test_blocks_that_chains_share_are_counted_once() -> None:
-    """Half of the pool's 100 blocks hold thirty conversations behind one system prompt of 20."""
+    """Half of the pool's 100 blocks hold thirty conversations that share a system prompt of 20."""
     exchange = Exchange([chain(*range(20), 100 + number) for number in range(60)])
     assert await hand_over(MEMBER, exchange, [entry("peer", 2 * 50)], nowhere) == 30 * 21
     assert len(exchange.offers["http://peer"].chains) == 30
