@@ -45,8 +45,8 @@ from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.auth.shared_limits import SharedLimits
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
-from server.http.connections import HttpLimits
 from server.http.middleware import Application, KnownHostsMiddleware
+from server.http.protocol import HttpLimits
 from server.http.server import Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
