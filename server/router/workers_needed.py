@@ -35,8 +35,9 @@ class WorkersNeeded:
     """One gateway's estimates, by model. Owned by the event loop."""
 
     def __init__(self, objective_s: float, clock: Callable[[], float]) -> None:
+        self._objective_s = objective_s
         self._clock = clock
-        self._models = defaultdict[str, _Model](lambda: _Model(objective_s, clock()))
+        self._models = defaultdict[str, _Model](lambda: _Model(clock()))
 
     async def follow(self, router: Router) -> None:
         """Observe the router's fleet and what it holds, until cancelled."""
@@ -50,7 +51,23 @@ class WorkersNeeded:
 
     def observe(self, model: str, candidates: Sequence[Candidate], held_s: float) -> None:
         """Apply the reports of a model's live workers, every `INTERVAL_S`; `held_s` of its prefills wait here."""
-        self._models[model].observe(candidates, held_s, self._clock())
+        known, now_s = self._models[model], self._clock()
+        before_s, loads = known.assigned_s, [each.load for each in candidates]
+        known.assigned_s = {(c.member.worker_id, c.member.epoch): c.load.assigned_prefill_s for c in candidates}
+        work_s = sum(max(0.0, now - before_s.get(worker, now)) for worker, now in known.assigned_s.items())
+        known.offered.add(work_s, now_s - known.last_s, now_s)
+        known.last_s = now_s
+        if not candidates:  # an outage: no number keeps the fleet as it is, a low one would shrink it
+            known.recent.clear()
+        if not candidates or now_s - known.begun_s < WARM_UP_S:
+            return
+        offered = known.offered.at(now_s, 1e-9) or 0.0
+        queued_s = held_s + sum(sum(load.queued_prefill_s.values()) for load in loads)
+        busy = offered + max(0.0, queued_s - offered * self._objective_s) / _DRAIN_S
+        staying = [load for load in loads if not load.draining]
+        used = sum(max(0.0, 1.0 - load.num_free_blocks / load.num_blocks) for load in staying if load.num_blocks)
+        number = max(1, math.ceil(busy + SPREAD * math.sqrt(busy)), math.ceil(used / _MAX_POOL_USE))
+        known.recent.append(min(number, MAX_GROWTH * max(1, len(staying))))
 
     def needed(self, model: str) -> int | None:
         """Return the workers that the model needs, at least 1; None while the gateway is new or no worker lives."""
@@ -58,27 +75,8 @@ class WorkersNeeded:
 
 
 class _Model:
-    def __init__(self, objective_s: float, now_s: float) -> None:
+    def __init__(self, now_s: float) -> None:
+        self.begun_s = self.last_s = now_s
+        self.assigned_s: dict[WorkerIncarnation, float] = {}
+        self.offered = DecayedRatio(_WINDOW_S)
         self.recent = deque[int](maxlen=round(SETTLE_S / INTERVAL_S) + 1)
-        self._objective_s = objective_s
-        self._begun_s = self._last_s = now_s
-        self._assigned_s: dict[WorkerIncarnation, float] = {}
-        self._offered = DecayedRatio(_WINDOW_S)
-
-    def observe(self, candidates: Sequence[Candidate], held_s: float, now_s: float) -> None:
-        before_s, loads = self._assigned_s, [each.load for each in candidates]
-        self._assigned_s = {(c.member.worker_id, c.member.epoch): c.load.assigned_prefill_s for c in candidates}
-        work_s = sum(max(0.0, now - before_s.get(worker, now)) for worker, now in self._assigned_s.items())
-        self._offered.add(work_s, now_s - self._last_s, now_s)
-        self._last_s = now_s
-        if not candidates:  # an outage: no number keeps the fleet as it is, a low one would shrink it
-            self.recent.clear()
-        if not candidates or now_s - self._begun_s < WARM_UP_S:
-            return
-        offered = self._offered.at(now_s, 1e-9) or 0.0
-        queued_s = held_s + sum(sum(load.queued_prefill_s.values()) for load in loads)
-        busy = offered + max(0.0, queued_s - offered * self._objective_s) / _DRAIN_S
-        staying = [load for load in loads if not load.draining]
-        used = sum(max(0.0, 1.0 - load.num_free_blocks / load.num_blocks) for load in staying if load.num_blocks)
-        number = max(1, math.ceil(busy + SPREAD * math.sqrt(busy)), math.ceil(used / _MAX_POOL_USE))
-        self.recent.append(min(number, MAX_GROWTH * max(1, len(staying))))
