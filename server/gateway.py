@@ -45,15 +45,15 @@ from server.auth.identity import DEFAULT_TENANT, KeyFile, tenant_identity
 from server.auth.shared_limits import SharedLimits
 from server.config import GatewayConfig, parse
 from server.event_loop import keep_running, sample_delay
-from server.http.connections import HttpLimits
 from server.http.middleware import Application, KnownHostsMiddleware
+from server.http.protocol import HttpLimits
 from server.http.server import Listener, affordable_connections
 from server.http.stream import KeepAlive
 from server.metrics import GatewayMetrics
 from server.models.registry import Models
 from server.ops.app import OpsApi, ops_app
 from server.ops.feed import Feed
-from server.ops.overview import Overview, RoutingParts
+from server.ops.overview import Overview
 from server.request.services import RequestServices
 from server.request_context import RequestContext, add_ids
 from server.router.copies import Copies, CopyPlanner
@@ -127,12 +127,8 @@ class Gateway:
 
         queue = RequestQueue[asyncio.Future[Placement]](config.hold_s, config.max_queued_tokens)
         planner = CopyPlanner(time.monotonic, config.max_copies)
-        routing = RoutingParts(
-            DecisionLog(),
-            IndexAccuracy(),
-            Copies(planner, self._client.adopt, self.metrics),
-            WorkersNeeded(config.scale_objective_s, time.monotonic),
-        )
+        decisions, accuracy, copies = DecisionLog(), IndexAccuracy(), Copies(planner, self._client.adopt, self.metrics)
+        self.workers_needed = WorkersNeeded(config.scale_objective_s, time.monotonic)
         self.router = Router(
             self._index,
             self.fleet,
@@ -140,9 +136,8 @@ class Gateway:
             self.metrics,
             policy=config.policy,
             queue=queue,
-            listeners=(routing.accuracy, routing.decisions, routing.copies),
+            listeners=(accuracy, decisions, copies),
         )
-        self.workers_needed = routing.workers_needed
         self.watch = StallWatch(self._client, self.fleet.workers, config.stall_s)
         self.requests = RequestServices(
             gateway_id=gateway_id,
@@ -187,7 +182,8 @@ class Gateway:
             self._usage_log = UsageLog(path, size, config.usage_log_files, self.metrics)
         parts = self.api, self.metrics, self.authenticator, self._lifespan, self._count_usage
         self.public = public_app(config, *parts)
-        parts_shown = self.api, self.router, routing, self._index, self.usage, self.day
+        followers = decisions, accuracy, copies, self.workers_needed
+        parts_shown = self.api, self.router, *followers, self._index, self.usage, self.day
         overview = Overview(*parts_shown, config.grafana_url)
         self.metrics.registry.register(overview)
         self.feed = Feed(overview)

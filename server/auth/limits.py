@@ -184,16 +184,9 @@ class AuthThrottle:
 
 def source_of(scope: Scope) -> str:
     """Return the client's address; for IPv6 its /64 network, all of which one client may have."""
-    client = scope.get("client")
-    if client is None:
-        return "unknown"
-    host = str(client[0])
-    if ":" not in host:
-        return host
+    host = str((scope.get("client") or ("unknown",))[0])
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
-    except ValueError:
+    except ValueError:  # an IPv4 address, or none
         return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))

@@ -48,19 +48,6 @@ class RequestLine(Struct):
     body: dict[str, Raw]
 
 
-class Response(Struct):
-    status_code: int
-    request_id: str
-    body: Raw
-
-
-class AnswerLine(Struct):
-    id: str
-    custom_id: str
-    response: Response
-    error: None = None
-
-
 class AnsweredLine(Struct):
     """The part of an answer that a later run needs."""
 
@@ -131,7 +118,8 @@ class AnswerFile:
                 raise ValueError(f"{name}, line {number} is no answer of a batch: {error}") from None
             size += len(text)
 
-    def append(self, answer: AnswerLine) -> None:
+    def append(self, custom_id: str, response: dict[str, Any]) -> None:
+        answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
         self._file.write(msgspec.json.encode(answer) + b"\n")
         self._file.flush()
 
@@ -241,7 +229,7 @@ class Batch:
             where = f"{self._base}{line.url}"
             raise CommandError(f"{where} answered {status}: {excerpt(raw)}; check --url and --api-key-file")
         body = Raw(msgspec.json.format(raw, indent=-1))
-        self._answers.append(AnswerLine(f"batch_req_{uuid4().hex}", line.custom_id, Response(status, request_id, body)))
+        self._answers.append(line.custom_id, {"status_code": status, "request_id": request_id, "body": body})
         self._tally.add(status, answer)
 
 

@@ -114,6 +114,15 @@ async def fetch_json(
         raise ValueError("its answer is nested too deep") from None
 
 
+def add_ops_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `ask_ops_port` reads, and --json."""
+    add = parser.add_argument
+    add("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
+    add("--ops-ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
+    add("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key, where it asks for one")
+    add("--json", action="store_true", help="print JSON instead")
+
+
 async def ask_ops_port(args: argparse.Namespace, path: str, *, status: int = 1, **request: Any) -> dict[str, Any]:
     """Return the answer of the gateway's ops port at --ops. Raises CommandError, with `status`."""
     key, url = args.ops_key_file, args.ops.rstrip("/") + path
@@ -141,6 +150,11 @@ async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes
         if len(body) > max_bytes:
             raise ValueError(f"its answer is longer than {max_bytes >> 20} MiB")
     return bytes(body)
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Return a text of others with a question mark for each control character, except those that are `kept`."""
+    return "".join(char if char.isprintable() or char in kept else "?" for char in text)
 
 
 def plain_console(columns: int) -> Console:

@@ -11,13 +11,12 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Column, Table
 
 from cache.redis_index import ReaderSettings, RedisDownError, RedisIndex
-from server.cli.common import CommandError, ask_ops_port, between, ops_url, plain_console, secret_file
+from server.cli.common import CommandError, add_ops_options, ask_ops_port, between, plain_console, secret_file
 from server.ops.overview import index_row
 from worker.common.command_line import CommandParser
 
@@ -41,9 +40,7 @@ def parser() -> CommandParser:
         "what", nargs="?", choices=WORDS, default="workers", help=f"one of {', '.join(WORDS)} (default workers)"
     )
     p.add_argument("worker", nargs="?", help="worker whose cache `purge` empties")
-    p.add_argument("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
-    p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
-    p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key, for `purge`")
+    add_ops_options(p)
     p.add_argument("--redis", metavar="URL", help="`workers`: read this Redis, without a gateway")
     p.add_argument("--redis-prefix", default="headstart", help="prefix of every key (default headstart)")
     p.add_argument("--redis-shards", type=between(1), default=1, metavar="N", help="as the workers have it (default 1)")
@@ -53,7 +50,6 @@ def parser() -> CommandParser:
     )
     p.add_argument("--model", help="list only this model")
     p.add_argument("--limit", type=int, default=20, metavar="N", help="`prefixes`: how many at most (default 20)")
-    p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return p
 
 

@@ -11,25 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from server.cli.common import BAD_USAGE, CommandError, ask_ops_port, ops_url, secret_file
+from server.cli.common import BAD_USAGE, add_ops_options, ask_ops_port, printable
 from worker.common.command_line import CommandParser, reason
 
-PATH: Final = "/prefixes/compare"
 TIMEOUT_S: Final = 60.0  # both prompts are rendered and tokenised: megabytes take seconds
-DIFFERENT: Final = 1
-"""Exit code: neither prompt begins with the other."""
 
 
 def read_body(path: Path) -> bytes:
-    """Read a file. Raises CommandError."""
+    """Read the body of a request. Raises ValueError."""
     try:
         raw = path.read_bytes()
         if not isinstance(json.loads(raw), dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CommandError(f"{path}: {reason(error)}", BAD_USAGE) from None
+        raise ValueError(f"{path}: {reason(error)}") from None
     return raw
 
 
@@ -47,11 +42,9 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     elif found["field"] is None:
         lines.append(f"The bodies differ in {', '.join(found['differing']) or 'the order of fields'}")
     for name, sides in zip("AB", found["around"], strict=True):
-        before, after = (json.dumps(text, ensure_ascii=False)[1:-1] for text in sides)
-        shown = "".join(char if char.isprintable() else "?" for char in f"{before}|{after}")
-        lines.append(f"  {name}  ...{shown}...")
-    lines.append(f"Cost: {total - cached:,} tokens of B ({-(-(total - cached) // size):,} blocks) are computed")
-    return lines
+        before, after = (printable(json.dumps(text, ensure_ascii=False)[1:-1]) for text in sides)
+        lines.append(f"  {name}  ...{before}|{after}...")
+    return [*lines, f"Cost: {total - cached:,} tokens of B ({-(-(total - cached) // size):,} blocks) are computed"]
 
 
 def parser() -> CommandParser:
@@ -62,18 +55,15 @@ def parser() -> CommandParser:
     )
     p.add_argument("a", type=Path, metavar="A.json", help="body of the earlier request, of any API")
     p.add_argument("b", type=Path, metavar="B.json", help="body of the later request")
-    p.add_argument("--ops", type=ops_url, default="http://127.0.0.1:8001", metavar="URL", help="a gateway's ops port")
-    p.add_argument("--ops-key-file", type=secret_file, metavar="FILE", help="the gateway's ops key")
-    p.add_argument("--ops-ca-file", type=Path, metavar="FILE", help="CA of its certificate (default: the system's)")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_ops_options(p)
     return p
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 when one prompt begins with the other, else 1. Raises CommandError."""
+    """Return 0 when one prompt begins with the other, else 1. Raises CommandError and ValueError."""
     args = parser().parse_args(argv)
-    body = msgspec.json.encode({"a": msgspec.Raw(read_body(args.a)), "b": msgspec.Raw(read_body(args.b))})
-    asked = ask_ops_port(args, PATH, status=BAD_USAGE, timeout_s=TIMEOUT_S, method="POST", body=body)
+    pair = b'{"a": %b, "b": %b}' % (read_body(args.a), read_body(args.b))
+    asked = ask_ops_port(args, "/prefixes/compare", status=BAD_USAGE, timeout_s=TIMEOUT_S, method="POST", body=pair)
     found = asyncio.run(asked)
     print(json.dumps(found) if args.json else "\n".join(lines_of(found)))
-    return 0 if found["goes_on"] else DIFFERENT
+    return 0 if found["goes_on"] else 1

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from server.cli.common import CommandError, between, ops_url, plain_console
+from server.cli.common import CommandError, between, ops_url, plain_console, printable
 from worker.common.command_line import CommandParser, reason
 
 RETRY_S: Final = 1.0  # a gateway that is back is shown at once
@@ -212,8 +212,7 @@ def _grid(rows: Iterable[list[Text]]) -> RenderableType:
 
 def line(text: str, style: str = "") -> Text:
     """Return text without wrapping and control characters: names come from a registry that others can write."""
-    printable = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
-    return Text(printable, style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text, kept="\n"), style, no_wrap=True, overflow="ellipsis")
 
 
 def clock(at: float) -> str:

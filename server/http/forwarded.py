@@ -58,9 +58,7 @@ def client_address(peer: str, headers: Iterable[tuple[bytes, bytes]], networks: 
 def _first_other(front: Address, hops: Sequence[str], networks: Sequence[Network]) -> Address:
     """Return the first hop from the right that is not trusted, or the last that is."""
     for hop in reversed(hops):
-        if not _is_in(front, networks):
-            break
-        if (address := _address(hop)) is None:
+        if not _is_in(front, networks) or (address := _address(hop)) is None:
             break
         front = address
     return front

@@ -1,4 +1,4 @@
-"""A client's connection on any port of the gateway: strict HTTP, timeouts, probes, and the gateway's error bodies.
+"""A client's connection on any port of the gateway, and the bound on them: strict HTTP, timeouts, probes, error bodies.
 
 A read is the first to notice that a client has left. So reading pauses only while the app does not take the body, never
 while it makes an answer. The end of the input does not prove that the client has left. It may shut its sending side
@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from asyncio import TimerHandle
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from server.errors import HeaderTooLargeError, HttpVersionError, InvalidRequestError
 from server.event_loop import ByteCollector
-from server.http.connections import ConnectionLimit, HttpLimits
 from server.http.stream import CLIENT, ClientConnection
 from worker.common.http_protocol import StrictProtocol
 from worker.common.http_reader import RequestHead
@@ -31,6 +31,54 @@ _REFUSALS: Final = {
     431: HeaderTooLargeError("The request's headers are too large."),
     505: HttpVersionError("Only HTTP/1.1 and HTTP/1.0 are spoken here."),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    header_timeout_s: float
+    body_timeout_s: float
+    max_connections: int
+    drain_grace_s: float
+    keep_alive_s: float
+    """How long an idle connection stays open. A balancer that keeps it for longer would send a request as it closes."""
+
+
+class ConnectionLimit:
+    """A bound on the open connections of a port: the connection idle longest is closed for a new one."""
+
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        self._num_open = 0
+        self.keeps_alive = True
+        """False once the port will close: each answer ends its connection, and clients open the next one elsewhere."""
+        self._waiting: dict[GatewayProtocol, None] = {}
+        """Connections without a complete head, the longest wait first."""
+
+    def open(self, connection: GatewayProtocol) -> bool:
+        """Return False if this connection has to be closed: all others have a request."""
+        self._num_open += 1
+        self._waiting[connection] = None
+        if self._num_open <= self._max_connections:
+            return True
+        oldest = next(iter(self._waiting))
+        if oldest is connection:
+            return False
+        del self._waiting[oldest]
+        oldest.drop()
+        return True
+
+    def begin(self, connection: GatewayProtocol) -> None:
+        """Mark the connection as busy: the head of its request is complete."""
+        self._waiting.pop(connection, None)
+
+    def end(self, connection: GatewayProtocol) -> None:
+        """Mark the connection as idle: its request was answered."""
+        self._waiting[connection] = None
+
+    def close(self, connection: GatewayProtocol) -> None:
+        """Call once for each `open`."""
+        self._num_open -= 1
+        self._waiting.pop(connection, None)
 
 
 class GatewayProtocol(StrictProtocol):

@@ -14,8 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from server.event_loop import ByteCollector
-from server.http.connections import ConnectionLimit, HttpLimits
-from server.http.protocol import GatewayProtocol
+from server.http.protocol import ConnectionLimit, GatewayProtocol, HttpLimits
 
 log = logging.getLogger(__name__)
 

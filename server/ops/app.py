@@ -126,7 +126,7 @@ class OpsApi:
         Raises NotFoundError.
         """
         id_ = request.path_params["id"]
-        if not (found := self.overview.routing.decisions.find(id_)):
+        if not (found := self.overview.decisions.find(id_)):
             kept = f"the last {MAX_RECENT} are kept, at most {PER_S:g} a second"
             ids = "Give the request's id, its answer's, or the client's own x-request-id."
             logs = "The usage log and the access log have every request."

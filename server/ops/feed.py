@@ -56,7 +56,7 @@ def read_totals(overview: Overview) -> Totals:
     metrics = overview.metrics
     return {
         "at_s": time.monotonic(),
-        "num_decisions": overview.routing.decisions.num_decisions,
+        "num_decisions": overview.decisions.num_decisions,
         "prompt_tokens": metrics.prompt_tokens.sum(),
         "cached_tokens": metrics.cached_tokens.sum(),
         "output_tokens": metrics.output_tokens.sum() + overview.api.services.num_streamed_tokens,
@@ -120,7 +120,7 @@ class Feed:
 
     def __init__(self, overview: Overview) -> None:
         self._overview = overview
-        self._decisions = overview.routing.decisions
+        self._decisions = overview.decisions
         self._traffic = Traffic(overview.metrics.ttft_s.bounds)
         self._changes = FeedChanges()
         self._viewers: set[Frames] = set()

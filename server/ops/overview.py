@@ -33,23 +33,16 @@ _NO_REPORT: Final = dict.fromkeys(("numerics", "hit_rate", "lease_left_s", "publ
 STATES: Final = ("serving", "standby", "learning", "draining", "broken")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutingParts:
-    """The parts that follow the router's placements, or its fleet."""
-
-    decisions: DecisionLog
-    accuracy: IndexAccuracy
-    copies: Copies
-    workers_needed: WorkersNeeded
-
-
 @dataclass(frozen=True, eq=False)
 class Overview(Collector):
     """Reads the parts of one gateway. Only `explain` and `index_report` wait."""
 
     api: PublicApi
     router: Router
-    routing: RoutingParts
+    decisions: DecisionLog
+    accuracy: IndexAccuracy
+    copies: Copies
+    needs: WorkersNeeded
     index: RedisIndex | NoIndex
     usage: UsageTotals
     day: DayHistory
@@ -149,7 +142,7 @@ class Overview(Collector):
 
     def workers_needed(self) -> dict[str, int]:
         """Return the workers that each model needs, where that is known."""
-        numbers = {model: self.routing.workers_needed.needed(model) for model in self._models()}
+        numbers = {model: self.needs.needed(model) for model in self._models()}
         return {model: number for model, number in numbers.items() if number is not None}
 
     def index_state(self) -> dict[str, Any]:
@@ -158,7 +151,7 @@ class Overview(Collector):
         return {**self._index_health(), "shards": [asdict(shard) for shard in shards]}
 
     def _index_health(self) -> dict[str, Any]:
-        return self.routing.accuracy.state(lookup_failed=self.router.lookup_failed)
+        return self.accuracy.state(lookup_failed=self.router.lookup_failed)
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return how the router would score each worker, and which it would choose. Places nothing."""
@@ -169,7 +162,7 @@ class Overview(Collector):
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_blocks": len(request.hashes),
             "choice": [worker.member.worker_id for worker in decision.best],
-            "copy": self.routing.copies.planner.explain(decision),
+            "copy": self.copies.planner.explain(decision),
             "workers": [explained(worker, self.router.scorer) for worker in decision.workers],
         }
 

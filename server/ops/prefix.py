@@ -16,12 +16,11 @@ from server.request.choice import GenerationSpec
 from server.schema.decoding import invalid
 
 NUM_BEFORE: Final = 20  # tokens shown before the difference: enough to find it in the text
-NUM_AFTER: Final = 40
-"""Tokens shown after it: enough for a date, an id or a path."""
+NUM_AFTER: Final = 40  # tokens shown after it: enough for a date, an id or a path
 MAX_NAMED: Final = 8  # the first differences matter, and bound the answer
 MAX_CHANCE_CHARS: Final = 32
 """Where only one field goes on, the template may go on with the same characters in the other prompt."""
-_SCHEMA: Final = re.compile(r"\.(?:parameters|input_schema)\b")
+_SCHEMA: Final = re.compile(r"tools\[.*?\.(?:parameters|input_schema)\b")
 _MESSAGES_FIELDS: Final = frozenset({"system", "stop_sequences", "thinking", "output_config", "context_management"})
 _MESSAGES_PARTS: Final = re.compile(
     rb'(?<!\\)"(?:input_schema|cache_control|tool_use_id)"\s*:|"type"\s*:\s*"(?:tool_use|thinking|redacted_thinking)"'
@@ -44,18 +43,19 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
     size, decode, prompts = b.model.bundle.block_size, b.model.tokenizer.decode, (a.prompt_ids, b.prompt_ids)
     name, same_root = b.model.adapter or b.model.name, a.root == b.root
     shared = _shared_length(*prompts) if same_root else 0
-    fields = [dict(_texts(body, "")) for body in bodies]
-    differing = [path for path in fields[0] | fields[1] if fields[0].get(path) != fields[1].get(path)]
+    begin, end = max(0, shared - NUM_BEFORE), shared + NUM_AFTER
     texts = [decode(ids) for ids in prompts]
     at = _shared_length(*texts)
+    goes_on = same_root and at == min(map(len, texts))
+    fields = [dict(_texts(body)) for body in bodies]
+    differing = [path for path in fields[0] | fields[1] if fields[0].get(path) != fields[1].get(path)]
     both = list(zip(fields, texts, strict=True))
     lengths = {path: min(_length_at(each[path], text, at) for each, text in both if path in each) for path in differing}
     field = max(filter(lengths.get, lengths), key=lengths.__getitem__, default=None)
     if not same_root:
         field = "cache_salt" if name == (a.model.adapter or a.model.name) else "model"
-    goes_on, reordered = same_root and at == min(map(len, texts)), None
-    if not (goes_on or field or (b.model.template is not None and b.model.template.sorts_schemas)):
-        reordered = next(_reordered(bodies[0].get("tools"), bodies[1].get("tools"), "tools"), None)
+    sorts_schemas = b.model.template is not None and b.model.template.sorts_schemas
+    reordered = None if goes_on or field or sorts_schemas else _reordered(*fields)
     return {
         "model": name,
         "block_size": size,
@@ -68,10 +68,7 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
         "field": field or reordered,
         "reordered": reordered is not None,
         "differing": differing[:MAX_NAMED],
-        "around": [
-            [decode(ids[max(0, shared - NUM_BEFORE) : shared]), decode(ids[shared : shared + NUM_AFTER])]
-            for ids in prompts
-        ],
+        "around": [[decode(ids[begin:shared]), decode(ids[shared:end])] for ids in prompts],
     }
 
 
@@ -80,36 +77,30 @@ def _shared_length(a: Sequence[object], b: Sequence[object]) -> int:
     return next((at for at, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield each text and number of a body with its path; also in the JSON of a call's arguments."""
     if isinstance(value, str) and path.endswith("arguments") and value.startswith("{"):
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from _texts(item, f"{path}.{name}" if path else name)
-    elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # but no token ids
+    elif isinstance(value, list) and value and not isinstance(value[0], int):  # but no token ids
         for number, item in enumerate(value):
             yield from _texts(item, f"{path}[{number}]")
     else:
         yield path, value if isinstance(value, str) else json.dumps(value)
 
 
-def _reordered(a: Any, b: Any, path: str) -> Iterator[str]:
-    """Yield the schemas of two lists of tools whose keys are in another order."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        names = [name for name in a if name in b]
-        if names != [name for name in b if name in a] and _SCHEMA.search(path):
-            yield path
-        for name in names:
-            yield from _reordered(a[name], b[name], f"{path}.{name}")
-    elif isinstance(a, list) and isinstance(b, list):
-        for number, (one, other) in enumerate(zip(a, b, strict=False)):
-            yield from _reordered(one, other, f"{path}[{number}]")
+def _reordered(a: Mapping[str, str], b: Mapping[str, str]) -> str | None:
+    """Return the first part of a tool's schema whose keys are in another order in the other body's fields."""
+    orders = [[path for path in each if path in a and path in b and _SCHEMA.match(path)] for each in (a, b)]
+    pair = next((pair for pair in zip(*orders, strict=True) if pair[0] != pair[1]), None)
+    return None if pair is None else pair[0][: _shared_length(*pair)].rpartition(".")[0]
 
 
 def _length_at(value: str, text: str, at: int) -> int:
     """Return the length of a field's text if it is in the prompt around position `at`; 0 if not."""
     forms = (value.strip(), json.dumps(value, ensure_ascii=False)[1:-1])
-    around = (text[max(0, at - MAX_CHANCE_CHARS - len(form)) : at + len(form)] for form in forms)
-    return max(len(form) if form in part else 0 for form, part in zip(forms, around, strict=True))
+    found = [form for form in forms if form in text[max(0, at - MAX_CHANCE_CHARS - len(form)) : at + len(form)]]
+    return max(map(len, found), default=0)

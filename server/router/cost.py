@@ -2,8 +2,8 @@
 
     fetch_s         time to get blocks from tiers and a peer          `fetch_plan.plan_fetch`
     prefill_s       time to compute the other tokens                  `CostModel.prefill_s`
-    queue_s         delay by prefills that are there already          `queue_delay`
-    num_displaced   prefills there that this one would delay          `queue_delay`
+    queue_s         delay by prefills that are there already          `WorkerLoadEstimate.delay`
+    num_displaced   prefills there that this one would delay          `WorkerLoadEstimate.delay`
     eviction_s      work to get back the blocks that it evicts        `CostModel.eviction_s`
     decode_s        delay by and of the requests that run there       `CostModel.decode_s`
     beta            delay of later requests by one second of work     `CostModel.beta`
@@ -32,7 +32,7 @@ from cache.records import Candidate, WorkerLoad, WorkerMember
 from cache.types import GatewayId, WorkerId
 from server.router.fetch_plan import FetchPlan, Peers, PeersByLayout, find_peers, plan_fetch
 from server.router.ledger import Ledger
-from server.router.load_tracker import LoadTracker, PrefillQueue, WorkerLoadEstimate
+from server.router.load_tracker import LoadTracker, WorkerLoadEstimate
 from server.router.types import RouteRequest
 
 DEFAULT_PREFILL_TOKENS_PER_S: Final = 2000.0
@@ -153,24 +153,6 @@ class CostModel:
         fastest = max([workers[at].prefill_tokens_per_s for at in similar])
         beta = min([betas[at] for at in similar])
         return (1.0 + beta) * (best.prefill_s * rate / fastest + best.fetch_cost_s)
-
-
-def queue_delay(queue: PrefillQueue | None, prefill_s: float) -> tuple[float, float]:
-    """Return how long the prefills at a worker delay a new one of `prefill_s`, and how many it would displace.
-
-    Each step goes half to the oldest prefill and half to the shortest; in a FIFO engine no prefill is displaced. Only
-    the sum of other gateways' work is known; it counts with the oldest.
-    """
-    if queue is None:
-        return 0.0, 0.0
-    left_s = queue.left_s
-    oldest_s = (left_s[0] if left_s else 0.0) + queue.others_s
-    if queue.is_fifo:
-        return oldest_s, 0.0
-    shorter_s = queue.scale * sum(seconds for seconds in left_s[1:] if seconds < prefill_s)
-    num_longer = queue.scale * sum(seconds >= prefill_s for seconds in left_s[1:])
-    num_displaced = num_longer + (0.5 if oldest_s > prefill_s else 0.0)
-    return shorter_s + min(oldest_s, prefill_s + shorter_s), num_displaced
 
 
 class WorkerView(msgspec.Struct, eq=False):
@@ -320,7 +302,7 @@ def _view(
         plan, peers = plan_fetch(candidate, matched_tokens, tokens_per_s, all_peers, request.num_prompt_tokens)
     cached_tokens = matched_tokens if plan is None else plan.end_tokens
     prefill_s = cost.prefill_s(request.num_prompt_tokens - cached_tokens, tokens_per_s)
-    queue_s, num_displaced = queue_delay(estimate.queue(now_s), prefill_s)
+    queue_s, num_displaced = estimate.delay(prefill_s, now_s)
     if own.num_cached > candidate.matched_blocks:  # its prefix is there when their prefill ends
         queue_s = max(queue_s, own.ready_s)
     kv_usage, kv_wait_s, eviction_s = _pool_terms(

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-
-import msgspec
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, GatewayId, WorkerId
@@ -33,19 +31,6 @@ _MIN_ESTIMATES = 64
 """With fewer, none is dropped."""
 _MAX_COMPARED = 128
 """At most this many queued requests are examined; the rest is extrapolated."""
-
-
-class PrefillQueue(msgspec.Struct, frozen=True, gc=False):
-    """The prefills that have not ended at a worker."""
-
-    left_s: Sequence[float]
-    """Seconds left of own prefills, the oldest first."""
-    others_s: float
-    """Seconds left of all other gateways' prefills."""
-    scale: float = 1.0
-    """Own prefills over those examined."""
-    is_fifo: bool = False
-    """The engine runs prefills one after the other, in the order of their arrival."""
 
 
 @dataclass(slots=True, eq=False)
@@ -210,13 +195,22 @@ class WorkerLoadEstimate:
         weight = max(0.0, 1.0 - (now_s - self._measured_s) / _RATE_MEMORY_S)
         return max(self._tokens_per_s, median - weight * (median - self._tokens_per_s))
 
-    def queue(self, now_s: float) -> PrefillQueue | None:
-        """Return the prefills at the worker; None if there are none."""
+    def delay(self, prefill_s: float, now_s: float) -> tuple[float, float]:
+        """Return how long the prefills here delay a new one of `prefill_s`, and how many it would displace.
+
+        Each step goes half to the oldest prefill and half to the shortest. Only the sum of other gateways' work is
+        known; it counts with the oldest.
+        """
         if not self._queue and self._others_s <= 0.0:
-            return None
+            return 0.0, 0.0
         self._advance(now_s)
         left_s = [request.remaining_s for request in islice(self._queue, _MAX_COMPARED) if request.remaining_s > 0.0]
-        return PrefillQueue(left_s, self._others_left_s(sum(left_s), now_s), max(1.0, len(self._queue) / _MAX_COMPARED))
+        scale = max(1.0, len(self._queue) / _MAX_COMPARED)
+        oldest_s = (left_s[0] if left_s else 0.0) + self._others_left_s(sum(left_s), now_s)
+        shorter_s = scale * sum(seconds for seconds in left_s[1:] if seconds < prefill_s)
+        num_longer = scale * sum(seconds >= prefill_s for seconds in left_s[1:])
+        num_displaced = num_longer + (0.5 if oldest_s > prefill_s else 0.0)
+        return shorter_s + min(oldest_s, prefill_s + shorter_s), num_displaced
 
     def ready_s(self, request: TrackedRequest, now_s: float) -> float:
         """Return the seconds until an own request has its blocks: those of its prefill, and at most as many again."""
@@ -266,13 +260,13 @@ class FifoLoadEstimate(WorkerLoadEstimate):
     def ready_s(self, request: TrackedRequest, now_s: float) -> float:
         return 0.0  # a later request waits for it in any case
 
-    def queue(self, now_s: float) -> PrefillQueue | None:
+    def delay(self, prefill_s: float, now_s: float) -> tuple[float, float]:
         own_s = self.queued_s
         for request in self._queue:
             if request.started_s is not None:
                 own_s -= min(now_s - request.started_s, request.prefill_s)
                 break
-        return PrefillQueue([max(0.0, own_s)], self._others_left_s(own_s, now_s), is_fifo=True)
+        return max(0.0, own_s) + self._others_left_s(own_s, now_s), 0.0
 
 
 class LoadTracker:

@@ -9,8 +9,10 @@ simulated time.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -116,7 +118,8 @@ class Scorer:
         self._gateway_id = gateway_id
         self._policy = policy
         self._rng = rng
-        self._short_lists: dict[str, ShortList] = {}
+        new_list = partial(ShortList, self._cost.assigned_weight, self.loads.queued_s)
+        self._short_lists = defaultdict[str, ShortList](new_list)
         """By model."""
 
     def decide(
@@ -146,7 +149,7 @@ class Scorer:
         self, request: RouteRequest, candidates: Sequence[Candidate], broken: Container[WorkerId]
     ) -> Decision | None:
         """Decide among the workers of the short list. None: the list does not suffice, and all must be scored."""
-        short_list = self._short_list(request.model)
+        short_list = self._short_lists[request.model]
         listed = short_list.choose(request, candidates, self.ledger.holders(request.hashes, MAX_HOLDERS))
         workers = self._views(request, listed.candidates, broken)
         short_list.scored(workers)
@@ -158,11 +161,6 @@ class Scorer:
         fleet = FleetView(self._cost, short_list.assigned_s / len(candidates), self._rng.random, common_tokens)
         decision = self._decision(request, workers, fleet, len(candidates))
         return decision if decision.best else None
-
-    def _short_list(self, model: str) -> ShortList:
-        if (known := self._short_lists.get(model)) is None:
-            known = self._short_lists[model] = ShortList(self._cost.assigned_weight, self.loads.queued_s)
-        return known
 
     def _decision(
         self, request: RouteRequest, workers: Sequence[WorkerView], fleet: FleetView, num_candidates: int

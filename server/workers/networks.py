@@ -52,9 +52,8 @@ class WorkerNetworks:
             ip = ipaddress.ip_address(address.partition("%")[0])
         except ValueError:
             return False
-        if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-            ip = ip.ipv4_mapped
-        return any(ip.version == network.version and ip in network for network in self._networks)
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        return any(ip in network for network in self._networks)
 
     def reject_reason(self, url: str) -> str | None:
         """Return why a worker's URL must not be used, or None. Does not resolve names."""

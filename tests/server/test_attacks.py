@@ -11,8 +11,7 @@ import pytest
 
 from server.auth.authentication import OpsKeyMiddleware
 from server.event_loop import run_now
-from server.http.connections import HttpLimits
-from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol
+from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol, HttpLimits
 from server.schema.decoding import measure
 from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway

@@ -124,11 +124,10 @@ def fleet_metrics(
         queue=SimpleNamespace(prefills_s=lambda model: list(held_prefills_s)),
     )
     needs = SimpleNamespace(needed=lambda model: needed)
-    routing = SimpleNamespace(accuracy=IndexAccuracy(), workers_needed=needs)
     models_seen = SimpleNamespace(state_of=lambda member: ("serving", ""))
     services = SimpleNamespace(requests=SimpleNamespace(metrics=None), models=models_seen)
     api = SimpleNamespace(services=services)
-    return Overview(api, router, routing, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
+    return Overview(api, router, None, IndexAccuracy(), None, needs, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
 
 
 def test_a_model_without_workers_counts_as_zero() -> None:

@@ -130,7 +130,7 @@ class ElasticReplay(Replay):
             worker.report(self._now_s)
             candidates.append(Candidate(worker.member, worker.load, 0))
         for needed in self._needed.values():
-            needed.observe({MODEL: candidates}, lambda _: 0.0)
+            needed.observe(MODEL, candidates, 0.0)
         if self._now_s < self._end_s:
             self._at(self._now_s + INTERVAL_S, self._observe)
 

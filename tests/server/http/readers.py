@@ -16,7 +16,7 @@ import h11
 import uvicorn
 from uvicorn.server import ServerState
 
-from server.http.connections import HttpLimits
+from server.http.protocol import HttpLimits
 from server.http.server import Listener
 from tests.server.http.pipelines import Read
 from tests.waiting import until

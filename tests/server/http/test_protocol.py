@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from server.api.endpoint import read_body
 from server.http import protocol
-from server.http.connections import ConnectionLimit
+from server.http.protocol import ConnectionLimit
 from server.http.stream import CancelOnDisconnect, ClientGoneError, client_of
 from tests.certificates import Authority
 from tests.server.http.test_tls import LIMITS, Port

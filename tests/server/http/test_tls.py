@@ -13,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from server.config import GatewayConfig
-from server.http.connections import HttpLimits
+from server.http.protocol import HttpLimits
 from server.http.server import SPARE_FILES, affordable_connections
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerLost

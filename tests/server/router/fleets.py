@@ -13,7 +13,7 @@ from benchmarks.dev.simulation.memory_index import MemoryIndex
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState
 from cache.types import BlockHash, Epoch, GatewayId, WorkerId, WorkerIncarnation
 from server.metrics import GatewayMetrics
-from server.ops.overview import Overview, RoutingParts
+from server.ops.overview import Overview
 from server.router.copies import Copies, CopyPlanner, SendCopy
 from server.router.decisions import DecisionLog
 from server.router.index_accuracy import IndexAccuracy
@@ -103,12 +103,9 @@ class Fleets:
         self.fleet = Fleet(self.index, self.fetch, targets=workers, clock=self.clock)
         self.metrics = GatewayMetrics()
         planner = CopyPlanner(self.clock, max_copies if send_copy is not None else 0)
-        self.routing = RoutingParts(
-            DecisionLog(self.clock),
-            IndexAccuracy(),
-            Copies(planner, send_copy or no_copy, self.metrics),
-            WorkersNeeded(3.0, self.clock),
-        )
+        self.decisions, self.accuracy = DecisionLog(self.clock), IndexAccuracy()
+        self.copies = Copies(planner, send_copy or no_copy, self.metrics)
+        self.workers_needed = WorkersNeeded(3.0, self.clock)
         self.router = Router(
             self.index,
             self.fleet,
@@ -116,7 +113,7 @@ class Fleets:
             self.metrics,
             policy=policy,
             queue=RequestQueue(hold_s, clock=self.clock),
-            listeners=(self.routing.accuracy, self.routing.decisions, self.routing.copies),
+            listeners=(self.accuracy, self.decisions, self.copies),
             clock=self.clock,
             rng=random.Random(1),
         )
@@ -124,11 +121,12 @@ class Fleets:
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """Return the ops port's explanation."""
         services: Any = SimpleNamespace(requests=SimpleNamespace(metrics=self.metrics))
-        parts: Any = SimpleNamespace(services=services), self.router, self.routing, self.index, None, None
+        followers = self.decisions, self.accuracy, self.copies, self.workers_needed
+        parts: Any = SimpleNamespace(services=services), self.router, *followers, self.index, None, None
         return await Overview(*parts).explain(request)
 
     def index_state(self) -> dict[str, Any]:
-        return self.routing.accuracy.state(lookup_failed=self.router.lookup_failed)
+        return self.accuracy.state(lookup_failed=self.router.lookup_failed)
 
     async def fetch(self, url: str) -> WorkerState:
         state = self.states.get(url, WorkerLost("no answer"))

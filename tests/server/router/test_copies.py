@@ -141,7 +141,7 @@ async def test_the_demand_of_so_many_chains_is_remembered(copies: Copies, monkey
     for prefix in prefixes:
         fleets.index.memory.publish(WorkerId("a"), prefix)
     await ask(fleets, *prefixes, num_requests=60)
-    assert list(fleets.routing.copies.planner._demands) == [prefix[-1] for prefix in prefixes[-10:]]
+    assert list(fleets.copies.planner._demands) == [prefix[-1] for prefix in prefixes[-10:]]
 
 
 async def test_new_prompts_are_not_copied(copies: Copies) -> None:

@@ -239,14 +239,14 @@ def test_the_decision_log_tells_what_is_moved() -> None:
     fleets, hashes = Fleets(), chain(50)
     fleets.index.register(mover("a"), hashes[:40], report(draining=True))
     fleets.index.register(mover("b"), load=report())
-    fleets.routing.decisions.has_viewers = True
+    fleets.decisions.has_viewers = True
 
     async def scenario() -> None:
         placement = await fleets.place(hashes)
         assert placement.source is not None
 
     asyncio.run(scenario())
-    news = fleets.routing.decisions.drain()
+    news = fleets.decisions.drain()
     assert news is not None
     chosen = news["decisions"][0]["candidates"][0]
     assert (chosen["worker"], chosen["matched_tokens"], chosen["moved_tokens"]) == ("b", 0, 40 * BLOCK)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from cache.records import WorkerLoad
 from cache.types import Epoch, GatewayId
-from server.router.cost import queue_delay
 from server.router.load_tracker import FifoLoadEstimate, TrackedRequest, WorkerLoadEstimate
 
 ME, OTHER = GatewayId("me"), GatewayId("other")
@@ -24,19 +23,14 @@ def fifo() -> WorkerLoadEstimate:
     return FifoLoadEstimate(Epoch("e"), window_s=60.0)
 
 
-def delay(worker: WorkerLoadEstimate, prefill_s: float, now_s: float) -> tuple[float, float]:
-    """Return how long a new prefill would wait there, and how many it would displace."""
-    return queue_delay(worker.queue(now_s), prefill_s)
-
-
 def queue_s(worker: WorkerLoadEstimate, now_s: float) -> float:
-    return delay(worker, 1.0, now_s)[0]
+    return worker.delay(1.0, now_s)[0]
 
 
 def test_a_request_is_queued_served_and_closed() -> None:
     worker = fifo()
     first, second = worker.add(2.0, 10, now_s=0.0), worker.add(3.0, 20, now_s=0.0)
-    assert delay(worker, 1.0, 1.0) == (5.0, 0.0), "nothing is in service: nothing has elapsed"
+    assert worker.delay(1.0, 1.0) == (5.0, 0.0), "nothing is in service: nothing has elapsed"
     worker.start(first, 2.0, now_s=1.0)
     assert queue_s(worker, 2.5) == 3.5
     assert queue_s(worker, 9.0) == 3.0, "what has elapsed counts up to the estimate"
@@ -185,7 +179,7 @@ def test_short_prefills_pass_long_ones(remaining_s: list[float], prefill_s: floa
     worker = shared()
     for seconds in remaining_s:
         worker.start(worker.add(seconds, 1, now_s=0.0), seconds, now_s=0.0)
-    delay_s, num_displaced = delay(worker, prefill_s, 0.0)
+    delay_s, num_displaced = worker.delay(prefill_s, 0.0)
     ends_s = first_token_s(remaining_s, prefill_s)
     assert delay_s + prefill_s <= ends_s + 1e-6, "at most what the rule gives: a new oldest may keep its half"
     assert delay_s + prefill_s >= 0.5 * ends_s
@@ -202,29 +196,29 @@ def test_elapsed_time_is_subtracted_from_started_prefills(remaining_s: list[floa
         for seconds in remaining_s:
             worker.start(worker.add(seconds, 1, now_s=0.0), seconds, now_s=0.0)
     for part in range(1, 4):
-        delay(often, 1.0, elapsed_s * part / 4)
+        often.delay(1.0, elapsed_s * part / 4)
     huge_s = 1e6
     left_s = max(0.0, sum(remaining_s) - elapsed_s)
-    assert delay(often, huge_s, elapsed_s)[0] == pytest.approx(left_s, abs=1e-6)
-    assert delay(once, huge_s, elapsed_s)[0] == pytest.approx(left_s, abs=1e-6)
+    assert often.delay(huge_s, elapsed_s)[0] == pytest.approx(left_s, abs=1e-6)
+    assert once.delay(huge_s, elapsed_s)[0] == pytest.approx(left_s, abs=1e-6)
 
 
 def test_a_shared_queue_counts_displaced_prefills() -> None:
     """And the work of other gateways."""
     worker = shared()
     worker.start(worker.add(8.0, 1, now_s=0.0), 8.0, now_s=0.0)
-    assert delay(worker, 2.0, 0.0) == (2.0, 0.5), "it shares each step with the oldest"
+    assert worker.delay(2.0, 0.0) == (2.0, 0.5), "it shares each step with the oldest"
     worker.start(worker.add(3.0, 1, now_s=0.0), 3.0, now_s=0.0)
-    assert delay(worker, 5.0, 0.0) == (11.0, 0.5)
-    assert delay(worker, 2.0, 0.0) == (2.0, 1.5), "it passes the three seconds"
+    assert worker.delay(5.0, 0.0) == (11.0, 0.5)
+    assert worker.delay(2.0, 0.0) == (2.0, 1.5), "it passes the three seconds"
     worker.observe(WorkerLoad({OTHER: 4.0}), 0.0, ME)
-    assert delay(worker, 20.0, 0.0)[0] == 15.0
+    assert worker.delay(20.0, 0.0)[0] == 15.0
 
 
 def test_a_long_queue_costs_no_more_to_look_at() -> None:
     worker = shared()
     for _ in range(1024):
         worker.add(1.0, 1, now_s=0.0)
-    delay_s, num_displaced = delay(worker, 2.0, 0.0)
+    delay_s, num_displaced = worker.delay(2.0, 0.0)
     assert delay_s == pytest.approx(1024, rel=0.02)
     assert num_displaced == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -379,7 +380,9 @@ async def test_the_workers_needed_follow_requests_and_reports(three: Fleets) -> 
         three.router.first_token(placement)
         three.router.closed(placement)
         await three.fleet.poll()
-        three.routing.workers_needed.observe_fleet(three.router)
-    needed = three.routing.workers_needed.needed("m")
+        following = asyncio.create_task(three.workers_needed.follow(three.router))
+        await asyncio.sleep(0)
+        following.cancel()
+    needed = three.workers_needed.needed("m")
     assert needed is not None
     assert 5 <= needed <= 7

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,7 +38,7 @@ class Traffic:
         return self.needed.needed("m")
 
     def observe(self, candidates: Sequence[Candidate]) -> None:
-        self.needed.observe({"m": candidates}, lambda _: self.held_s)
+        self.needed.observe("m", candidates, self.held_s)
 
 
 def test_a_new_gateway_has_no_number() -> None:
@@ -121,10 +124,13 @@ def test_a_new_epoch_and_a_new_worker_add_no_work() -> None:
     assert after <= before
 
 
-def test_a_model_without_workers_is_forgotten() -> None:
+async def test_a_model_without_workers_is_forgotten() -> None:
     traffic = Traffic(2)
     traffic.run(120, 1.0)
-    traffic.needed.observe({}, lambda _: 0.0)
+    router: Any = SimpleNamespace(fleet=SimpleNamespace(workers=list))
+    following = asyncio.create_task(traffic.needed.follow(router))
+    await asyncio.sleep(0)
+    following.cancel()
     assert traffic.needed.needed("m") is None
 
 
