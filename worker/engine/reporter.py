@@ -99,7 +99,7 @@ class Reporter:
             if request.first_token_s is None:
                 queued[GatewayId(request.wire.gateway_id)] += self._prefill_s(_num_tokens_left(request), bounded)
         growth_blocks = sum(num_growth_blocks(sequence, allocator) for sequence in scheduler.running)
-        return WorkerLoad(
+        load = WorkerLoad(
             queued_prefill_s=dict(queued),
             assigned_prefill_s=self._assigned_s,
             prefill_tokens_per_s=self.rate.tokens_per_s,
@@ -109,10 +109,9 @@ class Reporter:
             num_blocks=allocator.num_blocks,
             draining=self.draining,
             start_interval_s=self.starts.mean_s,
-            tier_tokens_per_s=() if self._transfers is None else self._transfers.tier_tokens_per_s(),
-            fetch_tokens_per_s=0.0 if self._transfers is None else self._transfers.fetch_tokens_per_s(),
             bounded_prefill_tokens_per_s=bounded,
         )
+        return load if self._transfers is None else self._transfers.with_rates(load)
 
     def _prefill_s(self, num_tokens: int, bounded: float) -> float:
         """Return the time that these tokens take, at a `_bounded_tokens_per_s` if there is one."""
