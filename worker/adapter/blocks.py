@@ -23,10 +23,9 @@ from cache.hashing import hash_chain
 from cache.types import BlockHash, MediaStart
 from worker.adapter.block_names import Names, Node
 from worker.adapter.block_tree import BlockTree, with_descendants
-from worker.adapter.groups import KvGroups
+from worker.adapter.groups import KvGroups, PartKind
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
-from worker.files.model_files import PartKind
 
 MIN_WALKED: Final = 100_000  # see WALKS_PER_NODE; a small tree has this allowance
 WALKS_PER_NODE: Final = 4
