@@ -19,8 +19,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from cache.events import BlockEvent, Stops, Stored
-from cache.hashing import hash_chain
-from cache.types import BlockHash, MediaStart
+from cache.types import BlockHash
 from worker.adapter.block_names import Names, Node
 from worker.adapter.block_tree import BlockTree, with_descendants
 from worker.adapter.groups import KvGroups, PartKind
@@ -115,24 +114,17 @@ class EngineBlocks:
         self._forget_held()
         return self._take_events()
 
-    def remove_missing(
-        self,
-        root: BlockHash,
-        prompt_ids: Sequence[int],
-        num_found: int,
-        at_batch: int,
-        media: Sequence[MediaStart] = (),
-    ) -> list[BlockEvent]:
+    def remove_missing(self, hashes: Sequence[BlockHash], num_found: int, at_batch: int) -> list[BlockEvent]:
         """Remove the blocks of a prompt that the engine did not find, and all blocks after them.
 
-        `num_found`: the prompt's tokens that it found. `at_batch`: `num_batches` when the request was sent. Blocks
-        that a later batch has stored or marked as held stay. `media`: those in the prompt.
+        `hashes`: those of the prompt's full blocks. `num_found`: the tokens that the engine found. `at_batch`:
+        `num_batches` when the request was sent. Blocks that a later batch has stored or marked as held stay.
         """
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
-        hashes = hash_chain(root, prompt_ids[: end - end % self._block_size], self._block_size, media)
-        if self._stopped is not None or not hashes or len(hashes) * self._block_size <= num_found:
+        first = hashes[: end // self._block_size]
+        if self._stopped is not None or len(first) * self._block_size <= num_found:
             return []
-        for node in self._holders.of(hashes[-1]):
+        for node in self._holders.of(first[-1]):
             missing = with_descendants(node)
             if all(each.stored_at <= at_batch for each in missing):
                 for each in missing:

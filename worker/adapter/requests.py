@@ -174,7 +174,8 @@ class EngineRequests:
             try:
                 self._start_reached()
                 await self._answer(active, prefill, num_expected, until_first_token)
-                self._remove_missing(active, num_expected, at_batch)
+                if active.num_cached is not None and active.num_cached < num_expected:
+                    self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
                 self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
                 self._account.drop(prefill)
@@ -185,14 +186,6 @@ class EngineRequests:
         return End(
             max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
         )
-
-    def _remove_missing(self, active: ActiveRequest, num_expected: int, at_batch: int) -> None:
-        """Remove the blocks that the engine should have found but did not."""
-        num_found, request = active.num_cached, active.request
-        if num_found is not None and num_found < num_expected:
-            root = BlockHash(request.root)
-            missing = self._blocks.remove_missing(root, request.prompt_ids, num_found, at_batch, request.media)
-            self._sink.report(missing)
 
     async def _answer(
         self, active: ActiveRequest, prefill: Prefill, num_expected: int, until_first_token: contextlib.AsyncExitStack
