@@ -11,7 +11,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from worker.adapter.api import EngineLostError, EngineModel, EngineRefusedError
+from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError
 
 CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a step
 CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
@@ -30,7 +30,7 @@ class _Typed(msgspec.Struct):
     type: str = ""
 
 
-class EngineServer:
+class EngineServer(EngineApi):
     """One engine's server, with the calls that all engines answer alike. Owned by the event loop.
 
     Every call raises EngineLostError, or EngineRefusedError for a status other than 200.
