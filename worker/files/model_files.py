@@ -137,15 +137,11 @@ def _changed(path: Path) -> CheckpointError:
 def _digest(path: Path, status: FileStatus) -> str:
     """Return the digest of a file's pieces, and keep it. Raise OSError, CheckpointError."""
     begun_s = time.time()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        pieces = range(0, status.size, _PIECE_BYTES)
-        num_threads = max(1, min(len(pieces), _MAX_THREADS, num_cores()))
-        with ThreadPoolExecutor(num_threads, "digest") as threads:
-            digests = threads.map(lambda start: _digest_piece(descriptor, start), pieces)
-            content = hashlib.sha256(b"".join(digests)).hexdigest()
-    finally:
-        os.close(descriptor)
+    pieces = range(0, status.size, _PIECE_BYTES)
+    num_threads = max(1, min(len(pieces), _MAX_THREADS, num_cores()))
+    with path.open("rb") as file, ThreadPoolExecutor(num_threads, "digest") as threads:
+        digests = threads.map(lambda start: _digest_piece(file.fileno(), start), pieces)
+        content = hashlib.sha256(b"".join(digests)).hexdigest()
     if FileStatus.of(path) != status:
         raise _changed(path)
     last_change_s = max(status.mtime_ns, status.ctime_ns) / 1e9
