@@ -235,11 +235,11 @@ class EngineBlocks:
         self.tree.forget_held()
         self._groups.forget_held()
 
-    def _stop(self, event: BlockStored | BlockRemoved) -> None:
+    def _stop(self, event: BlockStored) -> None:
         """Publish nothing any more: the rule of a KV group is not known."""
-        kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
+        kind = event.kv_cache_spec_kind or "of unknown kind"
         self._stopped = (
-            f"the engine's model keeps KV in groups (group {event.group_idx}, {kind or 'of unknown kind'}): "
+            f"the engine's model keeps KV in groups (group {event.group_idx}, {kind}): "
             "a prefix counts only if all groups have it, so nothing is published"
         )
         self._holders.remove_all()

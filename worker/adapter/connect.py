@@ -269,9 +269,8 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
 async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | None:
     """Return where the cache events come from; None for an engine that advertises none."""
     source = await api.event_source() if config.events == "auto" else EventSource(config.events, config.events_replay)
+    if source is None:
+        return None
     host = urlsplit(config.engine_url).hostname or ""
-    if source is not None:
-        source = replace(source, is_exposed=config.events_exposed)
-    if source is None or is_loopback(host):
-        return source
-    return replace(source, host=f"[{host}]" if ":" in host else host)
+    source = replace(source, is_exposed=config.events_exposed)
+    return source if is_loopback(host) else replace(source, host=f"[{host}]" if ":" in host else host)

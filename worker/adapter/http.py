@@ -111,13 +111,12 @@ class EngineServer(EngineApi):
         """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
         answer = await self.json("GET", "/v1/models")
         with understood("/v1/models"):
-            listed = answer["data"]
-            names = [str(model["id"]) for model in listed if not model.get("parent")]
-            loras = tuple(sorted(str(model["id"]) for model in listed if model.get("parent")))
-            if names:
-                base = next(model for model in listed if not model.get("parent"))
-                source, max_model_len = str(base.get("root") or ""), int(base["max_model_len"])
-                return EngineModel(names[0], source, max_model_len, loras, tuple(sorted(names[1:])))
+            bases = [model for model in answer["data"] if not model.get("parent")]
+            loras = tuple(sorted(str(model["id"]) for model in answer["data"] if model.get("parent")))
+            if bases:
+                name, *aliases = [str(model["id"]) for model in bases]
+                source, max_model_len = str(bases[0].get("root") or ""), int(bases[0]["max_model_len"])
+                return EngineModel(name, source, max_model_len, loras, tuple(sorted(aliases)))
         raise EngineRefusedError(404, "it lists no model")
 
     async def is_healthy(self) -> bool:
