@@ -61,6 +61,7 @@ class IndexWriter:
         self._count = count
         client_settings = ClientSettings(settings.username, settings.password, stall_s=settings.timeout_s)
         self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
+        self.run = self.client.run
         shard = schema.shard_of(member.worker_id, settings.num_shards)
         self._keys = schema.Keys(settings.prefix, shard)
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
@@ -80,10 +81,6 @@ class IndexWriter:
         self._rewrite_failed = False
         self.in_doubt = True
         """The sets must be rewritten before anything else is published."""
-
-    async def run(self) -> None:
-        """Keep the connection; end only by cancellation."""
-        await self.client.run()
 
     def begin_epoch(self, member: WorkerMember) -> None:
         """Replace the member. The next rewrite unlinks the old epoch's sets."""

@@ -66,8 +66,12 @@ class KVTransfers:
         allocator = pool.allocator
         allocator.track_chains()
         self.record = record
+        self.layout = "" if peers is None else record.fingerprint
+        """The fingerprint of its records; empty: it exchanges none."""
+        self.num_blocks = allocator.num_blocks
         self._allocator = allocator
         self._pool = pool
+        self.new_payload = pool.new_payload
         self._stores = stores
         self._peers = peers
         self._metrics = metrics
@@ -128,18 +132,6 @@ class KVTransfers:
         self.fetches.stop()
         for store in self._stores:
             store.close()
-
-    @property
-    def layout(self) -> str:
-        """The fingerprint of its records; empty: it exchanges none."""
-        return "" if self._peers is None else self.record.fingerprint
-
-    @property
-    def num_blocks(self) -> int:
-        return self._allocator.num_blocks
-
-    def new_payload(self) -> memoryview:
-        return self._pool.new_payload()
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
         """Read a block for a peer, from wherever this worker has it, and return the record's header. None: a miss."""
