@@ -59,31 +59,22 @@ class ActiveRequest:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass(eq=False)
 class EngineRequests:
     """Sends requests to the engine and delivers their frames. Owned by the event loop."""
 
-    def __init__(
-        self,
-        api: EngineApi,
-        blocks: EngineBlocks,
-        account: LoadAccount,
-        block_size: int,
-        name: str,
-        metrics: WorkerMetrics,
-        sink: RequestSink,
-    ) -> None:
-        """`name` begins the ids of requests at the engine."""
-        self.active: dict[RequestKey, ActiveRequest] = {}
-        self.has_sent_block = False
-        """A prompt of more than one engine block was sent."""
-        self._account = account
-        self._api = api
-        self._blocks = blocks
-        self._block_size = block_size
-        self._name = name
-        self._metrics = metrics
-        self._sink = sink
-        self._suspects = asyncio.Lock()
+    _api: EngineApi
+    _blocks: EngineBlocks
+    _account: LoadAccount
+    _block_size: int
+    _name: str
+    """Begins the ids of requests at the engine."""
+    _metrics: WorkerMetrics
+    _sink: RequestSink
+    active: dict[RequestKey, ActiveRequest] = field(default_factory=dict, init=False)
+    has_sent_block: bool = field(default=False, init=False)
+    """A prompt of more than one engine block was sent."""
+    _suspects: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
         """Begin a request. `steps` receives its trace."""
