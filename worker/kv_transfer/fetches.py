@@ -111,9 +111,6 @@ class FetchQueue:
         for number in range(self.num_threads):
             threading.Thread(target=self._run, name=f"fetch-{number}", daemon=True).start()
 
-    def is_fetching(self, sequence: TokenSequence) -> bool:
-        return sequence.fetch is not None and not sequence.fetch.ended
-
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
         if sequence.has_fetched:
             return False
