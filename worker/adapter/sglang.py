@@ -183,12 +183,9 @@ class SglangApi(EngineServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
-        """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
+    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         assert request.call is not None
-        body = chat_body(request, request_id, self._rank)
-        async for part in answer_of(self, request.call, body):
-            yield part
+        return answer_of(self, request.call, chat_body(request, request_id, self._rank))
 
     async def _info(self) -> dict[str, Any]:
         return await self._about("server_info")
