@@ -167,11 +167,7 @@ class EngineBlocks:
         An engine finds whole blocks of its own, and always computes the last token.
         """
         published = self._holders.published
-        num_matched = 0
-        for block_hash in hashes:
-            if block_hash not in published:
-                break
-            num_matched += 1
+        num_matched = next((n for n, block_hash in enumerate(hashes) if block_hash not in published), len(hashes))
         if self._groups.is_needed:
             stops = (self._holders.stops.get(hashes[at - 1], 0) for at in (num_matched, num_matched - 1) if at > 0)
             return next((num * self._block_size for num in stops if num * self._block_size < num_prompt_tokens), 0)
