@@ -74,11 +74,8 @@ class RecordFormat:
         fields = {b"version": bytes([FORMAT_VERSION]), b"layout": layout, b"payload": str(payload_bytes).encode()}
         fingerprint = blake2b(encode_fields(fields), digest_size=HASH_BYTES, key=key, person=_FORMAT_PERSON)
         self._fingerprint = fingerprint.digest()
-
-    @property
-    def fingerprint(self) -> str:
+        self.fingerprint = self._fingerprint.hex()
         """32 hex digits, equal only if workers can use each other's records."""
-        return self._fingerprint.hex()
 
     def header(self, link: ChainLink, payload: memoryview) -> bytes:
         """Return the HEADER_BYTES that go before the payload."""

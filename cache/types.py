@@ -30,6 +30,8 @@ Tier = Literal["host", "disk"]
 TierName = Annotated[str, Tier]
 """A tier as its worker names it; a newer worker may use another name (see `cache.records`)."""
 TIERS: Final = frozenset(get_args(Tier))
+Place = Literal[Tier, "peer"]
+"""Where blocks come from that are fetched into the pool."""
 
 NULL_BLOCK: Final = BlockId(0)
 HASH_BYTES: Final = 16  # with 128 bits, no two blocks have the same hash by chance

@@ -206,13 +206,11 @@ def _make_member(parts: _LoadedParts, url: str, worker_id: str, transfers: KVTra
         protocol=PROTOCOL_VERSION,
         epoch_started_ms=time.time_ns() // 1_000_000,
         oldest_protocol=OLDEST_PROTOCOL,
-        layout="" if transfers is None else transfers.layout,
-        tiers=() if transfers is None else transfers.tiers,
         capabilities=(TOKENS if parts.pooling is None else EMBEDDINGS,),
         embedding_size=0 if parts.pooling is None else parts.model.config.hidden_size,
         step_objective_s=0.0 if config.max_step_ms is None else config.max_step_ms / 1000.0,
     )
-    return signed(config.cluster_secret(), member)
+    return signed(config.cluster_secret(), member if transfers is None else transfers.described(member))
 
 
 def _make_transfers(

@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from cache.hashing import Namespace, decode_tokens, encode_tokens
 from cache.records import WorkerMember
-from cache.types import HASH_BYTES, MediaStart, Tier
+from cache.types import HASH_BYTES, MediaStart, Place
 
 PROTOCOL_VERSION: Final = 1
 """The newest that this side speaks. Optional fields need no new one: readers ignore unknown fields."""
@@ -237,7 +237,7 @@ class Started(_Frame, frozen=True, tag=0):
     """The request left the queue and its prefill begins. Sent once, first."""
 
     num_cached_tokens: int
-    fetched_tokens: dict[Annotated[str, Literal[Tier, "peer"]], int] | None = None
+    fetched_tokens: dict[Annotated[str, Place], int] | None = None
     """Those of the cached tokens that came into the pool for this request, by place."""
     queue_s: float | None = None
     """From the request's arrival to its start; None: unknown."""

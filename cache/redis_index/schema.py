@@ -97,6 +97,11 @@ class Keys:
             return self.blocks(member.worker_id, member.epoch, version)
         return f"{self._tag}:e:{member.worker_id}:{member.epoch}:{version}".encode()
 
+    def sets(self, member: WorkerMember, version: int) -> list[bytes]:
+        """Return the keys of the pool, then of each tier."""
+        tiers = [self.blocks(member.worker_id, member.epoch, version, tier) for tier in member.tiers]
+        return [self.pool(member, version), *tiers]
+
 
 class Signer:
     """Signs and verifies the entries of one shard: Redis can lose or garble an entry, but never make one.

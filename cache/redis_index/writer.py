@@ -1,9 +1,8 @@
 """The worker's side of the shared index: it writes only its own sets of blocks and its own registry entry.
 
-The pool and each tier below it have a set. Every publish is one MULTI that also reads back. A set is in doubt after an
-error, a lost connection, a wrong set size, or a restored backup. Then the worker writes a new version of all sets,
-switches its state to it, and unlinks the old sets. A late command of an old connection writes to a key that no reader
-uses.
+Every publish is one MULTI that also reads back. A set is in doubt after an error, a lost connection, a wrong set size,
+or a restored backup. Then the worker writes a new version of all sets, switches its state to it, and unlinks the old
+sets. A late command of an old connection writes to a key that no reader uses.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Final, NamedTuple
 
 from cache.records import WorkerLoad, WorkerMember
 from cache.redis_index import schema
-from cache.redis_index.client import Command, RedisClient, Reply, Transactions
+from cache.redis_index.client import Argument, Command, RedisClient, Reply, Transactions
 from cache.redis_index.connection import ClientSettings, WriterSettings
 from cache.redis_index.schema import RegistryError, ReplyError, Signer, verifies_state
 from cache.redis_index.upkeep import RegistryUpkeep, new_version, removal
@@ -33,7 +32,7 @@ _MAX_OLD_SETS: Final = 100
 
 
 class SetChange(NamedTuple):
-    """A change of the set of the pool, or of a tier's."""
+    """A change of one set."""
 
     stored: Sequence[IndexEntry]
     """Parents first."""
@@ -62,6 +61,7 @@ class IndexWriter:
         self._count = count
         client_settings = ClientSettings(settings.username, settings.password, stall_s=settings.timeout_s)
         self.client = RedisClient(url, client_settings, count=count, on_change=self._connection_changed)
+        self.run = self.client.run
         shard = schema.shard_of(member.worker_id, settings.num_shards)
         self._keys = schema.Keys(settings.prefix, shard)
         self._signer = Signer(settings.cluster_secret, settings.prefix, shard)
@@ -73,7 +73,7 @@ class IndexWriter:
         self._set_version = 0
         self._batch = 0
         self._set_keys: list[bytes] = []
-        """The keys of the current version: the pool, then the tiers. Empty before the first rewrite."""
+        """`Keys.sets` of the current version. Empty before the first rewrite."""
         self._old_sets: deque[bytes] = deque(maxlen=_MAX_OLD_SETS)
         self._last_state: bytes | None = None
         self._offset_ms: float | None = None
@@ -81,10 +81,6 @@ class IndexWriter:
         self._rewrite_failed = False
         self.in_doubt = True
         """The sets must be rewritten before anything else is published."""
-
-    async def run(self) -> None:
-        """Keep the connection; end only by cancellation."""
-        await self.client.run()
 
     def begin_epoch(self, member: WorkerMember) -> None:
         """Replace the member. The next rewrite unlinks the old epoch's sets."""
@@ -96,8 +92,7 @@ class IndexWriter:
     async def publish(self, changes: Sequence[SetChange], load: WorkerLoad) -> bool:
         """Publish changes in one MULTI, and restore an entry that others have overwritten.
 
-        `changes`: that of the pool, then one for each of the member's tiers. False: the sets are in doubt, and
-        `rewrite` must follow.
+        `changes` has one for each of `Keys.sets`. False: the sets are in doubt, and `rewrite` must follow.
         """
         assert not self.in_doubt
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
@@ -105,9 +100,8 @@ class IndexWriter:
         state = self._state(load, num_held)
         commands: list[Command] = [("HGET", self._keys.states, worker_id), ("HGET", self._keys.members, worker_id)]
         for key, change in zip(self._set_keys, changes, strict=True):
-            is_hash = self._has_ends and change is changes[0]
-            commands += self._stored(key, change.stored, change.stops if is_hash else None)
-            commands += self._chunked("HDEL" if is_hash else "SREM", key, change.removed)
+            commands += self._stored(key, change.stored, change.stops)
+            commands += self._chunked("HDEL" if self._is_hash(key) else "SREM", key, change.removed)
             commands.append(("PEXPIRE", key, ttl_ms))
         commands.append(("HSET", self._keys.states, worker_id, state))
         commands += self._sizes()
@@ -143,13 +137,12 @@ class IndexWriter:
         self,
         held: Sequence[IndexEntry],
         load: WorkerLoad,
-        tiers: Sequence[Sequence[IndexEntry]] = (),
+        others: Sequence[Sequence[IndexEntry]] = (),
         stops: Sequence[int] = (),
     ) -> bool:
         """Write a new version of all sets, parents first, and switch to it. False: try again later.
 
-        `held` is the pool's; `tiers` has what each of the member's tiers holds. `stops` are those of
-        `held` if the member has ends.
+        `held` is for the first of `Keys.sets`, with its `stops` if the member has ends; `others` are for the rest.
         """
         replies = await self._transactions.ask(("TIME",))
         if replies is None or not self._take_clock(replies[0]):
@@ -159,13 +152,10 @@ class IndexWriter:
         self._set_version += 1 + (secrets.randbelow(1 << 32) if self._rewrite_failed else 0)
         self._rewrite_failed = True
         worker_id, ttl_ms = self.member.worker_id, int(self._settings.set_ttl_s * 1000)
-        self._set_keys = [self._keys.pool(self.member, self._set_version)]
-        for tier in self.member.tiers:
-            self._set_keys.append(self._keys.blocks(worker_id, self.member.epoch, self._set_version, tier))
+        self._set_keys = self._keys.sets(self.member, self._set_version)
         num_held = []
-        for key, entries in zip(self._set_keys, (held, *tiers), strict=True):
-            is_hash = self._has_ends and key is self._set_keys[0]
-            if not await self._fill(key, self._stored(key, entries, stops if is_hash else None), ttl_ms):
+        for key, entries in zip(self._set_keys, (held, *others), strict=True):
+            if not await self._fill(key, self._stored(key, entries, stops), ttl_ms):
                 return False
             num_held.append(len(entries))
         state = self._state(load, num_held)
@@ -202,27 +192,22 @@ class IndexWriter:
     def _registration(self) -> list[Command]:
         return [("HSET", self._keys.members, self.member.worker_id, self._record), new_version(self._keys)]
 
-    def _chunked(self, command: str, key: bytes, entries: Sequence[IndexEntry]) -> list[Command]:
-        size = self._settings.chunk
-        return [(command, key, *entries[start : start + size]) for start in range(0, len(entries), size)]
+    def _chunked(self, command: str, key: bytes, words: Sequence[Argument], num_per_entry: int = 1) -> list[Command]:
+        size = self._settings.chunk * num_per_entry
+        return [(command, key, *words[start : start + size]) for start in range(0, len(words), size)]
 
-    def _stored(self, key: bytes, entries: Sequence[IndexEntry], stops: Sequence[int] | None) -> list[Command]:
+    def _stored(self, key: bytes, entries: Sequence[IndexEntry], stops: Sequence[int]) -> list[Command]:
         """Return the commands that store entries in a set, or with their `stops` in a hash."""
-        if stops is None:
+        if not self._is_hash(key):
             return self._chunked("SADD", key, entries)
-        size = self._settings.chunk
-        pairs = list(zip(entries, stops, strict=True))
-        parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-        return [("HSET", key, *(word for pair in part for word in pair)) for part in parts]
+        return self._chunked("HSET", key, [word for pair in zip(entries, stops, strict=True) for word in pair], 2)
 
-    @property
-    def _has_ends(self) -> bool:
-        return self.member.ends in schema.KNOWN_ENDS
+    def _is_hash(self, key: bytes) -> bool:
+        return self.member.ends in schema.KNOWN_ENDS and key == self._set_keys[0]
 
     def _sizes(self) -> list[Command]:
         """Return the commands that read how many entries each of `_set_keys` has."""
-        sizes: list[Command] = [("SCARD", key) for key in self._set_keys]
-        return [("HLEN", self._set_keys[0]), *sizes[1:]] if self._has_ends else sizes
+        return [("HLEN" if self._is_hash(key) else "SCARD", key) for key in self._set_keys]
 
     async def _fill(self, key: bytes, chunks: Sequence[Command], ttl_ms: int) -> bool:
         """Run the chunks, a few at a time, so that lookups run in between.

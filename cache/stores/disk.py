@@ -16,7 +16,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -88,11 +88,8 @@ class DiskStore(BlockStore):
         segment, offset = self._locate(record)
         header = bytearray(HEADER_BYTES)
         try:
-            file = os.open(self._path(segment), os.O_RDONLY | os.O_NOFOLLOW)
-            try:
+            with self._opened(segment, os.O_RDONLY) as file:
                 os.preadv(file, [header, payload], offset)  # a short read fails the digest
-            finally:
-                os.close(file)
         except OSError as error:
             self._drop_if_gone(error, segment)
             return False
@@ -102,11 +99,8 @@ class DiskStore(BlockStore):
         segment, offset = self._locate(record)
         header = self._format.header(link, payload)
         try:
-            file = os.open(self._path(segment), os.O_WRONLY | os.O_NOFOLLOW)  # no O_CREAT: `clear` may have run
-            try:
+            with self._opened(segment, os.O_WRONLY) as file:  # no O_CREAT: `clear` may have run
                 num_written = os.pwritev(file, [header, payload], offset)
-            finally:
-                os.close(file)
             if num_written != self._format.record_bytes:
                 raise OSError(f"{num_written:,} of {self._format.record_bytes:,} bytes were written")
         except OSError as error:
@@ -171,6 +165,15 @@ class DiskStore(BlockStore):
         segment, index = divmod(record, self._records_per_segment)
         return segment, index * self._format.record_bytes
 
+    @contextmanager
+    def _opened(self, segment: int, mode: int) -> Iterator[int]:
+        """Open the file of a segment, but no link. Raises OSError."""
+        file = os.open(self._path(segment), mode | os.O_NOFOLLOW)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
     def _path(self, segment: int) -> Path:
         return self._folder / f"{self._format.fingerprint}-{segment}.blocks"
 
@@ -218,13 +221,10 @@ class DiskStore(BlockStore):
         first, size = segment * self._records_per_segment, self._format.record_bytes
         links: list[ChainLink | None] = [None] * self._segments[segment]
         try:
-            file = os.open(self._path(segment), os.O_RDONLY | os.O_NOFOLLOW)
-            try:
+            with self._opened(segment, os.O_RDONLY) as file:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the payloads
                 for index in range(len(links)):
                     links[index] = self._format.find_link(os.pread(file, HEADER_BYTES, index * size))
-            finally:
-                os.close(file)
         except OSError as error:
             logger.warning("segment %d in %s: %s", segment, self._folder, error)
         return list(enumerate(links, first))

@@ -108,7 +108,10 @@ class EnginePart(NamedTuple):
 
 
 class EngineApi(Protocol):
-    """One data-parallel rank of one engine. Every call raises EngineLostError or EngineRefusedError."""
+    """One data-parallel rank of one engine. Every call raises EngineLostError or EngineRefusedError.
+
+    An engine that lacks a feature has the answer that is given here.
+    """
 
     kind: str
 
@@ -132,12 +135,14 @@ class EngineApi(Protocol):
 
     async def is_paused(self) -> bool:
         """Return whether the engine reports that it is paused. False if it does not answer."""
+        return False
 
     async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
         """Wait for one token, or for an answer of a model without text. Return the cached tokens; None: unknown."""
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Return the engine's defaults of missing sampling parameters; None if unknown."""
+        return None
 
     async def ranks(self) -> tuple[int, ...]:
         """Return the data-parallel ranks that the engine lists."""
@@ -147,9 +152,11 @@ class EngineApi(Protocol):
 
     async def drops_last_block(self) -> bool:
         """Return whether it computes the last matching block again: it does, or may (vLLM with EAGLE and MTP)."""
+        return False
 
     async def index_problem(self) -> str | None:
         """Return why the engine's cache events cannot give a prefix index, or None if they can."""
+        return None
 
     async def reset(self) -> None:
         """Empty the prefix cache."""
@@ -159,6 +166,7 @@ class EngineApi(Protocol):
 
     async def takes_images(self) -> bool:
         """Return whether these APIs take images next to text."""
+        return False
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""

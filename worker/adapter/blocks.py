@@ -19,14 +19,12 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from cache.events import BlockEvent, Stops, Stored
-from cache.hashing import hash_chain
-from cache.types import BlockHash, MediaStart
+from cache.types import BlockHash
 from worker.adapter.block_names import Names, Node
 from worker.adapter.block_tree import BlockTree, with_descendants
-from worker.adapter.groups import KvGroups
+from worker.adapter.groups import KvGroups, PartKind
 from worker.adapter.holders import BlockHolders
 from worker.adapter.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
-from worker.files.model_files import PartKind
 
 MIN_WALKED: Final = 100_000  # see WALKS_PER_NODE; a small tree has this allowance
 WALKS_PER_NODE: Final = 4
@@ -116,24 +114,17 @@ class EngineBlocks:
         self._forget_held()
         return self._take_events()
 
-    def remove_missing(
-        self,
-        root: BlockHash,
-        prompt_ids: Sequence[int],
-        num_found: int,
-        at_batch: int,
-        media: Sequence[MediaStart] = (),
-    ) -> list[BlockEvent]:
+    def remove_missing(self, hashes: Sequence[BlockHash], num_found: int, at_batch: int) -> list[BlockEvent]:
         """Remove the blocks of a prompt that the engine did not find, and all blocks after them.
 
-        `num_found`: the prompt's tokens that it found. `at_batch`: `num_batches` when the request was sent. Blocks
-        that a later batch has stored or marked as held stay. `media`: those in the prompt.
+        `hashes`: those of the prompt's full blocks. `num_found`: the tokens that the engine found. `at_batch`:
+        `num_batches` when the request was sent. Blocks that a later batch has stored or marked as held stay.
         """
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
-        hashes = hash_chain(root, prompt_ids[: end - end % self._block_size], self._block_size, media)
-        if self._stopped is not None or not hashes or len(hashes) * self._block_size <= num_found:
+        first = hashes[: end // self._block_size]
+        if self._stopped is not None or len(first) * self._block_size <= num_found:
             return []
-        for node in self._holders.of(hashes[-1]):
+        for node in self._holders.of(first[-1]):
             missing = with_descendants(node)
             if all(each.stored_at <= at_batch for each in missing):
                 for each in missing:
@@ -176,11 +167,7 @@ class EngineBlocks:
         An engine finds whole blocks of its own, and always computes the last token.
         """
         published = self._holders.published
-        num_matched = 0
-        for block_hash in hashes:
-            if block_hash not in published:
-                break
-            num_matched += 1
+        num_matched = next((n for n, block_hash in enumerate(hashes) if block_hash not in published), len(hashes))
         if self._groups.is_needed:
             stops = (self._holders.stops.get(hashes[at - 1], 0) for at in (num_matched, num_matched - 1) if at > 0)
             return next((num * self._block_size for num in stops if num * self._block_size < num_prompt_tokens), 0)
@@ -244,11 +231,11 @@ class EngineBlocks:
         self.tree.forget_held()
         self._groups.forget_held()
 
-    def _stop(self, event: BlockStored | BlockRemoved) -> None:
+    def _stop(self, event: BlockStored) -> None:
         """Publish nothing any more: the rule of a KV group is not known."""
-        kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
+        kind = event.kv_cache_spec_kind or "of unknown kind"
         self._stopped = (
-            f"the engine's model keeps KV in groups (group {event.group_idx}, {kind or 'of unknown kind'}): "
+            f"the engine's model keeps KV in groups (group {event.group_idx}, {kind}): "
             "a prefix counts only if all groups have it, so nothing is published"
         )
         self._holders.remove_all()

@@ -27,6 +27,7 @@ from cache.types import WorkerId
 from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError, EventSource
 from worker.adapter.blocks import EngineBlocks
 from worker.adapter.engine import AdapterEngine
+from worker.adapter.groups import part_kind
 from worker.adapter.health import EngineHealth, facts_of
 from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
@@ -38,7 +39,6 @@ from worker.config import WorkerConfig
 from worker.contracts.engine import EngineSinks
 from worker.contracts.metrics import WorkerMetrics
 from worker.files.generation_config import sampling_defaults
-from worker.files.model_files import part_kind
 from worker.files.tokenizer_files import bundle_of_folder, tokenizer_folder
 from worker.wire import OLDEST_PROTOCOL, PROTOCOL_VERSION, EngineCall, SamplingDefaults, TokenizerBundle
 
@@ -269,9 +269,8 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
 async def event_source(api: EngineApi, config: WorkerConfig) -> EventSource | None:
     """Return where the cache events come from; None for an engine that advertises none."""
     source = await api.event_source() if config.events == "auto" else EventSource(config.events, config.events_replay)
+    if source is None:
+        return None
     host = urlsplit(config.engine_url).hostname or ""
-    if source is not None:
-        source = replace(source, is_exposed=config.events_exposed)
-    if source is None or is_loopback(host):
-        return source
-    return replace(source, host=f"[{host}]" if ":" in host else host)
+    source = replace(source, is_exposed=config.events_exposed)
+    return source if is_loopback(host) else replace(source, host=f"[{host}]" if ":" in host else host)

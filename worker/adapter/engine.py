@@ -56,6 +56,9 @@ MAX_PROBLEM_CHARS: Final = 200  # it is part of each state in Redis
 class AdapterEngine:
     """`worker.contracts.engine.Engine` over an `EngineApi`. `start` and everything else belong to the event loop."""
 
+    exchange: Final = None
+    """The engine moves its blocks itself."""
+
     def __init__(
         self,
         api: EngineApi,
@@ -105,10 +108,6 @@ class AdapterEngine:
         if self._subscriber.is_silent and self._blocks.num_batches == 0 and self._requests.has_sent_block:
             return "no cache event has arrived from the engine: run `headstart doctor --engine-url`"
         return self._blocks.problem
-
-    @property
-    def exchange(self) -> None:
-        """The engine moves its blocks itself."""
 
     async def catch_up(self) -> None:
         """Apply the events that the engine still has, and wait for its first token. Before `start`.

@@ -6,23 +6,25 @@ attention's blocks. Hashes carry no group: a block has the same name in each, an
 inside one of the tree's blocks has its position from the names around it.
 
 vLLM with EAGLE or MTP computes the last matching block again. SGLang with EAGLE matches pairs of tokens, so the last
-block of a match also needs the token after it. There a node's stop is one block lower.
+block of a match also needs the token after it. There a node's stop is one block lower. `part_kind` reads from the
+model's configuration which groups are to be expected.
 Source: vllm/v1/core/kv_cache_coordinator.py, single_type_kv_cache_manager.py.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import lcm
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from worker.adapter.block_names import Node
 from worker.adapter.block_tree import BlockTree
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EngineHash
-from worker.files.model_files import PartKind
 
 FULL_KINDS: Final = (None, "full_attention", "sink_full_attention", "mla_attention")
 """Kinds of a group in which every block of a prefix is needed, and kept, in order."""
@@ -38,6 +40,11 @@ _MIN_MARGIN: Final = 2
 """The engine always computes a prompt's last token, and pairs with it match nothing."""
 _ALL: Final = 1 << 40
 """The run of a block if the group holds every block up to it."""
+PartKind = Literal["windows", "states"]
+"""The part that some layers keep of their KV: that of the last tokens, or a state."""
+_STATES: Final = ("conv", "delta", "lightning", "linear", "mamba", "recurrent", "ssm")
+"""Parts of the names of layers with a state."""
+_STATE_FIELDS: Final = ("attn_type_list", "conv_L_cache", "hybrid_override_pattern", "layers_block_type")
 
 
 @dataclass(slots=True)
@@ -384,3 +391,24 @@ def _descendants(node: Node, distance: int) -> Iterator[Node]:
             yield child
             if child.num_tokens < last:
                 stack.append(child)
+
+
+def part_kind(folder: Path) -> PartKind | None:
+    """Return what some layers keep: the last tokens, or a state; None if all keep everything, or it is not known."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        return _kind_of(config.get("text_config") or config)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def _kind_of(fields: dict[str, Any]) -> PartKind | None:
+    layer_types = fields.get("layer_types")
+    if isinstance(layer_types, list) and layer_types:
+        names = {str(name) for name in layer_types}
+        has_states = any(state in name for name in names for state in _STATES)
+        has_windows = any("sliding" in name for name in names)
+    else:
+        has_states = any(name in _STATE_FIELDS or name.startswith(("mamba_", "ssm_")) for name in fields)
+        has_windows = bool(fields.get("sliding_window")) and fields.get("use_sliding_window") is not False
+    return "states" if has_states else "windows" if has_windows else None

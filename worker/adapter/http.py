@@ -11,7 +11,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from worker.adapter.api import EngineLostError, EngineModel, EngineRefusedError
+from worker.adapter.api import EngineApi, EngineLostError, EngineModel, EngineRefusedError
 
 CALL_TIMEOUT_S: Final = 5.0  # for questions that an engine answers without a step
 CONNECT_TIMEOUT_S: Final = 5.0  # a lost SYN packet is sent again after 1 s and 3 s
@@ -30,7 +30,7 @@ class _Typed(msgspec.Struct):
     type: str = ""
 
 
-class EngineServer:
+class EngineServer(EngineApi):
     """One engine's server, with the calls that all engines answer alike. Owned by the event loop.
 
     Every call raises EngineLostError, or EngineRefusedError for a status other than 200.
@@ -111,13 +111,12 @@ class EngineServer:
         """Return the model that the server lists, and the LoRA adapters that name it as their parent."""
         answer = await self.json("GET", "/v1/models")
         with understood("/v1/models"):
-            listed = answer["data"]
-            names = [str(model["id"]) for model in listed if not model.get("parent")]
-            loras = tuple(sorted(str(model["id"]) for model in listed if model.get("parent")))
-            if names:
-                base = next(model for model in listed if not model.get("parent"))
-                source, max_model_len = str(base.get("root") or ""), int(base["max_model_len"])
-                return EngineModel(names[0], source, max_model_len, loras, tuple(sorted(names[1:])))
+            bases = [model for model in answer["data"] if not model.get("parent")]
+            loras = tuple(sorted(str(model["id"]) for model in answer["data"] if model.get("parent")))
+            if bases:
+                name, *aliases = [str(model["id"]) for model in bases]
+                source, max_model_len = str(bases[0].get("root") or ""), int(bases[0]["max_model_len"])
+                return EngineModel(name, source, max_model_len, loras, tuple(sorted(aliases)))
         raise EngineRefusedError(404, "it lists no model")
 
     async def is_healthy(self) -> bool:

@@ -59,31 +59,22 @@ class ActiveRequest:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass(eq=False)
 class EngineRequests:
     """Sends requests to the engine and delivers their frames. Owned by the event loop."""
 
-    def __init__(
-        self,
-        api: EngineApi,
-        blocks: EngineBlocks,
-        account: LoadAccount,
-        block_size: int,
-        name: str,
-        metrics: WorkerMetrics,
-        sink: RequestSink,
-    ) -> None:
-        """`name` begins the ids of requests at the engine."""
-        self.active: dict[RequestKey, ActiveRequest] = {}
-        self.has_sent_block = False
-        """A prompt of more than one engine block was sent."""
-        self._account = account
-        self._api = api
-        self._blocks = blocks
-        self._block_size = block_size
-        self._name = name
-        self._metrics = metrics
-        self._sink = sink
-        self._suspects = asyncio.Lock()
+    _api: EngineApi
+    _blocks: EngineBlocks
+    _account: LoadAccount
+    _block_size: int
+    _name: str
+    """Begins the ids of requests at the engine."""
+    _metrics: WorkerMetrics
+    _sink: RequestSink
+    active: dict[RequestKey, ActiveRequest] = field(default_factory=dict, init=False)
+    has_sent_block: bool = field(default=False, init=False)
+    """A prompt of more than one engine block was sent."""
+    _suspects: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def submit(self, key: RequestKey, request: GenerateRequest, steps: StepLog | None) -> None:
         """Begin a request. `steps` receives its trace."""
@@ -174,7 +165,8 @@ class EngineRequests:
             try:
                 self._start_reached()
                 await self._answer(active, prefill, num_expected, until_first_token)
-                self._remove_missing(active, num_expected, at_batch)
+                if active.num_cached is not None and active.num_cached < num_expected:
+                    self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
                 self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
                 self._account.drop(prefill)
@@ -185,14 +177,6 @@ class EngineRequests:
         return End(
             max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
         )
-
-    def _remove_missing(self, active: ActiveRequest, num_expected: int, at_batch: int) -> None:
-        """Remove the blocks that the engine should have found but did not."""
-        num_found, request = active.num_cached, active.request
-        if num_found is not None and num_found < num_expected:
-            root = BlockHash(request.root)
-            missing = self._blocks.remove_missing(root, request.prompt_ids, num_found, at_batch, request.media)
-            self._sink.report(missing)
 
     async def _answer(
         self, active: ActiveRequest, prefill: Prefill, num_expected: int, until_first_token: contextlib.AsyncExitStack

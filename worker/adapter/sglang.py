@@ -1,7 +1,8 @@
 """SGLang's HTTP API, experimental: chats of one rank of the server. No other route is offered.
 
 `/tokenize` renders the prompt, and the chat API answers for its ids. The cache events carry the salt of their requests
-since 0.5.20. An older version is served without a prefix index.
+since 0.5.20. An older version is served without a prefix index. Their tokens show whether the engine matches pairs of
+tokens, so `drops_last_block` is not asked (`worker.adapter.groups`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from worker.adapter.api import EngineLoad, EngineModel, EnginePart, EngineRefuse
 from worker.adapter.http import CALL_TIMEOUT_S, EngineServer, understood
 from worker.adapter.text import LENGTHS, answer_of, decode_body, shorten
 from worker.common.capabilities import CHAT
-from worker.wire import EngineCall, GenerateRequest, Rendered, SamplingDefaults
+from worker.wire import EngineCall, GenerateRequest, Rendered
 
 _COUNTS: Final = (
     *("num_running_reqs", "num_queue_reqs", "token_usage", "prompt_tokens_total", "generation_tokens_total"),
@@ -116,9 +117,6 @@ class SglangApi(EngineServer):
                 reuses_prefixes=None if "disable_radix_cache" not in info else not info["disable_radix_cache"],
             )
 
-    async def is_paused(self) -> bool:
-        return False
-
     async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
         body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 1}}
         if salt:
@@ -129,12 +127,6 @@ class SglangApi(EngineServer):
         with understood("/generate"):
             num_cached = answer["meta_info"].get("cached_tokens")
             return None if num_cached is None else int(num_cached)
-
-    async def sampling_defaults(self) -> SamplingDefaults | None:
-        return None
-
-    async def takes_images(self) -> bool:
-        return False
 
     async def ranks(self) -> tuple[int, ...]:
         info = await self._info()
@@ -152,10 +144,6 @@ class SglangApi(EngineServer):
             return EventSource(
                 endpoint, replay and _of_rank(replay, rank), source.get("topic") or "", source.get("bind")
             )
-
-    async def drops_last_block(self) -> bool:
-        """Return False: SGLang's events show by their tokens whether it matches pairs (see `worker.adapter.groups`)."""
-        return False
 
     async def index_problem(self) -> str | None:
         info = await self._info()
@@ -195,12 +183,9 @@ class SglangApi(EngineServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
-        """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
+    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         assert request.call is not None
-        body = chat_body(request, request_id, self._rank)
-        async for part in answer_of(self, request.call, body):
-            yield part
+        return answer_of(self, request.call, chat_body(request, request_id, self._rank))
 
     async def _info(self) -> dict[str, Any]:
         return await self._about("server_info")

@@ -110,10 +110,7 @@ class TextServer(EngineServer):
 
     async def text_apis(self) -> tuple[str, ...]:
         """Return the APIs that the engine offers. Those that generate text also render prompts."""
-        found = []
-        for path in TEXT_APIS:
-            if await self._has(path) and await self._has(f"{path}/render"):
-                found.append(path)
+        found = [path for path in TEXT_APIS if await self._has(path) and await self._has(f"{path}/render")]
         return (*found, *[path for path in POOLING_PATHS if await self._has(path)])
 
     async def pools(self) -> bool:

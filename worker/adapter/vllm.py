@@ -139,9 +139,6 @@ class VllmApi(TextServer):
         except EngineRefusedError:
             return {}
 
-    async def index_problem(self) -> str | None:
-        return None
-
     async def reset(self) -> None:
         try:
             answer = await self.json(

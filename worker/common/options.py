@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -187,9 +187,6 @@ def make_parser(config: type[SharedConfig], groups: Sequence[str], name: str, te
     p = CommandParser(f"headstart {name}", command=name, description=text, argument_default=argparse.SUPPRESS)
     group_of = {title: p.add_argument_group(title) for title in groups}
     for each in fields(config):
-        group_of[each.metadata["group"]].add_argument(_flag(each), dest=each.name, **each.metadata["arguments"])
+        metadata, flag = each.metadata, each.metadata["flag"] or option_name(each.name)
+        group_of[metadata["group"]].add_argument(flag, dest=each.name, **metadata["arguments"])
     return p
-
-
-def _flag(option: Field[Any]) -> str:
-    return option.metadata["flag"] or option_name(option.name)

@@ -79,6 +79,10 @@ class PreparedParts:
 class EngineCore:
     """`worker.contracts.engine.Engine` over a scheduler and a runner in this process."""
 
+    index_problem: Final = None
+    not_ready_reason: Final = None
+    """It serves as soon as it has started."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -129,14 +133,6 @@ class EngineCore:
     @property
     def load(self) -> WorkerLoad:
         return self._reporter.load
-
-    @property
-    def not_ready_reason(self) -> None:
-        """Return None: it serves as soon as it has started."""
-
-    @property
-    def index_problem(self) -> str | None:
-        return None
 
     def start(self) -> None:
         if self._transfers is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from cache.events import BlockEvent
@@ -28,29 +28,22 @@ from worker.scheduler.scheduler import Scheduler
 REPORT_INTERVAL_S: Final = 0.05  # as often as the publisher sends
 
 
+@dataclass(eq=False)
 class Reporter:
     """Reports cache events and load, on the engine thread. Its counters cover one epoch."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        rate: PrefillRate,
-        metrics: WorkerMetrics,
-        transfers: KVTransfers | None = None,
-        publisher: EventPublisher | None = None,
-    ) -> None:
-        self.rate = rate
-        self.starts = StartInterval()
-        self.draining = False
-        """Report as draining. Any thread may set it."""
-        self.load = WorkerLoad()
-        """As last reported. Frozen: any thread may read it."""
-        self._scheduler = scheduler
-        self._metrics = metrics
-        self._transfers = transfers
-        self._publisher = publisher
-        self._assigned_s = 0.0
-        self._reported_s = 0.0
+    _scheduler: Scheduler
+    rate: PrefillRate
+    _metrics: WorkerMetrics
+    _transfers: KVTransfers | None = None
+    _publisher: EventPublisher | None = None
+    starts: StartInterval = field(default_factory=StartInterval, init=False)
+    draining: bool = field(default=False, init=False)
+    """Report as draining. Any thread may set it."""
+    load: WorkerLoad = field(default_factory=WorkerLoad, init=False)
+    """As last reported. Frozen: any thread may read it."""
+    _assigned_s: float = field(default=0.0, init=False)
+    _reported_s: float = field(default=0.0, init=False)
 
     def assign(self, request: Request) -> None:
         """Count a submitted request."""
@@ -99,7 +92,7 @@ class Reporter:
             if request.first_token_s is None:
                 queued[GatewayId(request.wire.gateway_id)] += self._prefill_s(_num_tokens_left(request), bounded)
         growth_blocks = sum(num_growth_blocks(sequence, allocator) for sequence in scheduler.running)
-        return WorkerLoad(
+        load = WorkerLoad(
             queued_prefill_s=dict(queued),
             assigned_prefill_s=self._assigned_s,
             prefill_tokens_per_s=self.rate.tokens_per_s,
@@ -109,10 +102,9 @@ class Reporter:
             num_blocks=allocator.num_blocks,
             draining=self.draining,
             start_interval_s=self.starts.mean_s,
-            tier_tokens_per_s=() if self._transfers is None else self._transfers.tier_tokens_per_s(),
-            fetch_tokens_per_s=0.0 if self._transfers is None else self._transfers.fetch_tokens_per_s(),
             bounded_prefill_tokens_per_s=bounded,
         )
+        return load if self._transfers is None else self._transfers.with_rates(load)
 
     def _prefill_s(self, num_tokens: int, bounded: float) -> float:
         """Return the time that these tokens take, at a `_bounded_tokens_per_s` if there is one."""

@@ -1,7 +1,5 @@
 """The identity of a model: a digest of every byte of its files, made once and kept in the user's cache folder.
 
-`part_kind` returns which part of some layers' KV it keeps.
-
 Without torch: adapters, which load no model, name it as a worker does.
 """
 
@@ -18,7 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 from worker.common.cache_folder import cache_folder, delete_unused
 from worker.common.command_line import reason
@@ -38,11 +36,6 @@ MIN_KEPT_BYTES: Final = 16 << 20
 SETTLED_S: Final = 2.0
 """A file that changed less than this ago may change again within one tick of its clock: its digest is not kept."""
 _FOLDER_PATTERNS: Final = ("config.json", "*.safetensors", "*.safetensors.index.json")
-PartKind = Literal["windows", "states"]
-
-_STATES: Final = ("conv", "delta", "lightning", "linear", "mamba", "recurrent", "ssm")
-"""Parts of the names of layers with a state."""
-_STATE_FIELDS: Final = ("attn_type_list", "conv_L_cache", "hybrid_override_pattern", "layers_block_type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +137,11 @@ def _changed(path: Path) -> CheckpointError:
 def _digest(path: Path, status: FileStatus) -> str:
     """Return the digest of a file's pieces, and keep it. Raise OSError, CheckpointError."""
     begun_s = time.time()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        pieces = range(0, status.size, _PIECE_BYTES)
-        num_threads = max(1, min(len(pieces), _MAX_THREADS, num_cores()))
-        with ThreadPoolExecutor(num_threads, "digest") as threads:
-            digests = threads.map(lambda start: _digest_piece(descriptor, start), pieces)
-            content = hashlib.sha256(b"".join(digests)).hexdigest()
-    finally:
-        os.close(descriptor)
+    pieces = range(0, status.size, _PIECE_BYTES)
+    num_threads = max(1, min(len(pieces), _MAX_THREADS, num_cores()))
+    with path.open("rb") as file, ThreadPoolExecutor(num_threads, "digest") as threads:
+        digests = threads.map(lambda start: _digest_piece(file.fileno(), start), pieces)
+        content = hashlib.sha256(b"".join(digests)).hexdigest()
     if FileStatus.of(path) != status:
         raise _changed(path)
     last_change_s = max(status.mtime_ns, status.ctime_ns) / 1e9
@@ -214,25 +203,3 @@ def _keep(path: Path, status: FileStatus, content: str) -> None:
         temporary.replace(_kept_file(folder, path))
     except OSError as error:
         logger.info("the digest of %s is not kept, so the next start makes it again: %s", path, error)
-
-
-def part_kind(folder: Path) -> PartKind | None:
-    """Return what some layers keep: the last tokens, or a state; None if all keep everything, or it is not known."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        return _kind_of(config.get("text_config") or config)
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None
-
-
-def _kind_of(fields: dict[str, Any]) -> PartKind | None:
-    layer_types = fields.get("layer_types")
-    if isinstance(layer_types, list) and layer_types:
-        names = {str(name) for name in layer_types}
-        if any(state in name for name in names for state in _STATES):
-            return "states"
-        return "windows" if any("sliding" in name for name in names) else None
-    if any(name in _STATE_FIELDS or name.startswith(("mamba_", "ssm_")) for name in fields):
-        return "states"
-    has_windows = bool(fields.get("sliding_window")) and fields.get("use_sliding_window") is not False
-    return "windows" if has_windows else None

@@ -88,42 +88,28 @@ class PrefixFetch:
         return {place: count for place, count in counts.items() if count > 0}
 
 
+@dataclass(eq=False)
 class FetchQueue:
     """The fetches of an engine: a `worker.scheduler.prefix_wait.PrefixFetcher`. Owned by the engine thread."""
 
-    def __init__(
-        self,
-        allocator: HashAllocator,
-        pool: PoolBlocks,
-        prefill_rate: PrefillRate,
-        sources: Callable[[TokenSequence, Sequence[BlockHash], int], list[FetchSource]],
-        on_end: Callable[[PrefixFetch], None] = lambda fetch: None,
-        wake: Callable[[], None] = lambda: None,
-        *,
-        num_threads: int = NUM_THREADS,
-    ) -> None:
-        """`sources` lists the places of the blocks after the first n, in the order of the chain.
-
-        `on_end` receives every fetch that has ended. `wake`, on any thread, makes the engine thread call `poll` soon.
-        """
-        self._allocator = allocator
-        self._pool = pool
-        self._prefill_rate = prefill_rate
-        self._sources = sources
-        self._on_end = on_end
-        self._wake = wake
-        self.active: list[PrefixFetch] = []
-        self._fetches: dict[BlockHash, PrefixFetch] = {}
-        """Active fetches by the blocks that they bring."""
-        self._jobs: queue.SimpleQueue[PrefixFetch | None] = queue.SimpleQueue()
-        self._num_threads = num_threads
+    _allocator: HashAllocator
+    _pool: PoolBlocks
+    _prefill_rate: PrefillRate
+    _sources: Callable[[TokenSequence, Sequence[BlockHash], int], list[FetchSource]]
+    """Lists the places of the blocks after the first n, in the order of the chain."""
+    _on_end: Callable[[PrefixFetch], None] = lambda fetch: None
+    """Receives every fetch that has ended."""
+    _wake: Callable[[], None] = lambda: None
+    """Makes the engine thread call `poll` soon. Any thread."""
+    num_threads: int = NUM_THREADS
+    active: list[PrefixFetch] = field(default_factory=list, init=False)
+    _fetches: dict[BlockHash, PrefixFetch] = field(default_factory=dict, init=False)
+    """Active fetches by the blocks that they bring."""
+    _jobs: queue.SimpleQueue[PrefixFetch | None] = field(default_factory=queue.SimpleQueue, init=False)
 
     def start_threads(self) -> None:
-        for number in range(self._num_threads):
+        for number in range(self.num_threads):
             threading.Thread(target=self._run, name=f"fetch-{number}", daemon=True).start()
-
-    def is_fetching(self, sequence: TokenSequence) -> bool:
-        return sequence.fetch is not None and not sequence.fetch.ended
 
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
         if sequence.has_fetched:
@@ -144,7 +130,7 @@ class FetchQueue:
         if not sources:
             sequence.has_fetched = True
             return False
-        if len(self.active) >= self._num_threads:  # each of them ends soon, by its deadline at the latest
+        if len(self.active) >= self.num_threads:  # each of them ends soon, by its deadline at the latest
             return True
         return self._begin(sequence, hashes, sources, seconds)
 
@@ -167,7 +153,7 @@ class FetchQueue:
         self, root: BlockHash, hashes: Sequence[BlockHash], source: FetchSource, deadline_s: float
     ) -> PrefixFetch | None:
         """Fetch a chain for no sequence, from one source. None: it is present, or no thread or space is free."""
-        is_busy = len(self.active) > self._num_threads // 2 or any(each in self._fetches for each in hashes)
+        is_busy = len(self.active) > self.num_threads // 2 or any(each in self._fetches for each in hashes)
         if is_busy or source.start >= source.stop:
             return None
         return self._reserve(root, hashes, [source], deadline_s, in_background=True)
@@ -187,7 +173,7 @@ class FetchQueue:
 
     def stop(self) -> None:
         self.give_up_all()
-        for _ in range(self._num_threads):
+        for _ in range(self.num_threads):
             self._jobs.put(None)
 
     # --- on the engine thread -----------------------------------------------------------------------------------

@@ -9,14 +9,18 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from http.client import HTTPException
 from typing import Final, TypeVar
 
+import msgspec
+
 from cache.block_record import RecordFormat
 from cache.events import BlockEvent, Stored
+from cache.records import WorkerLoad, WorkerMember
 from cache.stores.base import BlockStore
-from cache.types import BlockHash, ChainLink, Tier
+from cache.types import BlockHash, ChainLink
 from worker.contracts.engine import EventPublisher
 from worker.contracts.exchange import ChainsWanted, Handover, OfferedChain
 from worker.contracts.mailbox import Mailbox
@@ -62,8 +66,12 @@ class KVTransfers:
         allocator = pool.allocator
         allocator.track_chains()
         self.record = record
+        self.layout = "" if peers is None else record.fingerprint
+        """The fingerprint of its records; empty: it exchanges none."""
+        self.num_blocks = allocator.num_blocks
         self._allocator = allocator
         self._pool = pool
+        self.new_payload = pool.new_payload
         self._stores = stores
         self._peers = peers
         self._metrics = metrics
@@ -95,12 +103,18 @@ class KVTransfers:
             elif events:
                 self.savers[store.tier].offer([event.block_hash for event in events if type(event) is Stored])
 
-    def tier_tokens_per_s(self) -> tuple[float, ...]:
+    def with_rates(self, load: WorkerLoad) -> WorkerLoad:
+        """Return the load with the measured rates of fetches."""
         now_s = time.monotonic()
-        return tuple(self._rates[store.tier].tokens_per_s(now_s) for store in self._stores)
+        return msgspec.structs.replace(
+            load,
+            tier_tokens_per_s=tuple([self._rates[store.tier].tokens_per_s(now_s) for store in self._stores]),
+            fetch_tokens_per_s=0.0 if self._peers is None else self._rates[PEER].tokens_per_s(now_s),
+        )
 
-    def fetch_tokens_per_s(self) -> float:
-        return 0.0 if self._peers is None else self._rates[PEER].tokens_per_s(time.monotonic())
+    def described(self, member: WorkerMember) -> WorkerMember:
+        """Return the member with the fields about its transfers."""
+        return replace(member, layout=self.layout, tiers=tuple(store.tier for store in self._stores))
 
     def purge(self) -> None:
         """Delete every block below the pool. The pool is empty, so no saver finds a block to save."""
@@ -118,22 +132,6 @@ class KVTransfers:
         self.fetches.stop()
         for store in self._stores:
             store.close()
-
-    @property
-    def layout(self) -> str:
-        """The fingerprint of its records; empty: it exchanges none."""
-        return "" if self._peers is None else self.record.fingerprint
-
-    @property
-    def num_blocks(self) -> int:
-        return self._allocator.num_blocks
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return tuple(store.tier for store in self._stores)
-
-    def new_payload(self) -> memoryview:
-        return self._pool.new_payload()
 
     def read_record(self, link: ChainLink, payload: memoryview) -> bytes | None:
         """Read a block for a peer, from wherever this worker has it, and return the record's header. None: a miss."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cache.allocators.base import Allocator
 from cache.types import BlockId
@@ -17,24 +18,17 @@ from worker.scheduler.prefix_wait import PrefixWait
 from worker.scheduler.request import OrderedSequences, Request, TokenSequence
 
 
+@dataclass(eq=False)
 class BatchAdmission:
     """Decides which waiting sequences join the batch: in what order, and with how many tokens of the step."""
 
-    def __init__(
-        self,
-        allocator: Allocator,
-        limits: BatchLimits,
-        waiting: OrderedSequences,
-        running: OrderedSequences,
-        prefix_wait: PrefixWait,
-    ) -> None:
-        self._allocator = allocator
-        self._limits = limits
-        self._waiting = waiting
-        self._running = running
-        self._prefix_wait = prefix_wait
-        self._num_steps_waited = 1
-        """TGI's counter: decodes since the last prefill, from 1."""
+    _allocator: Allocator
+    _limits: BatchLimits
+    _waiting: OrderedSequences
+    _running: OrderedSequences
+    _prefix_wait: PrefixWait
+    _num_steps_waited: int = field(default=1, init=False)
+    """TGI's counter: decodes since the last prefill, from 1."""
 
     def admit(self, candidates: Iterable[TokenSequence], plan: StepPlan, budget: PrefillBudget) -> list[TokenSequence]:
         """Admit waiting sequences in the order given, and plan the first chunk of each.

@@ -51,35 +51,24 @@ class PlannedChunk:
         step = self._sequence_step()
         if not self.draft_ids:
             return [step]
-        (choice,), (row,), drafts = self.sampled_choices, step.sampling_rows, self.draft_ids
+        (choice,), drafts = self.sampled_choices, self.draft_ids
         masks: Sequence[object] = [None] * (1 + len(drafts))
         if choice.constraint is not None:
             masks = choice.constraint.allowed_along(drafts)
             self.draft_ids = drafts = drafts[: len(masks) - 1]
-        return [step, *(self._draft_step(step, row, index, masks[index]) for index in range(1, self.num_rows))]
+        return [step, *(self._draft_step(choice, index, masks[index]) for index in range(1, self.num_rows))]
 
-    def _draft_step(self, step: SequenceStep, row: SamplingRow, index: int, allowed: object) -> SequenceStep:
+    def _draft_step(self, choice: RequestChoice, index: int, allowed: object) -> SequenceStep:
         """Return the decode of draft token `index - 1`, which may be wrong."""
         allocation = self.sequence.allocation
         assert allocation is not None
         position = self.stop + index
-        draft_row = SamplingRow(
-            params=row.params,
-            seed=row.seed,
-            position=position,
-            prompt_ids=row.prompt_ids,
-            output_ids=row.output_ids,
-            draft_ids=self.draft_ids[:index],
-            allowed=allowed,
-            request_cache=row.request_cache,
-            choice_cache=row.choice_cache,
-        )
         return SequenceStep(
             token_ids=self.draft_ids[index - 1 : index],
             start=position - 1,
-            block_table=step.block_table,
+            block_table=allocation.block_table,
             slots=allocation.slots(position - 1, position),
-            sampling_rows=(draft_row,),
+            sampling_rows=(self._sampling_row(choice, allowed, self.draft_ids[:index]),),
             is_draft=True,
         )
 
@@ -95,7 +84,10 @@ class PlannedChunk:
             start=self.start,
             block_table=sequence.allocation.block_table,
             slots=sequence.allocation.slots(self.start, self.stop),
-            sampling_rows=tuple(self._sampling_row(choice) for choice in self.sampled_choices),
+            sampling_rows=tuple(
+                self._sampling_row(choice, None if choice.constraint is None else choice.constraint.allowed())
+                for choice in self.sampled_choices
+            ),
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,
             follows=self.follows if is_async else None,
@@ -114,17 +106,18 @@ class PlannedChunk:
             return None, ()
         return request.sampling.prompt_logprobs, request.prompt_ids[self.start + 1 : self.stop + 1]
 
-    def _sampling_row(self, choice: RequestChoice) -> SamplingRow:
+    def _sampling_row(self, choice: RequestChoice, allowed: object, draft_ids: Sequence[int] = ()) -> SamplingRow:
         request = self.sequence.request
         return SamplingRow(
             params=request.sampling,
             seed=choice.seed,
-            position=self.stop,
+            position=self.stop + len(draft_ids),
             prompt_ids=request.prompt_ids,
             output_ids=choice.output_ids,
-            allowed=None if choice.constraint is None else choice.constraint.allowed(),
+            allowed=allowed,
             request_cache=request.sampler_cache,
             choice_cache=choice.sampler_cache,
+            draft_ids=draft_ids,
         )
 
     def determines_next_step(self) -> bool:
@@ -170,11 +163,6 @@ class StepPlan:
     def prefills(self) -> list[range]:
         """The positions of each chunk of a prefill."""
         return [range(chunk.start, chunk.stop) for chunk in self.chunks.values() if chunk.is_prefill]
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens and draft tokens."""
-        return sum(chunk.num_tokens + len(chunk.draft_ids) for chunk in self.chunks.values())
 
     @property
     def num_decodes(self) -> int:

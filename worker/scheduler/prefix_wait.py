@@ -18,9 +18,6 @@ MAX_COMPARED: Final = 128
 class PrefixFetcher(Protocol):
     """Fetches blocks into the pool while their sequence waits. Used by the engine thread."""
 
-    def is_fetching(self, sequence: TokenSequence) -> bool:
-        """Return whether the sequence waits for blocks."""
-
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
         """Fetch what the pool lacks of the sequence's prefix, where that is faster than to compute it.
 
@@ -44,7 +41,7 @@ class PrefixWait:
 
     def has_to_wait(self, sequence: TokenSequence, prefilling: Sequence[TokenSequence]) -> bool:
         """Return whether the sequence waits for a fetch, or for one of the `prefilling` ones."""
-        if self._fetcher is not None and self._fetcher.is_fetching(sequence):
+        if sequence.is_fetching:
             return True
         if sequence.request.wire.is_suspect and any(other.request.wire.is_suspect for other in prefilling):
             return True  # one at a time, so that a crash has one suspect

@@ -242,6 +242,11 @@ class TokenSequence:
         return self.num_pending > 1 or not self.choices[0].output_ids
 
     @property
+    def is_fetching(self) -> bool:
+        """Return whether it waits for blocks that are being fetched."""
+        return self.fetch is not None and not self.fetch.ended
+
+    @property
     def reuse(self) -> bool:
         """Return whether a cached prefix may be used: not if every token's logprobs or hidden state is needed."""
         pooling = self.request.pooling

@@ -49,7 +49,7 @@ class Speculation:
     def measure(self, plan: StepPlan, duration_s: float) -> None:
         """Take the duration of a step."""
         if not plan.num_prefill_tokens:
-            self.cost.measure(plan.num_rows, duration_s)
+            self.cost.measure(plan.num_decode_rows, duration_s)
 
     def _choose(self, drafters: dict[PlannedChunk, Drafter], room: int) -> dict[PlannedChunk, int]:
         """Return the number of draft tokens of each chunk that gets any, the likeliest tokens first."""

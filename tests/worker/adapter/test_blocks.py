@@ -31,8 +31,6 @@ from tests.worker.adapter.fake_blocks import (
     ROOTS,
     FakeEngine,
     Removals,
-    ids_of,
-    media_of,
     our_chain,
     stored,
 )
@@ -133,8 +131,7 @@ class BlocksMachine(RuleBasedStateMachine):
             self.publish()
         if num_found < num_promised:
             assert not self.is_honest
-            found = num_found, at_batch, media_of(tokens)
-            replay(self.blocks.remove_missing(root, ids_of(tokens), *found), self.published)
+            replay(self.blocks.remove_missing(chain, num_found, at_batch), self.published)
         self.check()
         assert self.blocks.num_matched_tokens(chain, len(tokens)) <= self.engine.num_found(tokens, root, lora)
 
@@ -360,12 +357,12 @@ def test_an_answer_removes_blocks_that_it_has_not_found() -> None:
     chain = hash_chain(ROOT, range(8), 2)
     blocks.apply([stored(1, 2, 3, 4, extra=(*SALTED, None, None, None))])
     at_batch = blocks.num_batches
-    assert blocks.remove_missing(OTHER, range(8), 2, at_batch) == []
-    removed = blocks.remove_missing(ROOT, range(8), 2, at_batch)
+    assert blocks.remove_missing(hash_chain(OTHER, range(8), 2), 2, at_batch) == []
+    removed = blocks.remove_missing(chain, 2, at_batch)
     assert removed == [Removed(block_hash) for block_hash in reversed(chain[1:])]
     assert blocks.tree.num_held == 1
     blocks.apply([stored(2, 3, 4, parent=1, tokens=range(2, 8))])
-    assert blocks.remove_missing(ROOT, range(8), 2, at_batch) == [], "stored since, by that very request"
+    assert blocks.remove_missing(chain, 2, at_batch) == [], "stored since, by that very request"
     assert replay(blocks.visible_events()) == set(chain)
 
 

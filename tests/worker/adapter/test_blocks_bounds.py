@@ -84,12 +84,9 @@ def run_chaos(seed: int, num_batches: int, *, sends_pairs: bool) -> None:
             published.clear()
         take(applied.events)
         if number % 5 == 0:
-            num_matched = blocks.num_matched_tokens(hash_chain(ROOT, prompt, block_size), 20)
-            take(
-                blocks.remove_missing(
-                    ROOT, prompt, rng.randrange(num_matched + 1), blocks.num_batches - rng.randrange(3)
-                )
-            )
+            hashes = hash_chain(ROOT, prompt, block_size)
+            num_found = rng.randrange(blocks.num_matched_tokens(hashes, 20) + 1)
+            take(blocks.remove_missing(hashes, num_found, blocks.num_batches - rng.randrange(3)))
 
 
 @pytest.mark.parametrize("sends_pairs", [False, True])

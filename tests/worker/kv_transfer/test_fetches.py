@@ -104,7 +104,7 @@ class Fetches:
 
     def run(self, sequence: TokenSequence) -> int:
         """Poll until the sequence no longer waits. Return the blocks that it finds."""
-        wait_until(lambda: self.queue.poll(0.0) or not self.queue.is_fetching(sequence))
+        wait_until(lambda: self.queue.poll(0.0) or not sequence.is_fetching)
         return self.num_cached(sequence)
 
     def assert_idle(self) -> None:
@@ -133,7 +133,7 @@ def test_what_is_fetched_is_found(make_fetches) -> None:
     fetches = make_fetches(Source(num_held=3), Source(num_held=5))
     sequence = fetches.sequence(6)
     assert fetches.start(sequence)
-    assert fetches.queue.is_fetching(sequence)
+    assert sequence.is_fetching
     assert fetches.run(sequence) == 5
     assert sequence.fetched_tokens(BLOCK_SIZE) == {"s0": 3 * BLOCK_SIZE, "s1": 2 * BLOCK_SIZE}
     assert not fetches.start(sequence), "once is enough"
@@ -150,9 +150,9 @@ def test_a_reader_that_hangs_ends_the_fetch_late(make_fetches) -> None:
     source.entered.acquire()
     (fetch,) = fetches.queue.active
     fetches.queue.poll(fetch.deadline_s - 1e-3)
-    assert fetches.queue.is_fetching(sequence)
+    assert sequence.is_fetching
     fetches.queue.poll(fetch.deadline_s)
-    assert not fetches.queue.is_fetching(sequence)
+    assert not sequence.is_fetching
     assert source.rate.tokens_per_s(time.monotonic()) < 10
     assert not fetches.start(sequence), "it is computed"
     fetches.assert_idle()
@@ -225,7 +225,7 @@ def test_others_wait_while_all_threads_hang_then_compute(make_fetches) -> None:
     first, second, third = (fetches.sequence(1 + n, n) for n in range(3))
     assert fetches.start(first)
     assert fetches.start(second)
-    assert not fetches.queue.is_fetching(second), "it has none yet, and asks again at every step"
+    assert not second.is_fetching, "it has none yet, and asks again at every step"
     assert len(fetches.queue.active) == 1
     fetches.queue.poll(fetches.queue.active[0].deadline_s)
     assert not fetches.start(second)
@@ -246,7 +246,7 @@ def test_a_fetch_behind_a_thread_that_hangs_ends_by_its_deadline(make_fetches) -
     second = fetches.sequence(4, 1)
     assert fetches.start(second)
     fetches.queue.poll(fetches.queue.active[0].deadline_s)
-    assert not fetches.queue.is_fetching(second)
+    assert not second.is_fetching
     fetches.assert_idle()
 
 
@@ -258,7 +258,7 @@ def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
     assert fetches.start(one)
     assert fetches.start(other)
     assert len(fetches.queue.active) == 1
-    assert fetches.queue.is_fetching(other)
+    assert other.is_fetching
     source.gate.set()
     assert fetches.run(one) == 5
     assert fetches.num_cached(other) == 4
@@ -283,7 +283,7 @@ def test_the_wait_for_an_adopted_chain_is_bounded(make_fetches) -> None:
     assert fetches.start(sequence)
     assert fetch.deadline_s < time.monotonic() + HANG_S
     fetches.queue.poll(fetch.deadline_s)
-    assert not fetches.queue.is_fetching(sequence)
+    assert not sequence.is_fetching
     fetches.assert_idle()
 
 

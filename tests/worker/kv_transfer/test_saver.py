@@ -13,9 +13,11 @@ import pytest
 from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
 from cache.hashing import hash_chain
+from cache.records import WorkerLoad
 from cache.stores.base import BlockStore
 from cache.stores.host import HostStore
 from cache.types import BlockHash, BlockId, ChainLink
+from tests.members import make_member
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
 from tests.worker.kv_transfer.moving_worker import HASHES, RECORD, moving_worker
@@ -265,7 +267,7 @@ def test_a_store_of_a_new_tier_states_what_it_takes() -> None:
     hashes, _ = pool.compute(range(2 * BLOCK_SIZE))
     transfers.take(pool.allocator.take_events())
     assert list(transfers.savers["remote"].queue) == hashes
-    assert transfers.tiers == ("remote",)
-    assert transfers.tier_tokens_per_s() == (8.0 * BLOCK_SIZE,)
+    assert transfers.described(make_member()).tiers == ("remote",)
+    assert transfers.with_rates(WorkerLoad()).tier_tokens_per_s == (8.0 * BLOCK_SIZE,)
     transfers.purge()
     assert not transfers.savers["remote"].queue

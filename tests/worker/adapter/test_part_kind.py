@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from worker.files.model_files import part_kind
+from worker.adapter.groups import part_kind
 
 FULL = ["full_attention"] * 4
 
