@@ -48,7 +48,6 @@ MAX_LEARNING: Final = 4
 MAX_LEARNING_OF_ONE: Final = 2
 """The limit for one model: the first worker may be slow."""
 MAX_ASKED: Final = 10_000  # bounds the memory for invented names
-COMPLETIONS_PATH: Final = "/v1/completions"
 NUM_NAMED: Final = 8
 """Models that an error lists."""
 
@@ -149,18 +148,9 @@ class Models:
         return path in apis
 
     @property
-    def is_strict(self) -> bool:
-        """Return whether conversations that a template does not take are refused."""
-        return self._config.strict_template
-
-    @property
     def has_images(self) -> bool:
         """Return whether any request may have images."""
         return any(IMAGES in model.facts.capabilities for model in self._by_name.values())
-
-    def takes_images(self, path: str, model: ServedModel) -> bool:
-        """Return whether a request of this route for the model may have images, which an engine reads."""
-        return {path, IMAGES} <= model.facts.capabilities and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
 
     @property
     def has_engine_text(self) -> bool:
