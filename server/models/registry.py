@@ -26,7 +26,7 @@ from server.errors import (
     UnavailableError,
 )
 from server.models.served_model import ServedModel, WorkerFacts, build_model
-from server.schema.decoding import TextLimit
+from server.schema.decoding import MAX_VALUES, TextLimit
 from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TokenizerError
 from server.workers.client import WorkerClient
@@ -41,6 +41,8 @@ ESCAPED_BYTES: Final = 6
 BATCH_TEXT_BYTES: Final = 20 << 20  # a batch has more text than one prompt
 OTHER_TEXT_BYTES: Final = 12 << 20
 """Room for strings outside prompts: schemas, grammars, bad words, thoughts that a template drops."""
+ID_BYTES: Final = 8
+"""Maximum bytes per token id in JSON ("999999, ")."""
 RETRY_S: Final = 5.0
 """Time until a worker with an unusable bundle is asked again."""
 MAX_LEARNING: Final = 4
@@ -148,11 +150,6 @@ class Models:
         return path in apis
 
     @property
-    def has_images(self) -> bool:
-        """Return whether any request may have images."""
-        return any(IMAGES in model.facts.capabilities for model in self._by_name.values())
-
-    @property
     def has_engine_text(self) -> bool:
         """Return whether an engine may answer requests."""
         return any(model.facts.engine_paths for model in self._by_name.values())
@@ -178,6 +175,12 @@ class Models:
         limit = self.text_limit()
         num_bytes = None if limit.num_bytes is None else max(limit.num_bytes, BATCH_TEXT_BYTES)
         return TextLimit(num_bytes, limit.max_model_len)
+
+    def max_body_bytes(self) -> int | None:
+        """Return the size of the largest useful body, token ids included. None: it is unknown, or has images."""
+        text = self.batch_text_limit().num_bytes
+        has_images = any(IMAGES in model.facts.capabilities for model in self._by_name.values())
+        return None if text is None or has_images else text + ID_BYTES * MAX_VALUES
 
     def is_served(self, model: ServedModel) -> bool:
         """Return whether requests for the model are still prepared for this revision of it."""
