@@ -123,13 +123,6 @@ class Models:
         model.check_readable(name)
         return model
 
-    def embedding_size(self, name: str, model: ServedModel) -> int:
-        """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
-        if not model.facts.embedding_size or model.adapter:
-            message = f"The model {name!r:.200} makes no embeddings: a worker with `--task embed` does."
-            raise InvalidRequestError(message, param="model")
-        return model.facts.embedding_size
-
     def check_generates(self, name: str, model: ServedModel) -> None:
         """Raises InvalidRequestError when no known worker of the model generates text."""
         facts = model.facts

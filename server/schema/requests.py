@@ -147,14 +147,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
                 raise invalid("best_of", "is not available with stream: true")
 
 
-class EmbeddingRequest(RequestFields, kw_only=True):
-    text_field: ClassVar = "input"
-
-    input: str | list[Any]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: PositiveCount | None = None
-
-
 class InputItem(Struct, kw_only=True):
     """An item of any type. The type decides which fields count."""
 
@@ -295,4 +287,3 @@ def _one_prompt(item: object, param: str) -> str | list[int]:
 CHAT: Final = BodyDecoder(ChatRequest, "/v1/chat/completions")
 COMPLETION: Final = BodyDecoder(CompletionRequest, "/v1/completions")
 RESPONSES: Final = BodyDecoder(ResponsesRequest, "/v1/responses")
-EMBEDDING: Final = BodyDecoder(EmbeddingRequest, "/v1/embeddings")
