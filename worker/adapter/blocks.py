@@ -19,8 +19,8 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from cache.events import BlockEvent, Stops, Stored
-from cache.hashing import hash_chain
-from cache.types import BlockHash, MediaStart
+from cache.hashing import MediaStart, hash_chain
+from cache.types import BlockHash
 from worker.adapter.block_names import Names, Node
 from worker.adapter.block_tree import BlockTree, with_descendants
 from worker.adapter.groups import KvGroups

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cache.types import MediaStart
+from cache.hashing import MediaStart
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
 from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, understood
 from worker.common.capabilities import CHAT
