@@ -133,9 +133,6 @@ class SglangApi(EngineServer):
     async def sampling_defaults(self) -> SamplingDefaults | None:
         return None
 
-    async def takes_images(self) -> bool:
-        return False
-
     async def ranks(self) -> tuple[int, ...]:
         info = await self._info()
         with understood("/server_info"):
