@@ -25,7 +25,7 @@ from server.errors import RESPONSES_PATH, ApiError, InvalidRequestError
 from server.event_loop import Steps, run_sliced
 from server.models.served_model import ServedModel
 from server.schema.decoding import unsupported
-from server.text.control_tokens import any_of, matches_by_part
+from server.text.control_tokens import any_of, replaced_by_part
 from server.text.tokenizer import Tokenizer
 from worker.wire import EngineCall, Rendered
 
@@ -117,16 +117,7 @@ class _Replacement:
         return value
 
     def _of_text(self, text: str) -> Steps[str]:
-        replaced, done = [], 0
-        for end, found in matches_by_part(self._pattern, text, self._lookahead_chars):
-            parts: list[str] = []
-            for match in found:
-                parts += [text[done : match.start()], _SAFE]
-                done = match.end()
-            replaced.append("".join([*parts, text[done:end]]))
-            done = end
-            yield
-        return "".join(replaced)
+        return (yield from replaced_by_part(self._pattern, text, self._lookahead_chars, lambda match: _SAFE))
 
     def _of_json(self, text: str) -> Steps[str]:
         """Return a text that stays JSON, which engines parse, if it is JSON."""
