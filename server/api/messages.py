@@ -216,17 +216,11 @@ class MessagesFormatter(ResponseFormatter):
         content: list[dict[str, Any]] = []
         self._last = choices[0]
         for kind, text in () if self._is_empty else self._parser.feed(choices[0].text, last=True):
-            self._waits_for_arguments = False
-            match kind:
-                case "content":
-                    content.append({"type": "text", "text": text})
-                case "reasoning":
-                    shown = text if self._shows_thoughts else ""
-                    content.append({"type": "thinking", "thinking": shown, "signature": ""})
-                case "call":
-                    content.append(self._tool_use(text))
-                case "arguments":
-                    content[-1]["input"] = _input(text)
+            if kind == "arguments":
+                self._waits_for_arguments = False
+                content[-1]["input"] = _input(text)
+            else:
+                content.append(self._block(kind, text))
         if self._is_cut_call:
             content[-1]["input"] = _input("")
         return (encode_json(self._message(response, content)),)
@@ -257,27 +251,21 @@ class MessagesFormatter(ResponseFormatter):
         return sse(body, "error")
 
     def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
-        self._waits_for_arguments = False
-        match kind:
-            case "content":
-                yield from self._begin("text", {"type": "text", "text": ""})
-                yield self._delta(type="text_delta", text=text)
-            case "reasoning":
-                yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                if self._shows_thoughts:
-                    yield self._delta(type="thinking_delta", thinking=text)
-            case "call":
-                yield from self._close()
-                yield from self._begin("tool_use", self._tool_use(text))
-            case "arguments":
-                yield self._delta(type="input_json_delta", partial_json=text)
-
-    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
-        """Open a block, unless one of the kind is open."""
-        if self._open == kind:
+        if kind == "arguments":
+            self._waits_for_arguments = False
+            yield self._delta(type="input_json_delta", partial_json=text)
             return
+        block = self._block(kind, text if kind == "call" else "")
+        if kind == "call" or self._open != block["type"]:
+            yield from self._begin(block)
+        if kind == "content":
+            yield self._delta(type="text_delta", text=text)
+        elif kind == "reasoning" and self._shows_thoughts:
+            yield self._delta(type="thinking_delta", thinking=text)
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
-        self._open = kind
+        self._open = block["type"]
         self._num_blocks += 1
         yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
@@ -293,9 +281,15 @@ class MessagesFormatter(ResponseFormatter):
         self._open = None
         yield _event("content_block_stop", index=self._num_blocks - 1)
 
-    def _tool_use(self, name: str) -> dict[str, Any]:
-        self._has_calls = self._waits_for_arguments = True
-        return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
+    def _block(self, kind: str, text: str) -> dict[str, Any]:
+        """Return a content block. Its text is the name of a call."""
+        self._waits_for_arguments = kind == "call"
+        if kind == "content":
+            return {"type": "text", "text": text}
+        if kind == "reasoning":
+            return {"type": "thinking", "thinking": text if self._shows_thoughts else "", "signature": ""}
+        self._has_calls = True
+        return {"type": "tool_use", "id": call_id(), "name": text, "input": {}}
 
     def _message(self, response: ResponseStream, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -330,17 +324,13 @@ class MessagesFormatter(ResponseFormatter):
 
     def _stop(self) -> dict[str, Any]:
         """Return why the answer ended; null before its end."""
-        reason = sequence = None
-        if self._last is not None and self._is_empty:
-            reason = "max_tokens"
-        elif self._last is not None:
-            sequence = self._last.stop_reason if isinstance(self._last.stop_reason, str) else None
-            reason = "tool_use" if self._has_calls else "end_turn"
-            if self._last.finish_reason == "length":
-                reason = "max_tokens"
-            elif sequence is not None:
-                reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        if self._last is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        if self._is_empty or self._last.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(self._last.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}
+        return {"stop_reason": "tool_use" if self._has_calls else "end_turn", "stop_sequence": None}
 
 
 def _input(arguments: str) -> Any:
