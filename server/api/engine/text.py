@@ -60,7 +60,7 @@ from server.request_context import CURRENT, trace_stage
 from server.router.queue import PAUSE_S
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
 from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
-from server.schema.fields import RequestFields
+from server.schema.fields import RequestFields, StreamOptions
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
@@ -98,11 +98,6 @@ _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-class _Options(Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
 class _Known(Struct):
     """The fields of a body that the gateway needs, of whatever API."""
 
@@ -110,7 +105,7 @@ class _Known(Struct):
     best_of: int | None = None
     encoding_format: str | None = None
     stream: bool | None = None
-    stream_options: _Options | None = None
+    stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
