@@ -75,7 +75,9 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
     async for index, message in sliced(enumerate(request.messages)):
         message.check(f"messages[{index}]")
         messages += _messages(message, f"messages[{index}]")
-        dropped += _dropped(message, f"messages[{index}].content")
+        for at, block in enumerate(message.content if isinstance(message.content, list) else ()):
+            if block.is_server_run:
+                dropped.append(Ignored(block.type, f"messages[{index}].content[{at}].type"))
     choice, config = request.tool_choice, request.output_config
     tool_set = request.tool_set()
     use = ToolUse("auto" if tool_set.tools else "none")
@@ -167,13 +169,6 @@ def _call(block: ContentBlock, field: str) -> schema.ToolCall:
     return schema.ToolCall(id=block.id, function=schema.FunctionCall(name=block.name, arguments=arguments))
 
 
-def _dropped(message: InputMessage, field: str) -> Iterator[Ignored]:
-    blocks = message.content if isinstance(message.content, list) else []
-    for index, block in enumerate(blocks):
-        if block.is_server_run:
-            yield Ignored(block.type, f"{field}[{index}].type")
-
-
 def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     formatted = request.output_format
     if formatted is None and request.output_config is not None:
@@ -246,9 +241,7 @@ class MessagesFormatter(ResponseFormatter):
         return message_delta + _event("message_stop")
 
     def error_event(self, error: ApiError) -> bytes:
-        context = CURRENT.get(None)
-        _, body = anthropic_error(error, "" if context is None else context.request_id)
-        return sse(body, "error")
+        return sse(anthropic_error(error, CURRENT.get().request_id)[1], "error")
 
     def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
         if kind == "arguments":

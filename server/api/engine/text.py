@@ -217,8 +217,7 @@ class EngineTexts:
         with _decoding():
             sent, ignored = self._without_vendors(path, sent, model)
             sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
-        if repairs and (context := CURRENT.get(None)) is not None:
-            context.repairs = repairs
+        CURRENT.get().repairs = repairs
         return sent, ignored
 
     async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
@@ -242,8 +241,7 @@ class EngineTexts:
         """Leave out what only a vendor's server can use: lines of agents, and tools, which are named."""
         if not model.keeps_client_lines:
             sent, rule = without_line(sent, LEADS.get(path, ""), TEXTS[path])
-            if rule and (context := CURRENT.get(None)) is not None:
-                context.removal_rule = rule
+            CURRENT.get().removal_rule = rule
         return self._ignored_tools.without(sent)
 
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
@@ -422,9 +420,8 @@ class EngineFormatter(ResponseFormatter):
     def error_event(self, error: ApiError) -> bytes:
         if not self._names_events:
             return super().error_event(error)
-        context = CURRENT.get(None)
         if self._path == MESSAGES_PATH:
-            return self._event(anthropic_error(error, "" if context is None else context.request_id)[1])
+            return self._event(anthropic_error(error, CURRENT.get().request_id)[1])
         return self._event(encode_json(responses_error(error).fields() | {"type": "error"}))
 
     def _event(self, data: bytes) -> bytes:
