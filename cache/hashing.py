@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from cache.types import HASH_BYTES, INDEX_ENTRY_BYTES, BlockHash, IndexEntry, MediaStart
+from msgspec import Struct
+
+from cache.types import HASH_BYTES, INDEX_ENTRY_BYTES, BlockHash, IndexEntry
 
 FORMAT_VERSION: Final = b"1"
 _ROOT_PERSON: Final = b"headstart-root"
@@ -97,6 +99,15 @@ def check_hashes(joined: bytes) -> None:
 
 def split_hashes(joined: bytes) -> list[BlockHash]:
     return [block_hash for (block_hash,) in struct.iter_unpack(f"{HASH_BYTES}s", joined)]
+
+
+class MediaStart(Struct, frozen=True, array_like=True, gc=False):
+    """An image in a prompt, or another medium that an engine takes."""
+
+    identity: str
+    """The engine's name for its content."""
+    position: int
+    """The first of its placeholder tokens."""
 
 
 def encode_media(media: Sequence[MediaStart], block_size: int) -> dict[int, bytes]:

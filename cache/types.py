@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, NewType, get_args
 
-from msgspec import Struct
-
 BlockId = NewType("BlockId", int)
 """Index of a physical block in the KV pool. Block 0 is the null block and is never handed out."""
 
@@ -36,15 +34,6 @@ Place = Literal[Tier, "peer"]
 NULL_BLOCK: Final = BlockId(0)
 HASH_BYTES: Final = 16  # with 128 bits, no two blocks have the same hash by chance
 INDEX_ENTRY_BYTES: Final = 8  # a hint may be wrong, so it needs no whole hash
-
-
-class MediaStart(Struct, frozen=True, array_like=True, gc=False):
-    """An image in a prompt, or another medium that an engine takes."""
-
-    identity: str
-    """The engine's name for its content."""
-    position: int
-    """The first of its placeholder tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
 from ipaddress import ip_network
-from typing import Final
 
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -32,10 +31,7 @@ from server.http.forwarded import ForwardedMiddleware
 from server.http.middleware import Application, BodyLimitMiddleware, RequestMiddleware
 from server.metrics import GatewayMetrics
 from server.request_context import RequestContext
-from server.schema.decoding import MAX_VALUES, require_json
-
-ID_BYTES: Final = 8
-"""Maximum bytes per token id in JSON ("999999, ")."""
+from server.schema.decoding import require_json
 
 
 class PublicApi:
@@ -77,14 +73,6 @@ class PublicApi:
             Route("/health/live", self.live, methods=["GET"]),
             *(Route(path, self.ready, methods=["GET"]) for path in ("/health/ready", "/health", "/ping")),
         ]
-
-    def max_body_bytes(self) -> int | None:
-        """Return the largest useful body for the served models, with token ids in their longest spelling.
-
-        None: it is unknown, or has images.
-        """
-        text = self._models.batch_text_limit().num_bytes
-        return None if text is None or self._models.has_images else text + ID_BYTES * MAX_VALUES
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version("headstart")})
@@ -149,7 +137,7 @@ def public_app(
             *_cross_origin(config.cors_origin),
             Middleware(RequestMiddleware, metrics, access_log=config.access_log, count_usage=count_usage),
             Middleware(AuthenticationMiddleware, authenticator),
-            Middleware(BodyLimitMiddleware, config.max_body_bytes, api.max_body_bytes),
+            Middleware(BodyLimitMiddleware, config.max_body_bytes, api.services.models.max_body_bytes),
             Middleware(HotRoutes, api.endpoints),
         ],
         lifespan=lifespan,

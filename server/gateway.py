@@ -37,7 +37,6 @@ from server.api.endpoint import EndpointServices
 from server.api.engine.text import EngineTexts
 from server.api.prompts.client_lines import CLIENT_LINES
 from server.api.prompts.ignored_tools import IgnoredTools
-from server.api.prompts.images import ImageRules
 from server.app import PublicApi, public_app
 from server.auth.authentication import Authenticator
 from server.auth.fleet_limits import FleetLimits
@@ -63,7 +62,6 @@ from server.router.placement import Placement
 from server.router.queue import RequestQueue
 from server.router.router import Router
 from server.router.workers_needed import WorkersNeeded
-from server.schema.field_table import SENT_XARGS
 from server.text.shapes import REPAIRS
 from server.usage.day import DayHistory
 from server.usage.log import UsageLog
@@ -160,15 +158,7 @@ class Gateway:
             ignored_tools,
             self._tracing,
             config.clamp_max_tokens,
-            EngineTexts(
-                self.models,
-                self._client,
-                self.fleet,
-                keeps_control_tokens=config.control_tokens_in_content,
-                image_rules=ImageRules(config.max_images, config.max_image_bytes, config.image_hosts),
-                xargs=SENT_XARGS | config.engine_xargs,
-                ignored_tools=ignored_tools,
-            ).prepare,
+            EngineTexts(self.models, self._client, self.fleet, ignored_tools, config).prepare,
         )
         self.api = PublicApi(self.endpoint, self.fleet.live_workers)
 

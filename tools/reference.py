@@ -19,10 +19,11 @@ if __name__ == "__main__":
 
 from prometheus_client.metrics_core import Metric  # noqa: E402 (also run as a script)
 
+from server.api.embeddings import EMBEDDING  # noqa: E402
 from server.metrics import GatewayMetrics  # noqa: E402
 from server.schema.field_table import FieldRefusal  # noqa: E402
 from server.schema.messages import MESSAGES  # noqa: E402
-from server.schema.requests import CHAT, COMPLETION, EMBEDDING, RESPONSES  # noqa: E402
+from server.schema.requests import CHAT, COMPLETION, RESPONSES  # noqa: E402
 from server.usage.totals import UsageTotals  # noqa: E402
 from worker.contracts.metrics import WorkerMetrics  # noqa: E402
 

@@ -22,9 +22,9 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
-from cache.hashing import Namespace, decode_tokens, encode_tokens
+from cache.hashing import MediaStart, Namespace, decode_tokens, encode_tokens
 from cache.records import WorkerMember
-from cache.types import HASH_BYTES, MediaStart, Place
+from cache.types import HASH_BYTES, Place
 
 PROTOCOL_VERSION: Final = 1
 """The newest that this side speaks. Optional fields need no new one: readers ignore unknown fields."""

@@ -7,7 +7,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Literal
 
 from msgspec.structs import replace
 
@@ -16,18 +16,30 @@ from server.api.formatting import LazyJson, ResponseFormatter, json_parts, respo
 from server.api.prompts.batches import Prompt, batch_specs
 from server.api.prompts.params import in_vocabulary, new_spec
 from server.auth.identity import Identity
-from server.errors import ContextLengthError
+from server.errors import ContextLengthError, InvalidRequestError
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta
 from server.request.response import ResponseStream
 from server.request_context import trace_stage
 from server.schema.decoding import invalid
-from server.schema.requests import EMBEDDING, EmbeddingRequest, batch_of
+from server.schema.fields import PositiveCount, RequestFields
+from server.schema.requests import BodyDecoder, batch_of
 from server.text.tokenizer import TooManyTokensError
 from worker.wire import Embed
 
 MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
+
+
+class EmbeddingRequest(RequestFields, kw_only=True):
+    text_field: ClassVar = "input"
+
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: PositiveCount | None = None
+
+
+EMBEDDING: Final = BodyDecoder(EmbeddingRequest, "/v1/embeddings")
 
 
 class EmbeddingEndpoint(GenerateEndpoint):
@@ -37,7 +49,10 @@ class EmbeddingEndpoint(GenerateEndpoint):
         with trace_stage("validate"):
             request = await EMBEDDING.read(body, self._models.batch_text_limit)
             model = self._known_model(request.model, identity)
-            size = self._models.embedding_size(request.model, model)
+            size = model.facts.embedding_size
+            if not size or model.adapter:
+                message = f"The model {request.model!r:.200} makes no embeddings: a worker with `--task embed` does."
+                raise InvalidRequestError(message, param="model")
             if request.dimensions is not None and request.dimensions > size:
                 raise invalid("dimensions", f"is at most {size} for this model")
         with trace_stage("tokenise"):

@@ -75,7 +75,9 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
     async for index, message in sliced(enumerate(request.messages)):
         message.check(f"messages[{index}]")
         messages += _messages(message, f"messages[{index}]")
-        dropped += _dropped(message, f"messages[{index}].content")
+        for at, block in enumerate(message.content if isinstance(message.content, list) else ()):
+            if block.is_server_run:
+                dropped.append(Ignored(block.type, f"messages[{index}].content[{at}].type"))
     choice, config = request.tool_choice, request.output_config
     tool_set = request.tool_set()
     use = ToolUse("auto" if tool_set.tools else "none")
@@ -167,13 +169,6 @@ def _call(block: ContentBlock, field: str) -> schema.ToolCall:
     return schema.ToolCall(id=block.id, function=schema.FunctionCall(name=block.name, arguments=arguments))
 
 
-def _dropped(message: InputMessage, field: str) -> Iterator[Ignored]:
-    blocks = message.content if isinstance(message.content, list) else []
-    for index, block in enumerate(blocks):
-        if block.is_server_run:
-            yield Ignored(block.type, f"{field}[{index}].type")
-
-
 def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     formatted = request.output_format
     if formatted is None and request.output_config is not None:
@@ -216,17 +211,11 @@ class MessagesFormatter(ResponseFormatter):
         content: list[dict[str, Any]] = []
         self._last = choices[0]
         for kind, text in () if self._is_empty else self._parser.feed(choices[0].text, last=True):
-            self._waits_for_arguments = False
-            match kind:
-                case "content":
-                    content.append({"type": "text", "text": text})
-                case "reasoning":
-                    shown = text if self._shows_thoughts else ""
-                    content.append({"type": "thinking", "thinking": shown, "signature": ""})
-                case "call":
-                    content.append(self._tool_use(text))
-                case "arguments":
-                    content[-1]["input"] = _input(text)
+            if kind == "arguments":
+                self._waits_for_arguments = False
+                content[-1]["input"] = _input(text)
+            else:
+                content.append(self._block(kind, text))
         if self._is_cut_call:
             content[-1]["input"] = _input("")
         return (encode_json(self._message(response, content)),)
@@ -252,32 +241,24 @@ class MessagesFormatter(ResponseFormatter):
         return message_delta + _event("message_stop")
 
     def error_event(self, error: ApiError) -> bytes:
-        context = CURRENT.get(None)
-        _, body = anthropic_error(error, "" if context is None else context.request_id)
-        return sse(body, "error")
+        return sse(anthropic_error(error, CURRENT.get().request_id)[1], "error")
 
     def _block_events(self, kind: str, text: str) -> Iterator[bytes]:
-        self._waits_for_arguments = False
-        match kind:
-            case "content":
-                yield from self._begin("text", {"type": "text", "text": ""})
-                yield self._delta(type="text_delta", text=text)
-            case "reasoning":
-                yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                if self._shows_thoughts:
-                    yield self._delta(type="thinking_delta", thinking=text)
-            case "call":
-                yield from self._close()
-                yield from self._begin("tool_use", self._tool_use(text))
-            case "arguments":
-                yield self._delta(type="input_json_delta", partial_json=text)
-
-    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
-        """Open a block, unless one of the kind is open."""
-        if self._open == kind:
+        if kind == "arguments":
+            self._waits_for_arguments = False
+            yield self._delta(type="input_json_delta", partial_json=text)
             return
+        block = self._block(kind, text if kind == "call" else "")
+        if kind == "call" or self._open != block["type"]:
+            yield from self._begin(block)
+        if kind == "content":
+            yield self._delta(type="text_delta", text=text)
+        elif kind == "reasoning" and self._shows_thoughts:
+            yield self._delta(type="thinking_delta", thinking=text)
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
-        self._open = kind
+        self._open = block["type"]
         self._num_blocks += 1
         yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
@@ -293,9 +274,15 @@ class MessagesFormatter(ResponseFormatter):
         self._open = None
         yield _event("content_block_stop", index=self._num_blocks - 1)
 
-    def _tool_use(self, name: str) -> dict[str, Any]:
-        self._has_calls = self._waits_for_arguments = True
-        return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
+    def _block(self, kind: str, text: str) -> dict[str, Any]:
+        """Return a content block. Its text is the name of a call."""
+        self._waits_for_arguments = kind == "call"
+        if kind == "content":
+            return {"type": "text", "text": text}
+        if kind == "reasoning":
+            return {"type": "thinking", "thinking": text if self._shows_thoughts else "", "signature": ""}
+        self._has_calls = True
+        return {"type": "tool_use", "id": call_id(), "name": text, "input": {}}
 
     def _message(self, response: ResponseStream, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -330,17 +317,13 @@ class MessagesFormatter(ResponseFormatter):
 
     def _stop(self) -> dict[str, Any]:
         """Return why the answer ended; null before its end."""
-        reason = sequence = None
-        if self._last is not None and self._is_empty:
-            reason = "max_tokens"
-        elif self._last is not None:
-            sequence = self._last.stop_reason if isinstance(self._last.stop_reason, str) else None
-            reason = "tool_use" if self._has_calls else "end_turn"
-            if self._last.finish_reason == "length":
-                reason = "max_tokens"
-            elif sequence is not None:
-                reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        if self._last is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        if self._is_empty or self._last.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(self._last.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}
+        return {"stop_reason": "tool_use" if self._has_calls else "end_turn", "stop_sequence": None}
 
 
 def _input(arguments: str) -> Any:

@@ -82,13 +82,8 @@ def _page(named: Sequence[tuple[str, ServedModel]], request: Request) -> dict[st
     for field in ("after_id", "before_id"):
         if field in query and field not in places:
             raise invalid(field, "is the id of no model here")
-    first, end = places.get("after_id", -1) + 1, places.get("before_id", len(named))
-    if "before_id" in places:
-        start, stop = max(first, end - limit), end
-        has_more = start > first
-    else:
-        start, stop = first, min(end, first + limit)
-        has_more = stop < end
-    data = [_anthropic_card(*each) for each in named[start:stop]]
+    between = named[places.get("after_id", -1) + 1 : places.get("before_id", len(named))]
+    page = between[-limit:] if "before_id" in places else between[:limit]
+    data = [_anthropic_card(*each) for each in page]
     ids = [card["id"] for card in data] or [None]
-    return {"data": data, "has_more": has_more, "first_id": ids[0], "last_id": ids[-1]}
+    return {"data": data, "has_more": len(page) < len(between), "first_id": ids[0], "last_id": ids[-1]}

@@ -20,6 +20,7 @@ from server.text.formats import FORMATS, either, formats_of
 from server.text.formats.base import ToolFormat
 from server.text.formats.reasoning import CHANNELS, THOUGHT_FORMATS, ThoughtFormat, thoughts_of
 from server.text.output_parser import OutputParser, OutputRules
+from server.text.tokenizer import Tokenizer
 from worker.wire import TokenizerBundle
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,11 @@ _CALL: Final = FunctionCall(name="get_weather", arguments=json.dumps({"city": _C
 
 
 def formats(
-    bundle: TokenizerBundle, tokens: Collection[str], template: ChatTemplate | None, config: GatewayConfig
+    bundle: TokenizerBundle, tokenizer: Tokenizer, template: ChatTemplate | None, config: GatewayConfig
 ) -> tuple[ToolFormat | None, ThoughtFormat | None, bool]:
     """Return how a model writes calls and reasoning, and whether it was trained on the calls."""
     source = bundle.tool_template or bundle.chat_template or ""
+    tokens = tokenizer.added_tokens
     takes_tools = template is not None and template.takes_tools
     known = _tool_format(source, tokens, template) if template is not None else None
     if config.tool_parser is not None:
@@ -45,7 +47,7 @@ def formats(
         thoughts = CHANNELS
     if config.reasoning is not None:
         thoughts = THOUGHT_FORMATS.get(config.reasoning)
-    if tools is None and not bundle.engine_vocabulary:
+    if tools is None and not tokenizer.is_engine_only:
         log.warning(
             "model %s: the format of its tool calls is unknown, so that they come as content; --tool-parser names one",
             bundle.model,

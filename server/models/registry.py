@@ -26,7 +26,7 @@ from server.errors import (
     UnavailableError,
 )
 from server.models.served_model import ServedModel, WorkerFacts, build_model
-from server.schema.decoding import TextLimit
+from server.schema.decoding import MAX_VALUES, TextLimit
 from server.text.template_sandbox import TemplateError
 from server.text.tokenizer import TokenizerError
 from server.workers.client import WorkerClient
@@ -41,6 +41,8 @@ ESCAPED_BYTES: Final = 6
 BATCH_TEXT_BYTES: Final = 20 << 20  # a batch has more text than one prompt
 OTHER_TEXT_BYTES: Final = 12 << 20
 """Room for strings outside prompts: schemas, grammars, bad words, thoughts that a template drops."""
+ID_BYTES: Final = 8
+"""Maximum bytes per token id in JSON ("999999, ")."""
 RETRY_S: Final = 5.0
 """Time until a worker with an unusable bundle is asked again."""
 MAX_LEARNING: Final = 4
@@ -48,7 +50,6 @@ MAX_LEARNING: Final = 4
 MAX_LEARNING_OF_ONE: Final = 2
 """The limit for one model: the first worker may be slow."""
 MAX_ASKED: Final = 10_000  # bounds the memory for invented names
-COMPLETIONS_PATH: Final = "/v1/completions"
 NUM_NAMED: Final = 8
 """Models that an error lists."""
 
@@ -122,13 +123,6 @@ class Models:
         model.check_readable(name)
         return model
 
-    def embedding_size(self, name: str, model: ServedModel) -> int:
-        """Return the most numbers in an embedding of the model. Raises InvalidRequestError when it only makes text."""
-        if not model.facts.embedding_size or model.adapter:
-            message = f"The model {name!r:.200} makes no embeddings: a worker with `--task embed` does."
-            raise InvalidRequestError(message, param="model")
-        return model.facts.embedding_size
-
     def check_generates(self, name: str, model: ServedModel) -> None:
         """Raises InvalidRequestError when no known worker of the model generates text."""
         facts = model.facts
@@ -147,20 +141,6 @@ class Models:
             served = ", ".join(sorted(text_apis))
             raise InvalidRequestError(f"The engine of the model {model.name!r:.200} offers {served}, not {path}.")
         return path in apis
-
-    @property
-    def is_strict(self) -> bool:
-        """Return whether conversations that a template does not take are refused."""
-        return self._config.strict_template
-
-    @property
-    def has_images(self) -> bool:
-        """Return whether any request may have images."""
-        return any(IMAGES in model.facts.capabilities for model in self._by_name.values())
-
-    def takes_images(self, path: str, model: ServedModel) -> bool:
-        """Return whether a request of this route for the model may have images, which an engine reads."""
-        return {path, IMAGES} <= model.facts.capabilities and path not in (COMPLETIONS_PATH, *POOLING_PATHS)
 
     @property
     def has_engine_text(self) -> bool:
@@ -188,6 +168,12 @@ class Models:
         limit = self.text_limit()
         num_bytes = None if limit.num_bytes is None else max(limit.num_bytes, BATCH_TEXT_BYTES)
         return TextLimit(num_bytes, limit.max_model_len)
+
+    def max_body_bytes(self) -> int | None:
+        """Return the size of the largest useful body, token ids included. None: it is unknown, or has images."""
+        text = self.batch_text_limit().num_bytes
+        has_images = any(IMAGES in model.facts.capabilities for model in self._by_name.values())
+        return None if text is None or has_images else text + ID_BYTES * MAX_VALUES
 
     def is_served(self, model: ServedModel) -> bool:
         """Return whether requests for the model are still prepared for this revision of it."""

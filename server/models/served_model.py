@@ -137,7 +137,7 @@ def build_model(bundle: TokenizerBundle, executor: ThreadPoolExecutor, config: G
     for each in (template, tool_template):
         if each is not None and not config.control_tokens_in_content:
             each.keep_as_text(tokenizer.control_tokens)
-    tool_format, thoughts, has_own_calls = formats(bundle, tokenizer.added_tokens, tool_template or template, config)
+    tool_format, thoughts, has_own_calls = formats(bundle, tokenizer, tool_template or template, config)
     return ServedModel(
         name=bundle.model,
         fingerprint=bundle.namespace.fingerprint,

@@ -8,8 +8,8 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from cache.hashing import hash_chain
-from cache.types import BlockHash, MediaStart
+from cache.hashing import MediaStart, hash_chain
+from cache.types import BlockHash
 from server.models.served_model import ServedModel
 from server.request.engine_text_request import EngineTextRequest
 from server.request.hints import NO_HINTS, RoutingHints

@@ -7,7 +7,7 @@ A field that would change the answer is refused by name; one that cannot is igno
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,9 +48,4 @@ _EVERYWHERE: Final = _refusals(_TABLE.pop("everywhere"))
 REFUSED_FIELDS: Final[Mapping[str, Mapping[str, FieldRefusal]]] = {
     route: _EVERYWHERE | _refusals(section) for route, section in _TABLE.items()
 }
-"""By route. A route may honour some of them all the same: see `refused_at`."""
-
-
-def refused_at(route: str, honoured: Iterable[str]) -> dict[str, FieldRefusal]:
-    """Return what a route refuses, given the fields that it honours."""
-    return {name: refusal for name, refusal in REFUSED_FIELDS[route].items() if name not in set(honoured)}
+"""By route. A route may honour some of them all the same."""

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from server.errors import InvalidRequestError
 from server.schema.decoding import LARGE_BODY_BYTES, TextLimit, invalid, read_json, unsupported
-from server.schema.field_table import FieldRefusal, refused_at
+from server.schema.field_table import REFUSED_FIELDS, FieldRefusal
 from server.schema.fields import (
     MAX_TOOLS,
     Count,
@@ -147,14 +147,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
                 raise invalid("best_of", "is not available with stream: true")
 
 
-class EmbeddingRequest(RequestFields, kw_only=True):
-    text_field: ClassVar = "input"
-
-    input: str | list[Any]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: PositiveCount | None = None
-
-
 class InputItem(Struct, kw_only=True):
     """An item of any type. The type decides which fields count."""
 
@@ -239,7 +231,10 @@ class BodyDecoder(Generic[BodyT]):
 
     def __init__(self, kind: type[BodyT], route: str, ignored: tuple[str, ...] = ()) -> None:
         """`ignored`: fields that the route refuses, but not in this kind of body."""
-        self.refused: Mapping[str, FieldRefusal] = refused_at(route, (*kind.__struct_fields__, *ignored))
+        honoured = {*kind.__struct_fields__, *ignored}
+        self.refused: Mapping[str, FieldRefusal] = {
+            name: refusal for name, refusal in REFUSED_FIELDS[route].items() if name not in honoured
+        }
         self._text_field = kind.text_field
         fields = [
             (name, type("NeutralValue", (NeutralValue,), {"neutral": refusal.neutral}) | None, None)
@@ -295,4 +290,3 @@ def _one_prompt(item: object, param: str) -> str | list[int]:
 CHAT: Final = BodyDecoder(ChatRequest, "/v1/chat/completions")
 COMPLETION: Final = BodyDecoder(CompletionRequest, "/v1/completions")
 RESPONSES: Final = BodyDecoder(ResponsesRequest, "/v1/responses")
-EMBEDDING: Final = BodyDecoder(EmbeddingRequest, "/v1/embeddings")

@@ -172,16 +172,15 @@ class InputReader:
 
 
 def _string(part: str) -> str:
-    """Return the text of a part of a JSON string. Invalid escapes stay unchanged."""
+    """Return the text of a part of a JSON string. Invalid escapes stay unchanged, and so do halves of pairs."""
     return _ESCAPE.sub(_character, part)
 
 
 def _character(escape: re.Match[str]) -> str:
     try:
-        character: str = json.loads(f'"{escape[0]}"')
+        return str(json.loads(f'"{escape[0]}"'))
     except ValueError:
         return escape[0]
-    return character if character.isascii() or not "\ud800" <= character <= "\udfff" else "\ufffd"
 
 
 def unquoted(text: str) -> str:

@@ -19,7 +19,7 @@ import re
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final, cast
@@ -128,17 +128,10 @@ class Marker:
         return True
 
     def _mark_text(self, text: str, mark: str) -> Steps[str]:
-        marked: list[str] = []
-        done = 0
-        for end, found in matches_by_part(self._pattern, text, self._lookahead_chars):
-            parts: list[str] = []
-            for match in found:
-                parts += [text[done : match.end()], "" if match[1] else mark]
-                done = match.end()
-            marked.append("".join([*parts, text[done:end]]))  # few long texts take less than many short ones
-            done = end
-            yield
-        return "".join(marked)
+        def marked(match: re.Match[str]) -> str:
+            return match[0] if match[1] else match[0] + mark
+
+        return (yield from replaced_by_part(self._pattern, text, self._lookahead_chars, marked))
 
     def unmark(self, text: str, mark: str) -> Steps[RenderedPrompt]:
         """Return a rendered text without its marks, and the control tokens that were marked."""
@@ -181,6 +174,23 @@ def matches_by_part(
         found = list(takewhile(lambda match, end=end: match.start() < end, matches))  # type: ignore[misc]
         done = max([done, end, *(match.end() for match in found[-1:])])
         yield done, found
+
+
+def replaced_by_part(
+    pattern: re.Pattern[str], text: str, lookahead_chars: int, replace: Callable[[re.Match[str]], str]
+) -> Steps[str]:
+    """Return a text with each match of `matches_by_part` replaced, in steps."""
+    replaced: list[str] = []
+    done = 0
+    for end, found in matches_by_part(pattern, text, lookahead_chars):
+        parts: list[str] = []
+        for match in found:
+            parts += [text[done : match.start()], replace(match)]
+            done = match.end()
+        replaced.append("".join([*parts, text[done:end]]))  # few long texts take less than many short ones
+        done = end
+        yield
+    return "".join(replaced)
 
 
 def holds(offsets: Sequence[int], at: int) -> bool:

@@ -199,7 +199,7 @@ class OutputParser(TextReader):
     def _end_input(self) -> None:
         reader, self._input = self._input, None
         if reader is not None:
-            self.emit("input", reader.end())
+            self.emit("input", joined_pairs(reader.end()))
         escapes, self._escapes = self._escapes, WholeEscapes()
         self._append("arguments", escapes.feed("", last=True))
 

@@ -148,8 +148,10 @@ def _with_call_forms(shapes: Shapes, turn: Turn, found: dict[str, None]) -> Turn
             if isinstance(text, str) and isinstance(arguments_of(text, "arguments"), str):
                 found["arguments"] = None
                 calls[at] = {**call, "function": {**function, "arguments": {NOT_JSON: text}}}
-    if shapes.short_ids:
-        _shorten_ids(turn, found)
+    if shapes.short_ids and turn.get("tool_calls"):
+        turn["tool_calls"] = [call | {"id": _short_id(call.get("id"), found)} for call in turn["tool_calls"]]
+    if shapes.short_ids and turn["role"] == "tool":
+        turn["tool_call_id"] = _short_id(turn.get("tool_call_id"), found)
     if (thoughts := turn.get("reasoning_content")) is not None and shapes.thoughts != "reasoning_content":
         del turn["reasoning_content"]
         turn[shapes.thoughts] = thoughts
@@ -157,13 +159,6 @@ def _with_call_forms(shapes: Shapes, turn: Turn, found: dict[str, None]) -> Turn
     if shapes.thoughts_alone and turn.get(shapes.thoughts) and turn.get("tool_calls") and content:
         turn["content"] = f"{turn.pop(shapes.thoughts)}\n\n{content}"
     return turn
-
-
-def _shorten_ids(turn: Turn, found: dict[str, None]) -> None:
-    if turn.get("tool_calls"):
-        turn["tool_calls"] = [call | {"id": _short_id(call.get("id"), found)} for call in turn["tool_calls"]]
-    if turn["role"] == "tool":
-        turn["tool_call_id"] = _short_id(turn.get("tool_call_id"), found)
 
 
 def _short_id(id_: Any, found: dict[str, None]) -> str:

@@ -121,11 +121,8 @@ def _num_values(text: str, field: str) -> Steps[int]:
 
 def text_size(conversation: Conversation) -> tuple[int, int]:
     """Return the characters of the messages, and their bytes in memory: one wide character makes a whole text wide."""
-    num_chars = num_bytes = 0
-    for text in texts_of(conversation):
-        num_chars += len(text)
-        num_bytes += sys.getsizeof(text)
-    return num_chars, num_bytes
+    texts = list(texts_of(conversation))
+    return sum(map(len, texts)), sum(map(sys.getsizeof, texts))
 
 
 def texts_of(conversation: Conversation) -> Iterator[str]:

@@ -153,8 +153,11 @@ class Tokenizer:
         has_client_tokens = client_offsets is not None and bool(client_offsets or self.can_spell_control)
         if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self.can_spell_control)):
             ids = await self._encode_segments(self._cut, text, client_offsets or (), most if is_long else None)
+        elif has_client_tokens and is_long:
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(self.executor, self._texts.encode, text, client_offsets or ())
         elif has_client_tokens:
-            ids = await self._encode_client_tokens(text, client_offsets or ())
+            ids = self._texts.encode(text, client_offsets or ())
         else:
             [ids] = await self.encode_batch([text])
         if not add_bos or self.bos_id is None or (ids and ids[0] == self.bos_id):
@@ -195,12 +198,6 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    async def _encode_client_tokens(self, text: str, client_offsets: Sequence[int]) -> list[int]:
-        if len(text) <= INLINE_CHARS:
-            return self._texts.encode(text, client_offsets)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.executor, self._texts.encode, text, client_offsets)
 
     async def _encode_segments(
         self, cut: re.Pattern[str], text: str, client_offsets: Sequence[int], most: float | None

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.hashing import Namespace, check_hashes, encode_tokens, hash_chain, index_entry
-from cache.types import BlockHash, MediaStart
+from cache.hashing import MediaStart, Namespace, check_hashes, encode_tokens, hash_chain, index_entry
+from cache.types import BlockHash
 
 NAMESPACE = Namespace(model="SmolLM2-135M-Instruct", revision="r1", tokenizer="t1", block_size=4)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)

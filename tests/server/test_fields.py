@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
+from server.api.embeddings import EMBEDDING, EmbeddingRequest
 from server.schema.field_table import IGNORED
 from server.schema.fields import RequestFields
 from server.schema.messages import MESSAGES
 from server.schema.requests import (
     CHAT,
     COMPLETION,
-    EMBEDDING,
     RESPONSES,
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     ResponsesRequest,
 )
 from tests.server.api.test_embeddings import SIZE, embeds

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from server.api.embeddings import EmbeddingRequest
 from server.schema.messages import CountTokensRequest, MessagesRequest
-from server.schema.requests import ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
+from server.schema.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker

@@ -4,8 +4,9 @@ import msgpack
 import pytest
 from msgspec.structs import replace
 
+from cache.hashing import MediaStart
 from cache.records import WorkerMember
-from cache.types import Epoch, MediaStart, WorkerId
+from cache.types import Epoch, WorkerId
 from worker import wire
 from worker.common.frames import FrameReader, PackedPositions
 from worker.common.proof import gateway_token

@@ -162,11 +162,7 @@ class EngineApi(Protocol):
         """Empty the prefix cache."""
 
     async def text_apis(self) -> tuple[str, ...]:
-        """Return the paths of the APIs whose answers the engine can write for gateways."""
-
-    async def takes_images(self) -> bool:
-        """Return whether these APIs take images next to text."""
-        return False
+        """Return the paths of the APIs whose answers the engine can write for gateways, and what else they can."""
 
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""

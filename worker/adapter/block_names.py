@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cache.hashing import hash_chain
-from cache.types import HASH_BYTES, BlockHash, MediaStart
+from cache.hashing import MediaStart, hash_chain
+from cache.types import HASH_BYTES, BlockHash
 from worker.adapter.kv_events import BlockStored, EngineHash
 
 _Keys = tuple[Any, ...] | None

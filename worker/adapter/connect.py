@@ -31,7 +31,7 @@ from worker.adapter.groups import part_kind
 from worker.adapter.health import EngineHealth, facts_of
 from worker.adapter.sglang import SglangApi
 from worker.adapter.vllm import VllmApi
-from worker.common.capabilities import CHAT, GENERATING, IMAGES, adapter_names
+from worker.common.capabilities import CHAT, GENERATING, adapter_names
 from worker.common.chat_probes import CHAT_PROBES, digests
 from worker.common.options import read_secret
 from worker.common.sockets import is_loopback
@@ -132,11 +132,7 @@ async def _member(
         epoch_started_ms=time.time_ns() // 1_000_000,
         oldest_protocol=OLDEST_PROTOCOL,
         prefill_order="fifo",
-        capabilities=(
-            *apis,
-            *([IMAGES] if CHAT in apis and await api.takes_images() else []),
-            *adapter_names(model.loras),
-        ),
+        capabilities=(*apis, *adapter_names(model.loras)),
         chat_probes=await probe_digests(api) if CHAT in apis and not has_dates else (),
         index_problem=index_problem,
         aliases=model.aliases,

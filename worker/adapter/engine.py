@@ -37,7 +37,7 @@ from worker.common.capabilities import adapter_names, adapters_in
 from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
-from worker.wire import EngineCall, Failed, GenerateRequest, Rendered, TokenizerBundle
+from worker.wire import EngineCall, Failed, GenerateRequest, TokenizerBundle, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +151,12 @@ class AdapterEngine:
         pool_tokens = self.load.num_blocks * self.member.block_size or self.bundle.max_model_len
         return refusal(request, self.member, self.bundle.max_model_len, pool_tokens, self.bundle.vocab_size)
 
-    async def render(self, call: EngineCall) -> Rendered:
-        if call.path not in self.member.capabilities:
-            raise RefusedError(Failed("unsupported", f"{call.path!r:.80}: no API of the engine", retryable=True))
+    async def render(self, call: bytes) -> bytes:
+        asked = unpack(call, EngineCall)
+        if asked.path not in self.member.capabilities:
+            raise RefusedError(Failed("unsupported", f"{asked.path!r:.80}: no API of the engine", retryable=True))
         try:
-            return await self._api.render(call)
+            return pack(await self._api.render(asked))
         except EngineRefusedError as error:
             raise RefusedError(failed_by(error)) from error
         except EngineLostError as error:

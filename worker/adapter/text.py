@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from cache.types import MediaStart
+from cache.hashing import MediaStart
 from worker.adapter.api import EngineLostError, EnginePart, EngineRefusedError
 from worker.adapter.http import AnswerTooLongError, EngineServer, refusal_of, refused, understood
-from worker.common.capabilities import CHAT
+from worker.common.capabilities import CHAT, IMAGES
 from worker.common.chat_probes import BLACK_PNG
 from worker.wire import POOLING_PATHS, EngineCall, GenerateRequest, Rendered
 
@@ -109,9 +109,10 @@ class TextServer(EngineServer):
     _model_name: str | None = None
 
     async def text_apis(self) -> tuple[str, ...]:
-        """Return the APIs that the engine offers. Those that generate text also render prompts."""
+        """Return the APIs that the engine offers, and whether they take images. Those of text also render prompts."""
         found = [path for path in TEXT_APIS if await self._has(path) and await self._has(f"{path}/render")]
-        return (*found, *[path for path in POOLING_PATHS if await self._has(path)])
+        found += [path for path in POOLING_PATHS if await self._has(path)]
+        return (*found, IMAGES) if CHAT in found and await self.takes_images() else tuple(found)
 
     async def pools(self) -> bool:
         """Return whether the engine's model generates no text."""

@@ -14,7 +14,7 @@ from cache.events import BlockEvent
 from cache.records import WorkerLoad, WorkerMember
 from cache.types import Epoch, Tier
 from worker.contracts.exchange import BlockExchange
-from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, TokenizerBundle
+from worker.wire import Failed, Frame, GenerateRequest, TokenizerBundle
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -178,8 +178,8 @@ class Engine(Protocol):
     async def prepare(self, request: GenerateRequest) -> Any:
         """Compile the grammar and read the long lists of a request, for `submit`. Raises RefusedError."""
 
-    async def render(self, call: EngineCall) -> Rendered:
-        """Return the prompts of a call of the engine's own API. Raises RefusedError."""
+    async def render(self, call: bytes) -> bytes:
+        """Return the prompts of a call of the engine's own API, both in msgpack. Raises RefusedError or WireError."""
 
     def submit(self, key: RequestKey, request: GenerateRequest, prepared: Any, steps: StepLog | None = None) -> None:
         """Queue a request that `refusal` accepts. `key` is new and ascending; `steps` receives its trace.

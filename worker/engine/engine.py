@@ -46,14 +46,7 @@ from worker.kv_transfer.transfers import KVTransfers
 from worker.scheduler.request import Constraint, ConstraintError, Request, failed_by
 from worker.scheduler.scheduler import Scheduler
 from worker.validation import refusal
-from worker.wire import (
-    EngineCall,
-    Failed,
-    GenerateRequest,
-    Rendered,
-    TokenizerBundle,
-    num_listed_ids,
-)
+from worker.wire import Failed, GenerateRequest, TokenizerBundle, num_listed_ids
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +159,7 @@ class EngineCore:
             limits.max_batch_total_tokens,
         )
 
-    async def render(self, call: EngineCall) -> Rendered:
+    async def render(self, call: bytes) -> bytes:
         raise RefusedError(Failed("unsupported", "this engine has no API of its own", retryable=True))
 
     async def prepare(self, request: GenerateRequest) -> PreparedParts:

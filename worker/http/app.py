@@ -41,12 +41,10 @@ from worker.http.service import WorkerService
 from worker.http.streams import disconnected, read_body
 from worker.wire import (
     CONTENT_TYPE,
-    EngineCall,
     Failed,
     ProtocolError,
     WireError,
     pack,
-    unpack,
     unpack_request,
 )
 
@@ -227,8 +225,7 @@ class _Endpoints:
         self._service = service
 
     async def render(self, request: Request) -> Response:
-        call = unpack(await read_body(request), EngineCall)
-        return _msgpack(await self._service.engine.render(call))
+        return Response(await self._service.engine.render(await read_body(request)), media_type=CONTENT_TYPE)
 
     async def abort(self, request: Request) -> Response:
         try:

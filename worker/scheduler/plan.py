@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal
 
 from cache.allocators.base import BlockCopy
 from worker.contracts.step import Row, SampledToken, SamplingRow, SequenceStep, Step
@@ -91,14 +90,8 @@ class PlannedChunk:
             num_prompt_logprobs=num_prompt_logprobs,
             next_token_ids=next_token_ids,
             follows=self.follows if is_async else None,
-            hidden=self._hidden(),
+            hidden=sequence.hidden_at(self.stop),
         )
-
-    def _hidden(self) -> Literal["last", "sum"] | None:
-        pooling = self.sequence.request.pooling
-        if pooling is not None and pooling.kind == "mean":
-            return "sum"
-        return None if pooling is None or self.stop < len(self.sequence.token_ids) else "last"
 
     def _prompt_logprobs(self) -> tuple[int | None, Sequence[int]]:
         request = self.sequence.request

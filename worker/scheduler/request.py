@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -291,14 +291,21 @@ class TokenSequence:
         self.request.sequences.append(rest)
         return rest
 
+    def hidden_at(self, stop: int) -> Literal["last", "sum"] | None:
+        """Return the hidden states that a step up to the token `stop` has to return."""
+        if (pooling := self.request.pooling) is None or (pooling.kind == "last" and stop < len(self.token_ids)):
+            return None
+        return "sum" if pooling.kind == "mean" else "last"
+
     def add_hidden(self, hidden: np.ndarray) -> None:
         """Add the hidden state (hidden_size,) that a step returned for its tokens."""
         self.hidden = hidden if self.hidden is None else np.add(self.hidden, hidden, dtype=np.float64)
 
-    def embedding(self) -> Embedding:
-        """Return the frame, when every token is computed."""
+    def embedding(self) -> Embedding | None:
+        """Return the frame, when every token is computed. None: text is generated."""
         pooling, embed = self.request.pooling, self.request.wire.embed
-        assert pooling is not None
+        if pooling is None:
+            return None
         assert embed is not None
         assert self.hidden is not None
         return Embedding(pooling.embedding(self.hidden, len(self.token_ids), embed.dimensions))

@@ -302,8 +302,8 @@ class Scheduler:
             elif chunk.sampled_choices:
                 outputs += self._append_tokens(sequence, chunk.sampled_choices, result.sampled)
             else:  # max_tokens is 0
-                if request.pooling is not None:
-                    outputs.append(EngineOutput(request.key, sequence.embedding()))
+                if (embedding := sequence.embedding()) is not None:
+                    outputs.append(EngineOutput(request.key, embedding))
                 outputs += [self._finish_choice(request, choice, "length") for choice in sequence.choices.copy()]
         return outputs + self._end_if_finished(request, now_s)
 

@@ -15,20 +15,18 @@ replaced as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
-from msgspec import Raw
 
-from server.api.formatting import decoded, encode_json
+from server.api.formatting import encode_json
 from server.errors import RESPONSES_PATH, ApiError, InvalidRequestError
 from server.event_loop import Steps, run_sliced
 from server.models.served_model import ServedModel
 from server.schema.decoding import unsupported
-from server.text.control_tokens import any_of, matches_by_part
+from server.text.control_tokens import any_of, replaced_by_part
 from server.text.tokenizer import Tokenizer
-from worker.common.chat_probes import BLACK_PNG
 from worker.wire import EngineCall, Rendered
 
 UNREAD: Final = frozenset({"model", "stop", "stop_sequences", "structured_outputs", "user", "metadata", "cache_salt"})
@@ -41,21 +39,18 @@ _Render = Callable[[EngineCall], Awaitable[Rendered]]
 
 
 async def check_control_tokens(
-    call: EngineCall, fields: Mapping[str, Any], rendered: Rendered, model: ServedModel, render: _Render
+    call: EngineCall, body: dict[str, Any], rendered: Rendered | None, model: ServedModel, render: _Render
 ) -> None:
     """Raises InvalidRequestError for client text that the engine reads as a control token, and for a template.
 
-    `fields`: those of the call's body. Within them, only images are `Raw`.
+    `rendered`: the prompt of this body, whose text is the call's; None: it is not known.
     """
-    body = {name: decoded(value) for name, value in fields.items()}
     _check_template(body)
-    if rendered.media:
-        body = _with_small_images(body)
     replaced = await run_sliced(_Replacement(model.tokenizer).of_body(body))
     if replaced == body:
         return
     try:
-        if rendered.media or body.get("truncate_prompt_tokens") is not None:
+        if rendered is None or body.get("truncate_prompt_tokens") is not None:
             rendered = await render(_with_any_length(call, body))
         safe = await render(_with_any_length(call, replaced))
     except ApiError as error:
@@ -77,15 +72,6 @@ def _with_any_length(call: EngineCall, body: dict[str, Any]) -> EngineCall:
     kept = {name: value for name, value in body.items() if name not in _LENGTHS}
     length = "max_output_tokens" if call.path == RESPONSES_PATH else "max_tokens"
     return msgspec.structs.replace(call, body=encode_json(kept | {length: 1}))
-
-
-def _with_small_images(value: Any, name: str = "") -> Any:
-    """Return a body with a small image for each. The prompt's text is the same, and no image is read again."""
-    if isinstance(value, Raw):
-        return Raw(encode_json(BLACK_PNG if name == "data" else f"data:image/png;base64,{BLACK_PNG}"))
-    if isinstance(value, dict):
-        return {key: _with_small_images(item, key) for key, item in value.items()}
-    return [_with_small_images(item) for item in value] if isinstance(value, list) else value
 
 
 def _control(rendered: Rendered, control_ids: Collection[int | None]) -> list[list[int]]:
@@ -131,16 +117,7 @@ class _Replacement:
         return value
 
     def _of_text(self, text: str) -> Steps[str]:
-        replaced, done = [], 0
-        for end, found in matches_by_part(self._pattern, text, self._lookahead_chars):
-            parts: list[str] = []
-            for match in found:
-                parts += [text[done : match.start()], _SAFE]
-                done = match.end()
-            replaced.append("".join([*parts, text[done:end]]))
-            done = end
-            yield
-        return "".join(replaced)
+        return (yield from replaced_by_part(self._pattern, text, self._lookahead_chars, lambda match: _SAFE))
 
     def _of_json(self, text: str) -> Steps[str]:
         """Return a text that stays JSON, which engines parse, if it is JSON."""

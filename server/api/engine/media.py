@@ -20,6 +20,7 @@ from server.errors import MESSAGES_PATH, RESPONSES_PATH
 from server.event_loop import Steps
 from server.schema.blocks import MEDIA
 from server.schema.decoding import invalid, unsupported
+from worker.common.chat_probes import BLACK_PNG
 from worker.wire import EngineCall
 
 CHAT_PATH: Final = "/v1/chat/completions"
@@ -160,6 +161,15 @@ class _Reader:
         value = source.get(key, _NULL)
         yield from (base64_image_name if kind == "base64" else image_name)(value, param, rules, self._salt)
         return {**_others(source, key), key: value}, value
+
+
+def with_small_images(value: Any, name: str = "") -> Any:
+    """Return a decoded body with a small image for each `Raw` one: the prompt's text is the same."""
+    if isinstance(value, Raw):
+        return Raw(encode_json(BLACK_PNG if name == "data" else f"data:image/png;base64,{BLACK_PNG}"))
+    if isinstance(value, dict):
+        return {key: with_small_images(item, key) for key, item in value.items()}
+    return [with_small_images(item) for item in value] if isinstance(value, list) else value
 
 
 def _others(fields: dict[str, Raw], name: str) -> dict[str, Any]:

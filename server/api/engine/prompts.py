@@ -15,13 +15,12 @@ from msgspec import Struct
 
 from cache.records import Candidate
 from server.api.formatting import encode_json
+from server.api.prompts.limits import TokenLimits
 from server.errors import ApiError
 from server.models.served_model import ServedModel
 from server.schema.decoding import TextLimit
 from server.schema.fields import FunctionDefinition
 from server.schema.requests import CHAT
-from server.text.template_sandbox import TemplateError
-from server.text.tokenizer import TooManyTokensError
 from worker.common.chat_probes import CHAT_PROBES, WITH_TOOLS, digests
 from worker.wire import Rendered
 
@@ -169,19 +168,14 @@ async def _rendered(body: bytes, model: ServedModel) -> Rendered | None:
     if model.template is None or model.tokenizer.is_engine_only:
         return None
     try:
-        request = await CHAT.read(body, TextLimit)
-        conversation = request.intent().conversation
-        template = model.template_for(conversation) or model.template
-        rendered = await template.render_in_slices(conversation, model.tokenizer.executor)
-        max_tokens = model.max_model_len
-        ids = await model.tokenizer.encode(rendered.text, client_offsets=rendered.client_offsets, most=max_tokens)
-    except (ApiError, TemplateError, TooManyTokensError):
+        intent = (await CHAT.read(body, TextLimit)).intent()
+        template = model.template_for(intent.conversation) or model.template
+        rendered = await template.render_in_slices(intent.conversation, model.tokenizer.executor)
+        limits = TokenLimits(intent.fields, intent.names.messages, max_tokens=intent.max_tokens)
+        ids = await limits.prompt_tokens(rendered.text, model, client_offsets=rendered.client_offsets)
+        return Rendered((tuple(ids),), (limits.token_budget(model, len(ids)),))
+    except ApiError:
         return None
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    tokens_left = max_tokens - len(ids)
-    default = min(tokens_left, model.bundle.sampling_defaults.max_tokens or tokens_left)
-    answer_tokens = default if asked is None else asked
-    return Rendered((tuple(ids),), (answer_tokens,)) if ids and 0 < answer_tokens <= tokens_left else None
 
 
 def _is_object(arguments: str) -> bool:

@@ -89,10 +89,8 @@ class EngineShapes:
         if key not in self._known:
             finding, text = find_shapes(lambda turns, _: turns), None
             try:
-                probe = next(finding)
                 while True:
-                    text = await _text(probe, model, render)
-                    probe = finding.send(text)
+                    text = await _text(finding.send(text), model, render)
             except StopIteration as found:
                 self._known[key] = found.value
         return self._known[key]

@@ -25,16 +25,17 @@ from msgspec.structs import replace
 from cache.records import Candidate
 from server.api.endpoint import PreparedRequest
 from server.api.engine.control import check_control_tokens
-from server.api.engine.media import CHAT_PATH, Media, read_media
+from server.api.engine.media import CHAT_PATH, Media, read_media, with_small_images
 from server.api.engine.prompts import EnginePrompts
 from server.api.engine.shapes import LEADS, TEXTS, EngineShapes
-from server.api.formatting import ResponseFormatter, encode_json, response_id
+from server.api.formatting import ResponseFormatter, decoded, encode_json, response_id
 from server.api.pooling import ENGINE_PATHS, head_of
 from server.api.prompts.client_lines import without_line
 from server.api.prompts.ignored_tools import IgnoredTools
 from server.api.prompts.images import ImageRules
 from server.api.prompts.params import choice_seeds, new_spec
 from server.auth.identity import Identity, request_salt
+from server.config import GatewayConfig
 from server.errors import (
     MESSAGES_PATH,
     RESPONSES_PATH,
@@ -49,7 +50,7 @@ from server.errors import (
 )
 from server.event_loop import run_sliced
 from server.http.stream import DONE, sse
-from server.models.registry import COMPLETIONS_PATH, Models
+from server.models.registry import Models
 from server.models.served_model import ServedModel
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.request.engine_text_request import EngineTextRequest
@@ -58,8 +59,8 @@ from server.request.retry import MAX_WAITS
 from server.request_context import CURRENT, trace_stage
 from server.router.queue import PAUSE_S
 from server.schema.decoding import TextLimit, invalid, located, read_json, unsupported
-from server.schema.field_table import IGNORED, SENT_FIELDS
-from server.schema.fields import RequestFields
+from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
+from server.schema.fields import RequestFields, StreamOptions
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost, WorkerRefused
 from server.workers.fleet import Fleet
@@ -68,6 +69,7 @@ from worker.wire import POOLING_PATHS, EngineCall, Rendered, SamplingParams
 
 log = logging.getLogger(__name__)
 
+COMPLETIONS_PATH: Final = "/v1/completions"
 MAX_CHOICES: Final = 16_384
 """More are left to the engine to refuse."""
 MAX_RENDER_ATTEMPTS: Final = 3  # as many workers may be lost
@@ -96,11 +98,6 @@ _EMPTY: Final = frozenset({b"null", b"false", b"[]", b"{}", b"0", b"0.0"})
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-class _Options(Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
 class _Known(Struct):
     """The fields of a body that the gateway needs, of whatever API."""
 
@@ -108,7 +105,7 @@ class _Known(Struct):
     best_of: int | None = None
     encoding_format: str | None = None
     stream: bool | None = None
-    stream_options: _Options | None = None
+    stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
@@ -146,22 +143,18 @@ class EngineTexts:
         models: Models,
         client: WorkerClient,
         fleet: Fleet,
-        *,
-        keeps_control_tokens: bool,
-        image_rules: ImageRules,
-        xargs: Collection[str],
         ignored_tools: IgnoredTools,
+        config: GatewayConfig,
     ) -> None:
-        """`keeps_control_tokens`: clients may write control tokens. `xargs`: names that may be in `vllm_xargs`."""
         self._ignored_tools = ignored_tools
-        self._image_rules = image_rules
-        self._xargs = xargs
+        self._image_rules = ImageRules(config.max_images, config.max_image_bytes, config.image_hosts)
+        self._xargs = SENT_XARGS | config.engine_xargs
         self._models = models
         self._client = client
         self._fleet = fleet
-        self._keeps_control_tokens = keeps_control_tokens
+        self._keeps_control_tokens = config.control_tokens_in_content
         self._prompts = EnginePrompts()
-        self._shapes = EngineShapes(self._prompts, is_strict=models.is_strict)
+        self._shapes = EngineShapes(self._prompts, is_strict=config.strict_template)
 
     async def prepare(self, path: str, body: bytes, identity: Identity) -> PreparedRequest | None:
         """Render a body's prompt and apply the gateway's own rules. None: the gateway writes the text itself.
@@ -199,7 +192,8 @@ class EngineTexts:
             return None
         if not self._models.engine_writes(path, model):
             return None
-        rules = self._image_rules if self._models.takes_images(path, model) else None
+        takes_images = {path, IMAGES} <= model.facts.capabilities and path in TEXTS
+        rules = self._image_rules if takes_images else None
         with _decoding():
             fields, body_error = _fields_of(body), None
             try:
@@ -218,13 +212,12 @@ class EngineTexts:
         sent = _body(asked)
         if path not in TEXTS or asked.error is not None:
             return sent, ""
-        render = partial(self._render, model=model, has_images=False)
+        render = partial(self._render, model=model)
         digests = frozenset(each.member.chat_probes for each in self._able(model, path))
         with _decoding():
             sent, ignored = self._without_vendors(path, sent, model)
             sent, repairs = await self._shapes.repaired(path, sent, model, digests, render)
-        if repairs and (context := CURRENT.get(None)) is not None:
-            context.repairs = repairs
+        CURRENT.get().repairs = repairs
         return sent, ignored
 
     async def _prompt(self, call: EngineCall, sent: dict[str, Any], asked: _EngineBody) -> Rendered:
@@ -237,15 +230,18 @@ class EngineTexts:
             raise located(str(asked.error))
         if gateway_prompt is None and call.path != COMPLETIONS_PATH and not self._keeps_control_tokens:
             render = partial(self._render, model=model, has_images=bool(asked.media.images))
-            await check_control_tokens(call, sent, rendered, model, render)
+            body = {name: decoded(value) for name, value in sent.items()}
+            if asked.media.images:  # which the engine need not read again
+                await check_control_tokens(call, with_small_images(body), None, model, render)
+            else:
+                await check_control_tokens(call, body, rendered, model, render)
         return rendered
 
     def _without_vendors(self, path: str, sent: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], str]:
         """Leave out what only a vendor's server can use: lines of agents, and tools, which are named."""
         if not model.keeps_client_lines:
             sent, rule = without_line(sent, LEADS.get(path, ""), TEXTS[path])
-            if rule and (context := CURRENT.get(None)) is not None:
-                context.removal_rule = rule
+            CURRENT.get().removal_rule = rule
         return self._ignored_tools.without(sent)
 
     async def _rendered(self, call: EngineCall, media: Media, model: ServedModel) -> Rendered:
@@ -271,7 +267,7 @@ class EngineTexts:
         """Return the workers whose engine has the route."""
         return _able(self._fleet.candidates(model.name, None, model.fingerprint), path, has_images)
 
-    async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool) -> Rendered:
+    async def _render(self, call: EngineCall, model: ServedModel, *, has_images: bool = False) -> Rendered:
         """Ask the least loaded worker for the prompt's ids, and others if it is lost. Raises ApiError.
 
         Silent workers, and another revision that is learnt, are waited for.
@@ -424,9 +420,8 @@ class EngineFormatter(ResponseFormatter):
     def error_event(self, error: ApiError) -> bytes:
         if not self._names_events:
             return super().error_event(error)
-        context = CURRENT.get(None)
         if self._path == MESSAGES_PATH:
-            return self._event(anthropic_error(error, "" if context is None else context.request_id)[1])
+            return self._event(anthropic_error(error, CURRENT.get().request_id)[1])
         return self._event(encode_json(responses_error(error).fields() | {"type": "error"}))
 
     def _event(self, data: bytes) -> bytes:

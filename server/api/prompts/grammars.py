@@ -71,7 +71,8 @@ async def answer_grammar(
     if schema is None:
         return Constraint(Grammar(kind, text, compact), param)
     checked = await grammar_schema(schema, schema_param, strict=strict)
-    return Constraint(Grammar(kind, _compact(checked.schema), compact), param, checked.relaxed)
+    written = json.dumps(checked.schema, ensure_ascii=False, separators=(",", ":"))
+    return Constraint(Grammar(kind, written, compact), param, checked.relaxed)
 
 
 async def chat_grammar(intent: ChatIntent, model: ServedModel, rules: OutputRules) -> Constraint:
@@ -156,10 +157,6 @@ def _check_size(written: str | bytes, param: str) -> None:
         num_chars = len(written.decode())  # a character takes up to four bytes
     if num_chars > MAX_SCHEMA_BYTES:
         raise invalid(param, f"takes at most {MAX_SCHEMA_BYTES} characters of JSON")
-
-
-def _compact(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def _object(text: str, field: str) -> dict[str, Any] | None:

@@ -14,8 +14,8 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cache.hashing import MediaStart
 from cache.records import WorkerMember
-from cache.types import MediaStart
 from tests.server.api.test_engine_text import EngineWorker
 from tests.server.scripted_worker import ScriptedWorker
 from worker.common.capabilities import IMAGES

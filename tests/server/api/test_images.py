@@ -18,8 +18,7 @@ from starlette.responses import Response
 from tokenizers import Tokenizer
 from urllib3.util import parse_url
 
-from cache.hashing import hash_chain
-from cache.types import MediaStart
+from cache.hashing import MediaStart, hash_chain
 from server.api.engine.media import read_media
 from server.api.prompts.images import ImageRules, image_name
 from server.errors import InvalidRequestError

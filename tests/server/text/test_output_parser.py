@@ -186,6 +186,7 @@ INPUTS = {
     '{"input": "a\\ud83cb\\udf89"}': "a\ufffdb\ufffd",
     '{"input": "a", "note": "b"}': "a",
     '{"patch": "a\\nb"}': "a\nb",
+    '{"patch": "a\\ud83cb\\ud83c\\udf89"}': "a\ufffdb🎉",
     '{"a": 1, "b": 2}': '{"a": 1, "b": 2}',
     '"plain text"': "plain text",
 }

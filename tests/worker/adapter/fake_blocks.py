@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
-from cache.hashing import hash_chain
-from cache.types import BlockHash, MediaStart
+from cache.hashing import MediaStart, hash_chain
+from cache.types import BlockHash
 from worker.adapter.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 ROOT = BlockHash(b"A" * 16)

@@ -319,9 +319,6 @@ class ScriptedApi:
     async def text_apis(self) -> tuple[str, ...]:
         return ("/v1/completions",)
 
-    async def takes_images(self) -> bool:
-        return False
-
     async def render(self, call: EngineCall) -> Rendered:
         raise NotImplementedError
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from cache.events import Removed, Stored
-from cache.hashing import hash_chain
-from cache.types import BlockHash, MediaStart
+from cache.hashing import MediaStart, hash_chain
+from cache.types import BlockHash
 from tests.block_events import replay
 from tests.worker.adapter.fake_blocks import (
     CAT,

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace as with_fields
 from starlette.responses import JSONResponse, Response
 
-from cache.types import MediaStart
+from cache.hashing import MediaStart
 from tests.running import listening
 from tests.worker.adapter.rig import MEMBER, Rig, finishes, make_request, running, token_ids
 from tests.worker.adapter.scripted_http import ScriptedHttp, sse
