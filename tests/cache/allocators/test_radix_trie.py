@@ -64,6 +64,13 @@ def test_eviction_returns_the_hashes_of_every_leaf() -> None:
     assert hashes == [bytes([key]) for key in (2, 4, 3, 1, 0)]
 
 
+def test_a_partial_match_goes_no_deeper() -> None:
+    trie = RadixTrie()
+    insert(trie, 0, 1, 2)
+    insert(trie, 0, 1, 2, 9)
+    assert find(trie, 0, 1, 9) == [0, 1]  # 9 follows 2, not 1
+
+
 def test_an_empty_namespace_is_forgotten() -> None:
     trie = RadixTrie()
     for namespace in range(100):

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.scheduler.arithmetic_runner import answer
+from tests.worker.scheduler.arithmetic_runner import VOCAB, answer, next_token
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
-from tests.worker.scheduler.test_drafts_in_flight import REPEATING
 from worker.contracts.step import NoTokenLeft
 from worker.scheduler.request import ConstraintError
 from worker.wire import Failed
+
+REPEATING = next(
+    prompt
+    for first in range(VOCAB)
+    for second in range(VOCAB)
+    if next_token(prompt := [first, second, 3, 4, 5, 6, 7, first], 100) == second
+)
+"""A prompt whose answer begins with a pair of tokens that it contains, so that the second step has drafts."""
 
 
 def test_only_the_poisoned_request_fails() -> None:
