@@ -46,12 +46,6 @@ class FakeEngine:
         for rank in self.ranks:
             rank.close()
 
-    def restart(self) -> None:
-        """Begin again with an empty cache, as a new process would; open streams go on."""
-        self.close()
-        self.started_s = time.time()
-        self.ranks = [Rank(number, self.args) for number in range(self.args.ranks)]
-
     def refused(self, request: Request) -> Response | None:
         key = self.args.api_key
         if key and request.headers.get("authorization") != f"Bearer {key}":

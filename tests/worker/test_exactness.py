@@ -88,42 +88,6 @@ def test_bounded_by_time(model: LoadedModel, alone, max_step_s) -> None:
     assert [bounded.answer(request).tokens for request in requests] == alone
 
 
-def test_decodes_go_on_next_to_a_bounded_prefill(model: LoadedModel) -> None:
-    long, short = generate([i * 5 % 99 for i in range(200)], 4, temperature=0.0), generate([1, 2, 3], 80)
-    want = run(engine(model), [long]) + run(engine(model), [short])
-    bounded = engine(model, objective=StepObjective(1e-6, BLOCK_SIZE, 0.001))
-    decoding = bounded.submit(short)
-    bounded.step()
-    prefilling = bounded.submit(long)
-    for num_steps in range(1, 200 // BLOCK_SIZE + 1):
-        assert not bounded.answer(prefilling).tokens
-        bounded.step()
-        assert len(bounded.answer(decoding).tokens[0]) == 1 + num_steps
-    assert bounded.answer(prefilling).tokens
-    bounded.finish()
-    assert [bounded.answer(prefilling).tokens, bounded.answer(decoding).tokens] == want
-
-
-@pytest.mark.parametrize("prefix_cache", ["hash", pytest.param("off", marks=pytest.mark.e2e)])
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.1, "repetition_penalty": 1.2}]
-)
-def test_choices_that_yield_to_another_tenant(model: LoadedModel, prefix_cache, params) -> None:
-    wire = generate(SHARED, 24, 64, tenant="a", **params)
-    small = [generate([i, *SHARED[:9]], 3 + i % 4, tenant="b") for i in range(40)]
-    want, *want_small = run(engine(model, 800, max_num_seqs=64), [wire, *small])
-    contested = engine(model, 800, prefix_cache=prefix_cache, max_num_seqs=64)
-    large = contested.submit(wire)
-    requests = []
-    for i in range(10):
-        contested.step()
-        requests += [contested.submit(one) for one in small[4 * i : 4 * i + 4]]
-    contested.finish()
-    assert contested.num_yielded >= 8
-    assert contested.answer(large).tokens == want
-    assert [contested.answer(request).tokens for request in requests] == want_small
-
-
 @pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize(
     "async_scheduling", [False, True]
