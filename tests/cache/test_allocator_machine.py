@@ -235,9 +235,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             sequence.allocation.free()
 
     def commit(self, sequence: Sequence, stop: int) -> None:
+        table = list(sequence.allocation.block_table)
         sequence.allocation.commit(sequence.tokens, stop)
+        assert self.kind == "radix" or sequence.allocation.block_table == table, "a commit changed a table"
         sequence.num_computed = stop
         chain = hash_chain(sequence.tenant, sequence.tokens[:stop], self.allocator.block_size)
+        findable = set(self.allocator.cached_hashes())
+        assert findable.issuperset(chain) if self.kind != "off" else not findable, "a commit makes full blocks findable"
         self.parents.update(zip(chain, [sequence.tenant, *chain], strict=False))
         self.written.update(chain)
 

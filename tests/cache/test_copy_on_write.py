@@ -24,25 +24,6 @@ def tables(*allocations: Allocation) -> list[list[int]]:
 
 
 @KINDS
-def test_four_choices_take_the_prompt_once(kind: PrefixCache) -> None:
-    allocator = make_allocator(kind, 300, 16)
-    first = prefill(allocator, 2000)
-    choices = [first, *(first.fork() for _ in range(3))]
-    assert allocator.num_free_blocks == 299 - 125
-    assert tables(*choices) == [list(first.block_table)] * 4
-    assert allocator.take_copies() == []
-    for choice in choices:  # 2,000 tokens fill their blocks: the first write goes into a new block
-        assert choice.extend(2001)
-    assert allocator.take_copies() == []
-    assert allocator.num_free_blocks == 299 - 125 - 4
-    allocator.check_integrity()
-    for choice in choices:
-        choice.free()
-    assert allocator.num_free_blocks == 299
-    allocator.check_integrity()
-
-
-@KINDS
 def test_the_first_write_into_a_shared_block_copies_it(kind: PrefixCache) -> None:
     allocator = make_allocator(kind, 12, 4)
     first = prefill(allocator, 6)
@@ -77,20 +58,6 @@ def test_unwritten_room_is_replaced_without_a_copy(kind: PrefixCache) -> None:
 
 
 @KINDS
-def test_a_copy_that_does_not_fit_changes_nothing(kind: PrefixCache) -> None:
-    allocator = make_allocator(kind, 4, 4)
-    first = prefill(allocator, 6)
-    second = first.fork()
-    before = tables(second)
-    assert not second.extend(13)  # one block to copy and two more: one is there
-    assert tables(second) == before
-    assert allocator.take_copies() == []
-    allocator.check_integrity()
-    assert second.extend(8)
-    assert allocator.num_free_blocks == 0
-
-
-@KINDS
 def test_a_chain_of_copies_keeps_its_order(kind: PrefixCache) -> None:
     allocator = make_allocator(kind, 4, 4)
     first = prefill(allocator, 2)
@@ -102,35 +69,3 @@ def test_a_chain_of_copies_keeps_its_order(kind: PrefixCache) -> None:
     one, two = allocator.take_copies()
     assert (one.destination, two.source) == (second.block_table[0], second.block_table[0])
     assert two.destination == third.block_table[0]
-
-
-@pytest.mark.parametrize("kind", ["hash", "radix"])
-def test_forks_commit_shared_blocks_once_and_own_blocks_each(kind: PrefixCache) -> None:
-    allocator = make_allocator(kind, 20, 4)
-    first = prefill(allocator, 6)
-    second = first.fork()
-    assert first.extend(8)
-    assert second.extend(8)
-    first.commit([0, 1, 2, 3, 4, 5, 60, 70], 8)
-    second.commit([0, 1, 2, 3, 4, 5, 61, 71], 8)
-    assert len(allocator.take_events()) == 3
-    assert allocator.find([0, 1, 2, 3, 4, 5, 60, 70, 0], ROOT) == 8
-    assert allocator.find([0, 1, 2, 3, 4, 5, 61, 71, 0], ROOT) == 8
-    assert second.num_cached_tokens == 0
-    first.free()
-    allocator.check_integrity()
-    assert allocator.find([0, 1, 2, 3, 4, 5, 61, 71, 0], ROOT) == 8
-
-
-@KINDS
-def test_a_fork_outlives_its_origin(kind: PrefixCache) -> None:
-    allocator = make_allocator(kind, 20, 4)
-    first = prefill(allocator, 6)
-    fork = first.fork()
-    first.free()
-    allocator.check_integrity()
-    assert allocator.num_free_blocks == 17
-    assert fork.extend(7), "alone again: nothing to copy"
-    assert allocator.take_copies() == []
-    fork.free()
-    assert allocator.num_free_blocks == 19

@@ -73,16 +73,6 @@ class FakeEngine(Program):
         found = metrics(self.url).items()
         return round(sum(value for name, value in found if name.startswith("vllm:prefix_cache_hits_total")))
 
-    def num_held(self) -> list[int]:
-        """The different blocks of each rank."""
-        return [round(n) for name, n in sorted(metrics(self.url).items()) if name.startswith("fake:cached_hashes")]
-
-    def num_aborted(self) -> int:
-        return round(sum(value for name, value in metrics(self.url).items() if name.startswith("fake:aborted")))
-
-    def tell(self, path: str, body: Any = None) -> None:
-        httpx.post(f"{self.url}{path}", json=body, timeout=HANG_S).raise_for_status()
-
 
 class EngineFleet(Fleet):
     """Engines in front, adapters, own workers, and one gateway."""

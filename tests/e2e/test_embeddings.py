@@ -96,12 +96,6 @@ def test_token_ids_equal_text_and_base64_equals_float(qwen3: Embedder) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
 
 
-def test_dimensions_cut_and_normalise_again(qwen3: Embedder) -> None:
-    (got,) = qwen3.embed(TEXTS[3], dimensions=20)
-    assert len(got) == 20
-    assert largest_error([got], [qwen3.want(qwen3.ids(TEXTS[3]), 20)]) < TOLERANCE
-
-
 def test_a_second_request_finds_the_prefix_of_the_last_token(qwen3: Embedder) -> None:
     want = qwen3.want(ids := qwen3.ids(LONG))
     assert len(ids) > 512
@@ -111,29 +105,3 @@ def test_a_second_request_finds_the_prefix_of_the_last_token(qwen3: Embedder) ->
         assert largest_error([torch.tensor(body["data"][0]["embedding"])], [want]) < TOLERANCE
         assert int(answer.headers["x-headstart-cached-tokens"]) == cached
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-
-
-def test_what_cannot_be_is_a_400(qwen3: Embedder) -> None:
-    def error(answer: httpx.Response) -> tuple[int, str, str | None]:
-        fields = answer.json()["error"]
-        return answer.status_code, fields["param"], fields["code"]
-
-    assert error(qwen3.ask([5] * 1025)) == (400, "input", "context_length_exceeded")
-    assert qwen3.ask([5] * 1024).status_code == 200
-    assert error(qwen3.ask(LONG + LONG)) == (400, "input", "context_length_exceeded")
-    assert error(qwen3.ask("x", dimensions=65)) == (400, "dimensions", None)
-    assert error(qwen3.ask("x", encoding_format="int8")) == (400, "encoding_format", None)
-    chat = {"model": qwen3.name, "messages": [{"role": "user", "content": "x"}]}
-    assert error(qwen3.serve.post("/v1/chat/completions", chat)) == (400, "model", None)
-    assert error(qwen3.serve.post("/v1/completions", {"model": qwen3.name, "prompt": "x"})) == (400, "model", None)
-
-
-def test_the_option_makes_any_decoder_embed(tiny_model: Path) -> None:
-    """By the last token, normalised."""
-    from transformers import AutoModel
-
-    with serving(tiny_model, f"{SMALL_POOL} --task embed") as serve:
-        model = AutoModel.from_pretrained(tiny_model, dtype=torch.float32).eval()
-        embedder = Embedder(serve, model, Tokenizer.from_file(str(tiny_model / "tokenizer.json")), "lasttoken")
-        wanted = [embedder.want(embedder.ids(text)) for text in TEXTS]
-        assert largest_error(embedder.embed(TEXTS), wanted) < TOLERANCE

@@ -99,19 +99,6 @@ def _is_prefix_routed(serve: Serve, model: str) -> bool:
     return answer.headers["x-headstart-worker"] == worker and promised > 0 and cached_tokens(answer) > 0
 
 
-def test_worker_killed_between_requests(serve: Serve, model: str) -> None:
-    first = chat(serve, long_conversation(1), model=model)
-    victim = first.headers["x-headstart-worker"]
-    epochs = serve.epochs()
-    serve.child(victim).kill()
-    second = chat(serve, long_conversation(2), model=model)
-    assert second.headers["x-headstart-worker"] != victim
-    _wait_for_new_epochs(serve, {victim: epochs[victim]})
-    assert any(f"{victim} died (signal SIGKILL)" in line for line in serve.lines)
-    third = chat(serve, long_conversation(3), model=model)
-    assert third.status_code == 200
-
-
 def test_restarted_worker_is_not_credited_with_lost_blocks(serve: Serve, model: str) -> None:
     first = chat(serve, long_conversation(2), model=model)
     epochs = serve.epochs()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import signal
 from collections.abc import Iterator
@@ -13,16 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from cache.records import WorkerMember
-from cache.types import BlockHash
-from server.workers.client import WorkerClient
-from server.workers.networks import WorkerNetworks
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.part import Worker, metrics
 from tests.faults.worker_process import Additions
 from tests.waiting import HANG_S, wait_until
-from worker.contracts.exchange import MAX_BLOCKS, ChainsWanted, Handover, OfferedChain
-from worker.wire import pack, unpack
 
 pytestmark = pytest.mark.e2e
 WORKER_ARGS = ["--dtype", "float32", "--deterministic"]
@@ -91,11 +84,6 @@ class Moving(Cluster):
         wait_until(lambda: self.num_saved(self.named(answer.worker)) >= before[answer.worker] + num_blocks)
         return answer
 
-    def latest_chain(self, member: WorkerMember) -> OfferedChain:
-        """Return the chain that a worker used last."""
-        wanted = pack(ChainsWanted(member.epoch, member.layout, MAX_BLOCKS))
-        return unpack(httpx.post(f"{member.url}/chains", content=wanted, timeout=HANG_S).content, Handover).chains[0]
-
     def num_saved(self, worker: Worker) -> float:
         return metrics(worker.url).get("headstart_worker_kv_stored_blocks{disk}", 0.0)
 
@@ -136,28 +124,6 @@ def test_what_a_busy_worker_holds_is_fetched_by_the_other(fleet: Moving) -> None
     assert [answer.drawn for answer in answers] == [answer.drawn for answer in expected]
     assert len({answer.worker for answer in answers}) == 2
     assert any(answer.places.get("peer", 0) > 600 for answer in answers), [answer.places for answer in answers]
-
-
-async def test_a_copy_that_a_gateway_asks_for_gives_the_same_tokens(fleet: Moving) -> None:
-    prompt = prompt_of("copies")
-    first = fleet.compute(prompt)
-    holder, other = fleet.named(first.worker), fleet.other(first.worker)
-    client = WorkerClient("", WorkerNetworks())
-    try:
-        member = (await client.state(holder.url)).member
-        chain = await asyncio.to_thread(fleet.latest_chain, member)
-        num_blocks = await client.adopt(other.url, member, BlockHash(chain.root), chain.block_hashes())
-    finally:
-        client.close()
-    assert num_blocks == len(chain.block_hashes())
-    wait_until(lambda: fleet.view(prompt, other.name)["matched_tokens"] == first.num_tokens)
-    fleet.post(holder, "/drain")
-    wait_until(lambda: fleet.view(prompt, holder.name)["guard"] == "draining")
-    copied = fleet.ask(prompt)
-    assert (copied.worker, copied.cached) == (other.name, first.num_tokens)
-    assert copied.drawn == first.drawn
-    assert fleet.cold(prompt).drawn == first.drawn, "another tenant finds nothing of it"
-    fleet.restart(holder)
 
 
 def test_blocks_outlive_a_worker_by_its_peer_and_by_its_disk(fleet: Moving) -> None:

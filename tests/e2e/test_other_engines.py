@@ -96,13 +96,6 @@ def ask(fleet: EngineFleet, body: dict[str, Any], key: str = KEY) -> Answer:
     return Answer(headers["x-headstart-worker"], int(headers["x-headstart-cached-tokens"]), found, token_ids)
 
 
-def is_promised(fleet: EngineFleet, prompt: list[int], num_tokens: int) -> bool:
-    """Return whether a worker promises exactly `num_tokens` of the prompt, and assert that it finds them."""
-    answer = ask(fleet, completion(prompt, max_tokens=1))
-    assert answer.promised <= answer.found, "never more than is there"
-    return answer.promised == num_tokens
-
-
 def promising(fleet: EngineFleet, prompt: list[int], num_tokens: int = 320) -> set[str]:
     """Return the workers of which the index promises that part of the prompt. Sends nothing to an engine."""
     url = f"{fleet.gateway.ops_url}/route/explain?tenant=first"
@@ -113,13 +106,6 @@ def promising(fleet: EngineFleet, prompt: list[int], num_tokens: int = 320) -> s
 def promises(fleet: EngineFleet, worker: str, prompt: list[int], num_tokens: int) -> bool:
     """Return whether the index promises that part of the prompt at this worker, and at no other."""
     return promising(fleet, prompt, num_tokens) == {worker}
-
-
-def compute(fleet: EngineFleet, prompt: list[int]) -> str:
-    """Have one worker compute the prompt, and no other. Return it as soon as it promises the prompt."""
-    worker = ask(fleet, completion(prompt)).worker
-    wait_until(lambda: promises(fleet, worker, prompt, 320))
-    return worker
 
 
 def test_chat_and_completions(fleet: EngineFleet) -> None:
@@ -189,61 +175,6 @@ def test_adapters_of_the_model(fleet: EngineFleet) -> None:
     assert fleet.post(completion(prompt, model="sailor")).status_code == 404
 
 
-@pytest.mark.parametrize("loss", [0.01, 0.3])
-def test_lost_batches(fleet: EngineFleet, loss: float) -> None:
-    for engine in fleet.engines.values():
-        engine.tell("/fake/loss", {"loss": loss})
-    prompts = [new_prompt() for _ in range(8)]
-    for prompt in prompts:
-        ask(fleet, completion(prompt))
-    for engine in fleet.engines.values():
-        engine.tell("/fake/loss", {"loss": 0.0})
-        held = engine.num_held()  # the engines are idle now
-        wait_until(lambda held=held, engine=engine: [fleet.num_held(adapter) for adapter in engine.adapters] == held)
-    for prompt in prompts:
-        wait_until(lambda prompt=prompt: is_promised(fleet, prompt, 320))
-
-
-def test_purge_is_known_at_once(fleet: EngineFleet) -> None:
-    prompt = new_prompt()
-    worker = compute(fleet, prompt)
-    answer = httpx.post(f"{fleet.gateway.ops_url}/workers/{worker}/purge", timeout=HANG_S)
-    assert answer.status_code == 200, answer.text
-    assert ask(fleet, completion(prompt)).found == 0
-
-
-def test_a_reset_behind_its_back(fleet: EngineFleet) -> None:
-    prompt = new_prompt()
-    worker = compute(fleet, prompt)
-    epoch = epochs(fleet)[worker]
-    fleet.engine_of(worker).tell("/reset_prefix_cache")
-    assert ask(fleet, completion(prompt)).found == 0, "promised, as nothing told of it"
-    wait_until(lambda: epochs(fleet).get(worker, epoch) != epoch)
-    wait_until(lambda: is_promised(fleet, prompt, 320))
-
-
-def test_an_adapter_that_restarts_learns_its_index_again(fleet: EngineFleet) -> None:
-    prompt = new_prompt()
-    worker = compute(fleet, prompt)
-    adapter = fleet.adapter(worker)
-    num_held = fleet.num_held(adapter)
-    adapter.kill()
-    adapter.start()
-    wait_until(lambda: get(f"{adapter.url}/health/ready"))
-    wait_until(lambda: fleet.num_held(adapter) >= num_held)
-    fleet.wait_ready()
-    wait_until(lambda: ask(fleet, completion(prompt, max_tokens=1)).promised == 320)
-
-
-def test_a_client_that_leaves(fleet: EngineFleet) -> None:
-    before = sum(engine.num_aborted() for engine in fleet.engines.values())
-    body = completion(new_prompt(), max_tokens=3000, stream=True)
-    with stream(fleet, body) as response:
-        next(response.iter_lines())
-    wait_until(lambda: sum(engine.num_aborted() for engine in fleet.engines.values()) == before + 1)
-    fleet.wait_settled()
-
-
 def test_an_engine_that_dies_in_mid_stream(fleet: EngineFleet) -> None:
     """Its stream goes on at the other engine. Its blocks are promised no longer, also after its return."""
     prompt = new_prompt()
@@ -270,36 +201,6 @@ def test_an_engine_that_dies_in_mid_stream(fleet: EngineFleet) -> None:
     restart(fleet, engine)
     for adapter in engine.adapters:
         assert fleet.num_held(adapter) == 0
-
-
-def test_an_engine_that_restarts(fleet: EngineFleet) -> None:
-    prompt = new_prompt()
-    worker = compute(fleet, prompt)
-    engine, epoch = fleet.engine_of(worker), epochs(fleet)[worker]
-    engine.kill()
-    restart(fleet, engine)
-    wait_until(lambda: epochs(fleet).get(worker, epoch) != epoch)
-    wait_until(lambda: not any(is_draining(fleet, adapter.name) for adapter in engine.adapters))
-    answer = ask(fleet, completion(prompt))
-    assert (answer.promised, answer.found) == (0, 0)
-    wait_until(lambda: is_promised(fleet, prompt, 320))
-
-
-def test_another_tokenizer_refuses_to_start(tiny_model: Path, tmp_path: Path) -> None:
-    engine = FakeEngine("odd", tmp_path, tiny_model, "redis://127.0.0.1:9", "--tokenizer-shift", "1")
-    try:
-        engine.start()
-        [adapter] = engine.adapters
-        adapter.start()
-        assert adapter.wait(HANG_S) == 2
-        assert "--tokenizer: the engine's token ids differ" in adapter.tail()
-    finally:
-        for part in (engine, *engine.adapters):
-            part.stop()
-
-
-def epochs(fleet: EngineFleet) -> dict[str, str]:
-    return {worker["worker_id"]: worker["epoch"] for worker in fleet.gateway.workers()}
 
 
 def is_draining(fleet: EngineFleet, name: str) -> bool:

@@ -61,11 +61,3 @@ def test_hard_affinity_holds_each_session_until_its_worker_dies(fleet: Cluster) 
         assert len(places) == 1, f"{header}: {places}"
         if homes[header] != victim.name:
             assert places == {homes[header]}, "a death elsewhere moves no session"
-
-
-def test_an_unknown_affinity_is_a_clear_error(fleet: Cluster) -> None:
-    body = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
-    url = f"{fleet.gateway.url}/v1/completions"
-    answer = httpx.post(url, json=body, headers={"x-headstart-affinity": "sticky"}, timeout=HANG_S)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "x-headstart-affinity"

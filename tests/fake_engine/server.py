@@ -34,7 +34,6 @@ class FakeEngine:
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/metrics", self.metrics),
                 Route("/reset_prefix_cache", self.reset, methods=["POST"]),
-                Route("/fake/loss", self.loss, methods=["POST"]),
                 Route("/fake/loras", self.loras, methods=["POST"]),
                 Route("/fake/core", self.core, methods=["POST"]),
                 Route("/is_paused", self.is_paused),
@@ -46,12 +45,6 @@ class FakeEngine:
     def close(self) -> None:
         for rank in self.ranks:
             rank.close()
-
-    def restart(self) -> None:
-        """Begin again with an empty cache, as a new process would; open streams go on."""
-        self.close()
-        self.started_s = time.time()
-        self.ranks = [Rank(number, self.args) for number in range(self.args.ranks)]
 
     def refused(self, request: Request) -> Response | None:
         key = self.args.api_key
@@ -111,8 +104,6 @@ class FakeEngine:
                 f'vllm:cache_config_info{{block_size="{pool.block_size}",{caching},'
                 f'num_gpu_blocks="{pool.num_blocks}",{label}}} 1.0',
                 f"vllm:prefix_cache_hits_total{{{label}}} {float(rank.cached_tokens)}",
-                f"fake:aborted{{{label}}} {rank.num_aborted}",
-                f"fake:cached_hashes{{{label}}} {len(pool.copies)}",
             ]
         return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -131,12 +122,6 @@ class FakeEngine:
 
     async def is_paused(self, request: Request) -> Response:
         return JSONResponse({"is_paused": self.paused})
-
-    async def loss(self, request: Request) -> Response:
-        for rank in self.ranks:
-            assert rank.events is not None
-            rank.events.loss = (await request.json())["loss"]
-        return Response()
 
     async def loras(self, request: Request) -> Response:
         self.args.lora = (await request.json())["loras"]

@@ -116,7 +116,6 @@ class FakeSglang:
             "sglang:token_usage": 0.0,
             "sglang:prompt_tokens_total": self.num_prompt_tokens,
             "fake:cached_tokens_total": self.num_cached_tokens,
-            "fake:cached_hashes": len(self.cache.pages),
         }
         return PlainTextResponse("".join(f"{name} {float(value)}\n" for name, value in values.items()))
 

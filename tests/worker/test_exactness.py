@@ -11,7 +11,6 @@ import torch
 
 from tests.worker.families import write_family
 from tests.worker.scheduler.engine import HandEngine, generate
-from worker.contracts.step import Launch
 from worker.model.load import LoadedModel, LoadOptions, load_model
 from worker.runner.model_runner import ModelRunner
 from worker.scheduler.step_objective import StepObjective
@@ -89,64 +88,6 @@ def test_bounded_by_time(model: LoadedModel, alone, max_step_s) -> None:
     assert [bounded.answer(request).tokens for request in requests] == alone
 
 
-def test_decodes_go_on_next_to_a_bounded_prefill(model: LoadedModel) -> None:
-    long, short = generate([i * 5 % 99 for i in range(200)], 4, temperature=0.0), generate([1, 2, 3], 80)
-    want = run(engine(model), [long]) + run(engine(model), [short])
-    bounded = engine(model, objective=StepObjective(1e-6, BLOCK_SIZE, 0.001))
-    decoding = bounded.submit(short)
-    bounded.step()
-    prefilling = bounded.submit(long)
-    for num_steps in range(1, 200 // BLOCK_SIZE + 1):
-        assert not bounded.answer(prefilling).tokens
-        bounded.step()
-        assert len(bounded.answer(decoding).tokens[0]) == 1 + num_steps
-    assert bounded.answer(prefilling).tokens
-    bounded.finish()
-    assert [bounded.answer(prefilling).tokens, bounded.answer(decoding).tokens] == want
-
-
-@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
-def test_drafted(model: LoadedModel, alone, prefix_cache) -> None:
-    few = (11, 42, 7)  # of so few tokens the output repeats itself
-    repeating = [
-        generate(SHARED[: 9 * i], 40, 1 + i % 2, allowed_token_ids=few, logprobs=2, **params)
-        for i, params in enumerate(
-            [
-                {"temperature": 0.0},
-                {"temperature": 1.0},
-                {"temperature": 0.0, "frequency_penalty": 0.2, "min_tokens": 9, "stop_token_ids": (42,)},
-                {"temperature": 0.7, "repetition_penalty": 1.1, "bad_words": ((11, 42, 7), (7, 7))},
-            ],
-            1,
-        )
-    ]
-    want = [run(engine(model), [wire])[0] for wire in repeating]
-    drafting = engine(model, prefix_cache=prefix_cache, max_drafts=4, max_num_seqs=24)
-    for _ in range(2):
-        assert run(drafting, REQUESTS + repeating) == alone + want
-    assert 0 < drafting.num_accepted < drafting.num_drafted
-
-
-@pytest.mark.parametrize("prefix_cache", ["hash", pytest.param("off", marks=pytest.mark.e2e)])
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.1, "repetition_penalty": 1.2}]
-)
-def test_choices_that_yield_to_another_tenant(model: LoadedModel, prefix_cache, params) -> None:
-    wire = generate(SHARED, 24, 64, tenant="a", **params)
-    small = [generate([i, *SHARED[:9]], 3 + i % 4, tenant="b") for i in range(40)]
-    want, *want_small = run(engine(model, 800, max_num_seqs=64), [wire, *small])
-    contested = engine(model, 800, prefix_cache=prefix_cache, max_num_seqs=64)
-    large = contested.submit(wire)
-    requests = []
-    for i in range(10):
-        contested.step()
-        requests += [contested.submit(one) for one in small[4 * i : 4 * i + 4]]
-    contested.finish()
-    assert contested.num_yielded >= 8
-    assert contested.answer(large).tokens == want
-    assert [contested.answer(request).tokens for request in requests] == want_small
-
-
 @pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize(
     "async_scheduling", [False, True]
@@ -172,32 +113,6 @@ def test_a_sequence_holds_only_the_window_and_a_chunk(tmp_path: Path, async_sche
     assert most_held == 5
     assert (ring.num_async > 0) == async_scheduling or max_drafts > 0
     assert (ring.num_accepted > 0) == (max_drafts > 0)
-
-
-def test_resumed_anywhere(model: LoadedModel, alone) -> None:
-    resumed, expected = [], []
-    for i, (wire, tokens) in enumerate(zip(REQUESTS, alone, strict=True)):
-        outputs = {choice: ids[: (5 * i + choice) % 11] for choice, ids in tokens.items()}
-        choices = tuple(type(c)(c.index, c.seed, tuple(outputs[c.index])) for c in wire.choices)
-        resumed.append(type(wire)(**{f: getattr(wire, f) for f in wire.__slots__} | {"choices": choices}))
-        expected.append({choice: ids[len(outputs[choice]) :] for choice, ids in tokens.items()})
-    assert run(engine(model), resumed) == expected
-
-
-def test_a_failed_step_is_not_seen_in_any_token(model: LoadedModel, alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    flaky = engine(model)
-    launch, calls = flaky.runner.launch, iter(range(10_000))
-
-    def run_or_raise(self, step):
-        results = launch(step).collect()  # the KV is written, and the step fails after it
-        if next(calls) % 5 == 2 and len(step.sequences) > 1:
-            raise RuntimeError("the step fails")
-        return Launch(lambda: results)
-
-    monkeypatch.setattr(type(flaky.runner), "launch", run_or_raise)
-    assert run(flaky, [wire for wire in REQUESTS if len(wire.choices) == 1]) == [
-        tokens for wire, tokens in zip(REQUESTS, alone, strict=True) if len(wire.choices) == 1
-    ]
 
 
 def test_deterministic_bfloat16_alone_and_among_sixteen_others(tmp_path: Path) -> None:

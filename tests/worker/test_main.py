@@ -262,20 +262,3 @@ def test_sigterm_inside_native_code_exits_cleanly(start) -> None:
         pass
     code, stderr = process.end(signal.SIGTERM)
     assert (code, stderr) == (0, "")
-
-
-async def test_sampling_is_a_function_of_seed_and_position(start, model: Path) -> None:
-    import asyncio
-
-    process = start("--model", str(model), "--num-blocks", "40", "--max-num-batched-tokens", "64")
-    url = process.ready()["url"]
-    bodies = [request(list(range(3 + i, 40 + 4 * i)), 60, n=1 + i % 2, temperature=1.0) for i in range(12)]
-    async with aiohttp.ClientSession() as http:
-        alone = [(await generate(http, url, body))[0] for body in bodies]
-        mixed = await asyncio.gather(*(generate(http, url, body) for body in bodies))
-        async with http.get(url + "/metrics") as response:
-            text = await response.text()
-    assert [tokens for tokens, _ in mixed] == alone
-    preempted = next(line for line in text.splitlines() if line.startswith("headstart_worker_preemptions_total"))
-    assert float(preempted.split()[1]) > 0  # 39 blocks of 16 tokens cannot hold all twelve
-    assert process.end(signal.SIGTERM)[0] == 0

@@ -118,15 +118,3 @@ def test_no_token_of_many_requests_differs(model, want: list[Answer], async_sche
     assert drafting.num_preempted > 0
     assert len(want) < drafting.num_accepted < drafting.num_drafted
     assert (drafting.num_async > 0) == async_scheduling
-
-
-def test_a_row_behind_a_wrong_draft_fails_nothing(model) -> None:
-    """Only 3 is ever sampled; the draft is 4, behind which the bad words leave none of the allowed tokens."""
-    runner = ModelRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, eos_token_ids=(EOS,))
-    engine = HandEngine(NUM_BLOCKS, BLOCK_SIZE, runner=runner, max_drafts=4)
-    params: dict[str, Any] = {"bad_words": ((4, 3), (4, 4)), "allowed_token_ids": (3, 4), "logit_bias": ((4, -100.0),)}
-    request = engine.submit(generate([9, 3, 3, 4, 9, 3], 12, temperature=0.0, logprobs=1, **params))
-    engine.finish()
-    assert engine.answer(request).tokens[0] == [3] * 12
-    assert engine.num_drafted > engine.num_accepted
-    assert engine.num_failed_steps == 0

@@ -33,10 +33,11 @@ def test_an_unknown_name_is_refused() -> None:
         make_allocator("lru", 10, 4)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["hash", "radix", "off"])
-def test_a_pool_without_a_block_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="num_blocks"):
-        make_allocator(kind, 1, 4)  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", PREFIX_CACHES)
+@pytest.mark.parametrize(("num_blocks", "block_size", "field"), [(1, 4, "num_blocks"), (4, 0, "block_size")])
+def test_a_bad_size_is_named(kind: PrefixCache, num_blocks: int, block_size: int, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        make_allocator(kind, num_blocks, block_size)
 
 
 @pytest.mark.parametrize("kind", PREFIX_CACHES)

@@ -12,22 +12,18 @@ from cache.allocators.base import Allocation
 from cache.allocators.hash import HashAllocator
 from cache.events import Removed, Stored
 from cache.hashing import Namespace, hash_chain
-from cache.types import BlockHash
 
 ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"tenant")
-OTHER_ROOT = Namespace("model", "main", "tokenizer", 16).root(salt=b"another tenant")
 
 
-def allocate(
-    allocator: HashAllocator, token_ids: Sequence[int], root: BlockHash = ROOT, num_tokens: int | None = None
-) -> Allocation:
-    allocation = allocator.allocate(num_tokens or len(token_ids), token_ids, root)
+def allocate(allocator: HashAllocator, token_ids: Sequence[int], num_tokens: int | None = None) -> Allocation:
+    allocation = allocator.allocate(num_tokens or len(token_ids), token_ids, ROOT)
     assert allocation is not None
     return allocation
 
 
-def compute(allocator: HashAllocator, token_ids: Sequence[int], root: BlockHash = ROOT) -> Allocation:
-    allocation = allocate(allocator, token_ids, root)
+def compute(allocator: HashAllocator, token_ids: Sequence[int]) -> Allocation:
+    allocation = allocate(allocator, token_ids)
     allocation.commit(token_ids, len(token_ids))
     return allocation
 
@@ -51,77 +47,6 @@ def test_reference_order_of_vllm_v1() -> None:
     assert free_order(allocator) == [6, 7, 8, 9, 10, 4, 5, 3, 2, 1]
 
 
-def test_at_least_one_token_is_left_to_compute() -> None:
-    allocator = HashAllocator(11, 4)
-    compute(allocator, range(8)).free()
-    assert [allocator.find(range(n), ROOT) for n in range(1, 11)] == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
-    assert allocate(allocator, range(8)).num_cached_tokens == 4
-
-
-def test_nothing_is_findable_before_its_commit() -> None:
-    allocator = HashAllocator(11, 4)
-    allocation = allocate(allocator, range(9))
-    assert allocator.find(range(9), ROOT) == 0
-    allocation.commit(range(9), 5)
-    assert allocator.find(range(9), ROOT) == 4
-    assert list(allocator.cached_hashes()) == hash_chain(ROOT, range(4), 4)
-    allocation.free()  # the step that would have written the second block failed
-    assert allocator.find(range(9), ROOT) == 4
-
-
-def test_generated_tokens_are_cached_too() -> None:
-    allocator = HashAllocator(11, 4)
-    tokens = [0, 1, 2]
-    allocation = compute(allocator, tokens)
-    for token in range(3, 10):
-        tokens.append(token)
-        assert allocation.extend(len(tokens))
-        allocation.commit(tokens, len(tokens))
-    assert allocation.block_table == [1, 2, 3]
-    allocation.free()
-    resumed = allocate(allocator, tokens)
-    assert resumed.num_cached_tokens == 8
-    assert resumed.block_table == [1, 2, 4]
-
-
-def test_a_failed_allocation_changes_nothing() -> None:
-    allocator = HashAllocator(6, 4)
-    compute(allocator, range(8)).free()
-    holder = allocate(allocator, range(50, 62))
-    allocator.take_events()
-    stats = allocator.stats()
-    assert allocator.allocate(13, range(13), ROOT) is None  # 2 blocks are found and free, 2 more would be needed
-    assert allocator.stats() == stats
-    assert allocator.take_events() == []
-    assert not holder.extend(21)
-    assert holder.block_table == [3, 4, 5]
-    assert holder.extend(20)
-    assert holder.block_table == [3, 4, 5, 2, 1]
-
-
-def test_a_request_never_evicts_its_own_prefix() -> None:
-    allocator = HashAllocator(4, 4)
-    compute(allocator, range(8)).free()
-    allocation = allocate(allocator, range(12))
-    assert allocation.block_table == [1, 2, 3]
-    assert allocation.num_cached_tokens == 8
-
-
-def test_a_prefix_may_be_held_in_part_and_free_in_part() -> None:
-    allocator = HashAllocator(11, 4)
-    compute(allocator, range(16)).free()
-    allocate(allocator, range(20, 24)).free()  # moves the clock
-    half = allocate(allocator, range(9))
-    whole = allocate(allocator, range(17))
-    assert (half.num_cached_tokens, whole.num_cached_tokens) == (8, 16)
-    allocator.check_integrity()
-    half.free()
-    allocator.check_integrity()
-    assert allocator.num_free_blocks == 10 - 5
-    whole.free()
-    allocator.check_integrity()
-
-
 def test_events_of_copies() -> None:
     """Stored comes with the first copy, Removed with the last."""
     allocator = HashAllocator(6, 4)
@@ -143,27 +68,6 @@ def test_events_of_copies() -> None:
     assert allocator.find(range(5), ROOT) == 0
 
 
-def test_blocks_are_evicted_tail_first() -> None:
-    allocator = HashAllocator(5, 4)
-    chain = hash_chain(ROOT, range(16), 4)
-    compute(allocator, range(16)).free()
-    assert allocator.take_events() == [Stored(block_hash) for block_hash in chain]
-    allocate(allocator, [9], num_tokens=12)
-    assert allocator.take_events() == [Removed(block_hash) for block_hash in reversed(chain[1:])]
-    assert list(allocator.cached_hashes()) == chain[:1]
-
-
-def test_prompt_logprobs_read_nothing_but_write() -> None:
-    allocator = HashAllocator(11, 4)
-    compute(allocator, range(9)).free()
-    allocation = allocator.allocate(9, range(9), ROOT, reuse=False)
-    assert allocation is not None
-    assert allocation.num_cached_tokens == 0
-    allocation.commit(range(9), 9)
-    allocator.check_integrity()
-    assert allocator.stats().hit_tokens == 0
-
-
 def test_hashes_may_be_given() -> None:
     allocator = HashAllocator(11, 4)
     hashes = hash_chain(ROOT, range(9), 4)
@@ -174,14 +78,6 @@ def test_hashes_may_be_given() -> None:
     assert len(hashes) == 2, "the caller's list grew"
     assert list(allocator.cached_hashes()) == hash_chain(ROOT, range(12), 4)
     assert allocator.find(range(9), ROOT, hashes=hashes) == 8
-
-
-def test_allocation_holds_more_than_asked_when_more_is_cached() -> None:
-    allocator = HashAllocator(11, 4)
-    compute(allocator, range(20)).free()
-    allocation = allocate(allocator, range(20), num_tokens=1)
-    assert allocation.num_cached_tokens == 16
-    assert allocation.capacity == 16
 
 
 def test_slots() -> None:
@@ -196,13 +92,6 @@ def test_slots() -> None:
         allocation.slots(8, 13)
 
 
-def test_a_second_free_asserts() -> None:
-    allocation = allocate(HashAllocator(11, 4), range(4))
-    allocation.free()
-    with pytest.raises(AssertionError, match="freed twice"):
-        allocation.free()
-
-
 def test_statistics() -> None:
     allocator = HashAllocator(4, 4)
     compute(allocator, range(9)).free()
@@ -214,12 +103,6 @@ def test_statistics() -> None:
     assert (stats.num_blocks, stats.num_free_blocks, stats.num_cached_blocks) == (4, 3, 2)
     assert stats.evictions == 1
     assert stats.next_victim_age == 1
-
-
-@pytest.mark.parametrize(("num_blocks", "block_size", "field"), [(1, 4, "num_blocks"), (4, 0, "block_size")])
-def test_a_bad_size_is_named(num_blocks: int, block_size: int, field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        HashAllocator(num_blocks, block_size)
 
 
 def test_eviction_is_lru_and_tail_first_within_a_chain() -> None:
@@ -242,17 +125,6 @@ def test_hit_makes_a_chain_the_last_victim() -> None:
     allocate(allocator, [9], num_tokens=8)
     assert allocator.find(range(8), ROOT) == 4
     assert allocator.find(range(50, 58), ROOT) == 0
-
-
-def test_commit_never_changes_block_ids() -> None:
-    allocator = HashAllocator(8, 4)
-    first, second = compute(allocator, range(4)), allocate(allocator, range(3))
-    assert second.extend(4)
-    before = list(second.block_table)
-    second.commit(range(4), 4)
-    assert second.block_table == before
-    assert set(second.block_table).isdisjoint(first.block_table)
-    allocator.check_integrity()
 
 
 def test_a_chain_that_is_too_long_leaves_the_room_to_others() -> None:

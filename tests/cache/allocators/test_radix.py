@@ -18,7 +18,6 @@ from cache.hashing import Namespace, hash_chain
 from tests.block_events import replay
 
 ROOT = Namespace("model", "main", "tokenizer", 1).root(salt=b"tenant")
-OTHER_ROOT = Namespace("model", "main", "tokenizer", 1).root(salt=b"another tenant")
 MORE = 99
 
 
@@ -50,14 +49,6 @@ def test_prefix_is_reused() -> None:
     assert allocation.num_cached_tokens == 4
 
 
-def test_nothing_is_reused_without_reuse() -> None:
-    allocator = RadixAllocator(12, 1)
-    finish(allocate(allocator, 8, [0, 1, 2, 3], reuse=False), [0, 1, 2, 3])
-    allocation = allocate(allocator, 8, [0, 1, 2, 3], reuse=False)
-    assert allocation.block_table == [1, 2, 3, 8, 9, 10, 11, 7]
-    assert allocation.num_cached_tokens == 0
-
-
 def test_older_prefixes_are_evicted_first() -> None:
     allocator = RadixAllocator(7, 1)
     first = allocate(allocator, 4, [0, 1, 2, 3])
@@ -69,17 +60,6 @@ def test_older_prefixes_are_evicted_first() -> None:
     third = allocate(allocator, 4, [6, 7, 8, 9])
     assert third.block_table == [3, 4, 5, 6]
     assert third.num_cached_tokens == 0
-
-
-def test_fully_overlapping_prompts_are_freed() -> None:
-    allocator = RadixAllocator(10, 1)
-    first = allocate(allocator, 4, [0, 1, 2, 3])
-    second = allocate(allocator, 4, [0, 1, 2, 3])
-    finish(second, [0, 1, 2, 3])
-    finish(first, [0, 1, 2, 3])
-    third = allocate(allocator, 4, [0, 1, 2, 3])
-    assert third.num_cached_tokens == 4
-    assert num_unused(allocator) == 5
 
 
 def test_partially_overlapping_prompts_are_freed() -> None:
@@ -105,53 +85,6 @@ def test_partially_overlapping_prompts_are_freed() -> None:
     assert fifth.num_cached_tokens == 6
     assert num_unused(allocator) == 11
     allocator.check_integrity()
-
-
-def test_allocation_that_cannot_fit_evicts_nothing() -> None:
-    allocator = RadixAllocator(8, 1)
-    finish(allocate(allocator, 4, [0, 1, 2, 3]), [0, 1, 2, 3])
-    holder = allocate(allocator, 2, [7, 8])
-    allocator.take_events()
-    stats = allocator.stats()
-    assert allocator.allocate(6, [5, 6, 7, 8, 9, 10], ROOT) is None
-    assert allocator.allocate(9, [0, 1, 2, 3, 4], ROOT) is None  # 4 found, 5 more wanted, 1 free
-    assert not holder.extend(8)
-    assert allocator.stats() == stats
-    assert allocator.take_events() == []
-    assert allocator.find([0, 1, 2, 3, 4], ROOT) == 4
-    allocator.check_integrity()
-
-
-def test_findable_after_the_commit_while_the_first_still_runs() -> None:
-    allocator = RadixAllocator(20, 1)
-    first = allocate(allocator, 6, [0, 1, 2, 3])
-    assert allocator.find([0, 1, 2, 3, 4], ROOT) == 0
-    first.commit([0, 1, 2, 3], 3)
-    second = allocate(allocator, 4, [0, 1, 2, 3])
-    assert second.num_cached_tokens == 3
-    assert second.block_table[:3] == first.block_table[:3]
-    first.free()
-    allocator.check_integrity()
-    second.commit([0, 1, 2, 3, 4], 4)
-    second.free()
-    allocator.check_integrity()
-    assert allocator.find([0, 1, 2, 3, 4], ROOT) == 4
-
-
-def test_blocks_below_a_duplicated_prefix_are_findable() -> None:
-    allocator = RadixAllocator(20, 1)
-    first, second = allocate(allocator, 4, [0, 1]), allocate(allocator, 4, [0, 1])
-    first.commit([0, 1], 2)
-    second.commit([0, 1], 2)
-    second.commit([0, 1, 5, 6], 4)
-    assert allocator.find([0, 1, 5, 6, 7], ROOT) == 4
-    third = allocate(allocator, 4, [0, 1, 5, 6])
-    assert third.block_table == [*first.block_table[:2], *second.block_table[2:]]
-    first.free()
-    allocator.check_integrity()
-    second.free()
-    allocator.check_integrity()
-    assert num_unused(allocator) == 15
 
 
 def test_generated_tokens_extend_one_node() -> None:

@@ -35,20 +35,6 @@ def test_insertions_return_the_known_prefix() -> None:
     trie.check_integrity([])
 
 
-def test_find_returns_the_blocks_of_the_longest_prefix() -> None:
-    trie = RadixTrie()
-    insert(trie, 0, 1, 2)
-    insert(trie, 1, 2, 3)
-    insert(trie, 0, 1, 2, 3, 4)
-    insert(trie, 0, 1, 2, 3, 5, 6, 7)
-    assert find(trie, 0) == [0]
-    assert find(trie, 0, 1, 2) == [0, 1, 2]
-    assert find(trie, 1, 2, 3) == [1, 2, 3]
-    assert find(trie, 0, 1, 2, 3) == [0, 1, 2, 3]
-    assert find(trie, 0, 1, 2, 3, 4) == [0, 1, 2, 3, 4]
-    assert find(trie, 0, 1, 2, 3, 5) == [0, 1, 2, 3, 5]
-
-
 def test_eviction_cuts_leaves() -> None:
     trie = RadixTrie()
     insert(trie, 0, 1, 2)
@@ -85,32 +71,6 @@ def test_a_partial_match_goes_no_deeper() -> None:
     assert find(trie, 0, 1, 9) == [0, 1]  # 9 follows 2, not 1
 
 
-def test_rest_of_a_partly_held_node_is_evictable() -> None:
-    trie = RadixTrie()
-    insert(trie, 0, 1, 2, 3)
-    match = trie.match(trie.root(), [0, 1, 7])
-    assert (match.block_ids, match.num_evictable) == ([0, 1], 2)
-    held = trie.hold(match)
-    assert trie.num_evictable == 2
-    assert trie.evict(10)[0] == [2, 3]
-    trie.check_integrity([held])
-    trie.release(held)
-    assert trie.num_evictable == 2
-    assert trie.evict(10)[0] == [0, 1]
-
-
-def test_hold_on_a_split_node_covers_both_parts() -> None:
-    trie = RadixTrie()
-    insert(trie, 0, 1, 2, 3)
-    held = trie.hold(trie.match(trie.root(), [0, 1, 2, 3]))
-    insert(trie, 0, 1, 8)
-    assert trie.num_evictable == 1
-    assert trie.evict(10)[0] == [8]
-    trie.check_integrity([held])
-    trie.release(held)
-    assert trie.num_evictable == 4
-
-
 def test_an_empty_namespace_is_forgotten() -> None:
     trie = RadixTrie()
     for namespace in range(100):
@@ -119,13 +79,6 @@ def test_an_empty_namespace_is_forgotten() -> None:
         trie.release(trie.hold(trie.match(trie.root(namespace), [0])))
         assert find(trie, 0, namespace=namespace) == []
     assert list(trie.nodes()) == []
-
-
-def test_a_namespace_finds_nothing_of_another() -> None:
-    trie = RadixTrie()
-    trie.insert(trie.root("a"), [0, 1], ids(1, 2), [b"", b""])  # type: ignore[list-item]
-    assert find(trie, 0, 1, namespace="b") == []
-    assert find(trie, 0, 1, namespace="a") == [1, 2]
 
 
 def test_every_key_has_one_block() -> None:

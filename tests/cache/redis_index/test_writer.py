@@ -28,19 +28,6 @@ from tests.redis_server import RedisServer
 from tests.waiting import HANG_S, until
 
 
-async def test_batches_change_the_set(redis_server: RedisServer) -> None:
-    hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
-    async with linked(writer, index):
-        assert await writer.rewrite([], WorkerLoad())
-        assert await writer.publish([SetChange(entries(hashes[:8]), [], 8)], WorkerLoad())
-        await until(becomes(index, hashes, {"w0": 8}))
-        assert await writer.publish([SetChange(entries(hashes[8:]), [], 10)], WorkerLoad())
-        assert await matches(index, hashes) == {"w0": 10}
-        assert await writer.publish([SetChange([], entries(hashes[:3:-1]), 4)], WorkerLoad())
-        assert await matches(index, hashes) == {"w0": 4}
-
-
 async def test_a_worker_asks_which_blocks_others_hold(redis_server: RedisServer) -> None:
     hashes = chain(10)
     first, second = (IndexWriter(redis_server.url, member(name), LASTING) for name in ("w0", "w1"))
@@ -53,17 +40,6 @@ async def test_a_worker_asks_which_blocks_others_hold(redis_server: RedisServer)
         assert await first.upkeep.held(others, hashes[:6]) == [False, True, True, True, False, False]
         redis_server.command("FLUSHALL")
         assert await first.upkeep.held(both, hashes[:2]) == [False, False]
-
-
-async def test_flush_is_detected_and_repaired(redis_server: RedisServer) -> None:
-    hashes = chain(10)
-    writer, index = IndexWriter(redis_server.url, member(), LASTING), RedisIndex(redis_server.url, EAGER)
-    async with linked(writer, index):
-        await hold(hashes, index, writer)
-        redis_server.command("FLUSHALL")
-        assert not await writer.publish([SetChange([], [], 10)], WorkerLoad())
-        assert writer.in_doubt
-        await hold(hashes, index, writer)
 
 
 @pytest.mark.parametrize("damage", ["lost entry", "foreign entry", "set gone"])

@@ -58,28 +58,6 @@ def test_any_history_is_that_of_a_plain_list(steps: list[tuple[str, int]]) -> No
         assert len(lru._leaves) <= len(lru), "the queue of leaves grows without bound"
 
 
-def test_a_chain_leaves_whole_before_one_that_was_used_later() -> None:
-    old, new = chain([0, 0, 0]), chain([1, 1, 1])
-    lru = ChainLRU()
-    for record, link in enumerate([*new, *old]):
-        lru.add(link, record)
-    for link in new:
-        held = lru.get(link.block_hash)
-        assert held is not None
-        lru.touch(held)
-    assert [lru.evict(keep=BlockHash(b"")) for _ in range(7)] == [5, 4, 3, 2, 1, 0, None]
-
-
-def test_match_ends_at_the_first_block_that_is_missing() -> None:
-    links = chain([0, 1, 0])
-    lru = ChainLRU()
-    for record, link in enumerate(links[:2]):
-        lru.add(link, record)
-    hashes = [link.block_hash for link in links]
-    assert [lru.match(hashes), lru.match(hashes[1:]), lru.match(hashes[2:]), lru.match([])] == [2, 1, 0, 0]
-    assert lru.match(hashes[:2]) == 2
-
-
 def test_a_block_without_its_parent_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="not held"):
         ChainLRU().add(chain([0, 1])[1], 0)

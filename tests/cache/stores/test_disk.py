@@ -22,7 +22,6 @@ from tests.cache.stores.store_parts import (
     RECORD,
     chain,
     open_disk,
-    payload_of,
     reads_exactly,
     segments,
     write,
@@ -40,26 +39,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_a_restart_finds_the_blocks(tmp_path: Path) -> None:
-    store = open_disk(tmp_path)
-    write(store, *LINKS)
-    store.close()
-    store = open_disk(tmp_path)
-    assert list(store.cached_hashes()) == [link.block_hash for link in LINKS]
-    assert replay(store.take_events()) == set(store.cached_hashes())
-    assert all(reads_exactly(store, link) for link in LINKS)
-    assert write(store, *chain([1, 1, 1])) == [True] * 3
-
-
-def test_a_restart_finds_parents_that_lie_behind_their_children(tmp_path: Path) -> None:
-    store = open_disk(tmp_path, 3)
-    write(store, *chain([0, 0, 0]))
-    write(store, *chain([1, 1, 1]))  # reuses the records of the other chain
-    store.close()
-    store = open_disk(tmp_path, 3)
-    assert list(store.cached_hashes()) == [link.block_hash for link in chain([1, 1, 1])]
 
 
 def test_no_other_user_can_read_the_files(tmp_path: Path) -> None:
@@ -187,17 +166,6 @@ def test_a_smaller_disk_keeps_what_fits(tmp_path: Path) -> None:
     assert write(store, *LINKS) == [True] * 6
 
 
-def test_a_clear_deletes_the_files(tmp_path: Path) -> None:
-    store = open_disk(tmp_path)
-    write(store, *LINKS)
-    store.clear()
-    assert segments(tmp_path) == []
-    write(store, *LINKS[:2])
-    assert len(segments(tmp_path)) == 1
-    store.close()
-    assert len(open_disk(tmp_path)) == 2
-
-
 def test_a_write_under_way_leaves_no_file_after_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_disk(tmp_path)
     for name in ("open", "pwritev"):
@@ -214,14 +182,6 @@ def test_a_write_under_way_leaves_no_file_after_a_clear(tmp_path: Path, monkeypa
         assert segments(tmp_path) == []
         assert len(store) == 0
     assert write(store, *LINKS) == [True] * 6, "the disk is fine"
-
-
-def test_a_block_from_before_a_clear_never_comes_to_the_disk(tmp_path: Path) -> None:
-    store = open_disk(tmp_path)
-    version = store.version
-    store.clear()
-    assert not store.write(LINKS[0], payload_of(LINKS[0]), version)
-    assert segments(tmp_path) == []
 
 
 def test_a_file_that_cannot_be_deleted_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,16 +345,6 @@ def test_a_segment_whose_headers_cannot_be_read_is_free(tmp_path: Path, monkeypa
     assert len(store) == 0
     assert write(store, *LINKS) == [True] * 6
     assert len(segments(tmp_path)) == 2
-
-
-def test_the_payload_is_read_into_the_callers_memory(tmp_path: Path) -> None:
-    record = RecordFormat(bytes(16), 3)
-    store = open_disk(tmp_path, record=record)
-    (link,) = chain([0])
-    assert store.write(link, payload_of(link, 3), store.version)
-    memory = bytearray(9)
-    assert store.read(link, memoryview(memory)[3:6])
-    assert memory == bytes(3) + payload_of(link, 3) + bytes(3)
 
 
 def failing(code: int, call: Any = None) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from cache.events import Removed, Stored
-from cache.hashing import MediaStart, hash_chain
+from cache.hashing import hash_chain
 from cache.types import BlockHash
 from tests.block_events import replay
 from tests.worker.adapter.fake_blocks import (
@@ -294,17 +294,6 @@ def test_only_blocks_with_a_salt_and_nothing_else_are_published(
     ]
 
 
-def test_images_are_hashed_as_the_gateway_does() -> None:
-    """An image is in two blocks of the engine, from token 6 to 45."""
-    tokens = [*range(6), *[7] * 39, *range(45, 64)]
-    keys = ((["cat", 6], ROOT.hex()), (["cat", -26],))
-    for size in (16, 32, 48):
-        blocks = EngineBlocks(size, max_names=100)
-        events = blocks.apply([stored(1, tokens=tokens[:32], size=32, extra=keys[:1])]).events
-        events += blocks.apply([stored(2, parent=1, tokens=tokens[32:], size=32, extra=keys[1:])]).events
-        assert replay(events) == set(hash_chain(ROOT, tokens, size, [MediaStart("cat", 6)]))
-
-
 def test_an_event_with_a_wrong_number_of_tokens_is_opaque() -> None:
     """So is one with a wrong number of keys."""
     blocks = EngineBlocks(2, max_names=100)
@@ -323,16 +312,6 @@ def test_a_block_after_an_unknown_one_is_an_orphan() -> None:
     assert replay(blocks.apply([stored(3, parent=2, tokens=(4, 5))]).events) == {chain[2]}
     assert blocks.tree.num_orphans == 0
     assert blocks.apply([BlockRemoved((3,))]).events == [Removed(chain[2])]
-
-
-def test_a_removal_counts_for_all_stores_of_a_block() -> None:
-    """Some engines send it only for the last copy, and some store reused blocks again."""
-    blocks = EngineBlocks(2, max_names=100)
-    chain = hash_chain(ROOT, range(4), 2)
-    for _ in range(3):
-        blocks.apply([stored(1, 2, extra=(*SALTED, None))])
-    assert blocks.apply([BlockRemoved((2,)), BlockRemoved((1,))]).events == [Removed(chain[1]), Removed(chain[0])]
-    assert blocks.tree.num_held == 0
 
 
 def test_a_removal_that_tells_of_other_copies_ends_nothing() -> None:
@@ -402,14 +381,6 @@ def test_other_tiers_do_not_count() -> None:
     assert len(blocks.apply([stored(1, extra=SALTED)]).events) == 1
     assert blocks.apply([BlockRemoved((1,), "CPU")]).events == []
     assert len(blocks.apply([BlockRemoved((1,), "GPU")]).events) == 1
-
-
-def test_a_reset_leaves_only_what_came_after_it() -> None:
-    blocks = EngineBlocks(2, max_names=100)
-    blocks.apply([stored(1, extra=SALTED)])
-    applied = blocks.apply([BlockRemoved((1,)), AllBlocksCleared(), stored(2, tokens=(8, 9), extra=SALTED)])
-    assert applied.cleared
-    assert applied.events == blocks.visible_events() == [Stored(hash_chain(ROOT, (8, 9), 2)[0])]
 
 
 def test_names_are_bounded() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from tests.e2e.serving import free_ports, resolves
-from tests.faults.part import ROOT
-from tests.waiting import HANG_S, until
+from tests.waiting import until
 from tests.worker.adapter.rig import fake_engine
 from worker.adapter import connect as connect_module
 from worker.adapter.api import EngineApi, EventSource
@@ -155,35 +152,6 @@ async def test_it_waits_for_the_first_token(engine_folder: Path) -> None:
         assert not connecting.done()
         fake.ranks[0].stop(False)
         await (await connecting).close()
-
-
-def test_a_new_engine_ends_the_process_with_status_1(engine_folder: Path, tmp_path: Path) -> None:
-    """So its supervisor starts it again, for what is there now."""
-    [port] = free_ports(1)
-    sockets = ("--events", f"ipc://{engine_folder}/events", "--replay", f"ipc://{engine_folder}/replay")
-    command = [sys.executable, "-m", "tests.fake_engine", str(engine_folder), "--port", str(port), *sockets]
-    options = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{port}", "--host", "127.0.0.1", "--port", "0"]
-    log = tmp_path / "worker.log"
-    engine = subprocess.Popen(command, cwd=ROOT)
-    with log.open("wb") as errors:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "worker", *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors
-        )
-    try:
-        assert worker.stdout is not None
-        events = [json.loads(worker.stdout.readline())["event"] for _ in range(2)]
-        assert events == ["listening", "ready"]
-        engine.kill()
-        engine.wait()
-        engine = subprocess.Popen([*command, "--max-model-len", "2048"], cwd=ROOT)
-        assert worker.wait(HANG_S) == 1
-        assert "another engine answers: " in log.read_text()
-    finally:
-        for process in (engine, worker):
-            process.kill()
-            process.wait()
-        if worker.stdout is not None:
-            worker.stdout.close()
 
 
 @pytest.mark.parametrize(

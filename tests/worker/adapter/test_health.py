@@ -200,39 +200,3 @@ async def test_a_long_prefill_in_chunks_is_no_hang(fake: tuple[FakeEngine, str],
         frames = await rig.answer(make_request(range(100, 200), max_tokens=2))
         assert isinstance(frames[-1], End), "after two seconds, in steps of a tenth"
         assert rig.state == "sure"
-
-
-async def test_requests_of_others_that_hang_are_enough(fake: tuple[FakeEngine, str], brisk: None) -> None:
-    engine, url = fake
-    async with running(rig_over(engine, url, hang_s=0.3, probe_s=0.0)) as rig:
-        stream = engine.ranks[0].generate([1, 2, 3], {"max_tokens": 3000, "ignore_eos": True}, "", None)
-        await anext(stream)
-        engine.ranks[0].stop(True)
-        waiting = asyncio.create_task(anext(stream))
-        await until(lambda: rig.state == "hung")
-        engine.ranks[0].stop(False)
-        await waiting
-        await stream.aclose()
-        await until(lambda: rig.state == "sure")
-
-
-async def test_pause_and_sleep_of_the_engine(fake: tuple[FakeEngine, str], brisk: None) -> None:
-    """Its streams wait, for longer than a hang."""
-    engine, url = fake
-    async with running(rig_over(engine, url, hang_s=0.3, probe_s=0.1)) as rig:
-        key = rig.submit(make_request(max_tokens=200, ignore_eos=True))
-        await until(lambda: token_ids(rig.frames[key]))
-        engine.ranks[0].stop(True)
-        engine.paused = True
-        await until(lambda: rig.state == "paused")
-        await asyncio.sleep(0.6)
-        assert rig.state == "paused"
-        assert await rig.engine.liveness() is None
-        engine.paused = False
-        engine.ranks[0].stop(False)
-        await until(lambda: rig.is_over(key))
-        assert isinstance(rig.frames[key][-1], End)
-        engine.sleeping = True
-        await until(lambda: rig.state == "paused")
-        engine.sleeping = False
-        await until(lambda: rig.state == "sure")

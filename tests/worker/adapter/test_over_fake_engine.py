@@ -11,12 +11,12 @@ import pytest
 
 from tests.fake_engine.server import FakeEngine
 from tests.waiting import until
-from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, is_lost, make_request, running, token_ids
+from tests.worker.adapter.rig import OTHER_ROOT, Rig, fake_engine, make_request, running, token_ids
 from worker.adapter.api import EventSource
 from worker.adapter.health import facts_of
 from worker.adapter.vllm import VllmApi
 from worker.common.capabilities import adapters_in
-from worker.wire import End, Failed, GenerateRequest
+from worker.wire import End, GenerateRequest
 
 PROMPT = range(100, 300)
 """Six blocks of the engine's 32."""
@@ -95,14 +95,6 @@ async def test_a_reader_that_leaves_ends_it_in_the_engine(rig: Rig, fake: FakeEn
     await until(rig.is_idle)
 
 
-async def test_a_refusal_in_a_stream(rig: Rig, fake: FakeEngine) -> None:
-    fake.args.max_model_len = 100
-    frames = await rig.answer(make_request(PROMPT))
-    assert frames[-1] == Failed(
-        "context_length_exceeded", "This model's maximum context length is exceeded", retryable=False
-    )
-
-
 async def test_purge_while_requests_run(rig: Rig, fake: FakeEngine) -> None:
     await rig.answer(make_request(PROMPT))
     await until(lambda: rig.num_published(make_request(PROMPT)))
@@ -127,19 +119,6 @@ async def test_a_reset_behind_its_back_is_known_at_the_next_step(rig: Rig, fake:
     await until(lambda: rig.num_published(make_request(range(1000, 1200))) == 192)
     assert rig.num_published(make_request(PROMPT)) == 0
     assert rig.engine.member.epoch != epoch
-
-
-async def test_a_restart_ends_the_worker(rig: Rig, fake: FakeEngine) -> None:
-    """Whatever shows it first: the events or the counts. Streams go to other workers."""
-    fake.args.token_s = 0.01
-    key = rig.submit(make_request(PROMPT, max_tokens=3000, ignore_eos=True))
-    await until(lambda: token_ids(rig.frames[key]))
-    fake.restart()
-    await until(lambda: rig.deaths)
-    await until(lambda: rig.is_over(key))
-    assert is_lost(rig.frames[key])
-    assert rig.load.draining
-    assert rig.state == "replaced"
 
 
 async def test_lost_batches_are_fetched(rig: Rig, fake: FakeEngine) -> None:

@@ -196,16 +196,6 @@ async def test_suspects_run_alone_and_start_first(api: ScriptedApi, rig: Rig) ->
     await until(lambda: all(rig.is_over(key) for key in (*keys, plain)))
 
 
-async def test_a_suspect_that_leaves_makes_room(api: ScriptedApi, rig: Rig) -> None:
-    first, second, third = (rig.submit(make_request(is_suspect=True)) for _ in range(3))
-    await api.call()
-    rig.engine.abort(second)
-    rig.engine.abort(first)
-    (await api.call(1)).end()
-    await until(lambda: rig.is_over(third))
-    assert len(api.calls) == 2
-
-
 async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig: Rig) -> None:
     """The engine runs them one by one without a report: each begins with the first token of the one before."""
     keys = [rig.submit(make_request(gateway=f"g{number}")) for number in range(3)]

@@ -189,27 +189,6 @@ async def test_frames_of_a_whole_answer(server: ScriptedHttp, api: VllmApi) -> N
     assert frames[-1].num_cached_tokens == 32  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "retryable"),
-    [
-        (400, "invalid_request", False),
-        (404, "invalid_request", False),
-        (500, "engine_error", False),
-        (503, "queue_full", True),
-    ],
-)
-async def test_errors_that_a_client_can_cause(
-    server: ScriptedHttp, api: VllmApi, status: int, code: str, retryable: bool
-) -> None:
-    """No body makes an engine look lost."""
-    server.answers[f"POST {CHAT}"] = JSONResponse({"error": {"message": "no"}}, status_code=status)
-    async with rig_over(api) as rig:
-        for streams in (True, False):
-            [*_, last] = await rig.answer(asking(streams=streams))
-            assert isinstance(last, Failed)
-            assert (last.code, last.message, last.retryable) == (code, "no", retryable)
-
-
 async def test_other_apis_are_refused(api: VllmApi) -> None:
     async with rig_over(api) as rig:
         refusal = rig.engine.refusal(asking("/v1/load_lora_adapter"))

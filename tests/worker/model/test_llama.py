@@ -80,19 +80,6 @@ def test_a_batch_gives_what_each_gives_alone(family: Family) -> None:
         assert error(torch.cat(parts), family.expected(prompt)) < TOLERANCE
 
 
-def test_a_cached_prefix_is_as_good_as_computing_it(family: Family) -> None:
-    """Another sequence's blocks hold the first 20 tokens: only the rest is computed."""
-    ids = tokens(LENGTH, 3)
-    paged = PagedModel(family.model)
-    owner = paged.sequence(ids[:20])
-    paged.logits([owner.step(20)])
-    reader = paged.sequence(ids)
-    reader.block_table[:5] = owner.block_table
-    reader.num_computed = 20
-    (got,) = paged.logits([reader.step(LENGTH)])
-    assert error(got, family.expected(ids)[20:]) < TOLERANCE
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(family: Family, dtype: str) -> None:
     ids = tokens(LENGTH, 4)

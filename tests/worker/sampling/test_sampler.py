@@ -183,15 +183,6 @@ class TestTruncation:
         assert kept(self.probabilities, top_k=2) == {1, 3}
         assert kept(self.probabilities, top_k=99) == {0, 1, 2, 3, 4}
 
-    @pytest.mark.parametrize(("top_p", "expected"), [(0.39, {1}), (0.41, {1, 3}), (0.66, {1, 3, 4}), (0.0, {1})])
-    def test_top_p(self, top_p: float, expected: set[int]) -> None:
-        assert kept(self.probabilities, top_p=top_p) == expected
-
-    def test_top_p_beyond_the_partial_sort(self) -> None:
-        """The nucleus of a flat distribution over 4,000 tokens is larger than the candidates of the partial sort."""
-        logits = torch.linspace(0.0, 0.001, 4000)
-        assert len(kept(logits, top_p=0.75)) == pytest.approx(3000, abs=2)
-
     def test_min_p(self) -> None:
         assert kept(self.probabilities, min_p=0.5) == {1, 3, 4}
 
@@ -226,55 +217,10 @@ class TestTruncation:
         assert all(float(probabilities[i]) <= smallest for i in set(range(VOCAB)) - chosen)
 
 
-class TestPenalties:
-    def test_repetition_counts_prompt_and_output(self) -> None:
-        logits = torch.tensor([4.0, 3.9, -1.0, -1.1])
-        assert token(logits, sampling_row(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
-        assert token(logits, sampling_row(temperature=0.0, repetition_penalty=1.2, output=(0,))) == 1
-        assert token(logits, sampling_row(temperature=0.0, repetition_penalty=1.2, prompt=(0,), output=(1,))) == 0
-
-    def test_a_negative_logit_is_lowered(self) -> None:
-        assert (
-            token(torch.tensor([-1.0, -1.1]), sampling_row(temperature=0.0, repetition_penalty=1.2, prompt=(0,))) == 1
-        )
-
-    def test_frequency_and_presence_count_the_output_alone(self) -> None:
-        logits = torch.tensor([2.0, 1.0, 0.0])
-        assert token(logits, sampling_row(temperature=0.0, frequency_penalty=0.6, prompt=(0, 0))) == 0
-        assert token(logits, sampling_row(temperature=0.0, frequency_penalty=0.6, output=(0,))) == 0
-        assert token(logits, sampling_row(temperature=0.0, frequency_penalty=0.6, output=(0, 0))) == 1
-        assert token(logits, sampling_row(temperature=0.0, presence_penalty=0.6, output=(0, 0))) == 0
-        assert token(logits, sampling_row(temperature=0.0, presence_penalty=1.1, output=(0, 0))) == 1
-
-    def test_logit_bias(self) -> None:
-        logits = torch.tensor([2.0, 1.0, 0.0])
-        assert token(logits, sampling_row(temperature=0.0, logit_bias=((2, 3.0),))) == 2
-        assert token(logits, sampling_row(temperature=0.0, logit_bias=((0, -100.0), (9999, 100.0)))) == 1
-
-
 class TestConstraints:
-    logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
-
-    def test_allowed_ids(self) -> None:
-        assert token(self.logits, sampling_row(temperature=0.0, allowed_token_ids=(3, 4))) == 3
-
-    def test_a_bad_word_is_forbidden_after_its_beginning(self) -> None:
-        bad = ((0, 1), (4,))
-        assert token(self.logits, sampling_row(temperature=0.0, bad_words=((0,),))) == 1
-        assert token(self.logits, sampling_row(temperature=0.0, bad_words=bad)) == 0
-        assert token(self.logits, sampling_row(temperature=0.0, bad_words=((1, 0), *bad), output=(1,))) == 1
-        assert token(self.logits, sampling_row(temperature=0.0, bad_words=((1, 1, 0),), output=(1,))) == 0
-
-    def test_min_tokens_hides_eos_and_stop_ids(self) -> None:
-        logits = torch.tensor([1.0, 2.0, 9.0, 8.0, 3.0])
-        options = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (3,)}
-        assert token(logits, sampling_row(**options)) == 4
-        assert token(logits, sampling_row(**options, output=(0,))) == 4
-        assert token(logits, sampling_row(**options, output=(0, 0))) == 2
-
-    def test_a_grammar_wins_over_min_tokens(self) -> None:
-        mask = np.array([0b100], dtype=np.int32)
-        assert token(self.logits, sampling_row(temperature=0.0, min_tokens=5, allowed=mask)) == 2
+    def test_a_bias_beyond_the_vocabulary_is_ignored(self) -> None:
+        logits = torch.tensor([2.0, 1.0, 0.0])
+        assert token(logits, sampling_row(temperature=0.0, logit_bias=((0, -100.0), (9999, 100.0)))) == 1
 
     def test_grammar_masks_reach_every_bit(self) -> None:
         for allowed in (0, 31, 32, 49):
@@ -331,7 +277,7 @@ def test_a_broken_model_is_noticed(broken: float) -> None:
 
 
 def test_every_sampling_param_has_an_owner() -> None:
-    """Every field of SamplingParams is either the sampler's, tested above, or the scheduler's."""
+    """Every field of SamplingParams is either the sampler's, tested here or in `test_rules.py`, or the scheduler's."""
     schedulers = {"max_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "grammar"}
     samplers = set(sampling_row(stop_token_ids=()).params.__struct_fields__) - schedulers
     assert samplers == {

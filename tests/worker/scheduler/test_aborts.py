@@ -9,33 +9,6 @@ from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
 
 
-@pytest.mark.parametrize("when", [0, 1, 2, 5])
-def test_abort_frees_at_any_moment(when: int) -> None:
-    engine = HandEngine(max_num_batched_tokens=8, max_num_seqs=8)
-    request = engine.submit(generate(range(20), 8, n=3))
-    other = engine.submit(generate(range(5), 8))
-    for _ in range(when):
-        engine.step()
-    engine.abort(request)
-    engine.abort(request)
-    assert {end.reason for end in engine.answer(request).finished.values()} == {"abort"}
-    engine.finish()
-    assert engine.answer(other).tokens[0] == answer(range(5), 100, 8)
-
-
-def test_the_other_choices_continue_when_one_is_aborted() -> None:
-    for when in (0, 2):
-        engine = HandEngine()
-        request = engine.submit(generate(range(10), 8, n=3))
-        for _ in range(when):
-            engine.step()
-        engine.abort(request, 0)
-        engine.finish()
-        got = engine.answer(request)
-        assert got.finished[0].reason == "abort"
-        assert [got.tokens[i] for i in (1, 2)] == [answer(range(10), 100 + i, 8) for i in (1, 2)]
-
-
 @pytest.mark.parametrize("raises", [False, True])
 def test_aborted_in_flight_blocks_stay_until_the_step_returns(raises: bool) -> None:
     """A request that is aborted in flight keeps its blocks until the step returns."""

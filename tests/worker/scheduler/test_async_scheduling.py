@@ -112,24 +112,6 @@ def test_steps_scheduled_ahead_count_for_max_waiting_tokens() -> None:
     ahead.finish()
 
 
-def test_no_step_is_scheduled_ahead_when_blocks_are_short() -> None:
-    ahead = engine(num_blocks=8)
-    requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]  # each needs five of seven blocks
-    ahead.finish()
-    assert ahead.num_preempted > 0
-    assert [ahead.answer(request).tokens[0] for request in requests] == [answer([i, *PROMPT], 100, 8) for i in range(2)]
-
-
-def test_a_step_that_follows_a_failed_one_is_dropped() -> None:
-    count = iter(range(100))
-    ahead = engine(fails=lambda step: next(count) == 2)
-    requests = [ahead.submit(generate([i, *PROMPT], 8)) for i in range(2)]
-    ahead.finish()
-    for i, request in enumerate(requests):
-        assert ahead.answer(request).tokens[0] == answer([i, *PROMPT], 100, 8)
-    assert ahead.num_async > 0
-
-
 def test_a_poisoned_async_step_fails_only_its_request() -> None:
     """A poisoned step that follows another fails only its own request."""
     outputs = {i: answer([i, *PROMPT], 100, 8) for i in range(2)}
@@ -146,18 +128,3 @@ def test_a_poisoned_async_step_fails_only_its_request() -> None:
     ahead.finish()
     assert ahead.answer(bad).last == FAILED
     assert ahead.answer(good).tokens[0] == outputs[1]
-
-
-@pytest.mark.parametrize("num_steps", range(1, 5))
-def test_aborted_while_two_steps_are_in_flight(num_steps: int) -> None:
-    ahead = engine()
-    gone, other = ahead.submit(generate(PROMPT, 12)), ahead.submit(generate([7, *PROMPT], 12))
-    for _ in range(num_steps):
-        ahead.step()
-    assert len(ahead.in_flight) == 1
-    ahead.step(lambda: ahead.abort(gone))
-    ahead.abort(gone)
-    ahead.finish()
-    assert ahead.answer(gone).finished[0].reason == "abort"
-    assert ahead.answer(gone).tokens[0] == answer(PROMPT, 100, num_steps)
-    assert ahead.answer(other).tokens[0] == answer([7, *PROMPT], 100, 12)

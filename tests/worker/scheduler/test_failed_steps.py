@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.scheduler.arithmetic_runner import answer
-from tests.worker.scheduler.engine import ROOT, HandEngine, generate
-from tests.worker.scheduler.test_drafts_in_flight import REPEATING
+from tests.worker.scheduler.arithmetic_runner import VOCAB, answer, next_token
+from tests.worker.scheduler.engine import HandEngine, generate
 from worker.contracts.step import NoTokenLeft
 from worker.scheduler.request import ConstraintError
 from worker.wire import Failed
 
-
-def test_only_the_poisoned_request_fails() -> None:
-    def poisoned(step) -> bool:
-        return any(13 in sequence.token_ids for sequence in step.sequences)
-
-    engine = HandEngine(fails=poisoned)
-    good = [engine.submit(generate([i, 2, 3], 6, n=2)) for i in (1, 5, 7)]
-    bad = engine.submit(generate([13, 2, 3], 6))
-    engine.finish()
-    assert isinstance(engine.answer(bad).last, Failed)
-    for i, request in zip((1, 5, 7), good, strict=True):
-        expected = [answer([i, 2, 3], 100 + choice, 6) for choice in (0, 1)]
-        got = engine.answer(request)
-        if any(13 in tokens for tokens in expected):
-            assert isinstance(got.last, Failed)
-        else:
-            assert [got.tokens[0], got.tokens[1]] == expected
-    assert engine.allocator.find([13, 2, 3, 0, 0], ROOT) == 0
+REPEATING = next(
+    prompt
+    for first in range(VOCAB)
+    for second in range(VOCAB)
+    if next_token(prompt := [first, second, 3, 4, 5, 6, 7, first], 100) == second
+)
+"""A prompt whose answer begins with a pair of tokens that it contains, so that the second step has drafts."""
 
 
 @pytest.mark.parametrize(

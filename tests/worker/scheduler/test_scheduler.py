@@ -49,14 +49,6 @@ def test_a_stop_token_ends_the_choice_and_is_named() -> None:
     assert engine.answer(ignored).finished[0].reason == "length"
 
 
-def test_min_tokens_outlives_a_stop_token() -> None:
-    tokens = answer(range(10), 100, 8)
-    engine = HandEngine()
-    request = engine.submit(generate(range(10), 8, stop_token_ids=tuple(tokens), min_tokens=5))
-    engine.finish()
-    assert engine.answer(request).tokens[0] == tokens[:6]
-
-
 def test_choices_share_the_prompt_until_they_differ() -> None:
     engine = HandEngine()
     request = engine.submit(generate(range(10), 6, n=4))
@@ -80,15 +72,6 @@ def test_more_choices_than_a_batch_holds_run_in_groups() -> None:
     assert sum(step.num_tokens for step in engine.runner.steps) == 10 + 2 + 2 + 8 * 5
 
 
-def test_a_resumed_choice_continues_after_its_last_token() -> None:
-    engine = HandEngine()
-    expected = {i: answer(range(10), 100 + i, 7) for i in range(3)}
-    resumed = {0: expected[0][:3], 2: expected[2][:6]}
-    request = engine.submit(generate(range(10), 7, n=3, resumed=resumed))
-    engine.finish()
-    assert engine.answer(request).tokens == {0: expected[0][3:], 1: expected[1], 2: expected[2][6:]}
-
-
 def test_cached_output_does_not_count_as_cached_prompt() -> None:
     """Output of a resumed request that is cached does not count as cached prompt."""
     engine = HandEngine()
@@ -110,34 +93,6 @@ def test_a_choice_resumed_after_its_last_token_ends_at_once() -> None:
     assert engine.answer(request).finished[0].reason == "length"
     assert isinstance(engine.answer(request).last, End)
     assert not engine.scheduler.has_work
-
-
-def test_max_tokens_0_runs_only_the_prompt() -> None:
-    engine = HandEngine()
-    request = engine.submit(generate(range(10), 0, prompt_logprobs=0))
-    engine.finish()
-    got = engine.answer(request)
-    assert got.tokens == {}
-    assert got.finished[0].reason == "length"
-    assert got.prompt_logprobs is not None
-    assert [None if p is None else p.logprob for p in got.prompt_logprobs.positions] == [
-        None,
-        *(-float(i) for i in range(1, 10)),
-    ]
-
-
-def test_prompt_logprobs_read_no_cache_and_survive_chunks() -> None:
-    """Prompt logprobs read nothing from the cache, and are complete across chunks."""
-    engine = HandEngine(max_num_batched_tokens=4, max_num_seqs=4)
-    engine.submit(generate(range(10)))
-    engine.finish()
-    request = engine.submit(generate(range(10), 2, prompt_logprobs=1))
-    engine.finish()
-    got = engine.answer(request)
-    assert request.num_cached_tokens == 0
-    assert got.prompt_logprobs is not None
-    assert len(got.prompt_logprobs.positions) == 10
-    assert got.tokens[0] == answer(range(10), 100, 2)
 
 
 def test_long_prompt_logprobs_come_in_several_frames() -> None:

@@ -153,27 +153,6 @@ def test_decodes_go_on_next_to_a_long_prefill() -> None:
     assert num_steps == 600 // BLOCK_SIZE
 
 
-@given(st.integers(0, 1 << 30))
-def test_no_objective_changes_a_token(seed: int) -> None:
-    rng = random.Random(seed)
-    wires = [
-        generate(prompt(rng.randint(1, 200), rng.randint(0, 3)), rng.randint(1, 12), rng.choice([1, 1, 2]))
-        for _ in range(6)
-    ]
-    answers = []
-    for objective in (None, StepObjective(rng.uniform(1e-6, 0.05), BLOCK_SIZE, TOKEN_S, 100.0)):
-        engine = HandEngine(
-            200, BLOCK_SIZE, objective=objective, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=400
-        )
-        requests = []
-        for wire in wires:
-            requests.append(engine.submit(wire))
-            step(engine, rng.uniform(0.2, 5.0))
-        engine.finish()
-        answers.append([engine.answer(request).tokens for request in requests])
-    assert answers[0] == answers[1]
-
-
 def test_drafts_do_not_make_decodes_slower() -> None:
     """A step with drafts has more rows, each of which costs what a decode does."""
     objective = StepObjective(OBJECTIVE_S, BLOCK_SIZE, DECODE_S, FIXED_S / DECODE_S)
