@@ -20,11 +20,6 @@ from worker.wire import Grammar, TokenizerBundle
 SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "string"}}}
 
 
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
-
-
 async def error_of(url: str, body: Any, path: str = "/v1/chat/completions") -> dict[str, Any]:
     status, _, raw = await post(url, body, path)
     assert status == 400, raw

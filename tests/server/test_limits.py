@@ -98,15 +98,6 @@ async def test_tokenising_ends_where_the_context_ends(worker: ScriptedWorker) ->
         assert len(worker.received[-1].prompt_ids) == 9
 
 
-async def test_sliced_long_texts_have_the_same_ids(worker: ScriptedWorker) -> None:
-    async with gateway(worker) as target:
-        tokenizer = target.models.get("tiny").tokenizer
-        text = ("The weather <|im_end|> is \u00e4\u00f6\u00fc, " * 9 + "x" * 99 + "   ") * 90
-        [expected] = tokenizer.encode_texts([text])
-        for _ in range(2):
-            assert await tokenizer.encode(text) == expected
-
-
 async def test_bodies_beyond_any_need_are_refused_unread(worker: ScriptedWorker) -> None:
     async with gateway(worker, max_body_bytes=1 << 30) as target:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"

@@ -6,13 +6,12 @@ import json
 from typing import Any, Final
 
 import pytest
-from tokenizers import Tokenizer
 
-from tests.server.api.test_tools import CALL, WEATHER, Says
+from tests.server.api.test_tools import CALL, WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error, events_of
+from tests.server.scripted_worker import Says
 from tests.server.test_app import post
-from worker.wire import TokenizerBundle
 
 CHAT: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
@@ -28,11 +27,6 @@ FOUND: Final = {
     "content": [{"type": "text", "text": "What it says."}],
 }
 USE: Final = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "read", "input": {}}]}
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def user(*parts: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -17,11 +16,10 @@ from server.schema.fields import Message, TextPart
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
 from server.text.template_input import message_text
-from tests.server.api.test_tools import Says
 from tests.server.conftest import CHATML
 from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import Says
 from tests.server.test_app import post
-from worker.wire import TokenizerBundle
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 LINE = "x-anthropic-billing-header: cc_version=2.1.197.3a3; cc_entrypoint=cli;"
@@ -109,11 +107,6 @@ KEPT: dict[str, Any] = {
     "second of two lines": messages_body(f"{LINE}\n{LINE}\n{SYSTEM}"),
     "item behind instructions": responses_body(SYSTEM, {"role": "developer", "content": LINE}),
 }
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 async def test_routes_and_counters_render_the_prompt_without_the_line(says: Says) -> None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from cache.records import WorkerMember
 from server.api.engine import text as engine_text
 from tests.server.gateway_app import RunningGateway, gateway
-from tests.server.scripted_worker import Die, Refuse, ScriptedWorker
+from tests.server.scripted_worker import Die, Refuse, ScriptedWorker, script_of
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post
 from tests.waiting import until
@@ -248,14 +248,7 @@ async def test_what_depends_on_the_output_is_not_resumed(engines: list[EngineWor
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: str) -> None:
     """Their clients read the type of each event from its name."""
-
-    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield EngineText(b'{"type": "message_start"}')
-        await asyncio.sleep(0.02)
-        raise Die
-
-    engines[0].behave = fails
+    engines[0].behave = script_of(Started(0), EngineText(b'{"type": "message_start"}'), then=Die())
     async with engine_gateway(*engines) as target:
         body = {"model": "tiny", "input": "Hi", "stream": True} if path == "/v1/responses" else chat(stream=True)
         _, _, raw = await post(target.url, body, path)
@@ -305,10 +298,8 @@ async def test_fields_of_a_wrong_type_are_the_engines(engines: list[EngineWorker
 
 
 async def test_a_long_prompt_in_the_engines_words(engines: list[EngineWorker]) -> None:
-    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Failed("context_length_exceeded", "the engine's words", retryable=False, param="prompt")
-
-    engines[0].behave = fails
+    failed = Failed("context_length_exceeded", "the engine's words", retryable=False, param="prompt")
+    engines[0].behave = script_of(failed)
     async with engine_gateway(engines[0]) as target:
         status, _, raw = await post(target.url, chat())
     error = json.loads(raw)["error"]
@@ -325,13 +316,8 @@ async def test_a_long_prompt_in_the_engines_words(engines: list[EngineWorker]) -
     ],
 )
 async def test_other_apis_have_the_clients_model(engines: list[EngineWorker], event: dict[str, Any]) -> None:
-    async def answers(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield EngineText(json.dumps(event).encode())
-        yield Finished(0, "stop")
-        yield End(0.0, 0.0, 0.0)
-
-    engines[0].behave = answers
+    text = EngineText(json.dumps(event).encode())
+    engines[0].behave = script_of(Started(0), text, Finished(0, "stop"), End(0.0, 0.0, 0.0))
     async with engine_gateway(engines[0]) as target:
         body = chat(stream=True)
         _, _, raw = await post(target.url, body, "/v1/messages")
@@ -401,12 +387,7 @@ async def test_text_that_only_looks_like_control(engines: list[EngineWorker]) ->
 
 
 async def test_a_worker_that_refuses_is_left(engines: list[EngineWorker]) -> None:
-    async def refuse(request: GenerateRequest) -> AsyncIterator[Frame]:
-        if request.call is not None:
-            raise Refuse(429, "queue_full", retry_after_s=1.0)
-        yield Started(0)
-
-    engines[0].behave = refuse
+    engines[0].behave = script_of(then=Refuse(429, "queue_full", retry_after_s=1.0))
     async with engine_gateway(*engines) as target:
         _, _, raw = await post(target.url, chat(stream=True))
     assert text_of(events(raw)) == "".join(WORDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from tokenizers import Tokenizer
 
 from server.auth.identity import digest_text
 from server.auth.limits import AuthThrottle
-from tests.server.api.test_tools import CALL, WEATHER, Says
+from tests.server.api.test_tools import CALL, WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error, check_message, events_of, read_stream
-from tests.server.scripted_worker import Die, Refuse
+from tests.server.scripted_worker import Die, Refuse, Says, script_of
 from tests.server.test_app import post
-from worker.wire import Frame, GenerateRequest, Grammar, Started, TokenizerBundle
+from worker.wire import Grammar, Started, Tokens
 
 PATH = "/v1/messages"
 TOOL: Any = {
@@ -28,11 +27,6 @@ TOOL: Any = {
     "input_schema": WEATHER["function"]["parameters"],
 }
 THINKS = "{{ messages[0].content }}{{ 'so ' * 16 }}{{ enable_thinking }}{# <think> #}"
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -176,13 +170,7 @@ async def test_sampling_fields_reach_the_worker(says: Says) -> None:
 
 async def test_a_stream_that_breaks_ends_with_an_error(says: Says) -> None:
     worker = says("one two three")
-
-    async def dies(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield worker.token(request, 0, worker.reply[0])
-        raise Die
-
-    worker.behave = dies
+    worker.behave = script_of(Started(0), Tokens(0, (worker.reply[0],)), then=Die())
     async with gateway(worker, no_successor_timeout_s=0.0) as target:
         status, headers, raw = await post(target.url, body(stream=True), PATH, **{"x-request-id": "abc"})
     assert status == 200
@@ -196,15 +184,7 @@ async def test_a_stream_that_breaks_ends_with_an_error(says: Says) -> None:
 async def test_a_silent_stream_is_kept_alive_by_pings(says: Says) -> None:
     worker = says("one")
     release = asyncio.Event()
-
-    async def waits(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        await release.wait()
-        async for frame in worker.answer(request):
-            if not isinstance(frame, Started):
-                yield frame
-
-    worker.behave = waits
+    worker.behave = worker.holds(release, 1)
     async with (
         gateway(worker, ping_s=0.02) as target,
         aiohttp.ClientSession() as session,
@@ -227,12 +207,7 @@ async def test_a_silent_stream_is_kept_alive_by_pings(says: Says) -> None:
 )
 async def test_refusals_of_workers(says: Says, refusal: Refuse, status: int, kind: str) -> None:
     worker = says("x")
-
-    async def refuses(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise refusal
-        yield
-
-    worker.behave = refuses
+    worker.behave = script_of(then=refusal)
     async with gateway(worker, no_successor_timeout_s=0.0) as target:
         got, headers, raw = await post(target.url, body(), PATH)
     assert (got, check_error(raw, headers)["type"]) == (status, kind)

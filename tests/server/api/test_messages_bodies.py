@@ -6,18 +6,16 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from server.schema.fields import ModelFields
 from server.schema.messages import COUNT_TOKENS, MESSAGES, MessagesRequest
 from tests.server.api.test_messages import PATH, TOOL, body
-from tests.server.api.test_tools import WEATHER, Says
+from tests.server.api.test_tools import WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import Says, ScriptedWorker
 from tests.server.test_app import post
 from tests.server.test_fields import DOCUMENT, FIELD
-from worker.wire import TokenizerBundle
 
 MESSAGES_PAGE = DOCUMENT.with_suffix("") / "messages.md"
 CACHED: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -120,11 +118,6 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"messages": [user()], "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "high"},
     ),
 }
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

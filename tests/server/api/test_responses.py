@@ -7,23 +7,17 @@ import time
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from server.api.prompts.items import messages_of_items
 from server.schema.requests import InputItem, ResponsesRequest
 from server.schema.tools import ToolSet
-from tests.server.api.test_tools import CALL, WEATHER, Says
+from tests.server.api.test_tools import CALL, WEATHER
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import Says, ScriptedWorker
 from tests.server.test_app import client, post
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 TOOL: Any = {"type": "function", "strict": None, **WEATHER["function"]}
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 async def test_text_streamed_and_unstreamed(says: Says) -> None:

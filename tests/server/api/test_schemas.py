@@ -8,14 +8,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tokenizers import Tokenizer
 
 from tests.schema_language import matcher, takes
-from tests.server.api.test_tools import Says
 from tests.server.gateway_app import gateway
 from tests.server.schema.test_grammar_schema import REFUSED, RELAXED, SCHEMAS
+from tests.server.scripted_worker import Says
 from tests.server.test_app import MESSAGES, post
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 NESTED = {
     "type": "object",
@@ -29,11 +28,6 @@ BAD = ('{"home": {"n": "x"}}', '{"home": {}, "inner": {}}', '{"home": {}, "inner
 SET = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
 APIS = ("chat", "responses", "messages")
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def body(

@@ -22,12 +22,13 @@ from server.schema.requests import ChatRequest, ResponsesRequest
 from server.schema.tools import make_tool_set, read_tools
 from server.text.formats import FORMATS
 from server.text.output_parser import ChoiceMessage, OutputRules
-from tests.server.api.test_tools import WEATHER, Says, follows
+from tests.server.api.test_tools import WEATHER, follows
 from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import Says
 from tests.server.test_app import MESSAGES, chat, client, post
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION: Any = {"type": "function", "name": "get_weather", "strict": False, "parameters": CITY}
@@ -50,11 +51,6 @@ ANTHROPIC_BUILT_IN: Any = [
     {"type": "bash_20250124", "name": "bash"},
     {"type": "mcp_toolset", "mcp_server_name": "m"},
 ]
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def hermes(name: str, arguments: dict[str, Any]) -> str:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import Refuse, ScriptedWorker
+from tests.server.scripted_worker import Refuse, Says, script_of
 from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler, GrammarConstraint
-from worker.wire import Frame, GenerateRequest, Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 WEATHER: Any = {
     "type": "function",
@@ -27,27 +25,6 @@ WEATHER: Any = {
     },
 }
 CALL = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-
-
-class Says:
-    """Workers whose answer is a given text."""
-
-    def __init__(self, bundle: TokenizerBundle, tokenizer: Tokenizer) -> None:
-        self._bundle = bundle
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str, **bundle: Any) -> ScriptedWorker:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ScriptedWorker(dataclasses.replace(self._bundle, **bundle), reply=ids)
-
-    def prompt(self, worker: ScriptedWorker) -> str:
-        text: str = self._tokenizer.decode(list(worker.received[-1].prompt_ids), skip_special_tokens=False)
-        return text
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 async def test_a_call_streamed_and_unstreamed(says: Says) -> None:
@@ -288,12 +265,7 @@ async def test_a_grammar_that_no_worker_compiles_names_its_field(
     says: Says, path: str, fields: dict[str, Any], param: str
 ) -> None:
     worker = says("x")
-
-    async def refuse(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(400, "invalid_grammar", retryable=False)
-        yield
-
-    worker.behave = refuse
+    worker.behave = script_of(then=Refuse(400, "invalid_grammar", retryable=False))
     async with gateway(worker) as target:
         for stream in (False, True):
             status, _, raw = await post(target.url, {"model": "tiny", "stream": stream, **fields}, path)

@@ -8,7 +8,6 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
 from tests.waiting import HANG_S, until
-from worker.wire import Frame, GenerateRequest
 
 KEYS = {
     "My API Key": 'tenant = "one"',
@@ -211,13 +209,7 @@ async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, keys: 
 
 async def test_open_requests_are_counted_until_they_end(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
     go_on = asyncio.Event()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        await go_on.wait()
-        async for frame in worker.answer(request):
-            yield frame
-
-    worker.behave = behave
+    worker.behave = worker.holds(go_on)
     async with gateway(worker, **keys) as target:
         first = asyncio.create_task(post(target.url, chat(stream=True), **bearer("one stream")))
         await until(lambda: worker.received)

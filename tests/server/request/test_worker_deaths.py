@@ -20,7 +20,7 @@ from server.request.retry import MAX_LOSSES
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
-from tests.server.scripted_worker import Die, Script, ScriptedWorker
+from tests.server.scripted_worker import Die, Script, ScriptedWorker, script_of
 from tests.server.sse_grammar import GrammarError, check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post
 from tests.waiting import HANG_S, until
@@ -202,22 +202,12 @@ async def test_a_stream_outlives_many_handovers(make: MakeWorker) -> None:
 
 async def test_failed_frames(make: MakeWorker) -> None:
     failing, healthy = make(), make()
-
-    async def draining(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, tuple(failing.reply[:3]))
-        yield Failed("draining", "the worker stops", retryable=True)
-
-    failing.behave = draining
+    stops = Failed("draining", "the worker stops", retryable=True)
+    failing.behave = script_of(Started(0), Tokens(0, tuple(failing.reply[:3])), stops)
     async with gateway(failing, healthy) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
-
-        async def broken(request: GenerateRequest) -> AsyncIterator[Frame]:
-            yield Started(0)
-            yield Failed("internal_error", "secret details", retryable=False)
-
-        failing.behave = broken
+        failing.behave = script_of(Started(0), Failed("internal_error", "secret details", retryable=False))
         status, _, raw = await post(target.url, chat(stream=True))
         assert status == 500
         assert b"secret" not in raw
@@ -226,12 +216,7 @@ async def test_failed_frames(make: MakeWorker) -> None:
 @pytest.mark.parametrize("frames", [[End(0, 0, 0)], [Started(0), Tokens(7, (1,))], [Started(0), Finished(0, "abort")]])
 async def test_invalid_frames_are_a_loss(make: MakeWorker, frames: list[Frame]) -> None:
     odd, healthy = make(), make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        for frame in frames:
-            yield frame
-
-    odd.behave = behave
+    odd.behave = script_of(*frames)
     async with gateway(odd, healthy) as target:
         status, _, raw = await post(target.url, chat())
         assert status == 200
@@ -243,16 +228,8 @@ async def test_invalid_frames_are_a_loss(make: MakeWorker, frames: list[Frame]) 
 async def test_the_end_lost_with_its_worker(make: MakeWorker, has_finished: bool) -> None:
     """All tokens came, so no worker is asked again; where Finished came too, no worker counts as lost."""
     dying = make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, (*dying.reply, 2))
-        if has_finished:
-            yield Finished(0, "stop", 2)
-            await asyncio.sleep(0.02)  # let what was sent be read
-        raise Die
-
-    dying.behave = behave
+    finished = [Finished(0, "stop", 2)] if has_finished else []
+    dying.behave = script_of(Started(0), Tokens(0, (*dying.reply, 2)), *finished, then=Die())
     async with gateway(dying) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
@@ -296,14 +273,7 @@ async def test_a_resumed_attempt_has_its_first_token_when_one_comes(
         await may_die.wait()
         raise ConnectionError
 
-    async def prefill(request: GenerateRequest) -> AsyncIterator[Frame]:
-        frames = healthy.answer(request)
-        yield await anext(frames)
-        await may_go_on.wait()
-        async for frame in frames:
-            yield frame
-
-    dying.behave, healthy.behave = die, prefill
+    dying.behave, healthy.behave = die, healthy.holds(may_go_on, 1)
     async with gateway(dying, healthy) as target:
         answer = asyncio.create_task(post(target.url, chat()))
         placements = target.router.placements

@@ -26,10 +26,10 @@ from tests.server.api.test_pooling import BODY, PoolingWorker, pooling_gateway
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.request.failing_workers import dies_after, stalls_after
-from tests.server.scripted_worker import Refuse, ScriptedWorker
+from tests.server.scripted_worker import Refuse, ScriptedWorker, script_of
 from tests.server.test_app import chat, post
 from tests.waiting import HANG_S, until
-from worker.wire import Failed, Frame, GenerateRequest, Started, TokenizerBundle
+from worker.wire import Failed, Started, TokenizerBundle
 
 KEY, UNNAMED = (f"sk-{secrets.token_hex(16)}" for _ in range(2))
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -177,21 +177,13 @@ async def test_a_client_that_leaves(worker: ScriptedWorker, logged: Logged) -> N
 
 
 async def test_refused_and_failed_requests_have_lines(worker: ScriptedWorker, logged: Logged) -> None:
-    async def refuses(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(429, "queue_full")
-        yield
-
-    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(2)
-        yield Failed("internal", "it broke", retryable=False)
-
     async with logging_gateway(logged, worker) as target:
-        worker.behave = fails
+        worker.behave = script_of(Started(2), Failed("internal", "it broke", retryable=False))
         assert (await post(target.url, chat(), **AUTH))[0] == 500
         assert (await post(target.url, chat(max_tokens=-1), **AUTH))[0] == 400
         assert (await post(target.url, chat(model="none"), **AUTH))[0] == 404
         assert (await post(target.url, chat(), authorization="Bearer wrong"))[0] == 401
-        worker.behave = refuses
+        worker.behave = script_of(then=Refuse(429, "queue_full"))
         assert (await post(target.url, chat(max_tokens=7), **AUTH))[0] == 429
     failed, invalid, unknown, refused = logged.lines()
     assert (refused["status"], refused["prompt_tokens"], refused["queue_s"] > 0) == (429, 0, True)
