@@ -47,24 +47,6 @@ async def test_a_schema_is_honoured_wherever_it_stands(worker: ScriptedWorker, f
         assert request.sampling.grammar == Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
 
 
-@pytest.mark.parametrize(
-    ("formatted", "param"),
-    [
-        ({"type": "json_schema"}, "response_format.json_schema"),
-        ({"type": "json_schema", "json_schema": {"name": "s"}}, "response_format.json_schema.schema"),
-        ({"type": "json_object", "json_schema": {"name": "s", "schema": SCHEMA}}, "response_format.json_schema"),
-        ({"type": "json_object", "schema": SCHEMA, "value": SCHEMA}, "response_format.value"),
-        ({"type": "text", "schema": SCHEMA}, "response_format.schema"),
-    ],
-)
-async def test_a_format_that_says_nothing_or_two_things_is_refused(
-    worker: ScriptedWorker, formatted: dict[str, Any], param: str
-) -> None:
-    async with gateway(worker) as target:
-        assert (await error_of(target.url, chat(response_format=formatted)))["param"] == param
-    assert worker.received == []
-
-
 async def test_white_space_of_json(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         structured = {"json": SCHEMA, "disable_any_whitespace": True}

@@ -25,7 +25,7 @@ from server.text.output_parser import ChoiceMessage, OutputRules
 from tests.server.api.test_tools import WEATHER, follows
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Says
-from tests.server.test_app import MESSAGES, chat, client, post
+from tests.server.test_app import MESSAGES, chat, client, post, post_once
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler
 from worker.wire import Grammar
@@ -134,8 +134,7 @@ async def test_a_named_custom_tool_is_held_to_its_grammar(says: Says, syntax: st
     worker = says("a+b")
     form = {"type": "grammar", "syntax": syntax, "definition": "a.b"}
     fields = {"tools": [{**CUSTOM, "format": form}], "tool_choice": {"type": "custom", "name": "apply_patch"}}
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, asked("/v1/responses", **fields), "/v1/responses")
+    _, _, raw = await post_once(gateway(worker), asked("/v1/responses", **fields), "/v1/responses")
     (item,) = json.loads(raw)["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", "a+b")
     assert worker.received[0].sampling.grammar == Grammar(kind, "a.b")
@@ -171,8 +170,7 @@ hunk: "*** Add File: " /(.+)/ LF ("+" /(.*)/ LF)+
 async def test_the_grammars_compile_and_hold(says: Says, form: Any, choice: Any, accepted: str, refused: str) -> None:
     worker = says("x")
     tool = {**CUSTOM, "format": form and {"type": "grammar", **form}}
-    async with gateway(worker) as target:
-        await post(target.url, asked("/v1/responses", tools=[tool], tool_choice=choice), "/v1/responses")
+    await post_once(gateway(worker), asked("/v1/responses", tools=[tool], tool_choice=choice), "/v1/responses")
     compiler = GrammarCompiler(worker.bundle, compile_timeout_s=HANG_S)
     try:
         tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
@@ -285,8 +283,7 @@ async def test_a_history_of_another_server_in_messages(says: Says) -> None:
         {"role": "assistant", "content": blocks},
         {"role": "user", "content": "y"},
     ]
-    async with gateway(worker) as target:
-        status, headers, raw = await post(target.url, asked("/v1/messages", messages=messages), "/v1/messages")
+    status, headers, raw = await post_once(gateway(worker), asked("/v1/messages", messages=messages), "/v1/messages")
     assert status == 200, raw
     assert headers["x-headstart-ignored"] == "server_tool_use, web_search_tool_result, code_execution_tool_result"
     assert "Found." in says.prompt(worker)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Refuse, Says, script_of
 from tests.server.sse_grammar import check_chat, events
-from tests.server.test_app import MESSAGES, chat, client, post
+from tests.server.test_app import MESSAGES, chat, client, post, post_once
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler, GrammarConstraint
 from worker.wire import Grammar
@@ -66,8 +66,7 @@ async def test_a_call_that_was_cut_off_has_ended_by_its_length(says: Says) -> No
 async def test_how_many_calls_may_be_required(says: Says, parallel: bool, most: int | None) -> None:
     worker = says("[]")
     fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": parallel}
-    async with gateway(worker) as target:
-        assert (await post(target.url, chat(**fields)))[0] == 200
+    assert (await post_once(gateway(worker), chat(**fields)))[0] == 200
     grammar = worker.received[0].sampling.grammar
     assert grammar is not None
     schema = json.loads(grammar.text)
@@ -82,8 +81,7 @@ async def test_results_go_back_into_the_prompt(says: Says) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
-    async with gateway(worker) as target:
-        status, _, raw = await post(target.url, chat(messages=messages, tools=[WEATHER]))
+    status, _, raw = await post_once(gateway(worker), chat(messages=messages, tools=[WEATHER]))
     assert status == 200, raw
     prompt = says.prompt(worker)
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>' in prompt
@@ -108,8 +106,7 @@ async def test_required_holds_the_model_to_a_list_of_calls(says: Says) -> None:
 async def test_a_named_function_gets_its_arguments(says: Says) -> None:
     worker = says('{"city": "Bonn"}')
     named = {"type": "function", "function": {"name": "get_weather"}}
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(tools=[WEATHER], tool_choice=named))
+    _, _, raw = await post_once(gateway(worker), chat(tools=[WEATHER], tool_choice=named))
     choice = json.loads(raw)["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
@@ -119,12 +116,10 @@ async def test_a_named_function_gets_its_arguments(says: Says) -> None:
 async def test_tool_choice_none_leaves_text_alone(says: Says) -> None:
     """The prompt has the tools all the same: it keeps the prefix of the turns before."""
     worker = says(CALL)
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(tools=[WEATHER], tool_choice="none"))
+    _, _, raw = await post_once(gateway(worker), chat(tools=[WEATHER], tool_choice="none"))
     assert json.loads(raw)["choices"][0]["message"]["content"] == CALL
     shown = says.prompt(worker)
-    async with gateway(worker) as target:
-        await post(target.url, chat(tools=[WEATHER]))
+    await post_once(gateway(worker), chat(tools=[WEATHER]))
     assert "get_weather" in shown == says.prompt(worker)
 
 
@@ -137,8 +132,7 @@ async def test_reasoning_is_split_from_the_answer(says: Says) -> None:
     assert (message["content"], message["reasoning_content"]) == ("It is 4.", "Well, 4.")
     assert check_chat(raw) == ["It is 4."]
     opened = says("Well, 4.</think>It is 4.", chat_template="{{ messages[0].content }}<think>\n")
-    async with gateway(opened) as target:
-        _, _, begun = await post(target.url, chat())
+    _, _, begun = await post_once(gateway(opened), chat())
     message = json.loads(begun)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("It is 4.", "Well, 4."), "the prompt has opened them"
     thoughts = says("<think>Well, 4.</think>").reply
@@ -164,8 +158,7 @@ async def test_structured_output_reaches_the_worker(
     says: Says, fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
     worker = says("{}")
-    async with gateway(worker) as target:
-        status, _, raw = await post(target.url, chat(**fields))
+    status, _, raw = await post_once(gateway(worker), chat(**fields))
     assert status == 200, raw
     assert worker.received[0].sampling.grammar == grammar
 
@@ -246,8 +239,7 @@ async def test_structured_outputs_with_tools_are_refused(says: Says) -> None:
 async def test_a_format_leaves_no_room_for_reasoning(says: Says) -> None:
     """A template that opens the thoughts, and a grammar that allows none: the text is the answer."""
     worker = says('{"a": 1}', chat_template="{{ messages[0].content }}<think>")
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(response_format=FORMAT))
+    _, _, raw = await post_once(gateway(worker), chat(response_format=FORMAT))
     assert json.loads(raw)["choices"][0]["message"]["content"] == '{"a": 1}'
 
 

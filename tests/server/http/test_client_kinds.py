@@ -124,24 +124,6 @@ def test_all_requests_before_the_end_of_the_input_are_answered(loop: str) -> Non
     run(loop, scenario())
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_that_has_gone_ends_its_request(loop: str) -> None:
-    """For a body with a length there is nothing to write, so only its next part finds out."""
-
-    async def scenario() -> None:
-        desk = Desk()
-        async with Port(None, app=desk) as port:
-            for version, path in [("1.0", "/late"), ("1.1", "/late"), ("1.1", "/held"), ("1.1", "/parts")]:
-                num_left, num_read = desk.num_left, len(desk.bodies)
-                _, writer = await asyncio.open_connection("127.0.0.1", port.port)
-                writer.write(request(path, version))
-                await until(lambda n=num_read: len(desk.bodies) > n, HANG_S)
-                writer.close()
-                await until(lambda n=num_left: desk.num_left == n + 1, HANG_S)
-
-    run(loop, scenario())
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 async def test_a_silent_stream_finds_out_whether_its_client_is_there(
@@ -232,18 +214,9 @@ async def test_targets_in_absolute_form_name_the_host(target: str, status: int, 
     desk = Desk()
     desk.go.set()
     async with Port(None, app=desk) as port:
-        answer = await answer_to(port.port, request(target, version, "Connection: close"))
+        answer = await port.exchange(request(target, version, "Connection: close"))
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer
     assert desk.hosts == ([host] if status == 200 else [])
-
-
-async def answer_to(port: int, sent: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
-    async with asyncio.timeout(HANG_S):
-        answer = await reader.readuntil(b"\r\n\r\n")
-    writer.transport.abort()
-    return answer
 
 
 @pytest.mark.parametrize(("target", "header", "known"), [("localhost", "evil", True), ("evil", "localhost", False)])
@@ -251,12 +224,12 @@ async def test_ports_ask_for_the_host_of_the_target(target: str, header: str, kn
     app = KnownHostsMiddleware(Desk(), HostNames("127.0.0.1", []), "--ops-hosts")
     async with Port(None, app=app) as port:
         for version in VERSIONS:
-            head = f"GET http://{target}/now HTTP/{version}\r\nHost: {header}\r\n\r\n"
-            answer = await answer_to(port.port, head.encode())
+            head = f"GET http://{target}/now HTTP/{version}\r\nHost: {header}\r\nConnection: close\r\n\r\n"
+            answer = await port.exchange(head.encode())
             assert answer.startswith(b"HTTP/1.1 %d " % (200 if known else 403)), answer
-        answer = await answer_to(port.port, f"GET http://{target}/now HTTP/1.0\r\n\r\n".encode())
+        answer = await port.exchange(f"GET http://{target}/now HTTP/1.0\r\n\r\n".encode())
         assert answer.startswith(b"HTTP/1.1 %d " % (200 if known else 403)), answer
-        answer = await answer_to(port.port, f"GET http://{target}/now HTTP/1.1\r\n\r\n".encode())
+        answer = await port.exchange(f"GET http://{target}/now HTTP/1.1\r\n\r\n".encode())
         assert answer.startswith(b"HTTP/1.1 400 "), "HTTP/1.1 asks for the header all the same"
 
 

@@ -73,6 +73,15 @@ class Port:
         """The open ones."""
         return {*self.server.server_state.connections}
 
+    async def exchange(self, data: bytes) -> bytes:
+        """Send all of this, and return all that comes until the end."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        async with asyncio.timeout(HANG_S):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
     async def serial(self, trust: ssl.SSLContext) -> str:
         """Return the serial number of the certificate that it shows. Raises ssl.SSLError."""
         _, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=trust)

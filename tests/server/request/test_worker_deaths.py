@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -23,7 +20,7 @@ from tests.server.request.failing_workers import MakeWorker, dies_after
 from tests.server.scripted_worker import Die, Script, ScriptedWorker, script_of
 from tests.server.sse_grammar import GrammarError, check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post
-from tests.waiting import HANG_S, until
+from tests.waiting import until
 from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, TokenizerBundle, Tokens
 
 
@@ -39,35 +36,6 @@ def gone_after(worker: ScriptedWorker, num_tokens: int) -> Script:
             yield frame
 
     return behave
-
-
-@asynccontextmanager
-async def breaks_kept_connections(worker: ScriptedWorker) -> AsyncIterator[str]:
-    """An address before the worker's: a connection breaks when a second request comes over it."""
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = urlsplit(worker.url)
-        answers, requests = await asyncio.open_connection(address.hostname, address.port)
-        answered = False
-
-        async def relay_back() -> None:
-            nonlocal answered
-            while data := await answers.read(65536):
-                answered = True
-                writer.write(data)
-
-        back = asyncio.create_task(relay_back())
-        try:
-            while (data := await reader.read(65536)) and not answered:
-                requests.write(data)
-        finally:
-            back.cancel()
-            requests.close()
-            writer.transport.abort()
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
@@ -154,21 +122,6 @@ async def test_a_dead_address_is_passed_over(make: MakeWorker) -> None:
         status, headers, _ = await post(target.url, chat(stream=True))
         assert (status, headers["x-headstart-worker"]) == (200, healthy.worker_id)
         assert target.router.failed == [gone.worker_id]
-
-
-async def test_a_kept_connection_that_broke_is_no_lost_worker(
-    make: MakeWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = make()
-    async with breaks_kept_connections(worker) as url, gateway(worker) as target:
-        target.router.members[0] = replace(target.router.members[0], url=url)
-        with caplog.at_level(logging.INFO, logger="server.request"):
-            async with asyncio.timeout(HANG_S):
-                while not any(placement.calls == ["close"] for placement in target.router.placements):
-                    assert (await post(target.url, chat()))[0] == 200
-        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == 0
-        assert target.router.failed == []
-    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 async def test_a_stream_outlives_many_handovers(make: MakeWorker) -> None:

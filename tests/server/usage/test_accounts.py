@@ -27,7 +27,7 @@ from tests.server.conftest import ANSWER
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.request.failing_workers import dies_after, stalls_after
 from tests.server.scripted_worker import Refuse, ScriptedWorker, script_of
-from tests.server.test_app import chat, post
+from tests.server.test_app import chat, post, post_once
 from tests.waiting import HANG_S, until
 from worker.wire import Failed, Started, TokenizerBundle
 
@@ -112,8 +112,7 @@ async def test_a_line_equals_the_usage(worker: ScriptedWorker, logged: Logged, p
 
 
 async def test_a_key_without_a_name_has_its_digest(worker: ScriptedWorker, logged: Logged) -> None:
-    async with logging_gateway(logged, worker) as target:
-        await post(target.url, chat(), authorization=f"Bearer {UNNAMED}")
+    await post_once(logging_gateway(logged, worker), chat(), authorization=f"Bearer {UNNAMED}")
     assert logged.lines()[0]["key"] == digest_text(UNNAMED.encode()).removeprefix("sha256:")[:12]
 
 
@@ -131,8 +130,7 @@ async def test_embeddings_and_ranks(bundle: TokenizerBundle, logged: Logged) -> 
 
 async def test_ranks_count_what_the_engine_counts(bundle: TokenizerBundle, logged: Logged) -> None:
     worker = PoolingWorker(bundle)
-    async with pooling_gateway(worker, **logged.options) as target:
-        assert (await post(target.url, BODY, "/rerank", **AUTH))[0] == 200
+    assert (await post_once(pooling_gateway(worker, **logged.options), BODY, "/rerank", **AUTH))[0] == 200
     (line,) = logged.lines()
     assert (line["route"], line["prompt_tokens"], line["output_tokens"]) == ("pooling", 9, 0)
     assert {request.weight for request in worker.received} == {4.0}
@@ -195,8 +193,7 @@ async def test_refused_and_failed_requests_have_lines(worker: ScriptedWorker, lo
 
 
 async def test_the_log_has_no_text(worker: ScriptedWorker, logged: Logged) -> None:
-    async with logging_gateway(logged, worker) as target:
-        await post(target.url, chat(user="zanzibar", tools=[], metadata={"a": "quokka"}), **AUTH)
+    await post_once(logging_gateway(logged, worker), chat(user="zanzibar", tools=[], metadata={"a": "quokka"}), **AUTH)
     text = logged.path.read_text()
     for word in ("capital", "Paris", "zanzibar", "quokka"):
         assert word not in text
