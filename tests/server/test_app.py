@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -28,7 +29,7 @@ def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
 
 
 async def post(url: str, body: Any, path: str = CHATS, **headers: str) -> tuple[int, Any, bytes]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())  # also a large one
     async with (
         aiohttp.ClientSession() as session,
         session.post(url + path, data=data, headers={"content-type": "application/json", **headers}) as response,
@@ -91,12 +92,6 @@ async def test_line_ends_of_other_programs_are_escaped(worker: ScriptedWorker, r
             lines = raw.decode().splitlines()
             assert all(line.startswith(("data: ", "event: ", ": ")) for line in lines if line), path
             assert all(escape in raw for escape in (rb"\u2028", rb"\u2029", rb"\u0085")), path
-
-
-async def test_the_prompt_is_the_template(worker: ScriptedWorker, raw_tokenizer: Tokenizer) -> None:
-    await post_once(gateway(worker), chat())
-    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    assert list(worker.received[0].prompt_ids) == raw_tokenizer.encode(text).ids
 
 
 async def test_headers_of_every_answer(worker: ScriptedWorker) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.messages_grammar import check_error, check_message, events_of, read_stream
 from tests.server.scripted_worker import Refuse, Says, ScriptedWorker, script_of
-from tests.server.test_limits import post
+from tests.server.test_app import post
 from worker.wire import Failed, Frame, GenerateRequest, Started, TokenizerBundle
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

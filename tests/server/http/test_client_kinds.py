@@ -85,16 +85,13 @@ def body_of(answer: bytes) -> bytes:
 def test_a_client_that_sends_no_more_gets_its_whole_answer(loop: str, version: str, path: str) -> None:
     async def scenario() -> None:
         desk = Desk()
-        async with Port(None, app=desk) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        async with Port(None, app=desk) as port, port.connected() as (reader, writer):
             writer.write(request(path, version))
             writer.write_eof()
-            async with asyncio.timeout(HANG_S):
-                first = await reader.read(1)  # before the answer: a probe
-                await until(lambda: desk.bodies, HANG_S)
-                desk.go.set()
-                answer = first + await reader.read()
-            writer.close()
+            first = await reader.read(1)  # before the answer: a probe
+            await until(lambda: desk.bodies, HANG_S)
+            desk.go.set()
+            answer = first + await reader.read()
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
         assert b"connection: close\r\n" in answer or (version == "1.1" and path != "/late"), "it came behind the head"
         assert (b"transfer-encoding" in answer) == (version == "1.1" and path != "/length")
@@ -109,15 +106,13 @@ def test_all_requests_before_the_end_of_the_input_are_answered(loop: str) -> Non
     async def scenario() -> None:
         desk = Desk()
         async with Port(None, app=desk) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
             bodies = [b"x" * size for size in (5, 0, 300_000, 1)]
-            writer.write(b"".join(request("/late", body=body) for body in bodies) + request("/late")[:-1])
-            writer.write_eof()
-            async with asyncio.timeout(HANG_S):
+            async with port.connected() as (reader, writer):
+                writer.write(b"".join(request("/late", body=body) for body in bodies) + request("/late")[:-1])
+                writer.write_eof()
                 await reader.read(1)
                 desk.go.set()
                 answers = await reader.read()
-            writer.close()
         assert answers.count(b"TTP/1.1 200 OK") == len(bodies)
         assert desk.bodies == bodies, "the last one is no whole request"
 
@@ -155,19 +150,16 @@ async def test_a_silent_stream_finds_out_whether_its_client_is_there(
 async def test_http_1_0_keeps_a_connection_with_a_body_of_known_length() -> None:
     """The client has to ask for it."""
     desk = Desk()
-    async with Port(None, app=desk) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        async with asyncio.timeout(HANG_S):
-            for _ in range(2):
-                writer.write(request("/now", "1.0", "Connection: keep-alive", "Expect: 100-continue"))
-                head = await reader.readuntil(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200 OK"), "HTTP/1.0 has no interim answers"
-                assert b"connection: keep-alive\r\n" in head
-                assert await reader.readexactly(6) == b"onetwo"
-            desk.go.set()
-            writer.write(request("/parts", "1.0", "Connection: keep-alive"))
-            answer = await reader.read()
-        writer.close()
+    async with Port(None, app=desk) as port, port.connected() as (reader, writer):
+        for _ in range(2):
+            writer.write(request("/now", "1.0", "Connection: keep-alive", "Expect: 100-continue"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK"), "HTTP/1.0 has no interim answers"
+            assert b"connection: keep-alive\r\n" in head
+            assert await reader.readexactly(6) == b"onetwo"
+        desk.go.set()
+        writer.write(request("/parts", "1.0", "Connection: keep-alive"))
+        answer = await reader.read()
     assert b"connection: close\r\n" in answer
     assert b"transfer-encoding" not in answer
     assert body_of(answer) == b"onetwo"
@@ -177,15 +169,12 @@ async def test_http_1_0_keeps_a_connection_with_a_body_of_known_length() -> None
 def test_a_broken_body_without_a_length_ends_with_a_reset(loop: str) -> None:
     async def scenario() -> None:
         desk = Desk()
-        async with Port(None, app=desk) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        async with Port(None, app=desk) as port, port.connected() as (reader, writer):
             writer.write(request("/broken", "1.0"))
-            async with asyncio.timeout(HANG_S):
-                await reader.readuntil(b"one")
-                desk.go.set()
-                with pytest.raises(ConnectionResetError):
-                    await reader.read()
-            writer.close()
+            await reader.readuntil(b"one")
+            desk.go.set()
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
 
     run(loop, scenario())
 

@@ -6,7 +6,10 @@ import asyncio
 import resource
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -73,14 +76,19 @@ class Port:
         """The open ones."""
         return {*self.server.server_state.connections}
 
+    @asynccontextmanager
+    async def connected(self, **options: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection, which must not take longer than a hang."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **options)
+        async with asyncio.timeout(HANG_S):
+            yield reader, writer
+        writer.close()
+
     async def exchange(self, data: bytes) -> bytes:
         """Send all of this, and return all that comes until the end."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(data)
-        async with asyncio.timeout(HANG_S):
-            answer = await reader.read()
-        writer.close()
-        return answer
+        async with self.connected() as (reader, writer):
+            writer.write(data)
+            return await reader.read()
 
     async def serial(self, trust: ssl.SSLContext) -> str:
         """Return the serial number of the certificate that it shows. Raises ssl.SSLError."""
