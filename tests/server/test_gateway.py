@@ -235,6 +235,12 @@ async def test_taken_port_is_refused() -> None:
     assert b"Address already in use" in errors
 
 
+XARGS_OF_TRANSFERS = (
+    *("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "KV_x"),
+    *("", "a b", "n" * 65),
+)
+
+
 @pytest.mark.parametrize(
     ("fields", "option"),
     [
@@ -247,6 +253,13 @@ async def test_taken_port_is_refused() -> None:
         ({"redis": "nowhere"}, "--redis: .* use redis://"),
         ({"redis": "redis://h:6379/first"}, "--redis: .* use redis://"),
         ({"redis": "redis://h", "redis_prefix": "{x}"}, "--redis-prefix"),
+        ({"tls_cert": "x"}, "--tls-key"),
+        ({"tls_key": "x"}, "--tls-cert"),
+        ({"worker_tls_name": "x"}, "--worker-ca"),
+        ({"worker_ca": "x"}, "https://"),
+        ({"max_connections": 0}, "--max-connections"),
+        *(({"ops_hosts": ("ok.example", name)}, "--ops-hosts") for name in ("http://x", "x:80", "", "a b", "[::1]")),
+        *(({"engine_xargs": frozenset({name})}, "--engine-xargs") for name in XARGS_OF_TRANSFERS),
     ],
 )
 def test_bad_options_are_named(fields: dict[str, Any], option: str) -> None:

@@ -50,15 +50,25 @@ async def test_a_call_streamed_and_unstreamed(says: Says) -> None:
     assert '"name": "get_weather"' in says.prompt(worker), "a template without tools gets them as text"
 
 
-async def test_a_call_that_was_cut_off_has_ended_by_its_length(says: Says) -> None:
-    worker = says(CALL)
-    fields = {"tools": [WEATHER], "max_tokens": len(worker.reply) - 5}
+@pytest.mark.parametrize(
+    ("text", "choice", "content"),
+    [
+        (CALL, "auto", "Let me see."),
+        ('[{"name": "get_weather", "parameters": {"city": "Berlin is a big city"}}]', "required", None),
+    ],
+)
+async def test_a_call_that_was_cut_off_has_ended_by_its_length(
+    says: Says, text: str, choice: str, content: str | None
+) -> None:
+    worker = says(text)
+    fields = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": len(worker.reply) - 5}
     async with gateway(worker) as target:
         _, _, body = await post(target.url, chat(**fields))
         _, _, raw = await post(target.url, chat(**fields, stream=True))
-    (choice,) = json.loads(body)["choices"]
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-    assert choice["finish_reason"] == "length"
+    (cut,) = json.loads(body)["choices"]
+    assert cut["message"]["content"] == content
+    assert cut["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert cut["finish_reason"] == "length"
     assert [c["finish_reason"] for e in events(raw)[:-1] for c in e["choices"] if c["finish_reason"]] == ["length"]
 
 

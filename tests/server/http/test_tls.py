@@ -197,21 +197,6 @@ def test_a_worker_without_tls_is_refused_where_it_is_asked_for() -> None:
     assert WorkerNetworks().reject_reason("http://127.0.0.1:1") is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"tls_cert": "x"}, "--tls-key"),
-        ({"tls_key": "x"}, "--tls-cert"),
-        ({"worker_tls_name": "x"}, "--worker-ca"),
-        ({"worker_ca": "x"}, "https://"),
-        ({"max_connections": 0}, "--max-connections"),
-    ],
-)
-def test_options_that_go_together(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        GatewayConfig(workers=("http://127.0.0.1:1",), **fields)  # type: ignore[arg-type]
-
-
 def test_missing_files_are_named(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.issue("one", "127.0.0.1")
     other = authority.issue("two", "127.0.0.1")[1]

@@ -116,9 +116,7 @@ async def test_a_dead_address_is_passed_over(make: MakeWorker) -> None:
     gone, healthy = make(), make()
     async with gateway(gone, healthy) as target:
         dead = target.router.members[0]
-        target.router.members[0] = type(dead)(
-            **{f: getattr(dead, f) for f in dead.__slots__} | {"url": "http://127.0.0.1:1"}
-        )
+        target.router.members[0] = replace(dead, url="http://127.0.0.1:1")
         status, headers, _ = await post(target.url, chat(stream=True))
         assert (status, headers["x-headstart-worker"]) == (200, healthy.worker_id)
         assert target.router.failed == [gone.worker_id]
