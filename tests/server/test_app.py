@@ -40,7 +40,7 @@ async def post(url: str, body: Any, path: str = CHATS, **headers: str) -> tuple[
 async def post_once(
     serving: AbstractAsyncContextManager[RunningGateway], body: Any, path: str = CHATS, **headers: str
 ) -> tuple[int, Any, bytes]:
-    """Post one body to a gateway that serves it alone."""
+    """Post one body to a gateway that serves nothing else."""
     async with serving as target:
         return await post(target.url, body, path, **headers)
 

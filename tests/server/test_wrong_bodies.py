@@ -35,7 +35,7 @@ WRONG_FORMATS: list[tuple[dict[str, Any], str]] = [
     ({"type": "json_object", "schema": SCHEMA, "value": SCHEMA}, "value"),
     ({"type": "text", "schema": SCHEMA}, "schema"),
 ]
-"""Formats of an answer that say nothing, or two things, and the field to blame."""
+"""Formats without a schema, or with two, and the field to blame."""
 WRONG: dict[str, list[Wrong]] = {
     "/v1/chat/completions": [
         ({"messages": None}, "messages", "Expected `array`"),
