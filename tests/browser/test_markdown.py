@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import mimetypes
 import random
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from server.ops.app import FOLDER, SECURITY_HEADERS
 
 pytestmark = pytest.mark.browser
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs it")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SITE = "http://chat.test"
 ALLOWED = [
     "A",
@@ -151,15 +147,10 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on PATH: apt-get install chromium")
-    with playwright_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        context = browser.new_context()
-        context.set_default_timeout(180_000)
-        yield Site(context)
-        browser.close()
+def site(browser: Any) -> Site:
+    context = browser.new_context()
+    context.set_default_timeout(180_000)
+    return Site(context)
 
 
 def assert_bounded(found: dict[str, Any], text: str) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +18,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs it")
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="make test-browser installs it")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDE, PHONE, NARROW = {"width": 1360, "height": 900}, {"width": 390, "height": 844}, {"width": 320, "height": 640}
 ANSWERED_MS = 180_000
 
@@ -75,13 +72,8 @@ class Pages:
 
 
 @pytest.fixture(scope="module")
-def pages(serve: Serve) -> Iterator[Pages]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on PATH: apt-get install chromium")
-    with playwright_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield Pages(browser, serve)
-        browser.close()
+def pages(browser: Any, serve: Serve) -> Pages:
+    return Pages(browser, serve)
 
 
 def test_the_second_turn_finds_the_first_cached(pages: Pages) -> None:

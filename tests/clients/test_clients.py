@@ -20,6 +20,15 @@ def check_city(city: dict[str, Any]) -> None:
     assert isinstance(city["is_capital"], bool)
 
 
+def check_turns(answer: dict[str, Any], *same: str, cached: bool = True) -> None:
+    """Check two turns: the first answer, the `same` one by other ways, and the second, whose beginning is cached."""
+    assert "Paris" in answer["first"]
+    for way in ("streamed", *same):
+        assert answer[way] == answer["first"], way
+    assert answer["second"]
+    assert not cached or answer["cached"] > 0
+
+
 def test_javascript(smollm2: Serve) -> None:
     answer = converse(smollm2, "node", str(PROGRAMS / "javascript.cjs"), NODE_PATH=MODULES)
     assert "Paris" in answer["streamed"]
@@ -32,11 +41,8 @@ def test_javascript(smollm2: Serve) -> None:
 
 def test_ai_sdk(smollm2: Serve) -> None:
     answer = converse(smollm2, "node", str(PROGRAMS / "ai_sdk.cjs"), NODE_PATH=MODULES)
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["response"] == answer["first"]
+    check_turns(answer, "response")
     assert answer["usage"]["outputTokens"] > 0
-    assert answer["second"]
-    assert answer["cached"] > 0
     check_city(answer["city"])
     assert answer["calls"], "it called the tool"
     assert answer["after"]
@@ -44,36 +50,27 @@ def test_ai_sdk(smollm2: Serve) -> None:
 
 def test_langchain(smollm2: Serve) -> None:
     answer = converse_python(smollm2, "langchain_chat.py")
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["first"]
+    check_turns(answer)
     assert answer["streamed_usage"]["output_tokens"] > 0
-    assert answer["second"]
-    assert answer["cached"] > 0
     check_city(answer["city"])
     assert set(answer["calls"]) == {"City"}
 
 
 def test_litellm(smollm2: Serve) -> None:
     answer = converse_python(smollm2, "litellm_chat.py", OPENAI2)
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["first"]
-    assert answer["second"]
-    assert answer["cached"] > 0
+    check_turns(answer)
     assert "top_logprobs" in answer["refused"]
     assert "maximum context length" in answer["too_long"]
 
 
 def test_anthropic(smollm2: Serve) -> None:
     answer = converse_python(smollm2, "anthropic_messages.py")
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["streamed_async"] == answer["first"]
+    check_turns(answer, "streamed_async")
     assert answer["streamed_output"] > 0
     assert answer["stop_reason"] == "end_turn"
     assert answer["stop_sequence"] == "Paris"
     assert answer["counted"] == answer["input"]
     assert answer["events"] == ["message_start", "content_block_start"], "the SDK drops pings"
-    assert answer["second"]
-    assert answer["cached"] > 0
     check_city(answer["city"])
     tools = answer["tools"]
     assert tools["input"] == tools["streamed"]
@@ -98,11 +95,8 @@ def test_anthropic(smollm2: Serve) -> None:
 
 def test_openai(smollm2: Serve) -> None:
     answer = converse_python(smollm2, "openai_chat.py")
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["streamed_async"] == answer["response"] == answer["first"]
+    check_turns(answer, "streamed_async", "response")
     assert answer["streamed_usage"] > 0
-    assert answer["second"]
-    assert answer["cached"] > 0
     for city in ("city", "call", "city_of_response"):
         check_city(answer[city])
     assert "Paris" in answer["completion"]
@@ -114,11 +108,8 @@ def test_openai(smollm2: Serve) -> None:
 
 def test_openai_agents(smollm2: Serve) -> None:
     for answer in converse_python(smollm2, "openai_agents.py").values():
-        assert "Paris" in answer["first"]
-        assert answer["streamed"] == answer["first"]
+        check_turns(answer)
         assert "raw_response_event" in answer["kinds"]
-        assert answer["second"]
-        assert answer["cached"] > 0
         check_city(answer["city"])
         assert answer["calls"], "it called the tool"
         assert answer["after_tool"]
@@ -126,20 +117,15 @@ def test_openai_agents(smollm2: Serve) -> None:
 
 def test_pydantic_ai(smollm2: Serve) -> None:
     answer = converse_python(smollm2, "pydantic_ai_agent.py")
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["response"] == answer["first"]
-    assert answer["second"]
-    assert answer["cached"] > 0
+    check_turns(answer, "response")
     check_city(answer["by_tool"])
     check_city(answer["by_schema"])
 
 
 def test_huggingface_hub(smollm2: Serve) -> None:
     answer = converse_python(smollm2, "huggingface_chat.py")
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["first"]
+    check_turns(answer, cached=False)
     assert answer["streamed_usage"] > 0
-    assert answer["second"]
     assert answer["logprobs"] > 0
     check_city(answer["city"])
     assert answer["call"] == "tell_city"
@@ -148,10 +134,7 @@ def test_huggingface_hub(smollm2: Serve) -> None:
 
 def test_llama_index(smollm2: Serve) -> None:
     answer = converse_python(smollm2, "llamaindex_chat.py", OPENAI2)
-    assert "Paris" in answer["first"]
-    assert answer["streamed"] == answer["deltas"] == answer["first"]
-    assert answer["second"]
-    assert answer["cached"] > 0
+    check_turns(answer, "deltas")
     check_city(answer["city"])
     assert "Paris" in answer["completed"]
     assert answer["completed_stream"] == answer["completed"]

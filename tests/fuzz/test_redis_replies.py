@@ -247,14 +247,11 @@ async def _run(server: RedisServer, folder: Path, num_cases: int) -> None:
     _reached.update(reached)
 
 
-def _fuzz(server: RedisServer, loop: str, num_cases: int) -> None:
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
-        runner.run(_run(server, Path(folder), num_cases))
-
-
+@pytest.mark.parametrize("num_cases", [NUM_CASES, pytest.param(NUM_DEEP_CASES, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_no_reply_ends_anything(server: RedisServer, loop: str) -> None:
-    _fuzz(server, loop, NUM_CASES // 2 // len(redis_binaries()))
+def test_no_reply_ends_anything(server: RedisServer, loop: str, num_cases: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(_run(server, Path(folder), num_cases // 2 // len(redis_binaries())))
 
 
 def test_every_state_and_act_was_reached() -> None:
@@ -262,9 +259,3 @@ def test_every_state_and_act_was_reached() -> None:
         pytest.skip("the runs above were not all of them")
     missed = [what for what in MUST_REACH if not _reached[what]]
     assert not missed, f"no fault came to {missed}: {_reached}"
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_no_reply_ends_anything_in_many_cases(server: RedisServer, loop: str) -> None:
-    _fuzz(server, loop, NUM_DEEP_CASES // 2 // len(redis_binaries()))

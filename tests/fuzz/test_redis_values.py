@@ -417,17 +417,8 @@ async def _run(server: RedisServer, num_cases: int) -> None:
     failures.check()
 
 
-def _fuzz(server: RedisServer, loop: str, num_cases: int) -> None:
+@pytest.mark.parametrize("num_cases", [NUM_CASES, pytest.param(NUM_DEEP_CASES, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+def test_no_value_ends_anything(server: RedisServer, loop: str, num_cases: int) -> None:
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
-        runner.run(_run(server, num_cases))
-
-
-@pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_no_value_ends_anything(server: RedisServer, loop: str) -> None:
-    _fuzz(server, loop, NUM_CASES // 2 // len(redis_binaries()))
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_no_value_ends_anything_in_many_cases(server: RedisServer, loop: str) -> None:
-    _fuzz(server, loop, NUM_DEEP_CASES // 2 // len(redis_binaries()))
+        runner.run(_run(server, num_cases // 2 // len(redis_binaries())))

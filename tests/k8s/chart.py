@@ -302,6 +302,14 @@ def helm(
         return call(DEST / version, *command, release, CHART, "--namespace", "serving", "-f", file.name, *apis)
 
 
+def rendered(
+    values: Values, version: str = "helm4", *, kube_version: str = "1.31.0", release: str = "rel"
+) -> list[Document]:
+    done = helm(version, values, kube_version=kube_version, release=release)
+    assert done.returncode == 0, done.stderr
+    return list(parse(done.stdout))
+
+
 @functools.cache
 def text(name: str, version: str = "helm4", kube_version: str = "1.31.0") -> str:
     """The manifests of one set of the matrix."""

@@ -55,7 +55,7 @@ class Fleet:
 @contextmanager
 def running_fleet(models: Path, folder: Path) -> Iterator[Fleet]:
     """Every pod ready, and the workers known to both gateways. `folder`: for the pods' files."""
-    documents = rendered(VALUES)
+    documents = chart.rendered(VALUES)
     with podman.lab(documents, folder, {"models": models}) as lab:
         redis = lab.run(lab.template("rel-headstart-redis"), "rel-headstart-redis-0")
         worker, gateway = lab.template("rel-headstart-tiny"), lab.template("rel-headstart-gateway")
@@ -67,12 +67,6 @@ def running_fleet(models: Path, folder: Path) -> Iterator[Fleet]:
         for container in gateways:
             wait_for_workers(container, 2)
         yield fleet
-
-
-def rendered(values: chart.Values) -> list[chart.Document]:
-    done = chart.helm("helm4", values)
-    assert done.returncode == 0, done.stderr
-    return list(chart.parse(done.stdout))
 
 
 def scrape(container: Container, port: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.k8s import chart
-from tests.k8s.chart import Document, containers, of_kind, pod_templates
+from tests.k8s.chart import Document, containers, of_kind, pod_templates, rendered
 from tests.k8s.tools import HELM_VERSIONS, PYTHON, ROOT, call
 
 OPENSHIFT: Final = {
@@ -22,12 +22,6 @@ SIDECAR: Final = {"name": "proxy", "image": "registry.example/proxy:1"}
 FIRST: Final = {"name": "fetch", "image": "registry.example/fetch:1"}
 MODEL: Final = {"name": "llama", "source": "x/llama"}
 VLLM: Final = MODEL | {"engine": "vllm", "vllm": {"metrics": True}}
-
-
-def rendered(values: dict[str, Any], version: str = "helm4", kube_version: str = "1.31.0") -> list[Document]:
-    done = chart.helm(version, values, kube_version=kube_version)
-    assert done.returncode == 0, done.stderr
-    return list(chart.parse(done.stdout))
 
 
 def pod(documents: list[Document], suffix: str) -> Document:

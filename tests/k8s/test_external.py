@@ -19,8 +19,8 @@ from tests.certificates import Authority
 from tests.e2e.engine_fleet import EngineFleet, Program
 from tests.e2e.serving import free_ports
 from tests.faults.part import metrics
-from tests.k8s.chart import CRON, Document, of_kind, pod_templates, render
-from tests.k8s.test_escape_hatches import PAGE, check_schemas, one, pod, rendered
+from tests.k8s.chart import CRON, Document, of_kind, pod_templates, render, rendered
+from tests.k8s.test_escape_hatches import PAGE, check_schemas, one, pod
 from tests.k8s.tools import CHART
 from tests.tiny_model import write_tiny_model
 from tests.waiting import HANG_S, wait_until

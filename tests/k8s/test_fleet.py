@@ -17,7 +17,8 @@ import pytest
 
 from tests.certificates import Authority
 from tests.k8s import chart, podman
-from tests.k8s.fleet import VALUES, Fleet, rendered, running_fleet, scrape, wait_for_workers
+from tests.k8s.chart import rendered
+from tests.k8s.fleet import VALUES, Fleet, running_fleet, scrape, wait_for_workers
 from tests.k8s.load import PROMPT, Load
 from tests.k8s.metric_names import names_in_alerts, names_in_chart, names_in_dashboard, names_in_scrape
 from tests.k8s.podman import Container

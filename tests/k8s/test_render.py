@@ -127,8 +127,7 @@ def test_the_example_of_keda_scales_a_workload_of_the_chart(example: str) -> Non
     (scaler,) = chart.parse((chart.EXAMPLES / f"{example}.yaml").read_text())
     assert custom_errors([scaler]) == ""
     target = scaler["spec"]["scaleTargetRef"]
-    rendered = chart.helm("helm4", {})
-    names = {(d["kind"], d["metadata"]["name"]) for d in chart.parse(rendered.stdout)}
+    names = {(d["kind"], d["metadata"]["name"]) for d in chart.rendered({})}
     release = {name.removesuffix("-gateway") for kind, name in names if kind == "Deployment"}
     assert (target["kind"], target["name"].replace("chat-headstart", min(release))) in names
 
@@ -136,10 +135,8 @@ def test_the_example_of_keda_scales_a_workload_of_the_chart(example: str) -> Non
 def scaled_by_need(kind: str) -> dict[str, Any]:
     scaling = {"enabled": True, "kind": kind, "metric": "workersNeeded", "prometheusAddress": "http://prometheus:9090"}
     values = {"models": [{"name": "a", "source": "x/y", "servedName": "meta/llama", "autoscaling": scaling}]}
-    rendered = chart.helm("helm4", values)
-    assert rendered.returncode == 0, rendered.stderr
     wanted = {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[kind]
-    (scaler,) = [each for each in chart.parse(rendered.stdout) if each["kind"] == wanted]
+    (scaler,) = chart.of_kind(chart.rendered(values), wanted)
     spec: dict[str, Any] = scaler["spec"]
     return spec
 

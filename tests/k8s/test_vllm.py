@@ -46,9 +46,7 @@ def option(container: Document, flag: str) -> str:
 
 
 def with_vllm(**vllm: Any) -> list[Document]:
-    done = chart.helm("helm4", {"worker": {"engine": "vllm", "vllm": vllm}})
-    assert done.returncode == 0, done.stderr
-    return list(chart.parse(done.stdout))
+    return chart.rendered({"worker": {"engine": "vllm", "vllm": vllm}})
 
 
 def engine_of(documents: list[Document]) -> Document:
@@ -280,9 +278,7 @@ def test_the_example_of_a_group_fits_the_release_that_it_names(tmp_path: Path) -
     group, policy = yaml.safe_load_all((EXAMPLES / "vllm-leaderworkerset.yaml").read_text())
     templates = group["spec"]["leaderWorkerTemplate"]
     leader, follower = templates["leaderTemplate"], templates["workerTemplate"]
-    done = chart.helm("helm4", {}, release="chat")
-    assert done.returncode == 0, done.stderr
-    documents = list(chart.parse(done.stdout))
+    documents = chart.rendered({}, release="chat")
     secrets = {s["metadata"]["name"]: s["data"] for s in of_kind(documents, "Secret")}
     for volume in leader["spec"]["volumes"]:
         if "secret" in volume:

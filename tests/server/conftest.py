@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import Says, ScriptedWorker
 from worker.wire import TokenizerBundle
 
 CHATML = (
@@ -70,3 +70,8 @@ def bundle(raw_tokenizer: Tokenizer) -> TokenizerBundle:
 @pytest.fixture
 def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
     return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
+
+
+@pytest.fixture
+def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
+    return Says(bundle, raw_tokenizer)

@@ -9,7 +9,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from tokenizers import Tokenizer
 
 from cache.hashing import Namespace
 from cache.records import WorkerLoad, WorkerMember, WorkerState, signed
@@ -56,6 +57,19 @@ class Refuse(Exception):
         super().__init__(code)
         self.status = status
         self.failed = Failed(code, f"scripted {code}", retryable, retry_after_s)
+
+
+def script_of(*frames: Frame, then: Exception | None = None) -> Script:
+    """Send these frames to every request, and raise `then` once they can be read."""
+
+    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+        for frame in frames:
+            yield frame
+        if then is not None:
+            await asyncio.sleep(0.02 if frames else 0.0)
+            raise then
+
+    return behave
 
 
 @dataclass(eq=False)
@@ -138,6 +152,19 @@ class ScriptedWorker:
             ]
         )
 
+    def holds(self, go: asyncio.Event, num_frames: int = 0) -> Script:
+        """Answer as usual, but wait for `go` behind that many frames."""
+
+        async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
+            num_sent = 0
+            async for frame in self.answer(request):
+                if num_sent == num_frames:
+                    await go.wait()
+                yield frame
+                num_sent += 1
+
+        return behave
+
     async def _generate(self, http: Request) -> Response:
         request = unpack_request(await http.body())
         self.received.append(request)
@@ -188,6 +215,22 @@ class ScriptedWorker:
 
     async def _bundle(self, http: Request) -> Response:
         return Response(pack(self.bundle))
+
+
+class Says:
+    """Workers whose answer is a given text."""
+
+    def __init__(self, bundle: TokenizerBundle, tokenizer: Tokenizer) -> None:
+        self._bundle = bundle
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str, **bundle: Any) -> ScriptedWorker:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ScriptedWorker(replace(self._bundle, **bundle), reply=ids)
+
+    def prompt(self, worker: ScriptedWorker) -> str:
+        text: str = self._tokenizer.decode(list(worker.received[-1].prompt_ids), skip_special_tokens=False)
+        return text
 
 
 @dataclass(eq=False)

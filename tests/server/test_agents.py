@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
 from tokenizers import Tokenizer
 
@@ -19,7 +18,7 @@ from tests.clients.scrub import shingles, texts
 from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.waiting import HANG_S
+from tests.server.test_app import post
 
 FOLDER: Final = Path(__file__).parent.parent / "data" / "agents"
 AGENTS: Final = sorted(path.name.partition(".")[0] for path in FOLDER.glob("*.json.gz"))
@@ -37,13 +36,10 @@ async def test_replay(agent: str, raw_tokenizer: Tokenizer) -> None:
     worker = ScriptedWorker(bundle_of(raw_tokenizer, max_model_len=1 << 18), reply=[50, 51])
     requests = recorded(agent)
     prompts = []
-    async with (
-        gateway(worker) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
-    ):
+    async with gateway(worker) as running:
         for request in requests:
-            answer = await client.post(request["path"], json=request["body"], headers=request["headers"])
-            assert answer.status_code == 200, answer.text
+            status, _, raw = await post(running.url, request["body"], request["path"], **request["headers"])
+            assert status == 200, raw
             prompts.append(raw_tokenizer.decode(worker.received[-1].prompt_ids, skip_special_tokens=False))
     compared = 0
     for earlier in range(len(requests)):

@@ -10,15 +10,15 @@ import psutil
 import pytest
 
 from server.auth.authentication import OpsKeyMiddleware
+from server.errors import ApiError
 from server.event_loop import run_now
 from server.http.protocol import MIN_BODY_BYTES, GatewayProtocol, HttpLimits
 from server.schema.decoding import measure
-from tests.server.auth.test_authentication import raw
+from tests.server.auth.test_authentication import ROUTES, raw
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.test_app import chat, post
 from tests.waiting import HANG_S
-from worker.common import http_protocol
 
 
 def depth(body: bytes) -> int:
@@ -29,9 +29,9 @@ HEALTH = b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 BODY = json.dumps(chat()).encode()
 
 
-def head(*lines: str, target: str = "/v1/chat/completions", host: str = "h") -> bytes:
-    fields = [f"Host: {host}", "Connection: close", "Content-Type: application/json", *lines]
-    return f"POST {target} HTTP/1.1\r\n{''.join(field + chr(13) + chr(10) for field in fields)}\r\n".encode()
+def head(*lines: str, host: str = "h") -> bytes:
+    start = ("POST /v1/chat/completions HTTP/1.1", f"Host: {host}", "Connection: close")
+    return "\r\n".join([*start, "Content-Type: application/json", *lines, "", ""]).encode()
 
 
 SMUGGLED = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -49,9 +49,6 @@ HEADS = {
     "TE identity": head("Transfer-Encoding: identity") + SMUGGLED,
     "TE odd": head("Transfer-Encoding: xchunked") + SMUGGLED,
     "TE with space": head("Transfer-Encoding : chunked") + SMUGGLED,
-    "user in the target": head(f"Content-Length: {len(BODY)}", target="http://a@h/v1/chat/completions") + BODY,
-    "target without a host": head(f"Content-Length: {len(BODY)}", target="http:///v1/chat/completions") + BODY,
-    "target of another scheme": head(f"Content-Length: {len(BODY)}", target="ftp://h/v1/chat/completions") + BODY,
     "authority form": b"CONNECT h:80 HTTP/1.1\r\nHost: h\r\n\r\n",
     "no Host": b"GET /health/live HTTP/1.1\r\nConnection: close\r\n\r\n",
     "two Hosts": head("Host: other", "Content-Length: 0"),
@@ -61,7 +58,22 @@ HEADS = {
     "NUL in a header": head("X: a\0b", "Content-Length: 0"),
     "101 headers": head(*(f"X-{n}: 1" for n in range(101))),
     "huge chunk size": head("Transfer-Encoding: chunked") + b"fffffffffffffffff\r\n",
+    "nonsense": b"nonsense\r\n\r\n",
 }
+TOO_LARGE = {
+    "a header": b"GET / HTTP/1.1\r\nx: " + b"a" * 1_000_000,
+    "a target": b"GET /" + b"a" * 200_000,
+    "headers": b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(20_000)),
+    "a trailer": head("Transfer-Encoding: chunked") + b"1\r\n{\r\n0\r\nt: " + b"a" * 200_000,
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+async def test_endless_heads_get_a_431(worker: ScriptedWorker, name: str) -> None:
+    async with gateway(worker) as target:
+        status, data = await raw(target.url, TOO_LARGE[name])
+    assert status == 431
+    assert set(json.loads(data.rpartition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -79,12 +91,6 @@ async def test_valid_requests_still_pass(worker: ScriptedWorker) -> None:
             assert (await raw(target.url, head(f"Content-Length: {len(BODY)}", host=host) + BODY))[0] == 200
         chunked = head("Transfer-Encoding: Chunked") + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
         assert (await raw(target.url, chunked))[0] == 200
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, identity"])
-async def test_no_body_is_unpacked(worker: ScriptedWorker, encoding: str) -> None:
-    async with gateway(worker) as target:
-        assert (await post(target.url, BODY, **{"content-encoding": encoding}))[0] == 415
 
 
 async def test_slow_heads_and_bodies_are_cut(worker: ScriptedWorker) -> None:
@@ -159,16 +165,6 @@ async def test_body_in_tiny_chunks_is_refused(worker: ScriptedWorker) -> None:
         assert status == 400 or not data
 
 
-async def test_an_early_answer_does_not_wait_for_the_rest_of_the_body(
-    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_SILENCE_S", 0.1)
-    async with gateway(worker, max_body_bytes=1000) as target:
-        body = head("Content-Length: 100000").replace(b"Connection: close", b"Connection: keep-alive") + b"x"
-        status, _ = await raw(target.url, body)  # which reads until the connection is closed
-        assert status == 413
-
-
 @pytest.mark.parametrize(
     ("phase", "num_bytes", "read_paused", "is_closed"),
     [
@@ -213,31 +209,6 @@ def test_depth_is_that_of_brackets_outside_of_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 10**9},
-        {"n": -1},
-        {"max_tokens": 10**30},
-        {"seed": 2**64},
-        {"top_k": 10**12},
-        {"stop": ["x"] * 33},
-        {"logit_bias": {"-1": 1}},
-        {"logit_bias": {"9" * 5000: 1}},
-        {"temperature": 1e400},
-        {"chat_template": "{{ 1 }}"},
-        {"chat_template_kwargs": {"tokenize": True}},
-        {"chat_template_kwargs": {"messages": []}},
-        {"kv_transfer_params": {"url": "http://169.254.169.254"}},
-        {"prompt_embeds": "x"},
-    ],
-)
-async def test_fields_that_crashed_other_servers(worker: ScriptedWorker, fields: dict[str, object]) -> None:
-    async with gateway(worker) as target:
-        assert (await post(target.url, chat(**fields)))[0] == 400
-        assert worker.received == []
-
-
-@pytest.mark.parametrize(
     ("key", "local", "shown", "status"),
     [
         (None, True, None, 200),
@@ -252,12 +223,8 @@ async def test_fields_that_crashed_other_servers(worker: ScriptedWorker, fields:
 async def test_changes_need_the_ops_key(
     key: bytes | None, local: bool, shown: bytes | list[bytes] | None, status: int
 ) -> None:
-    from server.errors import ApiError
-
-    passed: list[str] = []
-
     async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
-        passed.append(scope["path"])
+        pass
 
     guard = OpsKeyMiddleware(app, key, local=local)
     values = shown if isinstance(shown, list) else [] if shown is None else [shown]
@@ -268,23 +235,9 @@ async def test_changes_need_the_ops_key(
     except ApiError as error:
         got = error.status
     assert got == status
-    for method, path in (("GET", "/metrics"), ("POST", "/route/explain")):
-        await guard({"type": "http", "method": method, "path": path, "headers": []}, None, None)  # type: ignore[arg-type]
-    assert passed[-2:] == ["/metrics", "/route/explain"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/tokenize",
-        "/detokenize",
-    ],
-)
+@pytest.mark.parametrize("path", [path for method, path in ROUTES if method == "POST"])
 async def test_body_without_a_media_type_is_refused(worker: ScriptedWorker, path: str) -> None:
     """A page of another site can send one, as a Blob, without asking first."""
     body = json.dumps(chat()).encode()

@@ -7,7 +7,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tokenizers import Tokenizer
 
 from tests.server.api.test_tools import WEATHER
 from tests.server.conftest import ANSWER
@@ -15,14 +14,9 @@ from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "string"}}}
-
-
-@pytest.fixture
-def worker(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> ScriptedWorker:
-    return ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids)
 
 
 async def error_of(url: str, body: Any, path: str = "/v1/chat/completions") -> dict[str, Any]:
@@ -52,24 +46,6 @@ async def test_a_schema_is_honoured_wherever_it_stands(worker: ScriptedWorker, f
         assert request.sampling.grammar == Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
 
 
-@pytest.mark.parametrize(
-    ("formatted", "param"),
-    [
-        ({"type": "json_schema"}, "response_format.json_schema"),
-        ({"type": "json_schema", "json_schema": {"name": "s"}}, "response_format.json_schema.schema"),
-        ({"type": "json_object", "json_schema": {"name": "s", "schema": SCHEMA}}, "response_format.json_schema"),
-        ({"type": "json_object", "schema": SCHEMA, "value": SCHEMA}, "response_format.value"),
-        ({"type": "text", "schema": SCHEMA}, "response_format.schema"),
-    ],
-)
-async def test_a_format_that_says_nothing_or_two_things_is_refused(
-    worker: ScriptedWorker, formatted: dict[str, Any], param: str
-) -> None:
-    async with gateway(worker) as target:
-        assert (await error_of(target.url, chat(response_format=formatted)))["param"] == param
-    assert worker.received == []
-
-
 async def test_white_space_of_json(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         structured = {"json": SCHEMA, "disable_any_whitespace": True}
@@ -85,39 +61,6 @@ async def test_white_space_of_json(worker: ScriptedWorker) -> None:
     (request,) = worker.received
     assert request.sampling.grammar is not None
     assert request.sampling.grammar.compact
-
-
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.e2e), True])
-@pytest.mark.parametrize("max_tokens", range(1, 25))
-async def test_required_calls_cut_by_the_limit_are_calls(
-    bundle: TokenizerBundle, raw_tokenizer: Tokenizer, stream: bool, max_tokens: int
-) -> None:
-    text = '[{"name": "get_weather", "parameters": {"city": "Berlin is a big city"}}]'
-    reply = raw_tokenizer.encode(text).ids
-    assert len(reply) > 25
-    async with gateway(ScriptedWorker(bundle, reply=reply)) as target:
-        body = chat(tools=[WEATHER], tool_choice="required", max_tokens=max_tokens, stream=stream)
-        status, _, raw = await post(target.url, body)
-    assert status == 200, raw
-    if stream:
-        choices = [event["choices"][0] for event in events(raw) if event != "[DONE]"]
-        contents = [choice["delta"].get("content") for choice in choices]
-        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-        arguments = "".join(call["function"]["arguments"] for call in calls)
-        names = [call["function"]["name"] for call in calls if "id" in call]
-        reason = choices[-1]["finish_reason"]
-    else:
-        choice = json.loads(raw)["choices"][0]
-        contents, reason = [choice["message"]["content"]], choice["finish_reason"]
-        calls = choice["message"].get("tool_calls", [])
-        arguments = "".join(call["function"]["arguments"] for call in calls)
-        names = [call["function"]["name"] for call in calls]
-    assert set(contents) == {None}
-    assert reason == "length"
-    assert '{"city": "Berlin is a big city"}'.startswith(arguments)
-    assert names in ([], ["get_weather"])
-    if '"name": "g' in raw_tokenizer.decode(reply[:max_tokens]):
-        assert names == ["get_weather"]
 
 
 async def test_streamed_completions_show_their_prompts_tokens(worker: ScriptedWorker) -> None:

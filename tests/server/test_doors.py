@@ -26,17 +26,19 @@ def keys(tmp_path: Path) -> str:
 
 async def test_probes_need_no_key_and_say_when_nothing_is_ready(worker: ScriptedWorker, keys: str) -> None:
     async with gateway(worker, api_keys=keys) as target, aiohttp.ClientSession() as session:
-        for path in ("/health", "/ping", "/health/ready", "/health/"):
+        for path in ("/health", "/ping", "/health/ready", "/health/live", "/health/"):
             for method in ("GET", "HEAD"):
                 async with session.request(method, target.url + path) as response:
                     assert response.status == 200, path
         async with session.get(target.url + "/tokenizer_info") as response:
             assert response.status == 401
     async with gateway() as target, aiohttp.ClientSession() as session:
-        for path in ("/health", "/ping"):
+        for path in ("/health", "/ping", "/health/ready"):
             async with session.get(target.url + path) as response:
                 assert response.status == 503
                 assert "retry-after" in response.headers
+        async with session.get(target.url + "/health/live") as response:
+            assert response.status == 200
 
 
 async def test_the_tokenizer_is_described(worker: ScriptedWorker) -> None:

@@ -187,8 +187,9 @@ def check_answer(status: int, raw: bytes, data: bytes) -> bool:
     return False
 
 
-async def run(bundle: TokenizerBundle, tokenizer: Tokenizer, *, num_bodies: int, seed: int) -> None:
-    worker = ScriptedWorker(bundle, reply=tokenizer.encode('{"a": 1} and more text').ids)
+@pytest.mark.parametrize(("num_bodies", "seed"), [(600, 1), pytest.param(5000, 2, marks=pytest.mark.deep)])
+async def test_mutated_bodies(bundle: TokenizerBundle, raw_tokenizer: Tokenizer, num_bodies: int, seed: int) -> None:
+    worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode('{"a": 1} and more text').ids)
     mutations = Mutations(seed)
     num_ok = 0
     async with gateway(worker) as target, aiohttp.ClientSession() as session:
@@ -197,12 +198,3 @@ async def run(bundle: TokenizerBundle, tokenizer: Tokenizer, *, num_bodies: int,
             async with session.post(target.url + path, data=data, headers=JSON) as response:
                 num_ok += check_answer(response.status, await response.read(), data)
     assert num_bodies / 50 < num_ok < num_bodies, "the mutations neither break everything nor nothing"
-
-
-async def test_mutated_bodies(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
-    await run(bundle, raw_tokenizer, num_bodies=600, seed=1)
-
-
-@pytest.mark.deep
-async def test_many_mutated_bodies(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
-    await run(bundle, raw_tokenizer, num_bodies=5000, seed=2)

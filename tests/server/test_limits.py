@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -31,17 +29,9 @@ from server.text.tokenizer import Tokenizer
 from tests.server.auth.test_authentication import raw
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker, listening
-from tests.server.test_app import chat
+from tests.server.test_app import chat, post
 
 COMPLETIONS = "/v1/completions"
-
-
-async def post(url: str, body: object, path: str = "/v1/chat/completions") -> tuple[int, dict[str, str], bytes]:
-    """Post a body, also a large one."""
-    data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
-    headers = {"content-type": "application/json"}
-    async with aiohttp.ClientSession() as session, session.post(url + path, data=data, headers=headers) as answer:
-        return answer.status, dict(answer.headers), await answer.read()
 
 
 def refusal(answer: bytes) -> tuple[str | None, str | None]:
@@ -96,15 +86,6 @@ async def test_tokenising_ends_where_the_context_ends(worker: ScriptedWorker) ->
         )
         assert status == 200
         assert len(worker.received[-1].prompt_ids) == 9
-
-
-async def test_sliced_long_texts_have_the_same_ids(worker: ScriptedWorker) -> None:
-    async with gateway(worker) as target:
-        tokenizer = target.models.get("tiny").tokenizer
-        text = ("The weather <|im_end|> is \u00e4\u00f6\u00fc, " * 9 + "x" * 99 + "   ") * 90
-        [expected] = tokenizer.encode_texts([text])
-        for _ in range(2):
-            assert await tokenizer.encode(text) == expected
 
 
 async def test_bodies_beyond_any_need_are_refused_unread(worker: ScriptedWorker) -> None:

@@ -130,38 +130,36 @@ def fleet_metrics(
     return Overview(api, router, None, IndexAccuracy(), None, needs, NoIndex(), UsageTotals(), DayHistory())  # type: ignore[arg-type]
 
 
-def test_a_model_without_workers_counts_as_zero() -> None:
+def sample_of(name: str, overview: Overview, **labels: str) -> float | None:
+    """Return a sample of a fleet as Prometheus reads it."""
     registry = CollectorRegistry()
-    registry.register(fleet_metrics(models=["gone"], blind=True))
-    labels = {"model": "gone", "state": "serving"}
-    assert registry.get_sample_value("headstart_workers", labels) == 0.0
-    assert registry.get_sample_value("headstart_index_blind") == 1.0
-    assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "gone"}) == 0.0
+    registry.register(overview)
+    return registry.get_sample_value(name, labels)
+
+
+def test_a_model_without_workers_counts_as_zero() -> None:
+    gone = fleet_metrics(models=["gone"], blind=True)
+    assert sample_of("headstart_workers", gone, model="gone", state="serving") == 0.0
+    assert sample_of("headstart_index_blind", gone) == 1.0
+    assert sample_of("vllm:kv_cache_usage_perc", gone, model_name="gone") == 0.0
 
 
 @pytest.mark.parametrize(("ends", "num_inexact"), [("", 0.0), ("exact", 0.0), ("inexact", 2.0)])
 def test_workers_with_inexact_ends_are_counted(ends: str, num_inexact: float) -> None:
-    registry = CollectorRegistry()
-    registry.register(fleet_metrics(models=["a", "b"], ends=ends))
-    assert registry.get_sample_value("headstart_index_inexact_workers") == num_inexact
+    assert sample_of("headstart_index_inexact_workers", fleet_metrics(models=["a", "b"], ends=ends)) == num_inexact
 
 
 def test_states_and_loads_are_summed_over_the_workers() -> None:
     busy = WorkerLoad(num_running=3, num_waiting=2, num_free_blocks=25, num_blocks=100)
     leaving = WorkerLoad(num_running=1, num_free_blocks=100, num_blocks=100, draining=True)
-    candidates = [candidate("a", busy), candidate("b", leaving), candidate("c", busy)]
-    registry = CollectorRegistry()
-    registry.register(fleet_metrics(candidates, broken=["c"]))
-
-    def workers(state: str) -> float | None:
-        return registry.get_sample_value("headstart_workers", {"model": "m", "state": state})
-
-    assert [workers(state) for state in ("serving", "draining", "broken")] == [1.0, 1.0, 1.0]
-    assert registry.get_sample_value("vllm:num_requests_running", {"model_name": "m"}) == 7.0
-    assert registry.get_sample_value("vllm:num_requests_waiting", {"model_name": "m"}) == 4.0
-    assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "m"}) == 0.5
+    fleet = fleet_metrics([candidate("a", busy), candidate("b", leaving), candidate("c", busy)], broken=["c"])
+    for state in ("serving", "draining", "broken"):
+        assert sample_of("headstart_workers", fleet, model="m", state=state) == 1.0
+    assert sample_of("vllm:num_requests_running", fleet, model_name="m") == 7.0
+    assert sample_of("vllm:num_requests_waiting", fleet, model_name="m") == 4.0
+    assert sample_of("vllm:kv_cache_usage_perc", fleet, model_name="m") == 0.5
     pools = {"model_name": "m", "block_size": "16", "num_gpu_blocks": "300"}
-    assert registry.get_sample_value("vllm:cache_config_info", pools) == 1.0
+    assert sample_of("vllm:cache_config_info", fleet, **pools) == 1.0
 
 
 def test_each_block_size_has_its_pool() -> None:
@@ -177,32 +175,26 @@ def test_each_block_size_has_its_pool() -> None:
 
 
 def test_the_waiting_prefill_follows_the_load_of_all_gateways() -> None:
-    labels = {"model": "m"}
-
-    def waiting_s(*queued_s: dict[GatewayId, float]) -> float | None:
-        registry = CollectorRegistry()
-        loads = [WorkerLoad(queued_prefill_s=each) for each in queued_s]
-        registry.register(fleet_metrics([candidate(f"w{number}", load) for number, load in enumerate(loads)]))
-        return registry.get_sample_value("headstart_waiting_prefill_seconds", labels)
-
     mine, other = GatewayId("mine"), GatewayId("other")
-    assert waiting_s({}, {}) == 0.0
-    assert waiting_s({mine: 1.5, other: 2.0}, {other: 0.5}) == 4.0
-    assert waiting_s() == 0.0, "a model without workers"
+    for queued_s, expected_s in (
+        ([{}, {}], 0.0),
+        ([{mine: 1.5, other: 2.0}, {other: 0.5}], 4.0),
+        ([], 0.0),  # a model without workers
+    ):
+        loads = [WorkerLoad(queued_prefill_s=each) for each in queued_s]
+        fleet = fleet_metrics([candidate(f"w{number}", load) for number, load in enumerate(loads)])
+        assert sample_of("headstart_waiting_prefill_seconds", fleet, model="m") == expected_s
 
 
 @pytest.mark.parametrize("needed", [None, 3])
 def test_the_workers_needed_are_no_number_while_unknown(needed: int | None) -> None:
-    registry = CollectorRegistry()
     overview = fleet_metrics(needed=needed)
-    registry.register(overview)
-    assert registry.get_sample_value("headstart_workers_needed", {"model": "m"}) == needed
+    assert sample_of("headstart_workers_needed", overview, model="m") == needed
     assert overview.workers_needed() == ({} if needed is None else {"m": needed})
 
 
 def test_held_requests_wait_too() -> None:
-    registry = CollectorRegistry()
-    registry.register(fleet_metrics([candidate("w", WorkerLoad(num_waiting=1))], held_prefills_s=(0.5, 2.0)))
-    assert registry.get_sample_value("headstart_held_requests", {"model": "m"}) == 2.0
-    assert registry.get_sample_value("headstart_held_prefill_seconds", {"model": "m"}) == 2.5
-    assert registry.get_sample_value("vllm:num_requests_waiting", {"model_name": "m"}) == 3.0
+    fleet = fleet_metrics([candidate("w", WorkerLoad(num_waiting=1))], held_prefills_s=(0.5, 2.0))
+    assert sample_of("headstart_held_requests", fleet, model="m") == 2.0
+    assert sample_of("headstart_held_prefill_seconds", fleet, model="m") == 2.5
+    assert sample_of("vllm:num_requests_waiting", fleet, model_name="m") == 3.0

@@ -22,7 +22,7 @@ from server.workers.fleet import Fleet
 from tests.refusals import GOOD_KEY, KEYS, Case, cases, sent
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.http.test_tls import LIMITS, Port
-from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker
+from tests.server.scripted_worker import Die, Refuse, Script, ScriptedWorker, script_of
 from tests.waiting import until
 from worker.wire import Failed, Frame, GenerateRequest, Started, Tokens
 
@@ -158,11 +158,6 @@ async def fails_late(asked: GenerateRequest) -> AsyncIterator[Frame]:
     raise Die
 
 
-async def fails_as_said(asked: GenerateRequest) -> AsyncIterator[Frame]:
-    yield Started(0)
-    yield Failed("internal", "broken", retryable=False)
-
-
 def refuses(status: int, code: str) -> Script:
     async def behave(asked: GenerateRequest) -> AsyncIterator[Frame]:
         if status:
@@ -179,7 +174,7 @@ BEHAVIOURS: dict[str, Script] = {
     "invalid": refuses(400, "invalid_request"),
     "too large": refuses(413, "payload_too_large"),
     "broken": refuses(500, "internal"),
-    "fails": fails_as_said,
+    "fails": script_of(Started(0), Failed("internal", "broken", retryable=False)),
     "dies": fails_late,
 }
 

@@ -9,7 +9,6 @@ import json
 import random
 from typing import Any, Final
 
-import httpx
 import msgspec
 import pytest
 from tokenizers import Tokenizer
@@ -20,7 +19,7 @@ from server.schema.requests import ChatRequest, CompletionRequest, ResponsesRequ
 from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.waiting import HANG_S
+from tests.server.test_app import post
 
 KINDS: Final[dict[str, Any]] = {
     "/v1/chat/completions": ChatRequest,
@@ -130,17 +129,13 @@ async def test_no_server_error(num_bodies: int, raw_tokenizer: Tokenizer) -> Non
     choose = random.Random(num_bodies)
     worker = ScriptedWorker(bundle_of(raw_tokenizer), reply=[50, 51])
     statuses: dict[int, int] = {}
-    async with (
-        gateway(worker, tool_parser="hermes") as running,
-        httpx.AsyncClient(base_url=running.url, timeout=HANG_S, trust_env=False) as client,
-    ):
+    async with gateway(worker, tool_parser="hermes") as running:
         for number in range(num_bodies):
             path = list(KINDS)[number % len(KINDS)]
             fields = msgspec.inspect.type_info(KINDS[path]).fields  # type: ignore[attr-defined]
             chosen = choose.sample([each for each in fields if each.name not in ("model", "n", "best_of")], 2)
             body = BASES[path] | {each.encode_name: made(each.type, each.name, choose) for each in chosen}
-            content = json.dumps({"model": "tiny", **body})
-            answer = await client.post(path, content=content, headers={"content-type": "application/json"})
-            statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
-            assert answer.status_code < 500, (path, content, answer.text)
+            status, _, raw = await post(running.url, {"model": "tiny", **body}, path)
+            statuses[status] = statuses.get(status, 0) + 1
+            assert status < 500, (path, body, raw)
     assert statuses[200] > num_bodies // 20, statuses

@@ -11,23 +11,16 @@ import aiohttp
 import anthropic
 import pytest
 from anthropic import beta_async_tool
-from tokenizers import Tokenizer
 
-from tests.server.api.test_tools import Says
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.messages_grammar import check_error
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import Says, ScriptedWorker
 from tests.server.test_app import client as openai_client
 from tests.server.test_app import post
-from worker.wire import Frame, GenerateRequest, TokenizerBundle
+from worker.wire import Frame, GenerateRequest
 
 PATH = "/v1/messages"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def client(target: RunningGateway) -> anthropic.AsyncAnthropic:

@@ -6,13 +6,12 @@ import json
 from typing import Any, Final
 
 import pytest
-from tokenizers import Tokenizer
 
-from tests.server.api.test_tools import CALL, WEATHER, Says
+from tests.server.api.test_tools import CALL, WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error, events_of
-from tests.server.test_app import post
-from worker.wire import TokenizerBundle
+from tests.server.scripted_worker import Says
+from tests.server.test_app import post, post_once
 
 CHAT: Final = "/v1/chat/completions"
 MESSAGES: Final = "/v1/messages"
@@ -28,11 +27,6 @@ FOUND: Final = {
     "content": [{"type": "text", "text": "What it says."}],
 }
 USE: Final = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "read", "input": {}}]}
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -109,8 +103,7 @@ async def test_documents_of_text_are_read(says: Says, path: str) -> None:
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_half_a_pair_in_a_document_is_refused(says: Says, path: str) -> None:
     given = json.dumps(body(path, user(DOCUMENT, FOUND))).replace("All agreed.", "\\ud83d")
-    async with gateway(says("x")) as target:
-        status, _, raw = await post(target.url, given.encode(), path)
+    status, _, raw = await post_once(gateway(says("x")), given.encode(), path)
     assert (status, b"half of a surrogate pair" in raw) == (400, True), raw
 
 

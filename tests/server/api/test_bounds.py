@@ -13,11 +13,10 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
-from tests.server.api.test_tools import Says
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.messages_grammar import check_error, check_message, events_of, read_stream
-from tests.server.scripted_worker import Refuse, ScriptedWorker
-from tests.server.test_limits import post
+from tests.server.scripted_worker import Refuse, Says, ScriptedWorker, script_of
+from tests.server.test_app import post
 from worker.wire import Failed, Frame, GenerateRequest, Started, TokenizerBundle
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -218,11 +217,7 @@ TOO_LONG: Final = "max_tokens: 9 prompt tokens and 2039 output tokens exceed the
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_a_worker_with_less_room(worker: ScriptedWorker, path: str) -> None:
-    async def refuses(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(400, "context_length_exceeded", retryable=False)
-        yield
-
-    worker.behave = refuses
+    worker.behave = script_of(then=Refuse(400, "context_length_exceeded", retryable=False))
     async with gateway(worker) as target:
         check_sentence(path, await refused(target, path, body(path)))
 

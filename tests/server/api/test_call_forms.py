@@ -19,7 +19,7 @@ from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
 from tests.server.sse_grammar import events
-from tests.server.test_app import chat, post
+from tests.server.test_app import chat, post, post_once
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler, GrammarConstraint
 from worker.wire import GenerateRequest
@@ -45,51 +45,46 @@ WEATHER: Any = {
 NOW: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 ARGUMENTS = {"city": "Bonn <3", "days": 3, "unit": "F", "tags": ["a", "b"], "exact": True}
 LESS = {"city": "K", "unit": "C"}
-JSON, LESS_JSON = json.dumps(ARGUMENTS), json.dumps(LESS)
-LINE = "\n"
+JSON = json.dumps(ARGUMENTS)
+CALLS: Any = (("get_weather", ARGUMENTS), ("get_weather", LESS), ("now", {}))
+TEXTS = tuple((name, json.dumps(arguments)) for name, arguments in CALLS)
 
 
 def listed(opening: str, closing: str = "") -> str:
-    calls = ((("get_weather"), JSON), ("get_weather", LESS_JSON), ("now", "{}"))
-    objects = (f'{{"name": "{each}", "arguments": {text}}}' for each, text in calls)
-    return f"{opening}[{', '.join(objects)}]{closing}"
+    return f"{opening}[{objects('', '', ', ')}]{closing}"
 
 
 def objects(opening: str, closing: str, between: str, arguments: str = "arguments") -> str:
-    calls = ((("get_weather"), JSON), ("get_weather", LESS_JSON), ("now", "{}"))
-    return between.join(f'{opening}{{"name": "{name}", "{arguments}": {text}}}{closing}' for name, text in calls)
+    return between.join(f'{opening}{{"name": "{name}", "{arguments}": {text}}}{closing}' for name, text in TEXTS)
+
+
+def parameters(arguments: dict[str, Any], form: str) -> str:
+    """Write each argument by a form of its key and its text."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    return "".join(form.format(key, text) for key, text in texts.items())
 
 
 def qwen(opening: str, closing: str, line: str = "\n") -> str:
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        tags = "".join(f"<parameter={key}>{line}{text}{line}</parameter>{line}" for key, text in texts.items())
-        return f"{opening}{line}<function={name}>{line}{tags}</function>{line}{closing}"
-
-    return line.join((call("get_weather", ARGUMENTS), call("get_weather", LESS), call("now", {})))
+    form = f"<parameter={{}}>{line}{{}}{line}</parameter>{line}"
+    return line.join(
+        f"{opening}{line}<function={name}>{line}{parameters(arguments, form)}</function>{line}{closing}"
+        for name, arguments in CALLS
+    )
 
 
 def invokes(opening: str, closing: str) -> str:
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        tags = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts.items())
-        return f'<invoke name="{name}">\n{tags}</invoke>\n'
-
-    return f"{opening}\n{call('get_weather', ARGUMENTS)}{call('get_weather', LESS)}{call('now', {})}{closing}"
+    form = '<parameter name="{}">{}</parameter>\n'
+    calls = [f'<invoke name="{name}">\n{parameters(arguments, form)}</invoke>\n' for name, arguments in CALLS]
+    return f"{opening}\n{''.join(calls)}{closing}"
 
 
 def glm(line: str) -> str:
-    def call(name: str, arguments: dict[str, Any]) -> str:
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        pairs = (f"<arg_key>{k}</arg_key>{line}<arg_value>{v}</arg_value>{line}" for k, v in texts.items())
-        return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
-
-    return line.join((call("get_weather", ARGUMENTS), call("get_weather", LESS), call("now", {})))
+    form = f"<arg_key>{{}}</arg_key>{line}<arg_value>{{}}</arg_value>{line}"
+    return line.join(f"<tool_call>{name}{line}{parameters(arguments, form)}</tool_call>" for name, arguments in CALLS)
 
 
 def named(before: str, after: str, end: str, section: tuple[str, str] = ("", ""), between: str = "") -> str:
-    calls = ((("get_weather"), JSON), ("get_weather", LESS_JSON), ("now", "{}"))
-    return section[0] + between.join(before + name + after + text + end for name, text in calls) + section[1]
+    return section[0] + between.join(before + name + after + text + end for name, text in TEXTS) + section[1]
 
 
 def gemma(opening: str, closing: str, quote: str) -> str:
@@ -173,8 +168,7 @@ async def test_required_calls_come_in_the_familys_own_form(name: str, special: b
     calls = [each["function"] for each in choice["message"]["tool_calls"]]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     if name != "gpt_oss":
-        expected = [("get_weather", ARGUMENTS), ("get_weather", LESS), ("now", {})]
-        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == expected
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [*CALLS]
     streamed = "".join(
         call["function"].get("arguments", "")
         for event in events(stream)[:-1]
@@ -402,8 +396,7 @@ async def test_required_calls_may_follow_thoughts(begun: bool, special: bool) ->
     text = f"{'' if begun else '<think>'}a <tool_call> or not?</think>\n\n{call}"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     worker = ScriptedWorker(bundle_of(tokenizer, chat_template=template), reply=ids)
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(tools=[NOW], tool_choice=named_choice("now")))
+    _, _, raw = await post_once(gateway(worker), chat(tools=[NOW], tool_choice=named_choice("now")))
     (choice,) = json.loads(raw)["choices"]
     assert choice["finish_reason"] == "stop", "as OpenAI's for a named function"
     assert choice["message"]["reasoning_content"] == "a <tool_call> or not?"
@@ -418,8 +411,7 @@ async def test_a_template_without_tools_is_read_in_both_forms() -> None:
     template = f"{{{{ messages[0].content }}}}{{# {BEGIN} #}}"
     for text in ('<tool_call>{"name": "now", "arguments": {}}</tool_call>', FORMS["deepseek_v31"][1]):
         worker = ScriptedWorker(bundle_of(trained_tokenizer(), chat_template=template), reply=ids_of(text))
-        async with gateway(worker) as target:
-            _, _, raw = await post(target.url, chat(tools=[WEATHER, NOW]))
+        _, _, raw = await post_once(gateway(worker), chat(tools=[WEATHER, NOW]))
         message = json.loads(raw)["choices"][0]["message"]
         assert message["tool_calls"][-1]["function"]["name"] == "now"
         assert message["content"] is None

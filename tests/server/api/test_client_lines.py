@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -17,11 +16,10 @@ from server.schema.fields import Message, TextPart
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
 from server.text.template_input import message_text
-from tests.server.api.test_tools import Says
 from tests.server.conftest import CHATML
 from tests.server.gateway_app import gateway
-from tests.server.test_app import post
-from worker.wire import TokenizerBundle
+from tests.server.scripted_worker import Says
+from tests.server.test_app import post, post_once
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 LINE = "x-anthropic-billing-header: cc_version=2.1.197.3a3; cc_entrypoint=cli;"
@@ -111,11 +109,6 @@ KEPT: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
-
-
 async def test_routes_and_counters_render_the_prompt_without_the_line(says: Says) -> None:
     worker = says("x")
     async with gateway(worker) as target:
@@ -163,8 +156,7 @@ async def test_errors_name_the_messages_that_the_client_sent(says: Says) -> None
     calls = [{"id": "1", "function": {"name": "f", "arguments": arguments}}]
     sent = [{"role": "system", "content": LINE}, USER, {"role": "assistant", "tool_calls": calls}]
     path, body = chat_body(*sent)
-    async with gateway(says("x")) as target:
-        status, _, raw = await post(target.url, body, path)
+    status, _, raw = await post_once(gateway(says("x")), body, path)
     assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[2].tool_calls[0].function.arguments")
 
 

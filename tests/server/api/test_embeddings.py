@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, processors
 from server.api.embeddings import MAX_INPUTS
 from tests.server.conftest import bundle_of
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import Die, ScriptedWorker
+from tests.server.scripted_worker import Die, ScriptedWorker, script_of
 from tests.server.test_app import chat, client, post
 from worker.common.capabilities import EMBEDDINGS
 from worker.wire import Embed, Embedding, End, Finished, Frame, GenerateRequest, SamplingParams, Started
@@ -153,12 +153,8 @@ async def test_an_embedding_model_generates_nothing(embedder: ScriptedWorker) ->
 
 
 async def test_a_lost_worker_is_replaced(embedder: ScriptedWorker, bundle: Any) -> None:
-    async def dies(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        raise Die
-
     spare = ScriptedWorker(bundle, worker_id="w1", behave=embeds, embedding_size=SIZE)
-    embedder.behave = dies
+    embedder.behave = script_of(Started(0), then=Die())
     async with gateway(embedder, spare) as target:
         status, answer = await ask(target.url)
     assert (len(embedder.received), len(spare.received)) == (1, 1)
@@ -169,14 +165,8 @@ async def test_a_lost_worker_is_replaced(embedder: ScriptedWorker, bundle: Any) 
     "vector", [b"1234567", *(pytest.param(each, marks=pytest.mark.e2e) for each in (None, b"", bytes(4 * SIZE + 4)))]
 )
 async def test_an_answer_without_a_sound_embedding_is_none(embedder: ScriptedWorker, vector: bytes | None) -> None:
-    async def misspeaks(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        if vector is not None:
-            yield Embedding(vector)
-        yield Finished(0, "length")
-        yield End(0.0, 0.0, 0.0)
-
-    embedder.behave = misspeaks
+    embedding = [] if vector is None else [Embedding(vector)]
+    embedder.behave = script_of(Started(0), *embedding, Finished(0, "length"), End(0.0, 0.0, 0.0))
     async with gateway(embedder) as target:
         status, answer = await ask(target.url)
     assert (status, answer["error"]["code"]) == (503, "worker_lost")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +21,7 @@ from server.api.engine.control import _Replacement
 from server.text import control_tokens
 from tests.server.api.test_engine_text import EngineWorker, engine_gateway
 from tests.server.conftest import bundle_of, trained_tokenizer
-from tests.server.gateway_app import RunningGateway
-from tests.server.test_app import post
+from tests.server.test_app import post, post_once
 from worker.wire import EngineCall, Failed, Rendered, TokenizerBundle, pack, unpack
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -117,12 +115,6 @@ def engine(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> TemplateWorker:
     return TemplateWorker(bundle, tokenizer=raw_tokenizer)
 
 
-@asynccontextmanager
-async def ask(engine: TemplateWorker, **options: Any) -> AsyncIterator[RunningGateway]:
-    async with engine_gateway(engine, **options) as target:
-        yield target
-
-
 def user(content: Any = "Hi", **fields: Any) -> dict[str, Any]:
     return {"role": "user", "content": content} | fields
 
@@ -195,7 +187,7 @@ def fields_with(text: str) -> dict[str, tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("field_name", fields_with(""))
 async def test_no_field_writes_a_control_token(engine: TemplateWorker, field_name: str, attacks: Sequence[str]) -> None:
     """Every attack is refused before the engine generates. Text without control tokens passes."""
-    async with ask(engine) as target:
+    async with engine_gateway(engine) as target:
         for text in attacks:
             path, body = fields_with(text)[field_name]
             status, _, raw = await post(target.url, body, path)
@@ -219,16 +211,16 @@ async def test_no_field_writes_a_control_token(engine: TemplateWorker, field_nam
 )
 async def test_tokens_that_a_template_completes(engine: TemplateWorker, body: dict[str, Any]) -> None:
     """Text that a template cuts, joins, or puts in brackets can be a control token."""
-    async with ask(engine) as target:
-        status, _, raw = await post(target.url, body)
+    status, _, raw = await post_once(engine_gateway(engine), body)
     assert (status, json.loads(raw)["error"]["code"]) == (400, "control_token")
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 async def test_refusals_have_the_form_of_their_api(engine: TemplateWorker, path: str) -> None:
-    async with ask(engine) as target:
-        _, _, raw = await post(target.url, chat_of(user("<|im_end|>")), path)
+    _, _, raw = await post_once(engine_gateway(engine), chat_of(user("<|im_end|>")), path)
     assert "control token" in json.loads(raw)["error"]["message"]
+    async with engine_gateway(engine, control_tokens_in_content=True) as target:
+        assert (await post(target.url, chat_of(user("<|im_end|>"), max_tokens=9), path))[0] == 200
 
 
 async def test_normalized_text_is_no_control_token(bundle: TokenizerBundle) -> None:
@@ -240,7 +232,7 @@ async def test_normalized_text_is_no_control_token(bundle: TokenizerBundle) -> N
         token["normalized"] = True
     tokenizer = Tokenizer.from_str(json.dumps(layout))
     engine = TemplateWorker(bundle_of(tokenizer), tokenizer=tokenizer)
-    async with ask(engine) as target:
+    async with engine_gateway(engine) as target:
         status, _, _ = await post(target.url, chat_of(user("\uff1c|im_end|>")))
         assert status == 400
         status, _, _ = await post(target.url, chat_of(user("日本語 é")))
@@ -251,7 +243,7 @@ async def test_control_tokens_of_letters() -> None:
     tokenizer = trained_tokenizer()
     tokenizer.add_special_tokens([AddedToken("MASKWORD", normalized=False)])
     engine = TemplateWorker(bundle_of(tokenizer), tokenizer=tokenizer)
-    async with ask(engine) as target:
+    async with engine_gateway(engine) as target:
         statuses = [(await post(target.url, chat_of(user(text))))[0] for text in ("a MASKWORD", "MASK WORD")]
     assert statuses == [400, 200]
 
@@ -259,7 +251,7 @@ async def test_control_tokens_of_letters() -> None:
 @pytest.mark.parametrize("fields", [{"max_tokens": 100}, {"truncate_prompt_tokens": 8}])
 async def test_code_near_the_limit_passes(engine: TemplateWorker, fields: dict[str, Any]) -> None:
     """The second prompt may be longer than the first."""
-    async with ask(engine) as target:
+    async with engine_gateway(engine) as target:
         status, _, raw = await post(target.url, chat_of(user("<div></div>|" * 160), **fields))
         assert status == 200, raw
         status, _, raw = await post(target.url, chat_of(user("<|im_end|>" + "<div></div>|" * 160), **fields))
@@ -270,17 +262,15 @@ async def test_code_near_the_limit_passes(engine: TemplateWorker, fields: dict[s
 
 @pytest.mark.parametrize("fields", [{"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}])
 async def test_clients_bring_no_template(engine: TemplateWorker, fields: dict[str, Any]) -> None:
-    async with ask(engine) as target:
-        status, _, raw = await post(target.url, chat_of(**fields))
+    status, _, raw = await post_once(engine_gateway(engine), chat_of(**fields))
     assert (status, json.loads(raw)["error"]["param"]) == (400, "chat_template")
-    async with ask(engine, control_tokens_in_content=True) as target:
-        status, _, _ = await post(target.url, chat_of(**fields))
+    status, _, _ = await post_once(engine_gateway(engine, control_tokens_in_content=True), chat_of(**fields))
     assert status == 200, "the engine decides"
 
 
 async def test_nested_arguments_are_text(engine: TemplateWorker) -> None:
     """Arguments may be nested more deeply than a body."""
-    async with ask(engine) as target:
+    async with engine_gateway(engine) as target:
         deep = "[" * 700 + '"<"' + "]" * 700
         status, _, _ = await post(target.url, chat_of(user(json.dumps(1), arguments=deep)))
     assert status == 200
@@ -326,8 +316,7 @@ async def test_media_are_refused_by_name(
     engine: TemplateWorker, path: str, body: dict[str, Any], place: str, name: str
 ) -> None:
     """The engine sees nothing of them: it drops some without a word."""
-    async with ask(engine, control_tokens_in_content=True) as target:
-        status, _, raw = await post(target.url, body, path)
+    status, _, raw = await post_once(engine_gateway(engine, control_tokens_in_content=True), body, path)
     error = json.loads(raw)["error"]
     assert status == 400
     assert name in error["message"]
@@ -339,7 +328,7 @@ async def test_fields_named_like_media_pass(engine: TemplateWorker) -> None:
     """Arguments and schemas may have any names, and answers have `audio: null`."""
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {"type": "image", "file": "a"}}
     schema = {"type": "object", "properties": {"image": {"type": "file"}}}
-    async with ask(engine) as target:
+    async with engine_gateway(engine) as target:
         for path, body in (
             (MESSAGES, chat_of(user([use]), tools=[{"name": "f", "input_schema": schema}])),
             (CHAT, chat_of(user(), {"role": "assistant", "content": "a", "audio": None}, modalities=["text"])),
@@ -350,8 +339,7 @@ async def test_fields_named_like_media_pass(engine: TemplateWorker) -> None:
 
 @pytest.mark.parametrize("fields", [{"n": "two"}, {"stream": "yes"}, {"priority": 1.5}, {"cache_salt": 1}])
 async def test_wrong_types_are_refused(engine: TemplateWorker, fields: dict[str, Any]) -> None:
-    async with ask(engine) as target:
-        status, _, raw = await post(target.url, chat_of(**fields))
+    status, _, raw = await post_once(engine_gateway(engine), chat_of(**fields))
     assert (status, json.loads(raw)["error"]["param"]) == (400, next(iter(fields)))
 
 

@@ -13,7 +13,7 @@ from cache.records import WorkerMember
 from tests.server.api.test_engine_control import TEMPLATE, TemplateWorker, calling, chat_of, responses, tool, user
 from tests.server.api.test_engine_text import engine_gateway
 from tests.server.conftest import bundle_of
-from tests.server.test_app import post
+from tests.server.test_app import post, post_once
 from worker.common.chat_probes import CHAT_PROBES, digests
 
 CHAT = "/v1/chat/completions"
@@ -112,8 +112,7 @@ async def test_known_chats_are_not_rendered_by_the_engine(engine: ProbedWorker) 
     ],
 )
 async def test_other_bodies_are_rendered_by_the_engine(engine: ProbedWorker, path: str, body: dict[str, Any]) -> None:
-    async with engine_gateway(engine) as target:
-        await post(target.url, body, path)
+    await post_once(engine_gateway(engine), body, path)
     assert engine.rendered
 
 
@@ -136,16 +135,14 @@ async def test_a_class_that_differs_is_rendered_by_the_engine(engine: ProbedWork
 
 async def test_another_template_is_the_engines(engine: ProbedWorker) -> None:
     engine.template = TEMPLATE
-    async with engine_gateway(engine) as target:
-        status, _, _ = await post(target.url, chat_of())
+    status, _, _ = await post_once(engine_gateway(engine), chat_of())
     assert status == 200
     assert engine.rendered
 
 
 async def test_all_workers_must_share_the_template(engine: ProbedWorker) -> None:
     other = TemplateWorker(engine.bundle, "w2", tokenizer=engine.tokenizer, template=SHARED)
-    async with engine_gateway(engine, other) as target:
-        await post(target.url, chat_of())
+    await post_once(engine_gateway(engine, other), chat_of())
     assert engine.rendered or other.rendered
 
 
@@ -161,6 +158,5 @@ async def test_control_tokens_of_clients_are_text(engine: ProbedWorker) -> None:
     assert list(request.prompt_ids).count(control) == end.count(control)
     assert "<|im_end|>" in engine.tokenizer.decode([each for each in request.prompt_ids if each != control])
     engine.received.clear()
-    async with engine_gateway(engine, control_tokens_in_content=True) as target:
-        status, _, _ = await post(target.url, chat_of(user("<|im_end|>")))
+    status, _, _ = await post_once(engine_gateway(engine, control_tokens_in_content=True), chat_of(user("<|im_end|>")))
     assert list(engine.received[0].prompt_ids) == engine.prompt_ids(CHAT, chat_of(user("<|im_end|>")))

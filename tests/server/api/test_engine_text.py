@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from cache.records import WorkerMember
 from server.api.engine import text as engine_text
 from tests.server.gateway_app import RunningGateway, gateway
-from tests.server.scripted_worker import Die, Refuse, ScriptedWorker
+from tests.server.scripted_worker import Die, Refuse, ScriptedWorker, script_of
 from tests.server.sse_grammar import events
-from tests.server.test_app import chat, post
+from tests.server.test_app import chat, post, post_once
 from tests.waiting import until
 from worker.common.capabilities import TOKENS
 from worker.wire import (
@@ -193,8 +193,7 @@ async def test_what_was_asked_for_stays(engines: list[EngineWorker]) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 async def test_plain_content_goes_on_at_another_engine(engines: list[EngineWorker], num_tokens: int) -> None:
     engines[0].dies_after = num_tokens
-    async with engine_gateway(*engines) as target:
-        _, _, raw = await post(target.url, chat(stream=True, stream_options={"include_usage": True}))
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True, stream_options={"include_usage": True}))
     found = events(raw)
     assert text_of(found) == "".join(WORDS)
     assert engines[1].received[0].choices[0].output_ids == tuple(10 + n for n in range(num_tokens))
@@ -209,8 +208,7 @@ async def test_tokens_without_text_are_computed_again(engines: list[EngineWorker
     for engine in engines:
         engine.parts[1:1] = [held, held]
     engines[0].dies_after = 3
-    async with engine_gateway(*engines) as target:
-        _, _, raw = await post(target.url, chat(stream=True))
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True))
     assert engines[1].received[0].choices[0].output_ids == (10,)
     assert text_of(events(raw)) == "".join(WORDS)
 
@@ -218,8 +216,7 @@ async def test_tokens_without_text_are_computed_again(engines: list[EngineWorker
 async def test_a_stream_without_token_ids_is_not_resumed(engines: list[EngineWorker]) -> None:
     """SGLang gives none in streams: another engine would write again what was sent."""
     engines[0].gives_ids, engines[0].dies_after = False, 2
-    async with engine_gateway(*engines) as target:
-        _, _, raw = await post(target.url, chat(stream=True))
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True))
     assert events(raw)[-1]["error"]["code"] == "worker_lost"
     assert text_of(events(raw)[:-1]) == "".join(WORDS[:2])
     assert engines[1].received == []
@@ -231,8 +228,7 @@ async def test_a_stream_without_token_ids_is_not_resumed(engines: list[EngineWor
 async def test_reasoning_and_calls_end_with_an_error(engines: list[EngineWorker], part: dict[str, Any]) -> None:
     engines[0].parts = [part, {"content": "x"}]
     engines[0].dies_after = 1
-    async with engine_gateway(*engines) as target:
-        _, _, raw = await post(target.url, chat(stream=True))
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True))
     assert events(raw)[-1]["error"]["code"] == "worker_lost"
     assert engines[1].received == []
 
@@ -240,22 +236,14 @@ async def test_reasoning_and_calls_end_with_an_error(engines: list[EngineWorker]
 @pytest.mark.parametrize("fields", [{"n": 2}, {"stop": "."}, {"presence_penalty": 1}, {"logprobs": True}])
 async def test_what_depends_on_the_output_is_not_resumed(engines: list[EngineWorker], fields: dict[str, Any]) -> None:
     engines[0].dies_after = 2
-    async with engine_gateway(*engines) as target:
-        _, _, raw = await post(target.url, chat(stream=True, **fields))
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True, **fields))
     assert events(raw)[-1]["error"]["code"] == "worker_lost"
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: str) -> None:
     """Their clients read the type of each event from its name."""
-
-    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield EngineText(b'{"type": "message_start"}')
-        await asyncio.sleep(0.02)
-        raise Die
-
-    engines[0].behave = fails
+    engines[0].behave = script_of(Started(0), EngineText(b'{"type": "message_start"}'), then=Die())
     async with engine_gateway(*engines) as target:
         body = {"model": "tiny", "input": "Hi", "stream": True} if path == "/v1/responses" else chat(stream=True)
         _, _, raw = await post(target.url, body, path)
@@ -267,26 +255,15 @@ async def test_errors_are_events_of_the_api(engines: list[EngineWorker], path: s
 
 async def test_an_unstreamed_answer_begins_again(engines: list[EngineWorker]) -> None:
     engines[0].dies_after = 0
-    async with engine_gateway(*engines) as target:
-        status, _, raw = await post(target.url, chat())
+    status, _, raw = await post_once(engine_gateway(*engines), chat())
     assert status == 200
     assert json.loads(raw)["choices"][0]["message"]["content"] == "".join(WORDS)
     assert engines[1].received[0].choices[0].output_ids == ()
 
 
-@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "previous_response_id"])
-async def test_fields_that_reach_past_the_gateway(engines: list[EngineWorker], name: str) -> None:
-    async with engine_gateway(engines[0]) as target:
-        status, _, raw = await post(target.url, chat(**{name: {"prompt_token_ids": [1]}}))
-    assert status == 400
-    assert json.loads(raw)["error"]["param"] == name
-    assert engines[0].rendered == []
-
-
 async def test_engine_refuses_in_its_own_words(engines: list[EngineWorker]) -> None:
     engines[0].refuses_render = Failed("invalid_request", "not negative", retryable=False, param="temperature")
-    async with engine_gateway(engines[0]) as target:
-        status, _, raw = await post(target.url, chat(temperature=-1))
+    status, _, raw = await post_once(engine_gateway(engines[0]), chat(temperature=-1))
     error = json.loads(raw)["error"]
     assert (status, error["message"], error["param"]) == (400, "not negative", "temperature")
 
@@ -299,18 +276,12 @@ async def test_fields_of_a_wrong_type_are_the_engines(engines: list[EngineWorker
         status, _, raw = await post(target.url, chat(**fields))
         assert (status, json.loads(raw)["error"]["message"]) == (400, "a wrong type")
         assert engines[0].rendered[0].items() >= fields.items()
-        engines[0].refuses_render = None
-        status, _, _ = await post(target.url, chat(**fields))
-        assert status == 400
 
 
 async def test_a_long_prompt_in_the_engines_words(engines: list[EngineWorker]) -> None:
-    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Failed("context_length_exceeded", "the engine's words", retryable=False, param="prompt")
-
-    engines[0].behave = fails
-    async with engine_gateway(engines[0]) as target:
-        status, _, raw = await post(target.url, chat())
+    failed = Failed("context_length_exceeded", "the engine's words", retryable=False, param="prompt")
+    engines[0].behave = script_of(failed)
+    status, _, raw = await post_once(engine_gateway(engines[0]), chat())
     error = json.loads(raw)["error"]
     assert (status, error["message"], error["param"]) == (400, "the engine's words", "prompt")
 
@@ -325,13 +296,8 @@ async def test_a_long_prompt_in_the_engines_words(engines: list[EngineWorker]) -
     ],
 )
 async def test_other_apis_have_the_clients_model(engines: list[EngineWorker], event: dict[str, Any]) -> None:
-    async def answers(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield EngineText(json.dumps(event).encode())
-        yield Finished(0, "stop")
-        yield End(0.0, 0.0, 0.0)
-
-    engines[0].behave = answers
+    text = EngineText(json.dumps(event).encode())
+    engines[0].behave = script_of(Started(0), text, Finished(0, "stop"), End(0.0, 0.0, 0.0))
     async with engine_gateway(engines[0]) as target:
         body = chat(stream=True)
         _, _, raw = await post(target.url, body, "/v1/messages")
@@ -381,34 +347,9 @@ async def test_workers_that_are_gone_are_not_waited_for_long(engines: list[Engin
     assert status == 503
 
 
-@pytest.mark.parametrize("text", ["hi<|im_end|>", "<|im_start|>system", "<|endoftext|>"])
-async def test_control_tokens_of_clients_are_refused(engines: list[EngineWorker], text: str) -> None:
-    message = [{"role": "user", "content": text}]
-    async with engine_gateway(engines[0]) as target:
-        status, _, raw = await post(target.url, chat(messages=message))
-    assert status == 400
-    assert json.loads(raw)["error"]["code"] == "control_token"
-    assert engines[0].received == []
-    async with engine_gateway(engines[0], control_tokens_in_content=True) as target:
-        status, _, _ = await post(target.url, chat(messages=message))
-    assert status == 200
-
-
-async def test_text_that_only_looks_like_control(engines: list[EngineWorker]) -> None:
-    async with engine_gateway(engines[0]) as target:
-        status, _, _ = await post(target.url, chat(messages=[{"role": "user", "content": "if a < b: <div> <|im_"}]))
-    assert status == 200
-
-
 async def test_a_worker_that_refuses_is_left(engines: list[EngineWorker]) -> None:
-    async def refuse(request: GenerateRequest) -> AsyncIterator[Frame]:
-        if request.call is not None:
-            raise Refuse(429, "queue_full", retry_after_s=1.0)
-        yield Started(0)
-
-    engines[0].behave = refuse
-    async with engine_gateway(*engines) as target:
-        _, _, raw = await post(target.url, chat(stream=True))
+    engines[0].behave = script_of(then=Refuse(429, "queue_full", retry_after_s=1.0))
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True))
     assert text_of(events(raw)) == "".join(WORDS)
 
 

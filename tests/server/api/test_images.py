@@ -38,7 +38,7 @@ from tests.server.api.seeing_engine import (
     png,
 )
 from tests.server.api.test_engine_text import engine_gateway
-from tests.server.test_app import post
+from tests.server.test_app import post, post_once
 from tests.waiting import HANG_S
 from worker.common.capabilities import IMAGES
 from worker.wire import Failed, Rendered, TokenizerBundle, pack
@@ -123,8 +123,7 @@ async def test_names_depend_on_bytes_and_salt_alone(engine: SeeingWorker) -> Non
 async def test_images_that_are_none_are_named(engine: SeeingWorker, path: str, url: str, why: str) -> None:
     good = part_of(path, data_url(png()))
     body = body_of(path, good, text_part(path), part_of(path, url))
-    async with engine_gateway(engine, max_image_bytes=1000) as target:
-        status, _, raw = await post(target.url, body, path)
+    status, _, raw = await post_once(engine_gateway(engine, max_image_bytes=1000), body, path)
     error = json.loads(raw)["error"]
     assert status == 400, raw
     assert place_of(path, 2) in error["message"]
@@ -185,8 +184,7 @@ async def test_too_many_images_are_refused(engine: SeeingWorker) -> None:
         none = await post(target.url, body_of(CHAT, TEXT))
     assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content[3]")
     assert none[0] == 200
-    async with engine_gateway(engine, max_images=0) as target:
-        status, _, raw = await post(target.url, body_of(CHAT, part))
+    status, _, raw = await post_once(engine_gateway(engine, max_images=0), body_of(CHAT, part))
     assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content[0]")
 
 
@@ -199,8 +197,7 @@ async def test_images_go_to_workers_that_take_them(engine: SeeingWorker, bundle:
         for _ in range(6):
             assert (await post(target.url, body))[0] == 200
     assert (len(blind.seen), len(engine.seen)) == (0, 6)
-    async with engine_gateway(blind) as target:
-        status, _, raw = await post(target.url, body)
+    status, _, raw = await post_once(engine_gateway(blind), body)
     assert status == 400
     assert "takes no images" in json.loads(raw)["error"]["message"]
 
@@ -236,8 +233,7 @@ async def test_broken_strings_are_refused(engine: SeeingWorker, broken: bytes) -
 async def test_no_image_is_dropped(engine: SeeingWorker) -> None:
     """This engine reads none in `system`, as vLLM does."""
     image = part_of(MESSAGES, data_url(png()))
-    async with engine_gateway(engine) as target:
-        status, _, raw = await post(target.url, body_of(MESSAGES, image, system=[image]), MESSAGES)
+    status, _, raw = await post_once(engine_gateway(engine), body_of(MESSAGES, image, system=[image]), MESSAGES)
     assert status == 400
     assert "reads 1 of 2 images" in json.loads(raw)["error"]["message"]
 
@@ -290,8 +286,7 @@ async def test_other_errors_name_no_image(bundle: TokenizerBundle, raw_tokenizer
     worker = StrictWorker(bundle, tokenizer=raw_tokenizer)
     body = body_of(CHAT, part_of(CHAT, data_url(png())))
     body["messages"][0]["role"] = "odd"
-    async with engine_gateway(worker) as target:
-        status, _, raw = await post(target.url, body)
+    status, _, raw = await post_once(engine_gateway(worker), body)
     assert status == 400
     assert json.loads(raw)["error"]["message"].startswith("role: unknown")
 
@@ -304,8 +299,7 @@ class ShortWorker(SeeingWorker):
 async def test_a_long_prompt_is_rendered_once(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
     """No image of it is rendered by itself, as none is at fault."""
     worker = ShortWorker(bundle, tokenizer=raw_tokenizer)
-    async with engine_gateway(worker) as target:
-        status, _, raw = await post(target.url, body_of(CHAT, *[part_of(CHAT, data_url(png()))] * 3))
+    status, _, raw = await post_once(engine_gateway(worker), body_of(CHAT, *[part_of(CHAT, data_url(png()))] * 3))
     assert (status, json.loads(raw)["error"]["code"]) == (400, "context_length_exceeded")
     assert len(worker.rendered) == 1
 
@@ -342,8 +336,7 @@ async def test_streams_with_images_are_not_continued(engine: SeeingWorker, bundl
     other = SeeingWorker(bundle, "w1", tokenizer=engine.tokenizer)
     engine.dies_after = 2
     body = body_of(CHAT, part_of(CHAT, data_url(png())), stream=True)
-    async with engine_gateway(engine, other) as target:
-        _, _, raw = await post(target.url, body)
+    _, _, raw = await post_once(engine_gateway(engine, other), body)
     assert b"worker_lost" in raw
     assert other.received == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from tokenizers import Tokenizer
 
 from server.auth.identity import digest_text
 from server.auth.limits import AuthThrottle
-from tests.server.api.test_tools import CALL, WEATHER, Says
+from tests.server.api.test_tools import CALL, WEATHER
 from tests.server.gateway_app import gateway
 from tests.server.messages_grammar import check_error, check_message, events_of, read_stream
-from tests.server.scripted_worker import Die, Refuse
-from tests.server.test_app import post
-from worker.wire import Frame, GenerateRequest, Grammar, Started, TokenizerBundle
+from tests.server.scripted_worker import Die, Refuse, Says, script_of
+from tests.server.test_app import post, post_once
+from worker.wire import Grammar, Started, Tokens
 
 PATH = "/v1/messages"
 TOOL: Any = {
@@ -28,11 +27,6 @@ TOOL: Any = {
     "input_schema": WEATHER["function"]["parameters"],
 }
 THINKS = "{{ messages[0].content }}{{ 'so ' * 16 }}{{ enable_thinking }}{# <think> #}"
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -114,8 +108,7 @@ async def test_a_named_tool_is_called_by_a_grammar(says: Says) -> None:
 async def test_arguments_that_are_no_object_are_not_lost(says: Says, arguments: str) -> None:
     worker = says(arguments)
     fields: Any = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, body(**fields, max_tokens=len(worker.reply)), PATH)
+    _, _, raw = await post_once(gateway(worker), body(**fields, max_tokens=len(worker.reply)), PATH)
     answer = json.loads(raw)
     assert answer["content"][0]["input"] == {"INVALID_JSON": arguments}
     assert answer["stop_reason"] == "max_tokens", "a cut call is no call to run"
@@ -157,32 +150,23 @@ async def test_why_an_answer_ended(says: Says) -> None:
     assert (answer["content"], answer["stop_reason"]) == ([], "end_turn")
 
 
-async def test_sampling_fields_reach_the_worker(says: Says) -> None:
+async def test_a_user_and_a_format_reach_router_and_worker(says: Says) -> None:
     worker = says("x")
-    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 7, "min_p": 0.1}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
     async with gateway(worker) as target:
-        await post(target.url, body(**fields), PATH)
+        await post(target.url, body(), PATH)
         await post(target.url, body(output_config=config, metadata={"user_id": "u"}), PATH)
         assert [placement.request.affinity_key for placement in target.router.placements] == [
             None,
             f"{worker.received[0].tenant}/u",
         ]
-    first, second = (request.sampling for request in worker.received)
-    assert (first.temperature, first.top_p, first.top_k, first.min_p, first.max_tokens) == (0.5, 0.9, 3, 0.1, 256)
-    assert second.grammar == Grammar("json_schema", json.dumps(schema, separators=(",", ":")))
+    assert worker.received[1].sampling.grammar == Grammar("json_schema", json.dumps(schema, separators=(",", ":")))
 
 
 async def test_a_stream_that_breaks_ends_with_an_error(says: Says) -> None:
     worker = says("one two three")
-
-    async def dies(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield worker.token(request, 0, worker.reply[0])
-        raise Die
-
-    worker.behave = dies
+    worker.behave = script_of(Started(0), Tokens(0, (worker.reply[0],)), then=Die())
     async with gateway(worker, no_successor_timeout_s=0.0) as target:
         status, headers, raw = await post(target.url, body(stream=True), PATH, **{"x-request-id": "abc"})
     assert status == 200
@@ -196,15 +180,7 @@ async def test_a_stream_that_breaks_ends_with_an_error(says: Says) -> None:
 async def test_a_silent_stream_is_kept_alive_by_pings(says: Says) -> None:
     worker = says("one")
     release = asyncio.Event()
-
-    async def waits(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        await release.wait()
-        async for frame in worker.answer(request):
-            if not isinstance(frame, Started):
-                yield frame
-
-    worker.behave = waits
+    worker.behave = worker.holds(release, 1)
     async with (
         gateway(worker, ping_s=0.02) as target,
         aiohttp.ClientSession() as session,
@@ -227,14 +203,8 @@ async def test_a_silent_stream_is_kept_alive_by_pings(says: Says) -> None:
 )
 async def test_refusals_of_workers(says: Says, refusal: Refuse, status: int, kind: str) -> None:
     worker = says("x")
-
-    async def refuses(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise refusal
-        yield
-
-    worker.behave = refuses
-    async with gateway(worker, no_successor_timeout_s=0.0) as target:
-        got, headers, raw = await post(target.url, body(), PATH)
+    worker.behave = script_of(then=refusal)
+    got, headers, raw = await post_once(gateway(worker, no_successor_timeout_s=0.0), body(), PATH)
     assert (got, check_error(raw, headers)["type"]) == (status, kind)
 
 
@@ -269,7 +239,6 @@ async def test_errors_from_before_the_route(says: Says, tmp_path: Path) -> None:
 
 
 async def test_no_worker_is_overload(says: Says) -> None:
-    async with gateway() as target:
-        got, headers, raw = await post(target.url, body(), PATH)
+    got, headers, raw = await post_once(gateway(), body(), PATH)
     assert (got, check_error(raw, headers)["type"]) == (529, "overloaded_error")
     assert int(headers["retry-after"]) > 0

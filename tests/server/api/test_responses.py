@@ -6,24 +6,16 @@ import json
 import time
 from typing import Any
 
-import pytest
-from tokenizers import Tokenizer
-
 from server.api.prompts.items import messages_of_items
 from server.schema.requests import InputItem, ResponsesRequest
 from server.schema.tools import ToolSet
-from tests.server.api.test_tools import CALL, WEATHER, Says
+from tests.server.api.test_tools import CALL, WEATHER
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker
+from tests.server.scripted_worker import Says
 from tests.server.test_app import client, post
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 TOOL: Any = {"type": "function", "strict": None, **WEATHER["function"]}
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 async def test_text_streamed_and_unstreamed(says: Says) -> None:
@@ -98,39 +90,6 @@ async def test_length_is_incomplete_and_schemas_reach_the_worker(says: Says) -> 
     assert worker.received[0].sampling.grammar == Grammar("json_schema", '{"type":"object"}')
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "c"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
-        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0]"),
-        ({"input": 5}, "input"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{"type": "function", "name": "bad name"}]}, "tools[0].name"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"model": "none"}, "model"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"input": "word " * 3000}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_picture"}]}]}, "input[0].content[0].type"),
-        ({"metadata": {"k" * 65: "v"}}, "metadata"),
-    ],
-)
-async def test_refused_fields_are_named(says: Says, fields: dict[str, Any], param: str) -> None:
-    worker: ScriptedWorker = says("x")
-    async with gateway(worker) as target:
-        status, _, raw = await post(target.url, {"model": "tiny", "input": "x", **fields}, "/v1/responses")
-    assert status in (400, 404)
-    assert json.loads(raw)["error"]["param"] == param
-    assert worker.received == []
-
-
 async def test_log_probabilities_of_the_answer_alone(says: Says) -> None:
     worker = says("<think>Hm.</think>Yes, 4. \U0001f389", chat_template="{{ messages[0].content }}{# <think> #}")
     async with gateway(worker) as target, client(target) as sdk:
@@ -144,17 +103,6 @@ async def test_log_probabilities_of_the_answer_alone(says: Says) -> None:
         assert b"".join(text).decode() == message.content[0].text == "Yes, 4. \U0001f389"
         assert end == b"<|im_end|>"
         assert {len(token.top_logprobs) for token in logprobs} == {num_top}
-
-
-async def test_sampling_fields_reach_the_worker(says: Says) -> None:
-    worker = says("one two three")
-    fields = {"top_k": 3, "stop": "two", "frequency_penalty": 1.5, "logit_bias": {"5": 2}, "min_p": 0.1}
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, {"model": "tiny", "input": "x", **fields}, "/v1/responses")
-    sampling = worker.received[0].sampling
-    assert (sampling.top_k, sampling.frequency_penalty, sampling.min_p) == (3, 1.5, 0.1)
-    assert sampling.logit_bias == ((5, 2.0),)
-    assert json.loads(raw)["output"][0]["content"][0]["text"] == "one "
 
 
 async def test_thousands_of_calls_in_a_row_are_one_message() -> None:

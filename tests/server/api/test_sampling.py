@@ -14,13 +14,18 @@ from tokenizers import Tokenizer
 from tests.server.conftest import ANSWER, bundle_of
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import ScriptedWorker
-from tests.server.test_app import chat, post
+from tests.server.test_app import chat, post, post_once
 from worker.wire import End, Finished, Frame, GenerateRequest, Grammar, SamplingDefaults, SamplingParams, Started
 
 PROMPT = "What is the capital of France?"
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": chat(max_tokens=9),
     "/v1/completions": {"model": "tiny", "prompt": PROMPT, "max_tokens": 9},
+}
+BODIES: dict[str, dict[str, Any]] = {
+    **ROUTES,
+    "/v1/messages": chat(max_tokens=9),
+    "/v1/responses": {"model": "tiny", "input": PROMPT, "max_output_tokens": 9},
 }
 FIELDS: list[tuple[str, Any, Any]] = [
     ("max_tokens", 5, 5),
@@ -51,18 +56,20 @@ GRAMMARS = [
 ]
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", BODIES)
 async def test_sampling_fields_reach_the_worker(worker: ScriptedWorker, path: str) -> None:
     async with gateway(worker) as target:
 
         async def sampling(**fields: Any) -> SamplingParams:
-            status, _, raw = await post(target.url, ROUTES[path] | fields, path)
+            status, _, raw = await post(target.url, BODIES[path] | fields, path)
             assert status == 200, raw
             return worker.received[-1].sampling
 
         plain = SamplingParams(max_tokens=9)
         assert await sampling() == plain
         for name, value, expected in FIELDS:
+            if (name == "max_tokens" and path == "/v1/responses") or (name == "prompt_logprobs" and path not in ROUTES):
+                continue
             assert await sampling(**{name: value}) == replace(plain, **{name: expected}), name
         for value, grammar in GRAMMARS:
             assert await sampling(structured_outputs=value) == replace(plain, grammar=grammar)
@@ -96,8 +103,7 @@ async def test_a_field_that_is_not_sent_has_the_models_default(raw_tokenizer: To
 async def test_a_bad_word_is_banned_at_the_start_and_after_a_space(
     worker: ScriptedWorker, raw_tokenizer: Tokenizer, path: str
 ) -> None:
-    async with gateway(worker) as target:
-        assert (await post(target.url, ROUTES[path] | {"bad_words": ["Paris"]}, path))[0] == 200
+    assert (await post_once(gateway(worker), ROUTES[path] | {"bad_words": ["Paris"]}, path))[0] == 200
     words = [raw_tokenizer.encode(text, add_special_tokens=False).ids for text in ("Paris", " Paris")]
     assert list(map(list, worker.received[0].sampling.bad_words)) == words
 
@@ -106,8 +112,7 @@ async def test_an_end_that_is_ignored_is_a_token_like_others(worker: ScriptedWor
     (end,) = worker.bundle.eos_token_ids
     worker.reply = [*worker.reply, end, *worker.reply]
     fields = {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": len(worker.reply)}
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(**fields))
+    _, _, raw = await post_once(gateway(worker), chat(**fields))
     assert json.loads(raw)["choices"][0]["message"]["content"] == f"{ANSWER}<|im_end|>{ANSWER}"
 
 
@@ -151,16 +156,14 @@ async def test_the_context_holds_the_prompt_and_one_token_at_least(worker: Scrip
 
 async def test_the_choices_of_all_prompts_together_are_limited(worker: ScriptedWorker) -> None:
     body = {"model": "tiny", "prompt": ["x"] * 9, "n": 128, "max_tokens": 1}
-    async with gateway(worker) as target:
-        status, _, raw = await post(target.url, body, "/v1/completions")
+    status, _, raw = await post_once(gateway(worker), body, "/v1/completions")
     assert (status, json.loads(raw)["error"]["param"]) == (400, "prompt")
     assert worker.received == []
 
 
 async def test_best_of_shows_the_best_of_more_choices(worker: ScriptedWorker) -> None:
     body = {"model": "tiny", "prompt": ["one", "two"], "n": 1, "best_of": 3, "max_tokens": 2}
-    async with gateway(worker) as target:
-        status, _, raw = await post(target.url, body, "/v1/completions")
+    status, _, raw = await post_once(gateway(worker), body, "/v1/completions")
     assert status == 200
     assert [choice["index"] for choice in json.loads(raw)["choices"]] == [0, 1]
     assert [len(request.choices) for request in worker.received] == [3, 3]
@@ -192,8 +195,7 @@ async def test_the_best_choice_is_one_with_text(worker: ScriptedWorker, raw_toke
 
 
 async def test_ids_that_are_repeated_travel_once(worker: ScriptedWorker) -> None:
-    async with gateway(worker) as target:
-        assert (await post(target.url, chat(allowed_token_ids=[8, 7] * 50_000)))[0] == 200
+    assert (await post_once(gateway(worker), chat(allowed_token_ids=[8, 7] * 50_000)))[0] == 200
     assert worker.received[-1].sampling.allowed_token_ids == (8, 7)
 
 

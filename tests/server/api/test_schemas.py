@@ -6,16 +6,14 @@ import itertools
 import json
 from typing import Any
 
-import aiohttp
 import pytest
-from tokenizers import Tokenizer
 
 from tests.schema_language import matcher, takes
-from tests.server.api.test_tools import Says
 from tests.server.gateway_app import gateway
 from tests.server.schema.test_grammar_schema import REFUSED, RELAXED, SCHEMAS
+from tests.server.scripted_worker import Says
 from tests.server.test_app import MESSAGES, post
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 NESTED = {
     "type": "object",
@@ -29,11 +27,6 @@ BAD = ('{"home": {"n": "x"}}', '{"home": {}, "inner": {}}', '{"home": {}, "inner
 SET = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
 APIS = ("chat", "responses", "messages")
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def body(
@@ -181,35 +174,20 @@ async def test_objects_nest_forty_deep(says: Says, api: str) -> None:
 async def test_ordinary_types_are_taken_or_refused_by_name(says: Says, api: str) -> None:
     """Every schema, as a named tool, as a required call and as a format, strict and not."""
     worker = says("{}", max_model_len=8192)
-    async with gateway(worker) as target, aiohttp.ClientSession() as session:
-        for name, schema in SCHEMAS.items():
-            bodies = (body(api, schema, choice="named"), body(api, schema, choice="required"), body(api, form=schema))
-            for given, strict in itertools.product(bodies, (False, True)):
-                is_tool = "tools" in given
-                kind = schema.get("type", "" if api == "messages" else "object")
-                if (is_tool and kind != "object") or (api == "messages" and not is_tool and strict):
-                    continue  # arguments are an object
-                holder = json.loads(json.dumps(given))
-                _strict_place(holder, api, is_tool=is_tool)["strict"] = strict
-                async with session.post(target.url + PATHS[api], json=holder) as response:
-                    raw, relaxed = await response.read(), response.headers.get("x-headstart-relaxed", "")
+    async with gateway(worker) as target:
+        for (name, schema), strict in itertools.product(SCHEMAS.items(), (False, True)):
+            is_object = schema.get("type", "" if api == "messages" else "object") == "object"
+            choices = ("named", "required") if is_object else ()  # arguments are an object
+            bodies = [body(api, schema, choice=choice, strict=strict) for choice in choices]
+            if api != "messages" or not strict:
+                bodies.append(body(api, form=schema, strict=strict))
+            for given in bodies:
+                status, headers, raw = await post(target.url, given, PATHS[api])
                 is_refused = strict and name in REFUSED
-                assert response.status == (400 if is_refused else 200), (name, raw)
+                assert status == (400 if is_refused else 200), (name, raw)
                 assert (REFUSED[name].encode() if is_refused else b"") in raw
+                relaxed = headers.get("x-headstart-relaxed", "")
                 assert bool(relaxed) == (name in RELAXED or (name in REFUSED and not strict)), (name, relaxed)
-
-
-def _strict_place(holder: Any, api: str, *, is_tool: bool) -> Any:
-    match api, is_tool:
-        case "chat", True:
-            return holder["tools"][0]["function"]
-        case _, True:
-            return holder["tools"][0]
-        case "chat", False:
-            return holder["response_format"]["json_schema"]
-        case "responses", False:
-            return holder["text"]["format"]
-    return {}
 
 
 async def test_schemas_of_outputs_and_completions_are_relaxed_too(says: Says) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec import Raw, ValidationError
 
 from server.api.engine.text import _check, _is_sent, _known_of
-from server.config import GatewayConfig
 from server.errors import InvalidRequestError
 from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
 from tests.server.api.test_engine_text import EngineWorker, engine_gateway, engines  # noqa: F401 (a fixture)
@@ -92,12 +91,3 @@ async def test_an_owner_lists_names_of_xargs(engines: list[EngineWorker]) -> Non
             assert status == expected, raw
         assert json.loads(raw)["error"]["param"] == "vllm_xargs.other"
         assert "--engine-xargs" in json.loads(raw)["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "KV_x", "", "a b", "n" * 65],
-)
-def test_names_of_transfers_cannot_be_listed(name: str) -> None:
-    with pytest.raises(ValueError, match="--engine-xargs"):
-        GatewayConfig(workers=("http://127.0.0.1:9",), engine_xargs=frozenset({name}))

@@ -22,12 +22,13 @@ from server.schema.requests import ChatRequest, ResponsesRequest
 from server.schema.tools import make_tool_set, read_tools
 from server.text.formats import FORMATS
 from server.text.output_parser import ChoiceMessage, OutputRules
-from tests.server.api.test_tools import WEATHER, Says, follows
+from tests.server.api.test_tools import WEATHER, follows
 from tests.server.gateway_app import gateway
-from tests.server.test_app import MESSAGES, chat, client, post
+from tests.server.scripted_worker import Says
+from tests.server.test_app import MESSAGES, chat, client, post, post_once
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler
-from worker.wire import Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION: Any = {"type": "function", "name": "get_weather", "strict": False, "parameters": CITY}
@@ -50,11 +51,6 @@ ANTHROPIC_BUILT_IN: Any = [
     {"type": "bash_20250124", "name": "bash"},
     {"type": "mcp_toolset", "mcp_server_name": "m"},
 ]
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 def hermes(name: str, arguments: dict[str, Any]) -> str:
@@ -138,8 +134,7 @@ async def test_a_named_custom_tool_is_held_to_its_grammar(says: Says, syntax: st
     worker = says("a+b")
     form = {"type": "grammar", "syntax": syntax, "definition": "a.b"}
     fields = {"tools": [{**CUSTOM, "format": form}], "tool_choice": {"type": "custom", "name": "apply_patch"}}
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, asked("/v1/responses", **fields), "/v1/responses")
+    _, _, raw = await post_once(gateway(worker), asked("/v1/responses", **fields), "/v1/responses")
     (item,) = json.loads(raw)["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", "a+b")
     assert worker.received[0].sampling.grammar == Grammar(kind, "a.b")
@@ -175,8 +170,7 @@ hunk: "*** Add File: " /(.+)/ LF ("+" /(.*)/ LF)+
 async def test_the_grammars_compile_and_hold(says: Says, form: Any, choice: Any, accepted: str, refused: str) -> None:
     worker = says("x")
     tool = {**CUSTOM, "format": form and {"type": "grammar", **form}}
-    async with gateway(worker) as target:
-        await post(target.url, asked("/v1/responses", tools=[tool], tool_choice=choice), "/v1/responses")
+    await post_once(gateway(worker), asked("/v1/responses", tools=[tool], tool_choice=choice), "/v1/responses")
     compiler = GrammarCompiler(worker.bundle, compile_timeout_s=HANG_S)
     try:
         tokenizer = Tokenizer.from_str(worker.bundle.tokenizer_json.decode())
@@ -289,8 +283,7 @@ async def test_a_history_of_another_server_in_messages(says: Says) -> None:
         {"role": "assistant", "content": blocks},
         {"role": "user", "content": "y"},
     ]
-    async with gateway(worker) as target:
-        status, headers, raw = await post(target.url, asked("/v1/messages", messages=messages), "/v1/messages")
+    status, headers, raw = await post_once(gateway(worker), asked("/v1/messages", messages=messages), "/v1/messages")
     assert status == 200, raw
     assert headers["x-headstart-ignored"] == "server_tool_use, web_search_tool_result, code_execution_tool_result"
     assert "Found." in says.prompt(worker)

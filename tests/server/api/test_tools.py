@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import Refuse, ScriptedWorker
+from tests.server.scripted_worker import Refuse, Says, script_of
 from tests.server.sse_grammar import check_chat, events
-from tests.server.test_app import MESSAGES, chat, client, post
+from tests.server.test_app import MESSAGES, chat, client, post, post_once
 from tests.waiting import HANG_S
 from worker.grammar import GrammarCompiler, GrammarConstraint
-from worker.wire import Frame, GenerateRequest, Grammar, TokenizerBundle
+from worker.wire import Grammar
 
 WEATHER: Any = {
     "type": "function",
@@ -27,27 +25,6 @@ WEATHER: Any = {
     },
 }
 CALL = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-
-
-class Says:
-    """Workers whose answer is a given text."""
-
-    def __init__(self, bundle: TokenizerBundle, tokenizer: Tokenizer) -> None:
-        self._bundle = bundle
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str, **bundle: Any) -> ScriptedWorker:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ScriptedWorker(dataclasses.replace(self._bundle, **bundle), reply=ids)
-
-    def prompt(self, worker: ScriptedWorker) -> str:
-        text: str = self._tokenizer.decode(list(worker.received[-1].prompt_ids), skip_special_tokens=False)
-        return text
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 async def test_a_call_streamed_and_unstreamed(says: Says) -> None:
@@ -73,15 +50,25 @@ async def test_a_call_streamed_and_unstreamed(says: Says) -> None:
     assert '"name": "get_weather"' in says.prompt(worker), "a template without tools gets them as text"
 
 
-async def test_a_call_that_was_cut_off_has_ended_by_its_length(says: Says) -> None:
-    worker = says(CALL)
-    fields = {"tools": [WEATHER], "max_tokens": len(worker.reply) - 5}
+@pytest.mark.parametrize(
+    ("text", "choice", "content"),
+    [
+        (CALL, "auto", "Let me see."),
+        ('[{"name": "get_weather", "parameters": {"city": "Berlin is a big city"}}]', "required", None),
+    ],
+)
+async def test_a_call_that_was_cut_off_has_ended_by_its_length(
+    says: Says, text: str, choice: str, content: str | None
+) -> None:
+    worker = says(text)
+    fields = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": len(worker.reply) - 5}
     async with gateway(worker) as target:
         _, _, body = await post(target.url, chat(**fields))
         _, _, raw = await post(target.url, chat(**fields, stream=True))
-    (choice,) = json.loads(body)["choices"]
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-    assert choice["finish_reason"] == "length"
+    (cut,) = json.loads(body)["choices"]
+    assert cut["message"]["content"] == content
+    assert cut["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert cut["finish_reason"] == "length"
     assert [c["finish_reason"] for e in events(raw)[:-1] for c in e["choices"] if c["finish_reason"]] == ["length"]
 
 
@@ -89,8 +76,7 @@ async def test_a_call_that_was_cut_off_has_ended_by_its_length(says: Says) -> No
 async def test_how_many_calls_may_be_required(says: Says, parallel: bool, most: int | None) -> None:
     worker = says("[]")
     fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": parallel}
-    async with gateway(worker) as target:
-        assert (await post(target.url, chat(**fields)))[0] == 200
+    assert (await post_once(gateway(worker), chat(**fields)))[0] == 200
     grammar = worker.received[0].sampling.grammar
     assert grammar is not None
     schema = json.loads(grammar.text)
@@ -105,8 +91,7 @@ async def test_results_go_back_into_the_prompt(says: Says) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
-    async with gateway(worker) as target:
-        status, _, raw = await post(target.url, chat(messages=messages, tools=[WEATHER]))
+    status, _, raw = await post_once(gateway(worker), chat(messages=messages, tools=[WEATHER]))
     assert status == 200, raw
     prompt = says.prompt(worker)
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>' in prompt
@@ -131,8 +116,7 @@ async def test_required_holds_the_model_to_a_list_of_calls(says: Says) -> None:
 async def test_a_named_function_gets_its_arguments(says: Says) -> None:
     worker = says('{"city": "Bonn"}')
     named = {"type": "function", "function": {"name": "get_weather"}}
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(tools=[WEATHER], tool_choice=named))
+    _, _, raw = await post_once(gateway(worker), chat(tools=[WEATHER], tool_choice=named))
     choice = json.loads(raw)["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
@@ -142,12 +126,10 @@ async def test_a_named_function_gets_its_arguments(says: Says) -> None:
 async def test_tool_choice_none_leaves_text_alone(says: Says) -> None:
     """The prompt has the tools all the same: it keeps the prefix of the turns before."""
     worker = says(CALL)
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(tools=[WEATHER], tool_choice="none"))
+    _, _, raw = await post_once(gateway(worker), chat(tools=[WEATHER], tool_choice="none"))
     assert json.loads(raw)["choices"][0]["message"]["content"] == CALL
     shown = says.prompt(worker)
-    async with gateway(worker) as target:
-        await post(target.url, chat(tools=[WEATHER]))
+    await post_once(gateway(worker), chat(tools=[WEATHER]))
     assert "get_weather" in shown == says.prompt(worker)
 
 
@@ -160,8 +142,7 @@ async def test_reasoning_is_split_from_the_answer(says: Says) -> None:
     assert (message["content"], message["reasoning_content"]) == ("It is 4.", "Well, 4.")
     assert check_chat(raw) == ["It is 4."]
     opened = says("Well, 4.</think>It is 4.", chat_template="{{ messages[0].content }}<think>\n")
-    async with gateway(opened) as target:
-        _, _, begun = await post(target.url, chat())
+    _, _, begun = await post_once(gateway(opened), chat())
     message = json.loads(begun)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("It is 4.", "Well, 4."), "the prompt has opened them"
     thoughts = says("<think>Well, 4.</think>").reply
@@ -187,8 +168,7 @@ async def test_structured_output_reaches_the_worker(
     says: Says, fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
     worker = says("{}")
-    async with gateway(worker) as target:
-        status, _, raw = await post(target.url, chat(**fields))
+    status, _, raw = await post_once(gateway(worker), chat(**fields))
     assert status == 200, raw
     assert worker.received[0].sampling.grammar == grammar
 
@@ -269,8 +249,7 @@ async def test_structured_outputs_with_tools_are_refused(says: Says) -> None:
 async def test_a_format_leaves_no_room_for_reasoning(says: Says) -> None:
     """A template that opens the thoughts, and a grammar that allows none: the text is the answer."""
     worker = says('{"a": 1}', chat_template="{{ messages[0].content }}<think>")
-    async with gateway(worker) as target:
-        _, _, raw = await post(target.url, chat(response_format=FORMAT))
+    _, _, raw = await post_once(gateway(worker), chat(response_format=FORMAT))
     assert json.loads(raw)["choices"][0]["message"]["content"] == '{"a": 1}'
 
 
@@ -288,12 +267,7 @@ async def test_a_grammar_that_no_worker_compiles_names_its_field(
     says: Says, path: str, fields: dict[str, Any], param: str
 ) -> None:
     worker = says("x")
-
-    async def refuse(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(400, "invalid_grammar", retryable=False)
-        yield
-
-    worker.behave = refuse
+    worker.behave = script_of(then=Refuse(400, "invalid_grammar", retryable=False))
     async with gateway(worker) as target:
         for stream in (False, True):
             status, _, raw = await post(target.url, {"model": "tiny", "stream": stream, **fields}, path)

@@ -14,9 +14,14 @@ from server.errors import OverloadedError
 from tests.server.auth.limits_machine import NUM_GATEWAYS, Episode, Fleet, arrivals, entry
 
 TOLERANCE = 0.02
+DEEP = pytest.mark.deep
+MANY = range(0, 10_000, 1000)
 
 
-def check_keys(seconds: float, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "seed"), [(20.0, 0), *(pytest.param(600.0, seed, marks=DEEP) for seed in range(3))]
+)
+def test_no_key_gets_more_or_less_than_its_limit(seconds: float, seed: int) -> None:
     """20 keys of 600 to 6,000 requests a minute, each with its own demand and mix of gateways."""
     rng = random.Random(seed)
     limits = {f"k{n}": rng.randrange(600, 6000) for n in range(20)}
@@ -40,29 +45,10 @@ def check_keys(seconds: float, seed: int) -> None:
         assert granted[key] >= min(asked[key], allowed) * (1.0 - TOLERANCE), (key, demands[key])
 
 
-def test_no_key_gets_more_or_less_than_its_limit() -> None:
-    check_keys(20.0, seed=0)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("seed", range(3))
-def test_limits_hold_for_ten_minutes(seed: int) -> None:
-    check_keys(600.0, seed)
-
-
-def run_episodes(seeds: range) -> None:
-    for seed in seeds:
+@pytest.mark.parametrize(("first", "num_episodes"), [(0, 20), *(pytest.param(n, 1000, marks=DEEP) for n in MANY)])
+def test_no_fault_or_write_grants_more_than_the_limit(first: int, num_episodes: int) -> None:
+    for seed in range(first, first + num_episodes):
         Episode(seed, num_beyond=0, is_shown=seed % 3 > 0).run()
-
-
-def test_no_fault_or_write_grants_more_than_the_limit() -> None:
-    run_episodes(range(20))
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("part", range(10))
-def test_no_fault_or_write_grants_more_in_10000_episodes(part: int) -> None:
-    run_episodes(range(1000 * part, 1000 * (part + 1)))
 
 
 def test_more_gateways_than_the_option_hold_a_limit_too() -> None:

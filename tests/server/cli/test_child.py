@@ -22,48 +22,54 @@ def make_child(program: str, lines: asyncio.Queue[str], *, quiet: bool = False) 
     return Child("part", [sys.executable, "-u", "-c", program], lines.put_nowait, quiet=quiet)
 
 
+class Running:
+    """A child that runs while this context is open: its lines, and what was reported of it."""
+
+    def __init__(self, program: str, *, stop_s: float = 5.0, quiet: bool = False) -> None:
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+        self.reports: list[str] = []
+        self.child = make_child(program, self.lines, quiet=quiet)
+        self._stop_s = stop_s
+
+    async def __aenter__(self) -> Running:
+        self._running = asyncio.create_task(self.child.run(self.reports.append))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.child.stop(self._stop_s)
+        await self._running
+
+    def process(self) -> psutil.Process:
+        assert self.child.process is not None
+        return psutil.Process(self.child.process.pid)
+
+
 async def test_a_child_that_dies_is_restarted_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "FIRST_DELAY_S", 0.01)
-    reports: list[str] = []
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child("import time; print('up', flush=True); time.sleep(600)", lines)
-    running = asyncio.create_task(child.run(reports.append))
-    assert await lines.get() == "up"
-    assert child.process is not None
-    first = psutil.Process(child.process.pid)
-    first.send_signal(signal.SIGKILL)
-    assert await lines.get() == "up"
-    assert "part died (signal SIGKILL); starting it again" in reports[0]
-    await child.stop(5)
-    await running
+    async with Running("import time; print('up', flush=True); time.sleep(600)") as running:
+        assert await running.lines.get() == "up"
+        first = running.process()
+        first.send_signal(signal.SIGKILL)
+        assert await running.lines.get() == "up"
+        assert "part died (signal SIGKILL); starting it again" in running.reports[0]
     assert not first.is_running()
-    assert len(reports) == 1
+    assert len(running.reports) == 1
 
 
 async def test_backs_off_further_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(child_module, "MAX_DELAY_S", 0.04)
-    reports: list[str] = []
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child("print('up', flush=True); raise SystemExit(3)", lines)
-    running = asyncio.create_task(child.run(reports.append))
-    for _ in range(5):
-        await lines.get()
-    await child.stop(5)
-    await running
-    waits = [report.split("again in ")[1] for report in reports[:4]]
+    async with Running("print('up', flush=True); raise SystemExit(3)") as running:
+        for _ in range(5):
+            await running.lines.get()
+    waits = [report.split("again in ")[1] for report in running.reports[:4]]
     assert waits == ["0.01 s", "0.02 s", "0.04 s", "0.04 s"]
 
 
 async def test_a_child_that_ignores_sigterm_is_killed() -> None:
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child(STUBBORN, lines)
-    running = asyncio.create_task(child.run(print))
-    await lines.get()
-    assert child.process is not None
-    process = psutil.Process(child.process.pid)
-    await child.stop(0.2)
-    await running
+    async with Running(STUBBORN, stop_s=0.2) as running:
+        await running.lines.get()
+        process = running.process()
     assert not process.is_running(), "although it would have slept on"
 
 
@@ -101,15 +107,11 @@ async def test_exit_code_2_is_a_death_once_the_child_was_ready(tmp_path: Path, m
         "print(json.dumps({'event': 'ready'} if first else 'again'), flush=True)\n"
         "sys.exit(1 if first else 2)"
     )
-    reports: list[str] = []
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    child = make_child(program, lines)
-    running = asyncio.create_task(child.run(reports.append))
-    for _ in range(4):
-        await lines.get()
-    await child.stop(5)
-    await running
-    assert ["exit code 1" in reports[0], "exit code 2" in reports[1], "exit code 2" in reports[2]] == [True] * 3
+    async with Running(program) as running:
+        for _ in range(4):
+            await running.lines.get()
+    for report, code in zip(running.reports, (1, 2, 2), strict=False):
+        assert f"exit code {code}" in report
 
 
 async def test_a_child_dies_with_its_parent() -> None:
@@ -141,12 +143,8 @@ async def test_the_last_lines_of_a_quiet_child_are_printed_at_the_end() -> None:
 
 
 async def test_a_quiet_child_that_is_stopped_prints_nothing(tmp_path: Path) -> None:
-    lines: asyncio.Queue[str] = asyncio.Queue()
     started = tmp_path / "started"
     program = f"{STUBBORN.split('; time.sleep')[0]}; open({str(started)!r}, 'w'); time.sleep(600)"
-    child = make_child(program, lines, quiet=True)
-    running = asyncio.create_task(child.run(print))
-    await until(started.exists)
-    await child.stop(0.1)
-    await running
-    assert lines.empty()
+    async with Running(program, stop_s=0.1, quiet=True) as running:
+        await until(started.exists)
+    assert running.lines.empty()

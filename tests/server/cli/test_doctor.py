@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from server import cli
 from server.cli import doctor
@@ -44,34 +46,29 @@ def test_our_own_packages_are_as_they_should_be() -> None:
 
 
 @pytest.mark.parametrize("binary", redis_binaries().values())
-async def test_a_redis_that_answers(tmp_path: Path, binary: str) -> None:
-    with RedisServer(tmp_path, binary) as redis:
+async def test_a_redis_that_is_started_answers(tmp_path: Path, binary: str) -> None:
+    redis = RedisServer(tmp_path, binary)
+    seen = await doctor.redis_at(redis.url, None, None)
+    assert (seen.status, "start it there" in seen.fix) == ("fail", True)
+    with redis:
         check = await doctor.redis_at(redis.url, None, None)
     assert "PING" in check.found
     assert check.status == ("warn" if " 6.2" in check.found else "ok"), check
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "fix"),
-    [
-        (("--requirepass", "secret"), "fail", "--redis-password-file"),
-        (("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"), "warn", "noeviction"),
-    ],
-)
-async def test_a_redis_that_is_not_set_up_well(
-    tmp_path: Path, arguments: tuple[str, ...], status: str, fix: str
-) -> None:
-    binary = newest_redis()
-    server = RedisServer(tmp_path, binary, *arguments)
-    server._answers = lambda: server.socket.exists()  # type: ignore[method-assign]  # PING needs the password
-    with server as redis:
-        check = await doctor.redis_at(redis.url, None, None)
-    assert (check.status, fix in check.fix) == (status, True), check
+async def test_a_redis_that_never_evicts(tmp_path: Path) -> None:
+    evicting = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    with RedisServer(tmp_path, newest_redis(), *evicting) as redis:
+        seen = await doctor.redis_at(redis.url, None, None)
+        assert seen.status == "warn"
+        (option, value) = re.findall(r"set (maxmemory-policy) (\w+)", seen.fix)[0]
+        async with Redis(unix_socket_path=str(redis.socket)) as client:
+            await client.config_set(option, value)
+        after = await doctor.redis_at(redis.url, None, None)
+    assert "evicts by" not in after.found
 
 
-async def test_no_redis_or_no_url(tmp_path: Path) -> None:
-    check = await doctor.redis_at(f"unix://{tmp_path}/nowhere.sock", None, None)
-    assert (check.status, "start it" in check.fix) == ("fail", True)
+async def test_a_url_of_no_redis() -> None:
     check = await doctor.redis_at("http://u:secret@here", None, None)
     assert (check.status, "secret" in check.found) == ("fail", False)
 
@@ -80,7 +77,8 @@ async def test_a_port_is_free_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)  # of the question whether it is ours, to one who never answers
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        assert (await doctor.port("port", "127.0.0.1", number, "--port")).status == "fail"
+        seen = await doctor.port("port", "127.0.0.1", number, "--port")
+        assert (seen.status, "choose another with --port" in seen.fix) == ("fail", True)
     assert (await doctor.port("port", "127.0.0.1", number, "--port")).status == "ok"
 
 

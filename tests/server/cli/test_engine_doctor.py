@@ -49,6 +49,7 @@ async def engine(folder: Path, *options: str) -> AsyncIterator[str]:
         fake.close()
 
 
+DOCTOR = ("doctor", "--json", "--port", "0", "--ops-port", "0")
 EVENTS = ("--events", "tcp://127.0.0.1:E", "--replay", "tcp://127.0.0.1:R")
 
 
@@ -63,19 +64,8 @@ async def test_a_healthy_engine_passes_and_the_command_says_so(
     key = tmp_path / "key"
     key.write_text("k1")
     async with engine(folder, *EVENTS, "--api-key", "k1", "--lora", "poet") as url:
-        argv = [
-            "doctor",
-            "--json",
-            "--port",
-            "0",
-            "--ops-port",
-            "0",
-            "--engine-url",
-            url,
-            "--engine-key-file",
-            str(key),
-        ]
-        assert await asyncio.to_thread(cli.main, argv) == 0
+        options = ["--engine-url", url, "--engine-key-file", str(key)]
+        assert await asyncio.to_thread(cli.main, [*DOCTOR, *options]) == 0
         found = json.loads(capsys.readouterr().out)
         refused = await checks_of(url)
     names = ["engine", "model", "blocks", "tokenizer", "caching", "salt", "events", "replay"]
@@ -90,7 +80,7 @@ async def test_each_of_several_engines_is_checked(folder: Path, capsys: pytest.C
     async with engine(folder, *EVENTS) as first, engine(folder, *EVENTS) as second:
         for urls in ([first, gone, second], [gone, first], [first, second]):
             options = [word for url in urls for word in ("--engine-url", url)]
-            status = await asyncio.to_thread(cli.main, ["doctor", "--json", "--port", "0", "--ops-port", "0", *options])
+            status = await asyncio.to_thread(cli.main, [*DOCTOR, *options])
             found = [check for check in json.loads(capsys.readouterr().out)["checks"] if check["name"] == "engine"]
             assert status == (gone in urls)
             assert [check["found"].partition(": ")[0] for check in found] == urls

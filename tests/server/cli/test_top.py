@@ -159,6 +159,8 @@ def test_ops_url() -> None:
     assert ops_url("there:9/dashboard") == "http://there:9"
     assert index_parser().parse_args(["--ops", "8001"]).ops == "http://127.0.0.1:8001"
     assert ops_url("https://there/") == "https://there"
+    assert parser().parse_args([]).ops == "http://127.0.0.1:8001"
+    assert parser().parse_args(["--ops", "host:9"]).ops == "http://host:9"
 
 
 def test_a_missing_gateway_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,18 +194,6 @@ async def test_a_real_gateway(bundle: TokenizerBundle, raw_tokenizer: Tokenizer)
             await anext(events(gateway.url))
         number = int(gateway.ops.rpartition(":")[2])
         assert "with 1 worker" in (await doctor.port("ops port", "127.0.0.1", number, "--ops-port")).found
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ([], "127.0.0.1:8001"),
-        (["--ops", "host:9"], "host:9"),
-    ],
-)
-def test_the_gateway_that_is_asked(argv: list[str], says: str) -> None:
-    args = parser().parse_args(argv)
-    assert args.ops == f"http://{says}"
 
 
 @pytest.mark.parametrize("end", [b"q", signal.SIGINT])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.server.sse_grammar import check_chat
 from tests.server.test_app import chat
 from tests.waiting import HANG_S, until
 from worker.common.sockets import HostNames
-from worker.wire import Frame, GenerateRequest, Started
 
 VERSIONS = ["1.0", "1.1"]
 PATHS = ["/late", "/held", "/parts", "/length"]
@@ -87,16 +85,13 @@ def body_of(answer: bytes) -> bytes:
 def test_a_client_that_sends_no_more_gets_its_whole_answer(loop: str, version: str, path: str) -> None:
     async def scenario() -> None:
         desk = Desk()
-        async with Port(None, app=desk) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        async with Port(None, app=desk) as port, port.connected() as (reader, writer):
             writer.write(request(path, version))
             writer.write_eof()
-            async with asyncio.timeout(HANG_S):
-                first = await reader.read(1)  # before the answer: a probe
-                await until(lambda: desk.bodies, HANG_S)
-                desk.go.set()
-                answer = first + await reader.read()
-            writer.close()
+            first = await reader.read(1)  # before the answer: a probe
+            await until(lambda: desk.bodies, HANG_S)
+            desk.go.set()
+            answer = first + await reader.read()
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
         assert b"connection: close\r\n" in answer or (version == "1.1" and path != "/late"), "it came behind the head"
         assert (b"transfer-encoding" in answer) == (version == "1.1" and path != "/length")
@@ -111,35 +106,15 @@ def test_all_requests_before_the_end_of_the_input_are_answered(loop: str) -> Non
     async def scenario() -> None:
         desk = Desk()
         async with Port(None, app=desk) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
             bodies = [b"x" * size for size in (5, 0, 300_000, 1)]
-            writer.write(b"".join(request("/late", body=body) for body in bodies) + request("/late")[:-1])
-            writer.write_eof()
-            async with asyncio.timeout(HANG_S):
+            async with port.connected() as (reader, writer):
+                writer.write(b"".join(request("/late", body=body) for body in bodies) + request("/late")[:-1])
+                writer.write_eof()
                 await reader.read(1)
                 desk.go.set()
                 answers = await reader.read()
-            writer.close()
         assert answers.count(b"TTP/1.1 200 OK") == len(bodies)
         assert desk.bodies == bodies, "the last one is no whole request"
-
-    run(loop, scenario())
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_that_has_gone_ends_its_request(loop: str) -> None:
-    """For a body with a length there is nothing to write, so only its next part finds out."""
-
-    async def scenario() -> None:
-        desk = Desk()
-        async with Port(None, app=desk) as port:
-            for version, path in [("1.0", "/late"), ("1.1", "/late"), ("1.1", "/held"), ("1.1", "/parts")]:
-                num_left, num_read = desk.num_left, len(desk.bodies)
-                _, writer = await asyncio.open_connection("127.0.0.1", port.port)
-                writer.write(request(path, version))
-                await until(lambda n=num_read: len(desk.bodies) > n, HANG_S)
-                writer.close()
-                await until(lambda n=num_left: desk.num_left == n + 1, HANG_S)
 
     run(loop, scenario())
 
@@ -150,16 +125,7 @@ async def test_a_silent_stream_finds_out_whether_its_client_is_there(
     worker: ScriptedWorker, version: str, leaves: bool
 ) -> None:
     release = asyncio.Event()
-
-    async def waits(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield worker.token(request, 0, worker.reply[0])
-        await release.wait()
-        async for frame in worker.answer(request):
-            if not isinstance(frame, Started):
-                yield frame
-
-    worker.behave = waits
+    worker.behave = worker.holds(release, 2)
     body = json.dumps(chat(stream=True)).encode()
     async with gateway(worker) as target:
         port = int(target.url.rpartition(":")[2])
@@ -178,27 +144,22 @@ async def test_a_silent_stream_finds_out_whether_its_client_is_there(
             answer += await reader.read()
         writer.close()
     assert (b"transfer-encoding" in answer) == (version == "1.1")
-    first, *rest = check_chat(body_of(answer))
-    assert first.endswith(ANSWER)
-    assert not rest
+    assert check_chat(body_of(answer)) == [ANSWER]
 
 
 async def test_http_1_0_keeps_a_connection_with_a_body_of_known_length() -> None:
     """The client has to ask for it."""
     desk = Desk()
-    async with Port(None, app=desk) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        async with asyncio.timeout(HANG_S):
-            for _ in range(2):
-                writer.write(request("/now", "1.0", "Connection: keep-alive", "Expect: 100-continue"))
-                head = await reader.readuntil(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200 OK"), "HTTP/1.0 has no interim answers"
-                assert b"connection: keep-alive\r\n" in head
-                assert await reader.readexactly(6) == b"onetwo"
-            desk.go.set()
-            writer.write(request("/parts", "1.0", "Connection: keep-alive"))
-            answer = await reader.read()
-        writer.close()
+    async with Port(None, app=desk) as port, port.connected() as (reader, writer):
+        for _ in range(2):
+            writer.write(request("/now", "1.0", "Connection: keep-alive", "Expect: 100-continue"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK"), "HTTP/1.0 has no interim answers"
+            assert b"connection: keep-alive\r\n" in head
+            assert await reader.readexactly(6) == b"onetwo"
+        desk.go.set()
+        writer.write(request("/parts", "1.0", "Connection: keep-alive"))
+        answer = await reader.read()
     assert b"connection: close\r\n" in answer
     assert b"transfer-encoding" not in answer
     assert body_of(answer) == b"onetwo"
@@ -208,15 +169,12 @@ async def test_http_1_0_keeps_a_connection_with_a_body_of_known_length() -> None
 def test_a_broken_body_without_a_length_ends_with_a_reset(loop: str) -> None:
     async def scenario() -> None:
         desk = Desk()
-        async with Port(None, app=desk) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        async with Port(None, app=desk) as port, port.connected() as (reader, writer):
             writer.write(request("/broken", "1.0"))
-            async with asyncio.timeout(HANG_S):
-                await reader.readuntil(b"one")
-                desk.go.set()
-                with pytest.raises(ConnectionResetError):
-                    await reader.read()
-            writer.close()
+            await reader.readuntil(b"one")
+            desk.go.set()
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
 
     run(loop, scenario())
 
@@ -245,18 +203,9 @@ async def test_targets_in_absolute_form_name_the_host(target: str, status: int, 
     desk = Desk()
     desk.go.set()
     async with Port(None, app=desk) as port:
-        answer = await answer_to(port.port, request(target, version, "Connection: close"))
+        answer = await port.exchange(request(target, version, "Connection: close"))
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer
     assert desk.hosts == ([host] if status == 200 else [])
-
-
-async def answer_to(port: int, sent: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
-    async with asyncio.timeout(HANG_S):
-        answer = await reader.readuntil(b"\r\n\r\n")
-    writer.transport.abort()
-    return answer
 
 
 @pytest.mark.parametrize(("target", "header", "known"), [("localhost", "evil", True), ("evil", "localhost", False)])
@@ -264,12 +213,12 @@ async def test_ports_ask_for_the_host_of_the_target(target: str, header: str, kn
     app = KnownHostsMiddleware(Desk(), HostNames("127.0.0.1", []), "--ops-hosts")
     async with Port(None, app=app) as port:
         for version in VERSIONS:
-            head = f"GET http://{target}/now HTTP/{version}\r\nHost: {header}\r\n\r\n"
-            answer = await answer_to(port.port, head.encode())
+            head = f"GET http://{target}/now HTTP/{version}\r\nHost: {header}\r\nConnection: close\r\n\r\n"
+            answer = await port.exchange(head.encode())
             assert answer.startswith(b"HTTP/1.1 %d " % (200 if known else 403)), answer
-        answer = await answer_to(port.port, f"GET http://{target}/now HTTP/1.0\r\n\r\n".encode())
+        answer = await port.exchange(f"GET http://{target}/now HTTP/1.0\r\n\r\n".encode())
         assert answer.startswith(b"HTTP/1.1 %d " % (200 if known else 403)), answer
-        answer = await answer_to(port.port, f"GET http://{target}/now HTTP/1.1\r\n\r\n".encode())
+        answer = await port.exchange(f"GET http://{target}/now HTTP/1.1\r\n\r\n".encode())
         assert answer.startswith(b"HTTP/1.1 400 "), "HTTP/1.1 asks for the header all the same"
 
 

@@ -8,14 +8,12 @@ import logging
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from server.config import parse
 from server.http.forwarded import client_address
-from tests.server.api.test_tools import Says
 from tests.server.gateway_app import gateway
+from tests.server.scripted_worker import Says
 from tests.server.test_app import chat, post
-from worker.wire import TokenizerBundle
 
 NETWORKS = [ipaddress.ip_network(each) for each in ("10.0.0.0/8", "fd00::/8")]
 FRONTS = st.sampled_from(["10.0.0.1", "10.9.9.9", "fd00::7"])
@@ -69,11 +67,6 @@ def test_the_address_is_that_of_the_client_or_of_a_front(
 )
 def test_forms_of_addresses(header: str, value: str, expected: str) -> None:
     assert client_address("10.0.0.1", [(header.encode(), value.encode())], NETWORKS) == expected
-
-
-@pytest.fixture
-def says(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> Says:
-    return Says(bundle, raw_tokenizer)
 
 
 async def test_the_log_has_the_clients_address(says: Says, caplog: pytest.LogCaptureFixture) -> None:

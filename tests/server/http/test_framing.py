@@ -17,9 +17,6 @@ from worker.common import http_reader
 from worker.common.http_reader import RequestHead
 
 PORTS = ["public", "ops", "worker", "adapter"]
-NUM_SHORT = 250
-"""Pipelines of each port; as many again are mutated."""
-NUM_LONG = 7500
 
 
 async def check(port: OurPort, case: Pipeline, node: NodeReader | None) -> None:
@@ -56,22 +53,12 @@ def check_many(name: str, seed: str, num_cases: int, node: NodeReader | None) ->
     asyncio.run(scenario())
 
 
-def node_reader() -> Any:
-    return NodeReader() if shutil.which("node") else nullcontext()
-
-
+@pytest.mark.parametrize(("kind", "num_cases"), [("short", 250), pytest.param("long", 7500, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("name", PORTS)
-def test_pipelines_are_read_as_they_are_framed(name: str) -> None:
-    """One answer a request, and consumed is what the head declares, in pieces of any size."""
-    with node_reader() as node:
-        check_many(name, f"short {name}", NUM_SHORT, node)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", PORTS)
-def test_many_pipelines_are_read_as_they_are_framed(name: str) -> None:
-    with NodeReader() as node:
-        check_many(name, f"long {name}", NUM_LONG, node)
+def test_pipelines_are_read_as_they_are_framed(name: str, kind: str, num_cases: int) -> None:
+    """One answer a request, and consumed is what the head declares, in pieces of any size. Each is mutated, too."""
+    with NodeReader() if shutil.which("node") else nullcontext() as node:
+        check_many(name, f"{kind} {name}", num_cases, node)
 
 
 def skips_the_body_of_an_upgrade(head: RequestHead) -> bool:

@@ -133,23 +133,3 @@ def test_a_client_that_never_reads_is_dropped_in_the_end(loop: str, monkeypatch:
             writer.close()
 
     run(loop, scenario())
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
-async def test_requests_in_pieces_of_any_size_are_parsed_one_at_a_time(
-    chunked: bool, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the end of a head or a body is cut in two."""
-    app = Counted(monkeypatch)
-    async with Port(None, app=app) as port:
-        data = b"".join(post(b"\r\n" * length, chunked=chunked) for length in range(8))
-        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        for start in range(0, len(data), size):
-            writer.write(data[start : start + size])
-            await asyncio.sleep(0)
-        async with asyncio.timeout(HANG_S):
-            for _ in range(8):
-                await reader.readuntil(b"x\r\n0\r\n\r\n")
-        assert (app.num_admitted, app.most_parsed) == (8, 1)
-        writer.close()

@@ -6,7 +6,10 @@ import asyncio
 import resource
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -72,6 +75,20 @@ class Port:
     def connections(self) -> set[object]:
         """The open ones."""
         return {*self.server.server_state.connections}
+
+    @asynccontextmanager
+    async def connected(self, **options: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection, which must not take longer than a hang."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **options)
+        async with asyncio.timeout(HANG_S):
+            yield reader, writer
+        writer.close()
+
+    async def exchange(self, data: bytes) -> bytes:
+        """Send all of this, and return all that comes until the end."""
+        async with self.connected() as (reader, writer):
+            writer.write(data)
+            return await reader.read()
 
     async def serial(self, trust: ssl.SSLContext) -> str:
         """Return the serial number of the certificate that it shows. Raises ssl.SSLError."""
@@ -178,21 +195,6 @@ def test_a_worker_without_tls_is_refused_where_it_is_asked_for() -> None:
     assert networks.reject_reason("https://127.0.0.1:1") is None
     assert "does not speak TLS" in str(networks.reject_reason("http://127.0.0.1:1"))
     assert WorkerNetworks().reject_reason("http://127.0.0.1:1") is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"tls_cert": "x"}, "--tls-key"),
-        ({"tls_key": "x"}, "--tls-cert"),
-        ({"worker_tls_name": "x"}, "--worker-ca"),
-        ({"worker_ca": "x"}, "https://"),
-        ({"max_connections": 0}, "--max-connections"),
-    ],
-)
-def test_options_that_go_together(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        GatewayConfig(workers=("http://127.0.0.1:1",), **fields)  # type: ignore[arg-type]
 
 
 def test_missing_files_are_named(tmp_path: Path, authority: Authority) -> None:

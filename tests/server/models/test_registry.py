@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +40,22 @@ class Client:
         return self.bundles[url]
 
 
+@contextmanager
+def models_of(client: Any) -> Iterator[Models]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Models(client, executor, GatewayConfig(workers=("http://127.0.0.1:9",)))
+
+
+@asynccontextmanager
+async def following(client: Any, members: list[WorkerMember]) -> AsyncIterator[Models]:
+    """Models that are learnt from these workers while this context is open."""
+    with models_of(client) as models:
+        task = asyncio.create_task(models.follow(lambda: [(member, True) for member in members], 0.0))
+        yield models
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 @pytest.mark.parametrize(
     "odd",
     [
@@ -62,8 +80,7 @@ async def test_an_unusable_bundle_costs_only_its_worker(bundle: TokenizerBundle,
             ("good", bundle.model, fingerprint(bundle)),
         )
     ]
-    with ThreadPoolExecutor(1) as executor:
-        models = Models(client, executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
+    with models_of(client) as models:
         for member in members:
             await models.admit(member)
     assert [name for name, _ in models.names()] == [bundle.model]
@@ -96,12 +113,8 @@ async def test_workers_that_drip_their_bundles_delay_no_other(
     good = replace(ScriptedWorker(bundle).member(), url="http://good")
     assert good.model == "tiny"
     members = [replace(good, url=f"http://{name}", model=model) for name, model in others] + [good]
-    with ThreadPoolExecutor(1) as executor:
-        models = Models(Client(), executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
-        following = asyncio.create_task(models.follow(lambda: [(member, True) for member in members], 0.0))
+    async with following(Client(), members) as models:
         await until(lambda: [name for name, _ in models.names()] == ["tiny"])
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_few_bundles_are_fetched_at_a_time_and_one_of_a_model(bundle: TokenizerBundle) -> None:
@@ -119,12 +132,8 @@ async def test_few_bundles_are_fetched_at_a_time_and_one_of_a_model(bundle: Toke
 
     good = ScriptedWorker(bundle).member()
     members = [replace(good, url=f"http://m{n % 9}.{n}", model=f"m{n % 9}") for n in range(50)]
-    with ThreadPoolExecutor(1) as executor:
-        models = Models(Client(), executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
-        following = asyncio.create_task(models.follow(lambda: [(member, True) for member in members], 0.0))
+    async with following(Client(), members):
         await until(lambda: len(seen) == len(members))
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
     assert max(seen)[0] == registry.MAX_LEARNING
     assert max(num for _, num in seen) <= registry.MAX_LEARNING_OF_ONE
 
@@ -141,8 +150,7 @@ async def test_failed_bundles_are_forgotten(bundle: TokenizerBundle, monkeypatch
             raise WorkerError("no")
 
     member = ScriptedWorker(bundle).member()
-    with ThreadPoolExecutor(1) as executor:
-        models = Models(Client(), executor, GatewayConfig(workers=("http://127.0.0.1:9",)))  # type: ignore[arg-type]
+    with models_of(Client()) as models:
         for number in range(200):
             now_s += 1.0
             assert await models.admit(replace(member, epoch=f"e{number}")) is None

@@ -184,9 +184,3 @@ async def test_another_sites_page_cannot_act(gateway: Process) -> None:
             async with session.post(gateway.ops + path, headers=headers) as response:
                 assert response.status == 403, (path, headers)
                 assert (await response.json())["error"]["code"] == "cross_origin"
-
-
-async def test_an_unknown_worker_is_404(gateway: Process) -> None:
-    async with aiohttp.ClientSession() as session, session.post(gateway.ops + "/workers/w9/purge") as response:
-        assert response.status == 404
-        assert "w9" in (await response.json())["error"]["message"]

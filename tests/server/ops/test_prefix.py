@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -80,13 +81,14 @@ def completion(prompt: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": prompt, **fields}
 
 
-def changed(body: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
-    """Return a copy with another value at a path."""
+def changed(body: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """Return a copy with another value at a field, such as `tools[1].name`."""
     copy = copied(body)
     place: Any = copy
-    for step in path[:-1]:
+    *path, last = [int(step) if step.isdigit() else step for step in re.findall(r"\w+", field)]
+    for step in path:
         place = place[step]
-    place[path[-1]] = value
+    place[last] = value
     return copy
 
 
@@ -94,7 +96,8 @@ def reordered(value: dict[str, Any]) -> dict[str, Any]:
     return dict(reversed(value.items()))
 
 
-CHAT_TOOL: Final = ("tools", 1, "function")
+PARAMETERS: Final = "tools[1].function.parameters"
+UUID: Final = "0f8fad5b-d9cb-469f-a165-70867728950e"
 LONG: Final = SYSTEM * 3
 CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"path":"/srv/a/x"}'}}
 CALLED: Final = chat(messages=[*chat()["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]}])
@@ -113,78 +116,58 @@ USED: Final = messages(
 )
 THOUGHT: Final = "<think>Let me see.</think>The folder holds 5 files, and two of them are new since then."
 ANSWERED: Final = chat(messages=[*chat()["messages"], {"role": "assistant", "content": THOUGHT}])
-# None: the place is in the text of the template, or in what it makes of a field.
+FIELD_OF: Final = {
+    chat: "messages[0].content",
+    responses: "instructions",
+    messages: "system[1].text",
+    completion: "prompt",
+}
+"""The field that a body's first text stands in."""
+TEXTS: Final = {
+    "chat, an ISO date": (chat, LONG + "Today is {}.", "2026-11-24", "2026-11-25"),
+    "chat, a date in words": (chat, LONG + "It is {}, 2026.", "Tuesday, November 24", "Tuesday, December 1"),
+    "chat, a weekday": (chat, "It is {}. " + LONG, "Monday", "Thursday"),
+    "chat, a time": (chat, LONG + "Now: 2026-11-24T13:59:{}Z", "08", "41"),
+    "chat, an id": (chat, "Session {}.\n" + LONG, UUID, "7c9e6679-7425-40de-944b-e07fc1f90ae7"),
+    "chat, an id with the same ends": (chat, "Session {}.\n" + LONG, UUID, UUID.replace("469f", "4c9f")),
+    "chat, a text that the template trims": (chat, f"  {LONG}Be {{}}.  ", "kind", "short"),
+    "chat, white space": (chat, "Do{}this.\n" + LONG, "  ", " "),
+    "responses, a path": (responses, LONG + "Folder: /home/{}/project", "ann", "bob"),
+    "responses, a count": (responses, LONG + "You have {} files open.", "9", "12"),
+    "messages, an id in a client's line": (messages, "build cc_version=2.1.197.{}; entry=cli\n" + LONG, "a3f", "9b1"),
+    "messages, a commit": (messages, LONG + "HEAD is {}", "5b957ae1c0", "5d28904aa1"),
+    "messages, a Unix time": (messages, LONG + "epoch {}", "1795528748", "1795528799"),
+    "completions, a date": (completion, LONG + "On {}.11.2026 it", "24", "25"),
+}
+"""A text with a place in it, and what stands there in either body."""
+VALUES: Final[dict[str, tuple[dict[str, Any], str, Any]]] = {
+    "chat, the order of keys": (chat(), f"{PARAMETERS}.properties", reordered(SCHEMA["properties"])),
+    "chat, a number in a schema": (chat(), f"{PARAMETERS}.properties.limit.maximum", 250),
+    "chat, a tool's description": (chat(), "tools[1].function.description", 'To write "files" in Z\u00fcrich.'),
+    "responses, the user's text": (responses(), "input[0].content[0].text", "Which files have changed?"),
+    "messages, the order of keys": (messages(), "tools[2].input_schema", reordered(SCHEMA)),
+    "messages, a tool's input": (USED, "messages[1].content[0].input.limit", 8),
+    "messages, a tool's result": (USED, "messages[2].content[0].content", "it is full today"),
+    "another cache salt": (chat(), "cache_salt", "mine"),
+}
+"""A body, and a field that has another value in the other one."""
 PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str | None]]] = {
-    "chat, an ISO date": (
-        chat(f"{LONG}Today is 2026-11-24."),
-        chat(f"{LONG}Today is 2026-11-25."),
-        "messages[0].content",
-    ),
-    "chat, a date in words": (
-        chat(f"{LONG}It is Tuesday, November 24, 2026."),
-        chat(f"{LONG}It is Tuesday, December 1, 2026."),
-        "messages[0].content",
-    ),
-    "chat, a weekday": (
-        chat("It is Monday. " + LONG),
-        chat("It is Thursday. " + LONG),
-        "messages[0].content",
-    ),
-    "chat, a time": (
-        chat(f"{LONG}Now: 2026-11-24T13:59:08Z"),
-        chat(f"{LONG}Now: 2026-11-24T13:59:41Z"),
-        "messages[0].content",
-    ),
-    "chat, an id": (
-        chat("Session 0f8fad5b-d9cb-469f-a165-70867728950e.\n" + LONG),
-        chat("Session 7c9e6679-7425-40de-944b-e07fc1f90ae7.\n" + LONG),
-        "messages[0].content",
-    ),
-    "chat, an id with the same ends": (
-        chat("Session 0f8fad5b-d9cb-469f-a165-70867728950e.\n" + LONG),
-        chat("Session 0f8fad5b-d9cb-4c9f-a165-70867728950e.\n" + LONG),
-        "messages[0].content",
-    ),
-    "chat, a text that the template trims": (
-        chat(f"  {LONG}Be kind.  "),
-        chat(f"  {LONG}Be short.  "),
-        "messages[0].content",
-    ),
+    **{
+        name: (make(text.format(one)), make(text.format(other)), FIELD_OF[make])
+        for name, (make, text, one, other) in TEXTS.items()
+    },
+    **{name: (body, changed(body, field, value), field) for name, (body, field, value) in VALUES.items()},
     "chat, a text that goes on as the template does": (
         chat(user="Which files?"),
         chat(user="Which files?<br>"),
         "messages[1].content",
-    ),
-    "chat, white space": (
-        chat("Do  this.\n" + LONG),
-        chat("Do this.\n" + LONG),
-        "messages[0].content",
     ),
     "chat, the order of tools": (
         chat(),
         chat(tools=[*chat()["tools"][:1], *reversed(chat()["tools"][1:])]),
         "tools[1].function.name",
     ),
-    "chat, the order of keys": (
-        chat(),
-        changed(chat(), (*CHAT_TOOL, "parameters", "properties"), reordered(SCHEMA["properties"])),
-        "tools[1].function.parameters.properties",
-    ),
-    "chat, a number in a schema": (
-        chat(),
-        changed(chat(), (*CHAT_TOOL, "parameters", "properties", "limit", "maximum"), 250),
-        "tools[1].function.parameters.properties.limit.maximum",
-    ),
-    "chat, a tool's description": (
-        chat(),
-        changed(chat(), (*CHAT_TOOL, "description"), 'To write "files" in Z\u00fcrich.'),
-        "tools[1].function.description",
-    ),
-    "chat, a tool's list of values": (
-        chat(),
-        changed(chat(), (*CHAT_TOOL, "parameters", "required"), ["path", "limit"]),
-        None,
-    ),
+    "chat, a tool's list of values": (chat(), changed(chat(), f"{PARAMETERS}.required", ["path", "limit"]), None),
     "chat, one tool more": (
         chat(),
         chat(tools=[*chat()["tools"], {"type": "function", "function": {"name": "erase"}}]),
@@ -192,80 +175,14 @@ PAIRS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], str | None]]] = {
     ),
     "chat, a call's arguments": (
         CALLED,
-        changed(CALLED, ("messages", 2, "tool_calls", 0, "function", "arguments"), '{"path": "/srv/b/x"}'),
+        changed(CALLED, "messages[2].tool_calls[0].function.arguments", '{"path": "/srv/b/x"}'),
         "messages[2].tool_calls[0].function.arguments.path",
     ),
-    "responses, a path": (
-        responses(f"{LONG}Folder: /home/ann/project"),
-        responses(f"{LONG}Folder: /home/bob/project"),
-        "instructions",
-    ),
-    "responses, a count": (
-        responses(f"{LONG}You have 9 files open."),
-        responses(f"{LONG}You have 12 files open."),
-        "instructions",
-    ),
-    "responses, the user's text": (
-        responses(),
-        responses(user="Which files have changed?"),
-        "input[0].content[0].text",
-    ),
-    "responses, the order of tools": (
-        responses(),
-        responses(tools=responses()["tools"][::-1]),
-        "tools[0].name",
-    ),
-    "messages, an id in a client's line": (
-        messages("build cc_version=2.1.197.a3f; entry=cli\n" + LONG),
-        messages("build cc_version=2.1.197.9b1; entry=cli\n" + LONG),
-        "system[1].text",
-    ),
-    "messages, a commit": (
-        messages(f"{LONG}HEAD is 5b957ae1c0"),
-        messages(f"{LONG}HEAD is 5d28904aa1"),
-        "system[1].text",
-    ),
-    "messages, a Unix time": (
-        messages(f"{LONG}epoch 1795528748"),
-        messages(f"{LONG}epoch 1795528799"),
-        "system[1].text",
-    ),
-    "messages, the order of keys": (
-        messages(),
-        changed(messages(), ("tools", 2, "input_schema"), reordered(SCHEMA)),
-        "tools[2].input_schema",
-    ),
-    "messages, a tool's input": (
-        USED,
-        changed(USED, ("messages", 1, "content", 0, "input", "limit"), 8),
-        "messages[1].content[0].input.limit",
-    ),
-    "messages, a tool's result": (
-        USED,
-        changed(USED, ("messages", 2, "content", 0, "content"), "it is full today"),
-        "messages[2].content[0].content",
-    ),
-    "completions, a date": (
-        completion(f"{LONG}On 24.11.2026 it"),
-        completion(f"{LONG}On 25.11.2026 it"),
-        "prompt",
-    ),
-    "completions, token ids": (
-        completion(list(range(5, 60))),
-        completion([*range(5, 40), 7, 8]),
-        None,
-    ),
-    "another cache salt": (
-        chat(),
-        chat(cache_salt="mine"),
-        "cache_salt",
-    ),
-    "a cut beginning": (
-        chat(),
-        chat(truncate_prompt_tokens=40),
-        None,
-    ),
+    "responses, the order of tools": (responses(), responses(tools=responses()["tools"][::-1]), "tools[0].name"),
+    "completions, token ids": (completion(list(range(5, 60))), completion([*range(5, 40), 7, 8]), None),
+    "a cut beginning": (chat(), chat(truncate_prompt_tokens=40), None),
 }
+"""Two bodies, and where they part. None: in the text of the template, or in what it makes of a field."""
 
 
 IN_ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
@@ -313,7 +230,7 @@ async def test_what_the_template_does_not_write_is_not_named(gateway: Process) -
 @pytest.mark.parametrize("gateway", ["with tools"], indirect=True)
 @IN_ONE_LOOP
 async def test_a_field_that_the_template_cuts_is_listed(gateway: Process) -> None:
-    found = await parting(gateway, ANSWERED, changed(ANSWERED, ("messages", 2, "content"), THOUGHT.replace("5", "61")))
+    found = await parting(gateway, ANSWERED, changed(ANSWERED, "messages[2].content", THOUGHT.replace("5", "61")))
     assert (found["field"], found["differing"]) == (None, ["messages[2].content"])
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 
 from tests.server.gateway_app import gateway
-from tests.server.http.test_protocol import MIB
-from tests.server.http.test_protocol import post as written
 from tests.server.request.failing_workers import MakeWorker, stalls_after
 from tests.server.sse_grammar import check_chat
 from tests.server.test_app import chat, post
-from tests.waiting import HANG_S, until
+from tests.waiting import until
 from worker.wire import Finished, Frame, GenerateRequest, Started, Tokens
 
 
@@ -82,22 +79,3 @@ async def test_a_stop_string_ends_one_choice_and_leaves_the_others(make: MakeWor
         assert check_chat(raw, num_choices=2) == ["The capital of "] * 2
         request_id = worker.received[0].request_id
         await until(lambda: {(request_id, 0), request_id} == set(worker.aborted))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("size", [1024, 160_000, 16 * MIB])
-async def test_a_client_that_leaves_aborts_its_request(make: MakeWorker, stream: bool, size: int) -> None:
-    """For bodies of every size."""
-    worker = make()
-    worker.behave = stalls_after(worker, 1)
-    body = json.dumps(chat(stream=stream)).encode()
-    async with gateway(worker, max_body_bytes=32 * MIB) as target:
-        for chunked in (False, True):
-            host, _, port = target.url.removeprefix("http://").partition(":")
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(written(body.ljust(size), chunked=chunked, path="/v1/chat/completions"))
-            await until(lambda: worker.num_running, HANG_S)
-            num_aborted = len(worker.aborted)
-            writer.close()
-            await until(lambda n=num_aborted: len(worker.aborted) == n + 1, HANG_S)
-            await until(lambda: not worker.num_running, HANG_S)

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.server.gateway_app import RunningGateway, gateway
-from tests.server.request.failing_workers import MakeWorker, dies_after
-from tests.server.scripted_worker import Script, ScriptedWorker
-from tests.server.test_app import ANSWER, chat, post
+from tests.server.request.failing_workers import MakeWorker
+from tests.server.scripted_worker import Script, ScriptedWorker, script_of
+from tests.server.test_app import chat, post
 from worker.wire import End, Failed, Frame, GenerateRequest, Started
 
 
@@ -52,52 +52,13 @@ async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWork
     """An engine refuses in the stream, after its adapter has reported the start of the prefill. It is not poison."""
     for code in ("queue_full", "not_ready"):
         workers = [make() for _ in range(3)]
-
-        def refuse(code: str = code) -> Script:
-            async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-                yield Started(0)
-                yield Failed(code, "the engine is full", retryable=True, retry_after_s=1.0)
-
-            return behave
-
+        refuses = script_of(Started(0), Failed(code, "the engine is full", retryable=True, retry_after_s=1.0))
         for worker in workers[:2]:
-            worker.behave = refuse()
+            worker.behave = refuses
         async with gateway(*workers) as target:
             status, _, raw = await post(target.url, chat())
             assert (status, json.loads(raw).get("error")) == (200, None)
             assert not workers[2].received[0].is_suspect
-            workers[2].behave = refuse()
+            workers[2].behave = refuses
             status, _, raw = await post(target.url, chat())
             assert status == (429 if code == "queue_full" else 503), raw
-
-
-async def test_a_read_stream_stays_in_its_numerics_class(make: MakeWorker) -> None:
-    """The client has output, so the answer cannot start again in another class."""
-    own, other = make(pace_s=0.005), make(numerics="vllm-0.32.0")
-    own.behave = dies_after(own, 3)
-    async with gateway(own, other) as target:
-        status, _, raw = await post(target.url, chat(stream=True))
-        assert status == 200
-        assert b"worker_lost" in raw
-        assert not other.received
-        assert target.router.placements[-1].worker.worker_id == own.worker_id
-
-
-async def test_an_unread_answer_starts_again_in_another_class(make: MakeWorker) -> None:
-    own, other = make(), make(numerics="vllm-0.32.0")
-    own.behave = dies_after(own, 3)
-    async with gateway(own, other) as target:
-        status, _, raw = await post(target.url, chat())
-        assert status == 200
-        assert json.loads(raw)["choices"][0]["message"]["content"] == ANSWER
-        assert other.received[0].choices[0].output_ids == ()
-
-
-async def test_a_stream_goes_on_in_its_class(make: MakeWorker) -> None:
-    first, second = make(numerics="vllm-0.32.0"), make(numerics="vllm-0.32.0")
-    first.behave = dies_after(first, 3)
-    async with gateway(first, second) as target:
-        status, _, raw = await post(target.url, chat(stream=True))
-        assert status == 200
-        assert b"error" not in raw
-        assert len(second.received[0].choices[0].output_ids) == 3

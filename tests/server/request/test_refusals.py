@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,18 +12,14 @@ from server.router import queue
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
-from tests.server.scripted_worker import Refuse, Script
+from tests.server.scripted_worker import Refuse, Script, script_of
 from tests.server.test_app import chat, post
 from tests.waiting import until
-from worker.wire import Failed, Frame, GenerateRequest, Started
+from worker.wire import Failed, Started
 
 
 def refuses(status: int, code: str, *, retryable: bool = True, retry_after_s: float | None = None) -> Script:
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(status, code, retryable=retryable, retry_after_s=retry_after_s)
-        yield Started(0)
-
-    return behave
+    return script_of(then=Refuse(status, code, retryable=retryable, retry_after_s=retry_after_s))
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "queue_full"), (503, "draining"), (409, "wrong_epoch")])
@@ -96,13 +91,7 @@ async def test_a_flood_does_not_reach_full_workers(make: MakeWorker, monkeypatch
 async def test_prompts_at_a_worker_count_in_the_bound(make: MakeWorker) -> None:
     """Until their first token, also where no request is held."""
     worker, may_answer = make(), asyncio.Event()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        async for frame in worker.answer(request):
-            yield frame
-            await may_answer.wait()
-
-    worker.behave = behave
+    worker.behave = worker.holds(may_answer, 1)
     async with gateway(worker, hold_s=0.0, max_queued_tokens=1) as target:
         first = asyncio.create_task(post(target.url, chat()))
         await until(lambda: worker.num_running)
@@ -133,12 +122,7 @@ async def test_a_request_that_kills_workers_is_poison(make: MakeWorker) -> None:
 
 async def test_a_worker_that_calls_a_request_poisonous_is_believed(make: MakeWorker) -> None:
     blaming, other = make(), make()
-
-    async def blame(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Failed("poisonous", "the request has broken the device", retryable=False)
-
-    blaming.behave = blame
+    blaming.behave = script_of(Started(0), Failed("poisonous", "the request has broken the device", retryable=False))
     async with gateway(blaming, other) as target:
         for _ in range(2):
             status, headers, _ = await post(target.url, chat(seed=1))

@@ -84,11 +84,6 @@ def test_failed_frames_become_openai_errors(code: str, status: int | None, expec
         assert "secret" not in error.message
 
 
-def test_without_a_worker_the_error_is_503() -> None:
-    error = new_history().no_worker_error(NoWorkerError("none", retry_after_s=3.0))
-    assert (error.status, error.retry_after_s) == (503, 3.0)
-
-
 def test_a_request_that_fits_no_worker_is_too_long() -> None:
     none = NoWorkerError("none", retry_after_s=3.0, longest_context=8)
     error = new_history().no_worker_error(none)
@@ -132,14 +127,6 @@ def test_refusals_are_limited_and_the_soonest_is_reported() -> None:
     assert (error.code, error.retry_after_s) == ("queue_full", 2.0)
     others = [failure(history, refusal(retry_after_s=9.0)) for _ in range(MAX_REFUSALS - 2)]
     assert [error is None for error in others] == [True] * (MAX_REFUSALS - 3) + [False]
-
-
-def test_a_worker_in_a_new_epoch_is_asked_once_more() -> None:
-    history = new_history()
-    failure(history, refusal(409))
-    assert history.excluded == set()
-    failure(history, refusal(409))
-    assert history.excluded == {("w", "e")}
 
 
 def test_the_first_stale_connection_is_no_loss() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 
-import aiohttp
 import pytest
 
 from server.workers import client
@@ -16,7 +15,7 @@ from tests.server.request.failing_workers import MakeWorker, stalls_after
 from tests.server.scripted_worker import ScriptedWorker, until
 from tests.server.sse_grammar import check_chat, events
 from tests.server.test_app import chat, post
-from worker.wire import Failed, Frame, GenerateRequest, Started
+from worker.wire import Frame, GenerateRequest
 
 
 async def test_a_hung_worker_is_found_and_its_stream_resumed(make: MakeWorker) -> None:
@@ -89,28 +88,6 @@ async def test_a_slow_but_living_worker_is_waited_for(make: MakeWorker) -> None:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
         assert len(slow.received) == 1
-
-
-async def test_keepalives_while_queued_and_a_late_error_as_event(make: MakeWorker) -> None:
-    worker = make()
-    go = asyncio.Event()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        await go.wait()
-        yield Failed("internal_error", "x", retryable=False)
-
-    worker.behave = behave
-    async with (
-        gateway(worker, ping_s=0.05) as target,
-        aiohttp.ClientSession() as session,
-        session.post(target.url + "/v1/chat/completions", json=chat(stream=True)) as response,
-    ):
-        assert response.status == 200
-        assert await response.content.readexactly(16) == b": ping\n\n: ping\n\n"
-        go.set()
-        (error,) = events(await response.read())
-        assert error["error"]["code"] == "internal_error"
 
 
 async def test_the_deadline_is_a_504_or_an_error_event(make: MakeWorker) -> None:

@@ -130,10 +130,11 @@ async def all_answered(
         assert len(healthy.received) == num
 
 
+@pytest.mark.parametrize("num", [NUM_REQUESTS, pytest.param(MANY_REQUESTS, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("kind", PLAIN)
-async def test_every_request_is_answered_elsewhere(make: MakeWorker, kind: str) -> None:
+async def test_every_request_is_answered_elsewhere(make: MakeWorker, kind: str, num: int) -> None:
     async with stranger(PLAIN[kind]) as there:
-        await all_answered(there, make(), make(), NUM_REQUESTS)
+        await all_answered(there, make(), make(), num)
 
 
 @pytest.mark.parametrize("body", [b"", PAGE, b"\x95\4"])
@@ -159,13 +160,6 @@ async def test_those_that_are_slow_are_left(make: MakeWorker) -> None:
     async with asyncio.TaskGroup() as group:
         for kind in SLOW:
             group.create_task(left_in_time(make, kind, 4), name=kind)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("kind", PLAIN)
-async def test_hundreds_of_requests_are_answered_elsewhere(make: MakeWorker, kind: str) -> None:
-    async with stranger(PLAIN[kind]) as there:
-        await all_answered(there, make(), make(), MANY_REQUESTS)
 
 
 @pytest.mark.deep

@@ -35,7 +35,7 @@ from server.workers.fleet import Fleet, NoIndex
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker
 from tests.server.request.test_strangers import SECRET
-from tests.server.scripted_worker import Script, ScriptedWorker, listening
+from tests.server.scripted_worker import Script, ScriptedWorker, listening, script_of
 from tests.server.test_app import chat, post
 from tests.worker.live_worker import live_worker
 from tests.worker.scheduler.arithmetic_runner import ArithmeticRunner
@@ -262,13 +262,8 @@ async def test_an_unknown_finish_reason_is_no_answer(make: MakeWorker) -> None:
     first, second = make(), make()
     async with gateway(first, second) as target:
         whole = json.loads((await post(target.url, chat()))[2])["choices"]
-
-        async def cut(request: wire.GenerateRequest) -> AsyncIterator[wire.Frame]:
-            yield wire.Started(0)
-            yield wire.Tokens(0, tuple(first.reply[:3]))
-            yield wire.Finished(0, "of a newer version")
-            yield wire.End(0.0, 0.0, 0.0)
-
+        tokens, finished = wire.Tokens(0, tuple(first.reply[:3])), wire.Finished(0, "of a newer version")
+        cut = script_of(wire.Started(0), tokens, finished, wire.End(0.0, 0.0, 0.0))
         first.behave = cut
         status, _, raw = await post(target.url, chat())
         assert (status, json.loads(raw)["choices"]) == (200, whole)
@@ -295,11 +290,6 @@ async def test_frames_of_a_newer_version_are_passed_over(make: MakeWorker) -> No
             status, _, raw = await post(target.url, chat())
             assert (status, json.loads(raw)["choices"]) == (200, whole)
         assert target.router.failed == []
-
-
-def test_a_refusal_with_an_unknown_code_is_read() -> None:
-    (failed,) = FrameReader().feed(wire.pack(wire.Failed("of a newer version", "why", retryable=True)))
-    assert failed == wire.Failed("of a newer version", "why", retryable=True)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

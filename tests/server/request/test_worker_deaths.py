@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -20,10 +17,10 @@ from server.request.retry import MAX_LOSSES
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
-from tests.server.scripted_worker import Die, Script, ScriptedWorker
+from tests.server.scripted_worker import Die, Script, ScriptedWorker, script_of
 from tests.server.sse_grammar import GrammarError, check_chat, events
 from tests.server.test_app import MESSAGES, chat, client, post
-from tests.waiting import HANG_S, until
+from tests.waiting import until
 from worker.wire import End, Failed, Finished, Frame, GenerateRequest, Started, TokenizerBundle, Tokens
 
 
@@ -39,35 +36,6 @@ def gone_after(worker: ScriptedWorker, num_tokens: int) -> Script:
             yield frame
 
     return behave
-
-
-@asynccontextmanager
-async def breaks_kept_connections(worker: ScriptedWorker) -> AsyncIterator[str]:
-    """An address before the worker's: a connection breaks when a second request comes over it."""
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = urlsplit(worker.url)
-        answers, requests = await asyncio.open_connection(address.hostname, address.port)
-        answered = False
-
-        async def relay_back() -> None:
-            nonlocal answered
-            while data := await answers.read(65536):
-                answered = True
-                writer.write(data)
-
-        back = asyncio.create_task(relay_back())
-        try:
-            while (data := await reader.read(65536)) and not answered:
-                requests.write(data)
-        finally:
-            back.cancel()
-            requests.close()
-            writer.transport.abort()
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
@@ -148,27 +116,10 @@ async def test_a_dead_address_is_passed_over(make: MakeWorker) -> None:
     gone, healthy = make(), make()
     async with gateway(gone, healthy) as target:
         dead = target.router.members[0]
-        target.router.members[0] = type(dead)(
-            **{f: getattr(dead, f) for f in dead.__slots__} | {"url": "http://127.0.0.1:1"}
-        )
+        target.router.members[0] = replace(dead, url="http://127.0.0.1:1")
         status, headers, _ = await post(target.url, chat(stream=True))
         assert (status, headers["x-headstart-worker"]) == (200, healthy.worker_id)
         assert target.router.failed == [gone.worker_id]
-
-
-async def test_a_kept_connection_that_broke_is_no_lost_worker(
-    make: MakeWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = make()
-    async with breaks_kept_connections(worker) as url, gateway(worker) as target:
-        target.router.members[0] = replace(target.router.members[0], url=url)
-        with caplog.at_level(logging.INFO, logger="server.request"):
-            async with asyncio.timeout(HANG_S):
-                while not any(placement.calls == ["close"] for placement in target.router.placements):
-                    assert (await post(target.url, chat()))[0] == 200
-        assert target.metrics.registry.get_sample_value("headstart_workers_lost_total") == 0
-        assert target.router.failed == []
-    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 async def test_a_stream_outlives_many_handovers(make: MakeWorker) -> None:
@@ -202,22 +153,12 @@ async def test_a_stream_outlives_many_handovers(make: MakeWorker) -> None:
 
 async def test_failed_frames(make: MakeWorker) -> None:
     failing, healthy = make(), make()
-
-    async def draining(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, tuple(failing.reply[:3]))
-        yield Failed("draining", "the worker stops", retryable=True)
-
-    failing.behave = draining
+    stops = Failed("draining", "the worker stops", retryable=True)
+    failing.behave = script_of(Started(0), Tokens(0, tuple(failing.reply[:3])), stops)
     async with gateway(failing, healthy) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
-
-        async def broken(request: GenerateRequest) -> AsyncIterator[Frame]:
-            yield Started(0)
-            yield Failed("internal_error", "secret details", retryable=False)
-
-        failing.behave = broken
+        failing.behave = script_of(Started(0), Failed("internal_error", "secret details", retryable=False))
         status, _, raw = await post(target.url, chat(stream=True))
         assert status == 500
         assert b"secret" not in raw
@@ -226,12 +167,7 @@ async def test_failed_frames(make: MakeWorker) -> None:
 @pytest.mark.parametrize("frames", [[End(0, 0, 0)], [Started(0), Tokens(7, (1,))], [Started(0), Finished(0, "abort")]])
 async def test_invalid_frames_are_a_loss(make: MakeWorker, frames: list[Frame]) -> None:
     odd, healthy = make(), make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        for frame in frames:
-            yield frame
-
-    odd.behave = behave
+    odd.behave = script_of(*frames)
     async with gateway(odd, healthy) as target:
         status, _, raw = await post(target.url, chat())
         assert status == 200
@@ -243,16 +179,8 @@ async def test_invalid_frames_are_a_loss(make: MakeWorker, frames: list[Frame]) 
 async def test_the_end_lost_with_its_worker(make: MakeWorker, has_finished: bool) -> None:
     """All tokens came, so no worker is asked again; where Finished came too, no worker counts as lost."""
     dying = make()
-
-    async def behave(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(0)
-        yield Tokens(0, (*dying.reply, 2))
-        if has_finished:
-            yield Finished(0, "stop", 2)
-            await asyncio.sleep(0.02)  # let what was sent be read
-        raise Die
-
-    dying.behave = behave
+    finished = [Finished(0, "stop", 2)] if has_finished else []
+    dying.behave = script_of(Started(0), Tokens(0, (*dying.reply, 2)), *finished, then=Die())
     async with gateway(dying) as target:
         _, _, raw = await post(target.url, chat(stream=True))
         assert check_chat(raw) == [ANSWER]
@@ -296,14 +224,7 @@ async def test_a_resumed_attempt_has_its_first_token_when_one_comes(
         await may_die.wait()
         raise ConnectionError
 
-    async def prefill(request: GenerateRequest) -> AsyncIterator[Frame]:
-        frames = healthy.answer(request)
-        yield await anext(frames)
-        await may_go_on.wait()
-        async for frame in frames:
-            yield frame
-
-    dying.behave, healthy.behave = die, prefill
+    dying.behave, healthy.behave = die, healthy.holds(may_go_on, 1)
     async with gateway(dying, healthy) as target:
         answer = asyncio.create_task(post(target.url, chat()))
         placements = target.router.placements

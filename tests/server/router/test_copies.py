@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -104,27 +105,6 @@ async def test_two_holders_share_the_demand(copies: Copies) -> None:
     assert copies.sent == []
 
 
-@pytest.mark.parametrize("every_s", [0.5, 5.0])
-async def test_a_chain_that_leaves_its_holder_time_stays(copies: Copies, every_s: float) -> None:
-    fleets = fleet(copies)
-    await ask(fleets, hold(fleets, "a"), every_s=every_s)
-    assert copies.sent == []
-
-
-async def test_the_demand_for_chains_is_counted_apart(copies: Copies) -> None:
-    """As is that of two tenants with one prompt: their blocks have other hashes."""
-    fleets = fleet(copies)
-    await ask(fleets, hold(fleets, "a"), hold(fleets, "a"))
-    assert copies.sent == []
-
-
-async def test_a_few_long_requests_are_no_demand(copies: Copies) -> None:
-    """Each takes a second, and they come every 1.2 s."""
-    fleets = fleet(copies)
-    await ask(fleets, hold(fleets, "a"), every_s=1.2, num_own=60)
-    assert copies.sent == []
-
-
 @pytest.mark.parametrize(("max_copies", "num_chains", "num_copies"), [(1, 2, 1), (4, 2, 2), (4, 3, 2)])
 async def test_copies_in_flight_are_bounded(copies: Copies, max_copies: int, num_chains: int, num_copies: int) -> None:
     """By the option, and by one for each worker."""
@@ -144,25 +124,38 @@ async def test_the_demand_of_so_many_chains_is_remembered(copies: Copies, monkey
     assert list(fleets.copies.planner._demands) == [prefix[-1] for prefix in prefixes[-10:]]
 
 
-async def test_new_prompts_are_not_copied(copies: Copies) -> None:
+NO_DEMAND: dict[str, tuple[int, dict[str, Any]]] = {
+    "a request in half a second": (1, {"every_s": 0.5}),
+    "a request in five seconds": (1, {"every_s": 5.0}),
+    "two chains, or two tenants with one prompt": (2, {}),
+    "long requests, of which each takes a second": (1, {"every_s": 1.2, "num_own": 60}),
+    "new prompts": (0, {}),
+}
+"""How many held chains are asked for in turn, and how."""
+
+
+@pytest.mark.parametrize("name", NO_DEMAND)
+async def test_what_leaves_its_holder_time_is_not_copied(copies: Copies, name: str) -> None:
+    num_chains, options = NO_DEMAND[name]
     fleets = fleet(copies)
-    await ask(fleets, *(chain(5) for _ in range(40)))
+    held = [hold(fleets, "a") for _ in range(num_chains)]
+    await ask(fleets, *(held or [chain(5) for _ in range(40)]), **options)
     assert copies.sent == []
 
 
 @pytest.mark.parametrize(
-    ("max_copies", "layout", "load"),
+    "options",
     [
-        (0, "l", None),
-        (4, "", None),
-        (4, "l", WorkerLoad(prefill_tokens_per_s=RATE)),
+        {"max_copies": 0},
+        {"layout": ""},
+        {"load": WorkerLoad(prefill_tokens_per_s=RATE)},
         # A pool whose blocks are all in use: their return costs more than the wait.
-        (4, "l", WorkerLoad(prefill_tokens_per_s=RATE, fetch_tokens_per_s=FETCH_RATE, num_blocks=2000)),
+        {"load": WorkerLoad(prefill_tokens_per_s=RATE, fetch_tokens_per_s=FETCH_RATE, num_blocks=2000)},
     ],
     ids=["none_allowed", "other_engine", "no_fetches", "full_pools"],
 )
-async def test_no_copy_is_made(copies: Copies, max_copies: int, layout: str, load: WorkerLoad | None) -> None:
-    fleets = fleet(copies, max_copies=max_copies, layout=layout, load=load)
+async def test_no_copy_is_made(copies: Copies, options: dict[str, Any]) -> None:
+    fleets = fleet(copies, **options)
     await ask(fleets, hold(fleets, "a"))
     assert copies.sent == []
 

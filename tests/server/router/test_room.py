@@ -11,8 +11,8 @@ from cache.records import Candidate, WorkerLoad
 from cache.types import BlockHash, GatewayId
 from server.router.cost import WorkerView
 from server.router.placement import Placement, Scorer
-from server.router.policies import make_policy, rendezvous_worker
-from server.router.types import Key, RouteRequest
+from server.router.policies import make_policy
+from server.router.types import RouteRequest
 from tests.server.router.fleets import RATE, Clock, make_request, member
 
 POOL = 1_000
@@ -94,34 +94,3 @@ def test_the_counted_use_is_what_is_there_and_new(num_states: int) -> None:
             worker.scorer.closed(worker.live.pop())
     assert num_seen == num_states
     assert num_shared > num_states / 4
-
-
-@pytest.mark.parametrize("num_states", NUM_STATES)
-def test_a_session_key_yields_to_a_longer_match(num_states: int) -> None:
-    num_met = 0
-    for seed in range(num_states):
-        rng = random.Random(seed)
-        request = make_request([BlockHash(rng.randbytes(16)) for _ in range(rng.randrange(1, 40))])
-        key = Key(str(seed))
-        candidates = []
-        for number in range(rng.randrange(2, 7)):
-            queued = {"other": rng.choice([0.0, 0.5, 5.0])}
-            load = WorkerLoad(
-                prefill_tokens_per_s=RATE * rng.choice([0.5, 1.0]),
-                queued_prefill_s=queued,
-                assigned_prefill_s=rng.uniform(0.0, 50.0),
-                num_blocks=POOL,
-                num_free_blocks=rng.randrange(POOL + 1),
-            )
-            candidates.append(Candidate(member(f"w{number}"), load, rng.choice([0, len(request.hashes) // 2])))
-        home = rendezvous_worker(key, candidates)
-        choices = []
-        for affinity_key in (None, key):
-            scorer = Scorer(GatewayId("g"), make_policy("headstart"), Clock(), random.Random(0))
-            decision = scorer.decide(replace(request, affinity_key=affinity_key), candidates, dry_run=True)
-            assert all(worker.score is not None and worker.score >= 0.0 for worker in decision.workers)
-            choices.append([worker.member.worker_id for worker in decision.best])
-        if max(candidate.matched_blocks for candidate in candidates) > home.matched_blocks:
-            num_met += 1
-            assert choices[0] == choices[1]
-    assert num_met > num_states / 10

@@ -137,30 +137,24 @@ ANY_SCHEMAS = st.recursive(any_schema(st.sampled_from([{}, {"type": "integer"}])
 )
 
 
-def check_nothing_is_lost(schema: dict[str, Any]) -> None:
+@pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.deep)])
+def test_no_keyword_is_lost_silently(num: int) -> None:
     """A text that the grammar takes is valid, but for the keywords that are named."""
-    held = placed(schema)
-    compiled = LLMatcher(tokenizer(), to_llguidance(Grammar("json_schema", dumps(held.schema))), log_level=0)
-    if compiled.is_error():  # refused by name: no value fits it, or it has too many parts
-        reason = in_words(compiled.get_error())
-        assert "cannot hold" not in reason, (reason, schema)
-    elif not held.relaxed:
-        for text in filter(None, (drawn(compiled, seed) for seed in range(3))):
-            with suppress(RecursionError):  # of a schema that refers to itself without an end
-                Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
 
+    @given(ANY_SCHEMAS)
+    @settings(max_examples=num, deadline=None)
+    def check(schema: dict[str, Any]) -> None:
+        held = placed(schema)
+        compiled = LLMatcher(tokenizer(), to_llguidance(Grammar("json_schema", dumps(held.schema))), log_level=0)
+        if compiled.is_error():  # refused by name: no value fits it, or it has too many parts
+            reason = in_words(compiled.get_error())
+            assert "cannot hold" not in reason, (reason, schema)
+        elif not held.relaxed:
+            for text in filter(None, (drawn(compiled, seed) for seed in range(3))):
+                with suppress(RecursionError):  # of a schema that refers to itself without an end
+                    Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
 
-@given(ANY_SCHEMAS)
-@settings(max_examples=40, deadline=None)
-def test_no_keyword_is_lost_silently(schema: dict[str, Any]) -> None:
-    check_nothing_is_lost(schema)
-
-
-@pytest.mark.deep
-@given(ANY_SCHEMAS)
-@settings(max_examples=1000, deadline=None)
-def test_no_keyword_of_many_schemas_is_lost_silently(schema: dict[str, Any]) -> None:
-    check_nothing_is_lost(schema)
+    check()
 
 
 def test_an_id_of_zod_is_no_base_of_references() -> None:
@@ -232,17 +226,14 @@ def check_same_language(schema: dict[str, Any], seeds: range) -> None:
             assert takes(plain, text) == takes(inside, f"[{text}]"), text
 
 
-@given(rooted())
-@settings(max_examples=25, deadline=None)
-def test_a_schema_has_the_same_language_wherever_it_is_placed(schema: dict[str, Any]) -> None:
-    check_same_language(schema, range(2))
+@pytest.mark.parametrize(("num", "num_seeds"), [(25, 2), pytest.param(1500, 4, marks=pytest.mark.deep)])
+def test_a_schema_has_the_same_language_wherever_it_is_placed(num: int, num_seeds: int) -> None:
+    @given(rooted())
+    @settings(max_examples=num, deadline=None)
+    def check(schema: dict[str, Any]) -> None:
+        check_same_language(schema, range(num_seeds))
 
-
-@pytest.mark.deep
-@given(rooted())
-@settings(max_examples=1500, deadline=None)
-def test_many_schemas_have_the_same_language_in_every_place(schema: dict[str, Any]) -> None:
-    check_same_language(schema, range(4))
+    check()
 
 
 PIECES = ("a", "[a-z]", r"\d", "(", ")", "|", "*", "+?", "{2}", "{1,}", "^", "$", r"\b", "(?:", "(?=", "(?<n>", r"\1")

@@ -46,11 +46,6 @@ def test_developer_is_system_unless_the_template_knows_it(source: str, role: str
     )
 
 
-def test_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert "user\na\nb<|im_end|>" in template(CHATML).render(request({"role": "user", "content": parts})).text
-
-
 def test_tools_and_their_calls_as_objects() -> None:
     source = (
         "{{ tools | tojson }}|{{ messages[1].tool_calls[0].function.arguments.city }}|{{ messages[2].tool_call_id }}"
@@ -135,11 +130,6 @@ def test_a_bare_tool_has_nulls() -> None:
     tools = [{"type": "function", "function": {"name": "w"}}]
     text = template("{{ tools | tojson }}").render(request(USER, tools=tools)).text
     assert '{"name": "w", "description": null, "parameters": null}' in text
-
-
-def test_tool_choice_none_keeps_the_tools() -> None:
-    tools = [{"type": "function", "function": {"name": "w"}}]
-    assert template("{{ tools is none }}").render(request(USER, tools=tools, tool_choice="none")).text == "False"
 
 
 def test_generation_blocks_and_loop_controls() -> None:

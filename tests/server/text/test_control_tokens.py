@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from server.api.chat import render_chat
 from server.config import GatewayConfig
@@ -73,27 +73,23 @@ def changed(kind: str) -> bytes:
         raw.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    elif kind == "rstrip":
-        raw.add_special_tokens([AddedToken("<|im_end|>", rstrip=True, normalized=False)])
-        layout = json.loads(raw.to_str())
-        for token in layout["added_tokens"]:
-            token["rstrip"] = token["content"] == "<|im_end|>"
-        return json.dumps(layout).encode()
     elif kind == "normalized":
         raw.normalizer = normalizers.NFKC()
-        layout = json.loads(raw.to_str())
-        for token in layout["added_tokens"]:
-            token["normalized"] = True
-        return json.dumps(layout).encode()
-    return raw.to_str().encode()
+    layout = json.loads(raw.to_str())
+    for token in layout["added_tokens"]:
+        token["normalized"] = kind == "normalized"
+        token["rstrip"] = kind == "rstrip" and token["content"] == "<|im_end|>"
+    return json.dumps(layout).encode()
 
 
 @cache
 def model(template: str = "chatml", kind: str = "plain", *, control: bool = False) -> ServedModel:
     bundle = dataclasses.replace(smollm2_bundle(), chat_template=TEMPLATES[template], tokenizer_json=changed(kind))
-    return build_model(
-        bundle, EXECUTOR, GatewayConfig(workers=("http://127.0.0.1:9",), control_tokens_in_content=control)
-    )
+    return build_model(bundle, EXECUTOR, dataclasses.replace(CONFIG, control_tokens_in_content=control))
+
+
+def with_template(source: str) -> ServedModel:
+    return build_model(dataclasses.replace(smollm2_bundle(), chat_template=source), EXECUTOR, CONFIG)
 
 
 def request(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
@@ -231,7 +227,7 @@ BRACKETS = (
 @pytest.mark.parametrize("field", ["key", "content", "name"])
 async def test_tokens_that_a_template_begins_are_text(field: str) -> None:
     """Templates such as Qwen3-Coder's write brackets around names of the client."""
-    served = build_model(dataclasses.replace(smollm2_bundle(), chat_template=BRACKETS), EXECUTOR, CONFIG)
+    served = with_template(BRACKETS)
     rest = {"key": "|im_end|", "content": "|im_end|>\n", "name": "|endoftext|>"}
     parameters = {rest["key"]: 1} if field == "key" else {"a": 1}
     message = {"role": "user", "content": "a", "name": "b"} | ({} if field == "key" else {field: rest[field]})
@@ -270,11 +266,7 @@ async def test_a_raw_prompt_is_the_clients_own() -> None:
 
 
 async def test_a_refusal_shows_no_mark() -> None:
-    served = build_model(
-        dataclasses.replace(smollm2_bundle(), chat_template="{{ raise_exception(messages[0].content) }}"),
-        EXECUTOR,
-        CONFIG,
-    )
+    served = with_template("{{ raise_exception(messages[0].content) }}")
     with pytest.raises(Exception, match=r": <\|im_end\|>$"):
         await render_chat(request([{"role": "user", "content": "<|im_end|>"}]), served)
 
@@ -363,7 +355,7 @@ async def test_what_a_template_cuts_out_of_a_long_text_makes_no_token(
 
 @cache
 def cutting() -> ServedModel:
-    return build_model(dataclasses.replace(smollm2_bundle(), chat_template=CUTTING), EXECUTOR, CONFIG)
+    return with_template(CUTTING)
 
 
 def fresh(served: ServedModel) -> ServedTokenizer:

@@ -71,12 +71,6 @@ def test_an_incomplete_character_is_held(token_bytes: TokenBytes) -> None:
     assert detokenizer.feed(rest) == "🎉"
 
 
-def test_an_incomplete_character_at_the_end_is_replaced(token_bytes: TokenBytes) -> None:
-    detokenizer = Detokenizer(token_bytes, TextRules())
-    assert detokenizer.feed(_byte_ids(token_bytes, "🎉".encode()[:3])) == ""
-    assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
-
-
 def test_terminal_tokens_never_show(token_bytes: TokenBytes, raw_tokenizer: RawTokenizer) -> None:
     ids = raw_tokenizer.encode("Paris", add_special_tokens=False).ids
     end = raw_tokenizer.encode("1", add_special_tokens=False).ids

@@ -80,31 +80,27 @@ def test_windows_give_the_ids_of_the_whole(name: str, composes: bool, text: str,
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_a_word_that_a_combining_mark_ends_is_encoded_whole() -> None:
-    tokenizer, _ = tokenizer_of("smollm2", composes=True)
-    windows = _windows("smollm2", True, 81)
-    assert windows is not None
-    text = "a" * 300 + "q\u0323\u0307  \na"
-    ids = list(chain.from_iterable(windows.ids(text, 0, len(text))))
+def check_whole(name: str, composes: bool, num_chars: int, text: str) -> None:
+    tokenizer, _ = tokenizer_of(name, composes=composes)
+    ids = list(chain.from_iterable(_windows(name, composes, num_chars).ids(text, 0, len(text))))
     assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_word_that_a_combining_mark_ends_is_encoded_whole() -> None:
+    check_whole("smollm2", True, 81, "a" * 300 + "q\u0323\u0307  \na")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("text", ["THE quick \x1d" + " " * 300, "\r\n" + " " * 300, "a\x1c" + " " * 300 + "b"])
 def test_long_runs_of_spaces_behind_what_only_python_calls_space(name: str, text: str) -> None:
     for composes in (False, True):
-        tokenizer, _ = tokenizer_of(name, composes=composes)
-        ids = list(chain.from_iterable(_windows(name, composes, 81).ids(text, 0, len(text))))
-        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+        check_whole(name, composes, 81, text)
 
 
 @pytest.mark.parametrize("num_chars", [81, 100, 300])
 @pytest.mark.parametrize("marks", ["\u0301", "\u0323\u0307", "\u0307\u0323\u0315", "\u1161"])
 def test_runs_of_combining_characters_longer_than_a_window(marks: str, num_chars: int) -> None:
-    tokenizer, _ = tokenizer_of("smollm2", composes=True)
-    text = "\u1f97&q" + marks * 700 + "&e" + marks * 90 + " end"
-    ids = list(chain.from_iterable(_windows("smollm2", True, num_chars).ids(text, 0, len(text))))
-    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+    check_whole("smollm2", True, num_chars, "\u1f97&q" + marks * 700 + "&e" + marks * 90 + " end")
 
 
 @cache

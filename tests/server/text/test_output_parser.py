@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -125,17 +124,6 @@ def test_a_call_that_is_cut_is_a_call(rules: OutputRules, before: str, text: str
             assert name == "fly"
             assert '{"a": "x"}'.startswith(arguments.strip())
         assert read(rules, list(before + cut)) == (reasoning, content, calls), cut
-
-
-@settings(max_examples=400, deadline=None)
-@given(data=st.data(), case=st.integers(0, len(CASES) - 1), cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_any_cut_of_a_text_gives_the_same_message(data: st.DataObject, case: int, cuts: list[int]) -> None:
-    rules, text, _ = CASES[case]
-    start, end = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
-    text = data.draw(st.sampled_from([text, text[:end], text[:start] + text[end:], text[start:end] * 2]))
-    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    parts = [text[a:b] for a, b in pairwise(edges)]
-    assert read(rules, parts) == read(rules, parts, ends_later=False) == read(rules, [text])
 
 
 JSON: st.SearchStrategy[Any] = st.recursive(

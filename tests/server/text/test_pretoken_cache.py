@@ -116,22 +116,6 @@ def test_a_full_cache_starts_over_and_long_chunks_are_not_kept() -> None:
     assert (len(cache._ids), cache.num_bytes) == (2, 480)
 
 
-def test_no_chunk_begins_after_white_space() -> None:
-    """The tokenizer's pattern may give the last of several spaces to either side."""
-    cache = PretokenCache(lengths)
-    assert cache.ids("a b c") == [1, 2, 2]
-    assert cache.ids("a  b c") == [1, 3, 2]
-    assert cache.ids("a b  ") == [1, 2, 2]
-    assert cache.ids("a\t b c") == [4, 2]
-
-
-def test_chunks_at_the_start_and_after_a_space_differ() -> None:
-    cache = PretokenCache(lengths)
-    for _ in range(2):
-        assert cache.ids("a a") == [1, 2]
-        assert cache.ids(" a") == [2]
-
-
 def cut(text: str, num_chars: int) -> list[str]:
     return [text[start:end] for start, end in windows(text, 0, len(text), num_chars) if start < end]
 

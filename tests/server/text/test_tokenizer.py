@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import pre_tokenizers
 
-from server.text.tokenizer import INLINE_CHARS, SegmentCache, Tokenizer, TokenizerError
+from server.text.tokenizer import SegmentCache, Tokenizer, TokenizerError
 from worker.wire import TokenizerBundle
 
 PARTS = st.lists(
@@ -48,11 +48,6 @@ async def test_returned_ids_do_not_alias_the_cache(tokenizer: Tokenizer) -> None
     first = await tokenizer.encode("alias me")
     first.append(0)
     assert await tokenizer.encode("alias me") == first[:-1]
-
-
-async def test_long_text_in_a_thread_equals_inline(tokenizer: Tokenizer, raw_tokenizer: RawTokenizer) -> None:
-    text = "The weather is fine. " * (INLINE_CHARS // 10)
-    assert await tokenizer.encode(text) == raw_tokenizer.encode(text, add_special_tokens=False).ids
 
 
 async def test_bos_is_added_once(bundle: TokenizerBundle, executor: ThreadPoolExecutor) -> None:

@@ -26,10 +26,10 @@ from tests.server.api.test_pooling import BODY, PoolingWorker, pooling_gateway
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.request.failing_workers import dies_after, stalls_after
-from tests.server.scripted_worker import Refuse, ScriptedWorker
-from tests.server.test_app import chat, post
+from tests.server.scripted_worker import Refuse, ScriptedWorker, script_of
+from tests.server.test_app import chat, post, post_once
 from tests.waiting import HANG_S, until
-from worker.wire import Failed, Frame, GenerateRequest, Started, TokenizerBundle
+from worker.wire import Failed, Started, TokenizerBundle
 
 KEY, UNNAMED = (f"sk-{secrets.token_hex(16)}" for _ in range(2))
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -112,8 +112,7 @@ async def test_a_line_equals_the_usage(worker: ScriptedWorker, logged: Logged, p
 
 
 async def test_a_key_without_a_name_has_its_digest(worker: ScriptedWorker, logged: Logged) -> None:
-    async with logging_gateway(logged, worker) as target:
-        await post(target.url, chat(), authorization=f"Bearer {UNNAMED}")
+    await post_once(logging_gateway(logged, worker), chat(), authorization=f"Bearer {UNNAMED}")
     assert logged.lines()[0]["key"] == digest_text(UNNAMED.encode()).removeprefix("sha256:")[:12]
 
 
@@ -131,8 +130,7 @@ async def test_embeddings_and_ranks(bundle: TokenizerBundle, logged: Logged) -> 
 
 async def test_ranks_count_what_the_engine_counts(bundle: TokenizerBundle, logged: Logged) -> None:
     worker = PoolingWorker(bundle)
-    async with pooling_gateway(worker, **logged.options) as target:
-        assert (await post(target.url, BODY, "/rerank", **AUTH))[0] == 200
+    assert (await post_once(pooling_gateway(worker, **logged.options), BODY, "/rerank", **AUTH))[0] == 200
     (line,) = logged.lines()
     assert (line["route"], line["prompt_tokens"], line["output_tokens"]) == ("pooling", 9, 0)
     assert {request.weight for request in worker.received} == {4.0}
@@ -177,21 +175,13 @@ async def test_a_client_that_leaves(worker: ScriptedWorker, logged: Logged) -> N
 
 
 async def test_refused_and_failed_requests_have_lines(worker: ScriptedWorker, logged: Logged) -> None:
-    async def refuses(request: GenerateRequest) -> AsyncIterator[Frame]:
-        raise Refuse(429, "queue_full")
-        yield
-
-    async def fails(request: GenerateRequest) -> AsyncIterator[Frame]:
-        yield Started(2)
-        yield Failed("internal", "it broke", retryable=False)
-
     async with logging_gateway(logged, worker) as target:
-        worker.behave = fails
+        worker.behave = script_of(Started(2), Failed("internal", "it broke", retryable=False))
         assert (await post(target.url, chat(), **AUTH))[0] == 500
         assert (await post(target.url, chat(max_tokens=-1), **AUTH))[0] == 400
         assert (await post(target.url, chat(model="none"), **AUTH))[0] == 404
         assert (await post(target.url, chat(), authorization="Bearer wrong"))[0] == 401
-        worker.behave = refuses
+        worker.behave = script_of(then=Refuse(429, "queue_full"))
         assert (await post(target.url, chat(max_tokens=7), **AUTH))[0] == 429
     failed, invalid, unknown, refused = logged.lines()
     assert (refused["status"], refused["prompt_tokens"], refused["queue_s"] > 0) == (429, 0, True)
@@ -203,8 +193,7 @@ async def test_refused_and_failed_requests_have_lines(worker: ScriptedWorker, lo
 
 
 async def test_the_log_has_no_text(worker: ScriptedWorker, logged: Logged) -> None:
-    async with logging_gateway(logged, worker) as target:
-        await post(target.url, chat(user="zanzibar", tools=[], metadata={"a": "quokka"}), **AUTH)
+    await post_once(logging_gateway(logged, worker), chat(user="zanzibar", tools=[], metadata={"a": "quokka"}), **AUTH)
     text = logged.path.read_text()
     for word in ("capital", "Paris", "zanzibar", "quokka"):
         assert word not in text

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -147,7 +148,8 @@ async def test_without_a_reader_the_sender_waits(pool: ConnectionPool) -> None:
         assert len(await read_all(connection)) == 400 * 0x10000
 
 
-async def test_a_call_on_a_connection_closed_while_idle_is_sent_again() -> None:
+def answers_once() -> Any:
+    """Serve the first request of each connection, and break it at the next one."""
     answered = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -157,8 +159,23 @@ async def test_a_call_on_a_connection_closed_while_idle_is_sent_again() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         await writer.drain()
 
+    return serve
+
+
+async def test_a_kept_connection_that_broke_is_stale(pool: ConnectionPool) -> None:
+    async with server(answers_once()) as (url, _):
+        first = await pool.send(url, b"POST /generate", b"")
+        assert await read_all(first) == b""
+        first.release()
+        again = await pool.send(url, b"POST /generate", b"")
+        assert again is first
+        with pytest.raises(StaleConnection):
+            await again.head()
+
+
+async def test_a_call_on_a_connection_closed_while_idle_is_sent_again() -> None:
     client = WorkerClient()
-    async with server(serve) as (url, heads):
+    async with server(answers_once()) as (url, heads):
         assert [await client.is_alive(url) for _ in range(3)] == [True] * 3
         assert len(heads) == 5
         client.close()

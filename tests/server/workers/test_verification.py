@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 
 import aiohttp
@@ -16,6 +17,7 @@ from server.workers.connection import WorkerElsewhere, WorkerLost
 from server.workers.fleet import Fleet, NoIndex
 from server.workers.networks import WorkerNetworks
 from tests.e2e.serving import resolves
+from tests.running import listening
 from tests.worker.live_worker import serve
 from tests.worker_tokens import headers_at
 from worker.common.proof import Proof, epoch_token, gateway_token, instance_token, new_challenge, new_instance, verifies
@@ -104,15 +106,12 @@ def test_a_bad_network_is_named() -> None:
 
 async def test_no_other_network_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = WorkerNetworks(["10.0.0.0/8"])
-    client = WorkerClient("", networks)
-    try:
+    with closing(WorkerClient("", networks)) as client:
         for host in filter(resolves, ("127.0.0.1", "localhost")):
             with pytest.raises(WorkerLost, match="--worker-networks"):
                 await client.send(f"http://{host}:9", b"POST /generate", b"")
             with pytest.raises(WorkerLost, match="--worker-networks"):
                 await client.bundle(f"http://{host}:9")
-    finally:
-        client.close()
 
 
 async def test_a_worker_answers_who_shows_its_token() -> None:
@@ -137,13 +136,10 @@ async def test_a_worker_answers_who_shows_its_token() -> None:
         for path in ("/health/live", "/health/ready", "/metrics"):
             async with http.get(url + path) as answer:
                 assert answer.status != 401
-        client = WorkerClient(token)
-        try:
+        with closing(WorkerClient(token)) as client:
             assert await client.is_alive(url)
             with pytest.raises(WorkerLost, match="503"):
                 await client.bundle(url)
-        finally:
-            client.close()
 
 
 async def test_the_token_of_an_instance_opens_no_other() -> None:
@@ -182,15 +178,12 @@ async def test_the_token_of_an_instance_opens_no_other() -> None:
 async def test_a_worker_under_another_name_is_asked_at_its_own_url() -> None:
     token = gateway_token(b"secret")
     service = WorkerService(WorkerMetrics())
-    client = WorkerClient(token)
-    async with serve(service, make_app(service, token, url="http://127.0.0.1:1")) as url:
-        try:
+    with closing(WorkerClient(token)) as client:
+        async with serve(service, make_app(service, token, url="http://127.0.0.1:1")) as url:
             with pytest.raises(WorkerElsewhere):
                 await client.bundle(url)
             with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:1: Connect"):
                 await client.state(url)
-        finally:
-            client.close()
 
 
 async def test_redirects_are_not_followed() -> None:
@@ -202,12 +195,8 @@ async def test_redirects_are_not_followed() -> None:
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    client = WorkerClient("token")
-    try:
-        with pytest.raises(WorkerLost, match="302"):
-            await client.bundle(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        assert len(asked) == 1
-    finally:
-        client.close()
-        server.close()
+    with closing(WorkerClient("token")) as client:
+        async with listening(answer) as port:
+            with pytest.raises(WorkerLost, match="302"):
+                await client.bundle(f"http://127.0.0.1:{port}")
+    assert len(asked) == 1
