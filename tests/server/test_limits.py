@@ -48,7 +48,6 @@ async def test_oversized_prompt_is_refused_before_tokenising(
         assert model.prompt_bytes is not None
         text = unit * (2 * model.prompt_bytes // len(unit.encode()))
         monkeypatch.setattr(Tokenizer, "_encode_segments", None)
-        monkeypatch.setattr(Tokenizer, "_encode_client_tokens", None)
         status, _, answer = await post(target.url, chat(messages=[{"role": "user", "content": text}]))
         assert (status, *refusal(answer)) == (400, "context_length_exceeded", "messages")
         status, _, answer = await post(target.url, {"model": "tiny", "prompt": text}, COMPLETIONS)

@@ -110,7 +110,7 @@ async def test_a_later_viewer_sees_each_decision_once(gateway: Process) -> None:
 
 async def test_a_closed_feed_ends_also_where_a_viewer_is_slow() -> None:
     latency = SimpleNamespace(bounds=())
-    overview: Any = SimpleNamespace(routing=SimpleNamespace(decisions=None), metrics=SimpleNamespace(ttft_s=latency))
+    overview: Any = SimpleNamespace(decisions=None, metrics=SimpleNamespace(ttft_s=latency))
     feed, frames = Feed(overview), Frames(2)
     feed._viewers.add(frames)
     feed.close()
