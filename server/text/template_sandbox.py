@@ -1,8 +1,9 @@
 """The sandbox of chat templates: jinja2's immutable one, with the filters and tags that these templates use.
 
 A template comes with the model's files and is code. It can neither reach Python's objects nor change its input.
-jinja2's sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. Here every loop checks the
-clock at each turn, and products are bounded.
+jinja2's sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. Here each turn of a loop, its
+condition, and each call check the clock. What an operator makes is bounded. A template that wants to can still take
+memory, by a filter or by nested lists.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.event_loop import Steps
 
 MAX_RENDER_S: Final = 5.0  # templates take milliseconds
-MAX_PRODUCT: Final = 1 << 20
-"""Characters or items in a product, bits in a power."""
-_CHECK: Final = "headstart_check_clock"
+MAX_SIZE: Final = 1 << 24
+"""Characters or items in what an operator makes; bits of a number, times 16."""
+_CLOCK: Final = "render clock"  # no template can set a name with a space
 
 
 class TemplateError(ValueError):
@@ -55,35 +58,78 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _CodeGenerator(CodeGenerator):
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:
+        """Call the environment for `~`, as for the operators that it intercepts."""
+        self.write("environment.concatenated([")
+        for operand in node.nodes:
+            self.visit(operand, frame)
+            self.write(", ")
+        self.write("])")
+
+
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with the filters, tags and globals that chat templates use."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset({"+", "*", "**"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self.globals[_CLOCK] = RenderClock(float("inf"))
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Raise TemplateRuntimeError for a product that is too large."""
-        integers = isinstance(left, int) and isinstance(right, int)
-        if operator == "**" and integers and left.bit_length() * abs(right) > MAX_PRODUCT:
-            raise jinja2.TemplateRuntimeError("a power is too large")
-        for text, times in ((left, right), (right, left)):
-            if isinstance(text, str | list | tuple) and isinstance(times, int) and len(text) * times > MAX_PRODUCT:
-                raise jinja2.TemplateRuntimeError("a product is too long")
-        return super().call_binop(context, operator, left, right)
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Raise TemplateRuntimeError for a result that is too large."""
+        for sized, number in ((left, right), (right, left)) if operator != "+" else ():
+            if isinstance(sized, str | list | tuple) and isinstance(number, int):
+                _limit(len(sized) * number)
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _limit(16 * left.bit_length() * abs(right))
+        return _limited(super().call_binop(context, operator, left, right))
+
+    def concatenated(self, values: list[Any]) -> str:
+        """Return the value of `~`. Raises TemplateRuntimeError."""
+        texts = [value if isinstance(value, str) else str(value) for value in values]
+        _limit(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro or a function."""
+        self.check(context)
+        return super().call(context, function, *args, **kwargs)
+
+    def check(self, context: Context) -> bool:
+        """Check the clock of the rendering, and return True."""
+        clock: RenderClock = context.parent[_CLOCK]
+        clock.check()
+        return True
 
     def bounded(self, tree: jinja2.nodes.Template) -> jinja2.Template:
         """Compile a template whose loops check the clock. Render it with the variables of a `RenderClock`."""
+        check = jinja2.nodes.EnvironmentAttribute("check(context)")
         for loop in tree.find_all(jinja2.nodes.For):
-            check = jinja2.nodes.Call(jinja2.nodes.Name(_CHECK, "load"), [], [], None, None)
             loop.body.insert(0, jinja2.nodes.ExprStmt(check).set_lineno(loop.lineno))
+            loop.test = loop.test and jinja2.nodes.And(check, loop.test)
         template = self.from_string(tree)
         template.globals = dict(template.globals)  # renderings copy it: a plain dict is quick to copy
         return template
+
+
+def _limited(value: Any) -> Any:
+    """Return a value. Raises TemplateRuntimeError if it is too large."""
+    if isinstance(value, str | list | tuple):
+        _limit(len(value))
+    elif isinstance(value, int):
+        _limit(16 * value.bit_length())
+    return value
+
+
+def _limit(size: int) -> None:
+    if size > MAX_SIZE:
+        raise jinja2.TemplateRuntimeError("a text, a list or a number is too large")
 
 
 class StepTooLongError(Exception):
@@ -98,7 +144,8 @@ class RenderClock:
 
     def __init__(self, max_s: float = MAX_RENDER_S, max_step_s: float = float("inf")) -> None:
         """`max_step_s`: the longest time between two calls of `rest`."""
-        self._left_s, self._max_step_s = max_s, max_step_s
+        self._max_s = self._left_s = max_s
+        self._max_step_s = max_step_s
         self.begin()
 
     def begin(self) -> None:
@@ -111,12 +158,12 @@ class RenderClock:
         self.begin()
 
     def variables(self) -> dict[str, Any]:
-        return {_CHECK: self._check}
+        return {_CLOCK: self}
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise TemplateRuntimeError after `max_s`, StepTooLongError after `max_step_s`."""
         running_s = time.thread_time() - self._begun_s
         if running_s > self._left_s:
-            raise jinja2.TemplateRuntimeError(f"it took more than {MAX_RENDER_S:g} s")
+            raise jinja2.TemplateRuntimeError(f"it took more than {self._max_s:g} s")
         if running_s > self._max_step_s:
             raise StepTooLongError
