@@ -30,6 +30,7 @@ from tests.server.scripted_worker import ScriptedWorker
 from tests.server.text.conversations import BODIES, Call, Step, read
 from tests.server.text.template_families import FAMILIES
 from tests.waiting import HANG_S, until
+from worker.common.capabilities import TOKENS
 from worker.wire import (
     End,
     EngineCall,
@@ -88,9 +89,11 @@ class TemplateEngine(ScriptedWorker):
 
     template: str = ""
     tokenizer: Tokenizer | None = None
+    by_engine: bool = True
+    """Without it, the worker is one with Headstart's engine."""
 
     def member(self) -> WorkerMember:
-        return replace(super().member(), capabilities=tuple(BODIES))
+        return replace(super().member(), capabilities=tuple(BODIES) if self.by_engine else (TOKENS,))
 
     def app(self) -> Any:
         app = super().app()
@@ -132,8 +135,8 @@ async def refusals(
     """Return the number of requests, and the sentences of those that were refused."""
     tokenizer = trained_tokenizer()
     bundle = bundle_of(tokenizer, chat_template=FAMILIES[family], max_model_len=1 << 14)
-    worker = TemplateEngine(bundle, reply=[50, 51], template=FAMILIES[family], tokenizer=tokenizer)
-    worker.apis = None if by_engine else ()
+    engine = {"template": FAMILIES[family], "tokenizer": tokenizer, "by_engine": by_engine}
+    worker = TemplateEngine(bundle, reply=[50, 51], **engine)
     found, num_requests = Counter[str](), 0
     async with (
         gateway(worker, tool_parser="hermes") as running,
