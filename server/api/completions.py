@@ -37,7 +37,7 @@ from worker.wire import SamplingParams, TokenLogprobs
 MAX_CHOICES: Final = 1024
 """The limit for all prompts of a request together."""
 MAX_BATCH_FIELDS: Final = 1 << 21
-"""Prompts times the ids, biases and bad words that go with each of them to its worker."""
+"""Prompts times the ids, biases, bad words and grammar tokens that are sent with each."""
 MAX_ECHOED_LOGPROBS: Final = 1 << 21
 """Prompt tokens times the log probabilities asked for of each."""
 
@@ -107,7 +107,7 @@ def _check_batch(params: SamplingParams, num_prompts: int, num_sampled: int) -> 
 
 
 def _check_logprobs(num_tokens: int, params: SamplingParams, model: ServedModel) -> None:
-    """Raises InvalidRequestError when the prompts up to here have too many log probabilities."""
+    """Raises InvalidRequestError when the prompts so far ask for too many log probabilities."""
     num_asked = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     if num_tokens * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
         why = f"gives at most {MAX_ECHOED_LOGPROBS} values for prompts: ask for fewer, or send several requests"
@@ -199,7 +199,7 @@ class CompletionFormatter(ChunkFormatter):
     def _logprobs(
         self, response: ResponseStream, prompt: int, entries: Sequence[TokenEntry], *, echo: bool
     ) -> LazyJson | None:
-        """Return four lists of one item per token: of the prompt with `echo`, and of the entries."""
+        """Return four lists with an item per token: the prompt's tokens if `echo`, then the entries."""
         if self._num_top is None:
             return None
         rows = partial(self._rows, response.generations[prompt], prompt, entries, echo)

@@ -46,7 +46,7 @@ class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
         return ResponsesFormatter(request, spec, rules)
 
     async def compact(self, http_request: Request) -> Response:
-        """Raises InvalidRequestError: nothing is kept here that a compaction could stand for."""
+        """Raises InvalidRequestError: no conversation is stored, so none can be compacted."""
         raise unsupported("compaction", "is not offered: send a summary of the older items, as a message")
 
 
@@ -118,7 +118,7 @@ class ResponsesFormatter(ResponseFormatter):
         is_last = delta.finish_reason is not None
         parsed = self._parser.feed(delta.text, last=is_last)
         num_top = self._request.num_top_logprobs
-        if num_top is not None:  # those of the answer's tokens, not of the reasoning before it
+        if num_top is not None:  # log probabilities of the answer only, not of the reasoning
             shown = [entry for entry in delta.entries if entry.start >= self._parser.answer_start]
             self._logprobs += chat_logprobs(self._token_bytes, shown, num_top)
         for kind, text in parsed:
@@ -226,13 +226,13 @@ class ResponsesFormatter(ResponseFormatter):
 
 
 def _written(value: Any) -> Any:
-    """Return a struct as a dict of its fields that are not None; any other value as JSON has it."""
+    """Return a struct as a dict without its None fields, and any other value as plain JSON types."""
     fields = msgspec.to_builtins(value)
     return {key: item for key, item in fields.items() if item is not None} if isinstance(fields, dict) else fields
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as the client gave it. The SDK's type of a function requires all of its fields."""
+    """Return the client's tool. A function gets null for missing fields, which the SDK requires."""
     return {"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
 
 

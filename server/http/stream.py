@@ -142,25 +142,25 @@ class ClientConnection:
             self._writer = None
 
     def probe(self) -> None:
-        """Write a ping to a stream that has begun: that fails if the client has gone. The protocol calls it."""
+        """Write a ping to a stream that has begun: that fails if the client has gone. The HTTP server calls it."""
         if self._writer is not None and self._writer.started:
             self._writer.ping()
 
     def lose(self) -> None:
-        """Mark the connection as closed. The protocol calls it."""
+        """Mark the connection as closed, and cancel its answer. The HTTP server calls it."""
         self.lost = True
         if self.guard is not None:
             self.guard.end(ClientGoneError)
 
 
 def client_of(scope: Scope) -> ClientConnection:
-    """Return the connection that the protocol has put in the scope. Cheaper than a task that awaits `receive`."""
+    """Return the connection that the HTTP server has put in the scope. Cheaper than a task that awaits `receive`."""
     client: ClientConnection = scope[CLIENT]
     return client
 
 
 class CancelOnDisconnect:
-    """Cancels the current task when the client leaves, or at the deadline (None: there is none).
+    """Cancels the current task when the client disconnects, or after `timeout_s` (None: no limit).
 
     The block then raises ClientGoneError or TimeoutError. Leave it before the last part of the response is sent: a
     complete answer must not be cancelled.

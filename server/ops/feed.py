@@ -30,17 +30,17 @@ from server.ops.overview import Overview
 from server.request_context import CURRENT
 from server.router.ledger import MAX_ROWS, tree_rows
 
-RATE_WINDOW_S: Final = 5.0  # a shown rate moves within seconds
-QUANTILE_WINDOW_S: Final = 60.0  # a minute has enough requests for a p99
-TICK_S: Final = 0.25  # changes seem immediate to a reader
-TICKS_PER_SNAPSHOT: Final = 2  # numbers twice a second
-TICKS_PER_TREE: Final = 8  # the tree is the largest part: every two seconds
+RATE_WINDOW_S: Final = 5.0  # short: a shown rate follows a change within seconds
+QUANTILE_WINDOW_S: Final = 60.0  # long: a p99 needs many requests
+TICK_S: Final = 0.25  # short: a reader sees changes at once
+TICKS_PER_SNAPSHOT: Final = 2  # a reader can follow numbers twice a second
+TICKS_PER_TREE: Final = 8  # every two seconds: the tree is the largest frame
 MAX_VIEWERS: Final = 32  # each is sent every snapshot
 MAX_TENANTS: Final = 16  # rows that a screen shows
 MAX_UNREAD: Final = 32
 """Frames kept for a slow viewer; the oldest are dropped."""
 HISTORY_POINTS: Final = 240
-"""One a snapshot: two minutes."""
+"""Two minutes, one point per snapshot."""
 _POINT: Final = ("output_tokens_per_s", "decisions_per_s", "hit_rate", "ttft_p50_s", "in_flight")
 
 Frames = asyncio.Queue[bytes | None]

@@ -19,11 +19,11 @@ from server.rates import DecayedRatio, DecayedSum
 
 _MAX_UNREPORTED_S = 2.0
 """After this time, unreported work of this gateway counts as assigned."""
-_OTHERS_MEMORY_S = 60.0  # a gateway without requests in it does not compete for a worker
+_OTHERS_MEMORY_S = 60.0  # a gateway without requests there for this time does not compete for a worker
 _MAX_REPORT_AGE_S = 1.0  # workers report at least once a second
 _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
-_HIT_RATE_WINDOW_S = 120.0  # at half, it follows single conversations; at twice, a purge shows late
+_HIT_RATE_WINDOW_S = 120.0  # half of it would follow single conversations; twice would show a purge late
 _MAX_CHANGES = 1024  # between two reports, a second apart at most
 _FORGET_S = 600.0
 """The estimate of an idle worker may be dropped after this time without a report."""
@@ -100,11 +100,11 @@ class WorkerLoadEstimate:
         self._queue: dict[TrackedRequest, None] = {}
         self._advanced_s = 0.0
         self._num_live_blocks = 0
-        """Different blocks of own requests."""
+        """Distinct blocks of own requests."""
         self._live_blocks = deque[tuple[float, int]](maxlen=_MAX_CHANGES)
-        """Their number since the last report, by the time from which it holds."""
+        """(time, `_num_live_blocks`) after each change since the last report."""
         self._num_reported_live_blocks = 0
-        """Their number when the last report was written."""
+        """`_num_live_blocks` when the last report was written."""
         self.reported_s = -math.inf
         """When the last report was written."""
         self._others_s = 0.0
@@ -213,7 +213,7 @@ class WorkerLoadEstimate:
         return shorter_s + min(oldest_s, prefill_s + shorter_s), num_displaced
 
     def ready_s(self, request: TrackedRequest, now_s: float) -> float:
-        """Return the seconds until an own request has its blocks: those of its prefill, and at most as many again."""
+        """Return the seconds until an own request's blocks are computed: its prefill, and at most as long again."""
         if request not in self._queue:
             return 0.0
         self._advance(now_s)

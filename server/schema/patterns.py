@@ -46,7 +46,7 @@ _PROPERTY: Final = re.compile(r"\\(?:[pP](?:[A-Z]|\{\w+\})|u\{[0-9a-fA-F]+\})")
 def enforceable_pattern(pattern: str) -> str | None:
     """Return an equivalent pattern that a grammar can enforce; None: there is none.
 
-    Look-around, back references and word boundaries look beyond the text that a grammar has read.
+    Look-around, back references and word boundaries are refused: a grammar has none.
     """
     if len(pattern) > MAX_PATTERN_CHARS:
         return None

@@ -22,7 +22,7 @@ CLIENT_LINES: Final[Mapping[str, re.Pattern[str]]] = {
         r"x-anthropic-billing-header: ?[a-z_]+=[^;\s]*(; ?[a-z_]+=[^;\s]*)*;? ?\r?(\n|\Z)"
     ),
 }
-"""Each line by its rule, its name in the metric."""
+"""Patterns of known lines, by name: the metric's `rule` label."""
 MAX_LINE_CHARS: Final = 1024
 """Longer lines are not compared."""
 

@@ -15,7 +15,7 @@ from server.text.formats.llama import LLAMA, PYTHONIC
 from server.text.formats.table import ROWS
 
 _ALL: Final = (HARMONY, PYTHONIC, *ROWS, LLAMA)
-"""Narrow ones come first."""
+"""More specific ones come first."""
 FORMATS: Final = {each.name: each for each in sorted(_ALL, key=lambda each: each.name)}
 
 
