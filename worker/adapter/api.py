@@ -138,7 +138,7 @@ class EngineApi(Protocol):
         return False
 
     async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
-        """Wait for one token, or for an answer of a model without text. Return the cached tokens; None: unknown."""
+        """Generate one token, or one embedding. Return the number of cached prompt tokens; None: unknown."""
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Return the engine's defaults of missing sampling parameters; None if unknown."""
@@ -151,7 +151,7 @@ class EngineApi(Protocol):
         """Return where the cache events come from, or None if unknown."""
 
     async def drops_last_block(self) -> bool:
-        """Return whether it computes the last matching block again: it does, or may (vLLM with EAGLE and MTP)."""
+        """Return whether it may compute the last matching block again, as vLLM does with EAGLE and MTP."""
         return False
 
     async def index_problem(self) -> str | None:
@@ -175,7 +175,7 @@ class EngineApi(Protocol):
 
 
 def failed_by(error: EngineRefusedError) -> Failed:
-    """Return the frame that reports an engine's error: whatever a client can write is no loss of the engine."""
+    """Return the frame for an engine's error. One that a request can cause must not count as a lost engine."""
     if error.status in (401, 403):
         return Failed("not_ready", f"the engine refuses its adapter: {error.message}", retryable=True)
     if error.status in (429, 503):

@@ -21,7 +21,7 @@ class UnsupportedModel(ModelError):
 
 
 def encoder(model_type: str) -> UnsupportedModel:
-    """Return the refusal of a model whose tokens attend to later ones."""
+    """Return the error for a model whose tokens attend to later ones."""
     return UnsupportedModel(
         f"model type {model_type!r} is an encoder, and only decoders (causal models) run here, for embeddings too"
     )

@@ -75,7 +75,7 @@ class WorkerService:
         return EngineSinks(deliver, lambda error: call_soon(die), publisher)
 
     def report(self, progress: str) -> None:
-        """Set what requests are answered while the model loads. Any thread."""
+        """Set the progress that refusals name while the model loads. Any thread may call."""
         self._progress = progress
 
     def start(self, engine: Engine) -> None:

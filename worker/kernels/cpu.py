@@ -251,7 +251,7 @@ def kernels_for(dtype: torch.dtype, device: torch.device, *, deterministic: bool
 
 
 def products_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """Return the kernels if their products serve this dtype on this device."""
+    """Return the kernels if their matrix products serve this dtype on this device."""
     return _load() if (dtype, device.type) == (torch.float32, "cpu") else None
 
 

@@ -1,6 +1,7 @@
 """The mover: whole chains go from one worker to another, when a worker joins and when it leaves.
 
-There is one verb: a worker adopts a chain, and fetches its blocks from the one that has it. Who joins or leaves plans:
+There is one operation: a worker adopts a chain, and fetches its blocks from a peer. The worker that joins or leaves
+makes the plan:
 
 warm_start    a worker that joins adopts what its peers used last, before it registers
 hand_over     a worker that leaves offers its chains to peers with enough room, which adopt them. Chains that no peer
@@ -34,7 +35,7 @@ NUM_FETCHES: Final = 2
 POOL_SHARE: Final = 0.5
 """The share of the own pool that may be filled."""
 _ASK_SHARE: Final = 0.2
-"""The share of the time after which a peer that has not answered is left out."""
+"""The share of `time_s` that a peer has to answer before it is left out."""
 HANDOVER_S: Final = 10.0
 """Time for a hand-over, after the last open request."""
 ROOM_SHARE: Final = 0.5
@@ -78,7 +79,7 @@ async def warm_start(
     plan, fetched = plan_chains(offers, max_blocks), Counter[Peer]()
 
     async def adopt(offer: Handover, chain: OfferedChain) -> None:
-        fetched[offer.url, offer.epoch] += 0  # a chain that is given up may still come
+        fetched[offer.url, offer.epoch] += 0  # list the peer in any case: a chain that is given up may still come
         num_blocks = await exchange.adopt(offer.url, offer.epoch, chain)
         fetched[offer.url, offer.epoch] += num_blocks
 
@@ -98,7 +99,7 @@ def has_purged(fetched: Counter[Peer], entries: Sequence[RegistryEntry]) -> bool
 
 
 def plan_chains(offers: Sequence[Handover], max_blocks: int) -> list[tuple[Handover, OfferedChain]]:
-    """Take the peers' chains in turn, the latest first, with at most `max_blocks` different blocks."""
+    """Take the peers' chains in turn, the latest first, with at most `max_blocks` distinct blocks."""
     taken: set[BlockHash] = set()
     plan = []
     for rank in range(max((len(offer.chains) for offer in offers), default=0)):
@@ -134,13 +135,13 @@ async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequ
 def most_offered(num_blocks: int, num_unused: int) -> int:
     """Return how many of a pool's `num_blocks` to offer to peers with `num_unused` blocks that hold nothing.
 
-    Where blocks of peers have to go, the less recently used half is not worth them.
+    If peers must evict blocks, only the more recently used half is worth it.
     """
     return max(num_unused, num_blocks // 2)
 
 
 def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], most: int) -> list[OfferedChain]:
-    """Return chains of at most `most` different blocks, those that are `held` elsewhere last."""
+    """Return chains of at most `max_blocks` distinct blocks in all, those `held` elsewhere last."""
     chosen, taken = [], set[BlockHash]()
     for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
         new = taken.union(chain.block_hashes())

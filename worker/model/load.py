@@ -1,4 +1,4 @@
-"""Models: from the value of --model to a decoder that is ready to run, and the families that have one.
+"""Loads a decoder from the value of --model, and lists the families of models that have one.
 
 Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
 """
@@ -60,7 +60,7 @@ class LoadedModel:
 
     @property
     def numerics(self) -> str:
-        """Name what decides how results round, except attention. Below float32, the CPU's units are part of it."""
+        """Name what decides the rounding, except attention. Below float32, that includes the CPU's instruction set."""
         device = self.device.type
         if device == "cuda":
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
@@ -98,7 +98,8 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
         return load_prepared(_key(checkpoint, config, kernels, options), load)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(
-            f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
+            f"model type {checkpoint.model_type!r} runs through transformers, which supports neither deterministic nor"
+            " weights=packed"
         )
     from worker.model.transformers_backend import TransformersForCausalLM
 
