@@ -189,8 +189,8 @@ class ResponsesFormatter(ResponseFormatter):
         self._open = True
         self._emit("output_item.added", output_index=len(self._items) - 1, item=item)
 
-    def _response(self, response: ResponseStream | None) -> dict[str, Any]:
-        """Return the response object; without a `response`, that of one that has just begun."""
+    def _response(self, stream: ResponseStream | None) -> dict[str, Any]:
+        """Return the response object; without a `stream`, without output and usage."""
         request = self._request
         text_format = request.text.format if request.text is not None else None
         return {
@@ -204,7 +204,7 @@ class ResponsesFormatter(ResponseFormatter):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": request.model,
-            "output": self._items if response is not None else [],
+            "output": self._items if stream is not None else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": request.prompt_cache_key,
@@ -213,19 +213,19 @@ class ResponsesFormatter(ResponseFormatter):
             "service_tier": "default",
             "store": False,
             "temperature": self._sampling.temperature,
-            "text": {"format": _written(text_format) if text_format is not None else {"type": "text"}},
-            "tool_choice": _written(request.tool_choice) or "auto",
+            "text": {"format": _without_nulls(text_format) if text_format is not None else {"type": "text"}},
+            "tool_choice": _without_nulls(request.tool_choice) or "auto",
             "tools": [_echoed(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": self._sampling.top_p,
             "truncation": "disabled",
-            "usage": _usage(response) if response is not None else None,
+            "usage": _usage(stream) if stream is not None else None,
             "user": request.user,
             "metadata": request.metadata or {},
         }
 
 
-def _written(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Return a struct as a dict without its None fields, and any other value as plain JSON types."""
     fields = msgspec.to_builtins(value)
     return {key: item for key, item in fields.items() if item is not None} if isinstance(fields, dict) else fields

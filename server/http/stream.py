@@ -124,11 +124,11 @@ class KeepAlive:
 class ClientConnection:
     """A client's connection. One answer at a time watches it."""
 
-    __slots__ = ("_writer", "guard", "lost")
+    __slots__ = ("_writer", "disconnected", "watcher")
 
     def __init__(self) -> None:
-        self.lost = False
-        self.guard: CancelOnDisconnect | None = None
+        self.disconnected = False
+        self.watcher: CancelOnDisconnect | None = None
         """Cancels the open answer, if any."""
         self._writer: SseWriter | None = None
 
@@ -146,11 +146,11 @@ class ClientConnection:
         if self._writer is not None and self._writer.started:
             self._writer.ping()
 
-    def lose(self) -> None:
+    def mark_disconnected(self) -> None:
         """Mark the connection as closed, and cancel its answer. The HTTP server calls it."""
-        self.lost = True
-        if self.guard is not None:
-            self.guard.end(ClientGoneError)
+        self.disconnected = True
+        if self.watcher is not None:
+            self.watcher.end(ClientGoneError)
 
 
 def client_of(scope: Scope) -> ClientConnection:
@@ -177,18 +177,18 @@ class CancelOnDisconnect:
         """The task that is inside the block."""
 
     def __enter__(self) -> None:
-        if self._client.lost:
+        if self._client.disconnected:
             raise ClientGoneError
         self._task = asyncio.current_task()
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, TimeoutError)
-        self._client.guard = self
+        self._client.watcher = self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         task, self._task = self._task, None
-        self._client.guard = None
+        self._client.watcher = None
         if self._timer is not None:
             self._timer.cancel()
         if self._reason is not None and task is not None and task.uncancel() <= self._num_cancels:

@@ -66,7 +66,7 @@ class Overview(Collector):
             workers.append({**asdict(each.member), **load, **about})
         for url, member, reason in self.fleet.refused():
             about = {"worker_id": "", "epoch": "", "url": url} if member is None else asdict(member)
-            workers.append({**about, "load": None, "state": _absence(member), "reason": reason})
+            workers.append({**about, "load": None, "state": _refusal_state(member), "reason": reason})
         return {"workers": workers, "index": self._index_health()}
 
     def _state(self, candidate: Candidate, broken: Container[WorkerId]) -> tuple[str, str]:
@@ -81,7 +81,7 @@ class Overview(Collector):
         live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
-        members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
+        members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural_key(member.worker_id)))
         rows = [
             self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)), broken)
             for member in members
@@ -92,7 +92,7 @@ class Overview(Collector):
             if member is not None:
                 row |= {"worker": member.worker_id, "model": member.model, "epoch": member.epoch}
             if row["worker"] not in known:
-                rows.append(row | {"state": _absence(member), "reason": reason})
+                rows.append(row | {"state": _refusal_state(member), "reason": reason})
         return rows
 
     def _row(
@@ -132,7 +132,7 @@ class Overview(Collector):
             "load": load,
         }
 
-    def turned_away(self) -> dict[tuple[str, str], float]:
+    def disrupted(self) -> dict[tuple[str, str], float]:
         """Return the number of refused, failed and moved requests since the start, by outcome and reason."""
         return {
             **self.day.turned_away,
@@ -226,7 +226,9 @@ class Overview(Collector):
         )
         held = _gauge("headstart_held_requests", "Requests that wait at this gateway for a worker.", "model")
         held_s = _gauge("headstart_held_prefill_seconds", "Prefill seconds that wait at this gateway.", "model")
-        states = Counter(("" if each is None else each.model, _absence(each)) for _, each, _ in self.fleet.refused())
+        states = Counter(
+            ("" if each is None else each.model, _refusal_state(each)) for _, each, _ in self.fleet.refused()
+        )
         broken = self.fleet.broken()
         for model in self._models():
             candidates = self.fleet.candidates(model, None)
@@ -273,11 +275,11 @@ def index_row(entry: RegistryEntry) -> dict[str, Any]:
     }
 
 
-def _absence(member: WorkerMember | None) -> str:
+def _refusal_state(member: WorkerMember | None) -> str:
     return "unreachable" if member is None else REFUSED
 
 
-def _natural(name: str) -> tuple[str, int]:
+def _natural_key(name: str) -> tuple[str, int]:
     """Return a sort key that puts worker-2 before worker-10."""
     prefix = name.rstrip("0123456789")
     return prefix, int(name[len(prefix) :] or -1)

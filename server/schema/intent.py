@@ -41,7 +41,7 @@ class Conversation:
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
-    thinks: bool | None = None
+    enable_thinking: bool | None = None
     """Turns reasoning on or off. None: the effort decides, else the template."""
     names: FieldNames = CHAT_NAMES
     num_removed: int = 0
@@ -83,9 +83,9 @@ class ChatIntent:
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        return (*self.tool_set.ignored, *self.dropped_items, *self._blocks())
+        return (*self.tool_set.ignored, *self.dropped_items, *self._ignored_parts())
 
-    def _blocks(self) -> Iterator[Ignored]:
+    def _ignored_parts(self) -> Iterator[Ignored]:
         for number, message in enumerate(self.conversation.messages):
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 if isinstance(part, LeftOut):
