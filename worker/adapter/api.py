@@ -92,7 +92,8 @@ class EventSource:
     is_exposed: bool = False
     """The operator allows an endpoint that other machines or users can reach."""
 
-    def dialled(self, endpoint: str) -> str:
+    def connect_address(self, endpoint: str) -> str:
+        """Return the address to connect to: the engine's host replaces a wildcard."""
         return endpoint.replace("[::]", "*").replace("*", self.host)
 
 
@@ -118,7 +119,7 @@ class EngineApi(Protocol):
     async def version(self) -> str:
         """Return the engine's version, and check that the version is supported. Call it first."""
 
-    async def number_format(self) -> str:
+    async def precision(self) -> str:
         """Return dtype and quantisation, for the numerics class; empty if unknown."""
 
     async def model(self) -> EngineModel:
@@ -137,7 +138,7 @@ class EngineApi(Protocol):
         """Return whether the engine reports that it is paused. False if it does not answer."""
         return False
 
-    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+    async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
         """Generate one token, or one embedding. Return the number of cached prompt tokens; None: unknown."""
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
@@ -167,7 +168,7 @@ class EngineApi(Protocol):
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""
 
-    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Answer the call of a request. Closing the iterator aborts it in the engine."""
 
     async def close(self) -> None:

@@ -48,7 +48,7 @@ PROBE_TEXTS: Final = (
 )
 REPEAT_S: Final = 8.0  # silence for longer looks like a hang
 RETRY_S: Final = 1.0  # an engine takes minutes to start, and a question a second costs nothing
-NAMES_PER_BLOCK: Final = 4
+REMEMBERED_PER_BLOCK: Final = 4
 """Engine block hashes that are remembered after lost events, per block of its pool."""
 
 
@@ -63,14 +63,14 @@ async def connect(
     """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
     async with _opened(config) as api:
         while True:
-            model = await wait_for(api, config, report)
+            model = await wait_for_engine(api, config, report)
             load = await api.load()
             facts = facts_of(load, model)
             bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
             await check_tokenizer(api, bundle)
             blocks = EngineBlocks(
                 config.block_size,
-                max_names=NAMES_PER_BLOCK * max(1024, load.num_blocks),
+                max_names=REMEMBERED_PER_BLOCK * max(1024, load.num_blocks),
                 drops_last_block=await api.drops_last_block(),
                 expected_parts=part_kind(folder),
             )
@@ -125,7 +125,7 @@ async def _member(
         url=url,
         model=bundle.model,
         namespace=bundle.namespace.fingerprint,
-        numerics=f"{api.kind}-{await api.version()}/{await api.number_format() or 'unknown'}",
+        numerics=f"{api.kind}-{await api.version()}/{await api.precision() or 'unknown'}",
         block_size=config.block_size,
         max_model_len=bundle.max_model_len,
         protocol=PROTOCOL_VERSION,
@@ -198,7 +198,7 @@ async def _opened(config: WorkerConfig) -> AsyncIterator[EngineApi]:
         raise
 
 
-async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> EngineModel:
+async def wait_for_engine(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> EngineModel:
     """Return the model when the engine answers, which may take minutes."""
     reported, reported_s = "", 0.0
     while True:

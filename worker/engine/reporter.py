@@ -115,8 +115,8 @@ class Reporter:
         if (objective := self._scheduler.objective) is None:
             return 0.0
         num_decodes = sum(not sequence.is_prefilling for sequence in self._scheduler.running)
-        most = self._scheduler.limits.max_num_batched_tokens - num_decodes
-        return objective.prefill_tokens_per_s(num_decodes, most) if num_decodes else 0.0
+        max_tokens = self._scheduler.limits.max_num_batched_tokens - num_decodes
+        return objective.prefill_tokens_per_s(num_decodes, max_tokens) if num_decodes else 0.0
 
 
 def _num_tokens_left(request: Request) -> int:

@@ -20,7 +20,7 @@ class UnsupportedModel(ModelError):
     """Sound files of a model that this engine cannot run exactly."""
 
 
-def encoder(model_type: str) -> UnsupportedModel:
+def encoder_error(model_type: str) -> UnsupportedModel:
     """Return the error for a model whose tokens attend to later ones."""
     return UnsupportedModel(
         f"model type {model_type!r} is an encoder, and only decoders (causal models) run here, for embeddings too"

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from worker.files.errors import CheckpointError, UnsupportedModel, encoder
+from worker.files.errors import CheckpointError, UnsupportedModel, encoder_error
 from worker.files.tokenizer_files import download, is_hub_id
 from worker.kernels import cpu
 from worker.kernels.cpu import Kernels, products_for
@@ -122,7 +122,7 @@ def _key(checkpoint: Checkpoint, config: ModelConfig, kernels: Kernels, options:
 def find_family(model_type: str) -> ModelFamily:
     """Raise UnsupportedModel when the model type has no family."""
     if "bert" in model_type:
-        raise encoder(model_type)
+        raise encoder_error(model_type)
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UnsupportedModel(f"model type {model_type!r:.80} is none of {known}: use transformers and safetensors")
