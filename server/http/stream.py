@@ -72,13 +72,13 @@ class SseWriter:
         """Send a ping, which clients ignore, unless something is being written."""
         if not self._writing and self._ping_task is None:
             self._ping_task = asyncio.create_task(self._put(self._ping_bytes, more=True))
-            self._ping_task.add_done_callback(self._pinged)
+            self._ping_task.add_done_callback(self._end_ping)
 
     def cancel_ping(self) -> None:
         if self._ping_task is not None:
             self._ping_task.cancel()
 
-    def _pinged(self, task: asyncio.Task[None]) -> None:
+    def _end_ping(self, task: asyncio.Task[None]) -> None:
         self._ping_task = None
         if not task.cancelled():
             task.exception()  # a client that is gone is noticed by the end of its connection

@@ -175,7 +175,7 @@ class WorkerLoadEstimate:
         while self._live_block_changes and self._live_block_changes[0][0] <= written_s:
             self._num_reported_live_blocks = self._live_block_changes.popleft()[1]
 
-    def num_held_blocks(self, load: WorkerLoad) -> int:
+    def num_used_blocks(self, load: WorkerLoad) -> int:
         """Return the blocks that are in use there: those of own requests, and what else the last report has."""
         num_reported = max(0, load.num_blocks - load.num_free_blocks)
         return self._num_live_blocks + max(0, num_reported - self._num_reported_live_blocks)

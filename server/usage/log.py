@@ -80,11 +80,11 @@ class UsageLog:
             await asyncio.wait([writing])
         except asyncio.CancelledError:
             await asyncio.wait([writing])
-            self._ended(batch, writing.exception())
+            self._finish_batch(batch, writing.exception())
             raise
-        return self._ended(batch, writing.exception())
+        return self._finish_batch(batch, writing.exception())
 
-    def _ended(self, batch: list[bytes], error: BaseException | None) -> bool:
+    def _finish_batch(self, batch: list[bytes], error: BaseException | None) -> bool:
         """Count a batch as written, or keep its lines. Return whether it was written."""
         reason = "" if error is None else str(error)
         if error is None:

@@ -17,7 +17,7 @@ import torch
 from worker.files.errors import CheckpointError, UnsupportedModel, encoder_error
 from worker.files.tokenizer_files import download, is_hub_id
 from worker.kernels import cpu
-from worker.kernels.cpu import Kernels, products_for
+from worker.kernels.cpu import Kernels, matmul_kernels_for
 from worker.kernels.device import current_device
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import LoadOptions, ModelConfig
@@ -67,7 +67,7 @@ class LoadedModel:
         elif self.dtype != torch.float32:
             device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
         form = "packed" if self.options.weights == "packed" else "dense"
-        if products_for(self.dtype, self.device) is not None:
+        if matmul_kernels_for(self.dtype, self.device) is not None:
             form = "panels"
         if self.options.deterministic:  # norms differ
             form += "-deterministic"
@@ -92,7 +92,7 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
             checkpoint.files.check_unchanged()  # else weights of other files would be stored under this digest
             return decoder
 
-        kernels = products_for(options.torch_dtype, torch.device(options.device))
+        kernels = matmul_kernels_for(options.torch_dtype, torch.device(options.device))
         if kernels is None or checkpoint.files.num_bytes < _MIN_PREPARED_BYTES:
             return load(make_weight)
         return load_prepared(_key(checkpoint, config, kernels, options), load)

@@ -127,7 +127,7 @@ def test_own_blocks_count_while_they_live() -> None:
     worker = fifo()
 
     def held(num_reported: int) -> int:
-        return worker.num_held_blocks(WorkerLoad(num_blocks=100, num_free_blocks=100 - num_reported))
+        return worker.num_used_blocks(WorkerLoad(num_blocks=100, num_free_blocks=100 - num_reported))
 
     first, second = worker.add(1.0, 10, 0.0, num_new_blocks=10), worker.add(1.0, 10, 0.1, num_new_blocks=5)
     assert held(0) == 15
