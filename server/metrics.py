@@ -34,7 +34,7 @@ PLACES: Final = ("pool", *get_args(Place))
 
 
 def known_places(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens that a worker reports as fetched, without unknown places."""
+    """Return a worker's fetched tokens by place, without places unknown to this gateway."""
     return {place: counts[place] for place in PLACES[1:] if counts.get(place, 0) > 0}
 
 
@@ -79,7 +79,7 @@ class Metric(Collector):
         series[2 + bisect_left(self.bounds, amount)] += times
 
     def sum(self, *values: object) -> float:
-        """Return the sum of these label values; without any, the sum of all."""
+        """Return the total for these label values; without any, of all series."""
         return self._row(values)[1]
 
     def cumulative(self, *values: object) -> tuple[float, ...]:
@@ -183,7 +183,7 @@ class GatewayMetrics:
         )
         self._promise_errors.start("too_much", "too_little")
         self.removed_lines = metric(
-            "client_lines_removed", "Prompts without a line that an agent wrote for other servers.", "rule"
+            "client_lines_removed", "Prompts from which a known client line was removed.", "rule"
         )
         self.repairs = metric("repaired_prompts", "Prompts with a shape that their template does not take.", "shape")
         self.refusals = metric("worker_refusals", "Requests refused by a worker.", "status")
@@ -193,7 +193,7 @@ class GatewayMetrics:
         self.quarantined = metric("quarantined", "Poison requests, which are refused for a while.")
         self.disconnects = metric("client_disconnects", "Clients that left before the end of their answer.")
         self.index_events = metric(
-            "index_events", "Lookups without an answer in time, and invalid records in Redis.", "event"
+            "index_events", "Index lookups that timed out, and invalid records in Redis.", "event"
         )
         self.drops = metric("requests_dropped", "Requests that were refused or ended early, by error code.", "reason")
         self.task_failures = metric("task_failures", "Background tasks that failed and were started again.", "task")
@@ -205,11 +205,11 @@ class GatewayMetrics:
         self.key_reloads = metric("api_key_reloads", "Times the key file changed.", "outcome")
         self.key_reloads.start("loaded", "rejected")
         self.limit_events = metric(
-            "key_limit_events", "Exchanges of keys' use without an answer in time, and invalid records.", "event"
+            "key_limit_events", "Exchanges of key usage that timed out, and invalid records in Redis.", "event"
         )
         self.limit_events.start("timeout", "invalid")
         self.limit_part = gauge(
-            "headstart_key_limit_part", "Part of keys' limits that the gateways known in Redis grant; else only shares."
+            "headstart_key_limit_part", "Fraction of the key limits that all gateways known in Redis grant together."
         )
         self.limit_part.set(1.0)
         self.usage_log_lines = metric("usage_log_lines", "Lines of the usage log.", "outcome")
@@ -217,7 +217,7 @@ class GatewayMetrics:
         self.usage_log_failures = metric("usage_log_failures", "Batches of the usage log that could not be written.")
         self._longest_delay_s = 0.0
         longest = gauge(
-            "headstart_event_loop_longest_delay_seconds", "The longest of those delays since the last scrape."
+            "headstart_event_loop_longest_delay_seconds", "The longest event loop delay since the last scrape."
         )
         longest.set_function(self._take_longest_delay)
         self.tasks = gauge("headstart_asyncio_tasks", "Tasks of the event loop.")
@@ -261,6 +261,6 @@ class GatewayMetrics:
         self.correct_promise(promised, cached)
 
     def correct_promise(self, promised: int, cached: int) -> None:
-        """Count a difference between cached tokens as they were promised, or guessed by an adapter, and as counted."""
+        """Count by how many cached tokens a promise, or the guess of an adapter, was wrong."""
         if promised != cached:
             self._promise_errors.inc("too_much" if promised > cached else "too_little", by=abs(promised - cached))

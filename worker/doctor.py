@@ -21,7 +21,7 @@ from worker.common.options import num_bytes
 from worker.config import KV_DISK_BYTES
 from worker.files.errors import ModelError, UnsupportedModel
 from worker.files.tokenizer_files import is_hub_id
-from worker.kernels.cpu import NO_COMPILER, problem, products_for
+from worker.kernels.cpu import NO_COMPILER, matmul_kernels_for, problem
 from worker.model.base import Checkpoint
 from worker.model.config import DTYPES, ModelConfig
 from worker.model.dtype import CHOICES, choose_dtype
@@ -81,7 +81,7 @@ def check_cores() -> Check:
 
 def check_kernels(device: torch.device) -> Check:
     """Check the compiled kernels, and compile them if necessary."""
-    if products_for(torch.float32, device) is not None:
+    if matmul_kernels_for(torch.float32, device) is not None:
         return Check("kernels", "ok", "compiled for this processor")
     why = problem() or ""
     fix = "without AVX2 there is none; on other processors, repair the cause"
@@ -121,7 +121,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 def weight_bytes(checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
     """Estimate the size of the weights in the default form of a worker."""
-    if not isinstance(checkpoint, GGUFCheckpoint) or products_for(dtype, device) is None:
+    if not isinstance(checkpoint, GGUFCheckpoint) or matmul_kernels_for(dtype, device) is None:
         return num_parameters(config) * dtype.itemsize
     bits = {kind: PANEL_BITS[num_bits] for kind, num_bits in NUM_BITS.items()}
     matrices = sum(size * bits.get(kind, 32) for kind, size in checkpoint.matrix_sizes()) // 8

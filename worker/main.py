@@ -260,7 +260,7 @@ class Worker:
         """Drain within the grace, hand blocks over, and leave the registry. A second signal ends the wait."""
         self._stop.clear()
         self._service.drain()
-        drained = asyncio.create_task(self._service.drained(self._config.drain_grace_s))
+        drained = asyncio.create_task(self._service.finish_drain(self._config.drain_grace_s))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait((drained, stopped), return_when=asyncio.FIRST_COMPLETED)
         await _cancelled(drained)
@@ -287,7 +287,7 @@ class Worker:
         self._stop.set()
 
     def _report(self, progress: str) -> None:
-        self._service.report(progress)
+        self._service.set_progress(progress)
         _say(progress)
 
 

@@ -30,7 +30,7 @@ from cache.allocators import make_allocator
 from worker.config import default_step_tokens
 from worker.contracts.engine import EngineOutput, RequestKey
 from worker.contracts.step import Launch, StepResult
-from worker.kernels.cpu import products_for
+from worker.kernels.cpu import matmul_kernels_for
 from worker.model.config import LoadOptions, ModelConfig
 from worker.model.dtype import choose_dtype
 from worker.model.gguf import GGUFCheckpoint
@@ -365,7 +365,7 @@ def _forms(model: LoadedModel, options: argparse.Namespace) -> Iterator[tuple[st
     """Yield the model and, on a CPU, the same with its weights in other forms."""
     yield "decode_step_b1_s", model
     is_own = options.shape is None and model.checkpoint.model_type in FAMILIES
-    if not is_own or products_for(model.dtype, model.device) is None:
+    if not is_own or matmul_kernels_for(model.dtype, model.device) is None:
         if isinstance(model.checkpoint, GGUFCheckpoint) and (options.device, options.dtype) == ("cpu", "bfloat16"):
             packed = LoadOptions(dtype="bfloat16", weights="packed")
             yield "decode_step_b1_packed_s", load_model(options.model, packed)

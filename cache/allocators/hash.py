@@ -69,7 +69,7 @@ class HashAllocator(Allocator):
         return [block_hash for block_hash in hashes if block_hash is not None]
 
     def recent_chains(self, max_blocks: int) -> list[list[ChainLink]]:
-        """Return the chains that would be evicted last, the latest first, of `max_blocks` different blocks at most."""
+        """Return the chains that would be evicted last, the latest first, of `max_blocks` distinct blocks at most."""
         assert self._links is not None, "chains are not tracked"
         links = self._links
         held = [self._hashes[block_id] for block_id, refs in enumerate(self._refs) if refs > 0]

@@ -32,7 +32,7 @@ from server.api.formatting import (
     response_id,
 )
 from server.api.prompts import params
-from server.api.prompts.client_lines import without_client_lines
+from server.api.prompts.client_lines import conversation_without_line
 from server.api.prompts.grammars import MAX_SCHEMA_BYTES, chat_grammar, has_format
 from server.api.prompts.ignored_tools import ignored_header
 from server.api.prompts.items import responses_intent
@@ -185,7 +185,7 @@ async def render_chat(conversation: Conversation, model: ServedModel) -> Rendere
     """Render the prompt's text, in slices, without known lines of agents. Raises InvalidRequestError."""
     param = conversation.names.messages
     if not model.keeps_client_lines:
-        conversation, rule = without_client_lines(conversation)
+        conversation, rule = conversation_without_line(conversation)
         if rule and (context := CURRENT.get(None)) is not None:
             context.removal_rule = rule
     template = model.template_for(conversation)

@@ -37,7 +37,7 @@ from worker.wire import SamplingParams, TokenLogprobs
 MAX_CHOICES: Final = 1024
 """The limit for all prompts of a request together."""
 MAX_BATCH_FIELDS: Final = 1 << 21
-"""Prompts times the ids, biases and bad words that go with each of them to its worker."""
+"""Prompts times the ids, biases, bad words and grammar tokens that are sent with each."""
 MAX_ECHOED_LOGPROBS: Final = 1 << 21
 """Prompt tokens times the log probabilities asked for of each."""
 
@@ -83,14 +83,14 @@ async def prepare_completion(
     )
     echoes: list[str] = []
 
-    def complete(spec: GenerationSpec, prompt: Prompt, num_tokens: int) -> GenerationSpec:
-        _check_logprobs(num_tokens, sampling, model)
+    def finish_spec(spec: GenerationSpec, prompt: Prompt, num_tokens_so_far: int) -> GenerationSpec:
+        _check_logprobs(num_tokens_so_far, sampling, model)
         if request.echo:
             echoes.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(spec.prompt_ids))
         own = replace(sampling, max_tokens=limits.token_budget(model, len(spec.prompt_ids)))
         return replace(spec, sampling=own, seeds=params.choice_seeds(request.seed, num_sampled))
 
-    specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), complete)
+    specs = await batch_specs(shared, prompts, partial(_prompt_ids, request, limits, model), finish_spec)
     formatter = CompletionFormatter(request, shared, echoes, num_sampled)
     return PreparedRequest(specs, formatter, bool(request.stream), ignored=", ".join(request.ignored_hints))
 
@@ -106,10 +106,10 @@ def _check_batch(params: SamplingParams, num_prompts: int, num_sampled: int) -> 
         raise invalid("prompt", f"has {num_prompts} texts, too many for {fields}, which go along with each")
 
 
-def _check_logprobs(num_tokens: int, params: SamplingParams, model: ServedModel) -> None:
-    """Raises InvalidRequestError when the prompts up to here have too many log probabilities."""
+def _check_logprobs(num_tokens_so_far: int, params: SamplingParams, model: ServedModel) -> None:
+    """Raises InvalidRequestError when the prompts so far ask for too many log probabilities."""
     num_asked = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
-    if num_tokens * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
+    if num_tokens_so_far * num_asked > max(MAX_ECHOED_LOGPROBS, model.max_model_len * num_asked):
         why = f"gives at most {MAX_ECHOED_LOGPROBS} values for prompts: ask for fewer, or send several requests"
         raise invalid("logprobs", why)
 
@@ -199,7 +199,7 @@ class CompletionFormatter(ChunkFormatter):
     def _logprobs(
         self, response: ResponseStream, prompt: int, entries: Sequence[TokenEntry], *, echo: bool
     ) -> LazyJson | None:
-        """Return four lists of one item per token: of the prompt with `echo`, and of the entries."""
+        """Return four lists with an item per token: the prompt's tokens if `echo`, then the entries."""
         if self._num_top is None:
             return None
         rows = partial(self._rows, response.generations[prompt], prompt, entries, echo)

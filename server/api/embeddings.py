@@ -71,7 +71,7 @@ async def _input_ids(model: ServedModel, item: Prompt) -> Sequence[int]:
     max_tokens = model.max_model_len
     if isinstance(item, str):
         try:
-            item = model.tokenizer.around(await model.tokenizer.encode(item, most=max_tokens))
+            item = model.tokenizer.with_special_tokens(await model.tokenizer.encode(item, limit=max_tokens))
         except TooManyTokensError as error:
             raise _too_long(model, error.at_least, "at least ") from None
     else:

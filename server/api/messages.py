@@ -89,7 +89,7 @@ async def messages_intent(request: CountTokensRequest, max_tokens: int | None = 
         tools=tools,
         is_continued=request.messages[-1].role == "assistant",
         reasoning_effort=config.effort if config else None,
-        thinks=_thinks(request.thinking),
+        enable_thinking=_enable_thinking(request.thinking),
         template_kwargs=request.chat_template_kwargs or {},
         names=_NAMES if request.output_format is None else _OLDER_NAMES,
     )
@@ -176,7 +176,7 @@ def _format(request: CountTokensRequest) -> schema.ResponseFormat | None:
     return None if formatted is None else schema.ResponseFormat(type="json_schema", schema=formatted.schema)
 
 
-def _thinks(thinking: ThinkingConfig | None) -> bool | None:
+def _enable_thinking(thinking: ThinkingConfig | None) -> bool | None:
     """Return the switch. With `adaptive` and `between_tools` the template decides."""
     if thinking is None or thinking.type not in ("enabled", "disabled"):
         return None

@@ -46,7 +46,7 @@ class ResponsesEndpoint(ConversationEndpoint[ResponsesRequest]):
         return ResponsesFormatter(request, spec, rules)
 
     async def compact(self, http_request: Request) -> Response:
-        """Raises InvalidRequestError: nothing is kept here that a compaction could stand for."""
+        """Raises InvalidRequestError: no conversation is stored, so none can be compacted."""
         raise unsupported("compaction", "is not offered: send a summary of the older items, as a message")
 
 
@@ -118,7 +118,7 @@ class ResponsesFormatter(ResponseFormatter):
         is_last = delta.finish_reason is not None
         parsed = self._parser.feed(delta.text, last=is_last)
         num_top = self._request.num_top_logprobs
-        if num_top is not None:  # those of the answer's tokens, not of the reasoning before it
+        if num_top is not None:  # log probabilities of the answer only, not of the reasoning
             shown = [entry for entry in delta.entries if entry.start >= self._parser.answer_start]
             self._logprobs += chat_logprobs(self._token_bytes, shown, num_top)
         for kind, text in parsed:
@@ -189,8 +189,8 @@ class ResponsesFormatter(ResponseFormatter):
         self._open = True
         self._emit("output_item.added", output_index=len(self._items) - 1, item=item)
 
-    def _response(self, response: ResponseStream | None) -> dict[str, Any]:
-        """Return the response object; without a `response`, that of one that has just begun."""
+    def _response(self, stream: ResponseStream | None) -> dict[str, Any]:
+        """Return the response object; without a `stream`, without output and usage."""
         request = self._request
         text_format = request.text.format if request.text is not None else None
         return {
@@ -204,7 +204,7 @@ class ResponsesFormatter(ResponseFormatter):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": request.model,
-            "output": self._items if response is not None else [],
+            "output": self._items if stream is not None else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": request.prompt_cache_key,
@@ -213,26 +213,26 @@ class ResponsesFormatter(ResponseFormatter):
             "service_tier": "default",
             "store": False,
             "temperature": self._sampling.temperature,
-            "text": {"format": _written(text_format) if text_format is not None else {"type": "text"}},
-            "tool_choice": _written(request.tool_choice) or "auto",
+            "text": {"format": _without_nulls(text_format) if text_format is not None else {"type": "text"}},
+            "tool_choice": _without_nulls(request.tool_choice) or "auto",
             "tools": [_echoed(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": self._sampling.top_p,
             "truncation": "disabled",
-            "usage": _usage(response) if response is not None else None,
+            "usage": _usage(stream) if stream is not None else None,
             "user": request.user,
             "metadata": request.metadata or {},
         }
 
 
-def _written(value: Any) -> Any:
-    """Return a struct as a dict of its fields that are not None; any other value as JSON has it."""
+def _without_nulls(value: Any) -> Any:
+    """Return a struct as a dict without its None fields, and any other value as plain JSON types."""
     fields = msgspec.to_builtins(value)
     return {key: item for key, item in fields.items() if item is not None} if isinstance(fields, dict) else fields
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as the client gave it. The SDK's type of a function requires all of its fields."""
+    """Return the client's tool. A function gets null for missing fields, which the SDK requires."""
     return {"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
 
 

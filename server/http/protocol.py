@@ -219,7 +219,7 @@ class GatewayProtocol(StrictProtocol):
 
     def _lose_client(self) -> None:
         super()._lose_client()
-        self._connection.lose()
+        self._connection.mark_disconnected()
 
     def _refusal(self, status: int) -> tuple[Iterable[tuple[bytes, bytes]], bytes]:
         request_id = (b"x-request-id", f"req_{os.urandom(16).hex()}".encode())

@@ -72,13 +72,13 @@ class SseWriter:
         """Send a ping, which clients ignore, unless something is being written."""
         if not self._writing and self._ping_task is None:
             self._ping_task = asyncio.create_task(self._put(self._ping_bytes, more=True))
-            self._ping_task.add_done_callback(self._pinged)
+            self._ping_task.add_done_callback(self._end_ping)
 
     def cancel_ping(self) -> None:
         if self._ping_task is not None:
             self._ping_task.cancel()
 
-    def _pinged(self, task: asyncio.Task[None]) -> None:
+    def _end_ping(self, task: asyncio.Task[None]) -> None:
         self._ping_task = None
         if not task.cancelled():
             task.exception()  # a client that is gone is noticed by the end of its connection
@@ -124,11 +124,11 @@ class KeepAlive:
 class ClientConnection:
     """A client's connection. One answer at a time watches it."""
 
-    __slots__ = ("_writer", "guard", "lost")
+    __slots__ = ("_writer", "disconnected", "watcher")
 
     def __init__(self) -> None:
-        self.lost = False
-        self.guard: CancelOnDisconnect | None = None
+        self.disconnected = False
+        self.watcher: CancelOnDisconnect | None = None
         """Cancels the open answer, if any."""
         self._writer: SseWriter | None = None
 
@@ -142,25 +142,25 @@ class ClientConnection:
             self._writer = None
 
     def probe(self) -> None:
-        """Write a ping to a stream that has begun: that fails if the client has gone. The protocol calls it."""
+        """Write a ping to a stream that has begun: that fails if the client has gone. The HTTP server calls it."""
         if self._writer is not None and self._writer.started:
             self._writer.ping()
 
-    def lose(self) -> None:
-        """Mark the connection as closed. The protocol calls it."""
-        self.lost = True
-        if self.guard is not None:
-            self.guard.end(ClientGoneError)
+    def mark_disconnected(self) -> None:
+        """Mark the connection as closed, and cancel its answer. The HTTP server calls it."""
+        self.disconnected = True
+        if self.watcher is not None:
+            self.watcher.end(ClientGoneError)
 
 
 def client_of(scope: Scope) -> ClientConnection:
-    """Return the connection that the protocol has put in the scope. Cheaper than a task that awaits `receive`."""
+    """Return the connection that the HTTP server has put in the scope. Cheaper than a task that awaits `receive`."""
     client: ClientConnection = scope[CLIENT]
     return client
 
 
 class CancelOnDisconnect:
-    """Cancels the current task when the client leaves, or at the deadline (None: there is none).
+    """Cancels the current task when the client disconnects, or after `timeout_s` (None: no limit).
 
     The block then raises ClientGoneError or TimeoutError. Leave it before the last part of the response is sent: a
     complete answer must not be cancelled.
@@ -177,18 +177,18 @@ class CancelOnDisconnect:
         """The task that is inside the block."""
 
     def __enter__(self) -> None:
-        if self._client.lost:
+        if self._client.disconnected:
             raise ClientGoneError
         self._task = asyncio.current_task()
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, TimeoutError)
-        self._client.guard = self
+        self._client.watcher = self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         task, self._task = self._task, None
-        self._client.guard = None
+        self._client.watcher = None
         if self._timer is not None:
             self._timer.cancel()
         if self._reason is not None and task is not None and task.uncancel() <= self._num_cancels:

@@ -16,7 +16,7 @@ from server.errors import InvalidRequestError
 from server.schema.fields import FunctionCall, FunctionDefinition, Message, ToolCall
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
-from server.text.formats import FORMATS, either, formats_of
+from server.text.formats import FORMATS, formats_of, with_calls_of
 from server.text.formats.base import ToolFormat
 from server.text.formats.reasoning import CHANNELS, THOUGHT_FORMATS, ThoughtFormat, thoughts_of
 from server.text.output_parser import OutputParser, OutputRules
@@ -41,7 +41,7 @@ def formats(
         known = FORMATS[config.tool_parser]
     tools = known
     if not takes_tools:  # the tools are written into a message that asks for Hermes' form
-        tools = FORMATS["hermes"] if known is None else either(known, FORMATS["hermes"])
+        tools = FORMATS["hermes"] if known is None else with_calls_of(known, FORMATS["hermes"])
     thoughts = thoughts_of(source, tokens)
     if tools is not None and tools.has_channels:
         thoughts = CHANNELS

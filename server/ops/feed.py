@@ -30,21 +30,21 @@ from server.ops.overview import Overview
 from server.request_context import CURRENT
 from server.router.ledger import MAX_ROWS, tree_rows
 
-RATE_WINDOW_S: Final = 5.0  # a shown rate moves within seconds
-QUANTILE_WINDOW_S: Final = 60.0  # a minute has enough requests for a p99
-TICK_S: Final = 0.25  # changes seem immediate to a reader
-TICKS_PER_SNAPSHOT: Final = 2  # numbers twice a second
-TICKS_PER_TREE: Final = 8  # the tree is the largest part: every two seconds
+RATE_WINDOW_S: Final = 5.0  # short: a shown rate follows a change within seconds
+QUANTILE_WINDOW_S: Final = 60.0  # long: a p99 needs many requests
+TICK_S: Final = 0.25  # short: a reader sees changes at once
+TICKS_PER_SNAPSHOT: Final = 2  # a reader can follow numbers twice a second
+TICKS_PER_TREE: Final = 8  # every two seconds: the tree is the largest frame
 MAX_VIEWERS: Final = 32  # each is sent every snapshot
 MAX_TENANTS: Final = 16  # rows that a screen shows
 MAX_UNREAD: Final = 32
 """Frames kept for a slow viewer; the oldest are dropped."""
 HISTORY_POINTS: Final = 240
-"""One a snapshot: two minutes."""
+"""Two minutes, one point per snapshot."""
 _POINT: Final = ("output_tokens_per_s", "decisions_per_s", "hit_rate", "ttft_p50_s", "in_flight")
 
-Frames = asyncio.Queue[bytes | None]
-"""Frames that one viewer has yet to read; None ends the feed."""
+FrameQueue = asyncio.Queue[bytes | None]
+"""The frames that one viewer has yet to read; None ends the feed."""
 
 
 Totals = dict[str, Any]
@@ -78,17 +78,18 @@ class Traffic:
         samples.append(totals)
         while now_s - samples[0]["at_s"] > QUANTILE_WINDOW_S:
             samples.popleft()
-        near = next(sample for sample in samples if now_s - sample["at_s"] <= RATE_WINDOW_S)
-        far, elapsed_s = samples[0], now_s - near["at_s"]
-        prompt_tokens, cached_tokens = (totals[name] - far[name] for name in ("prompt_tokens", "cached_tokens"))
-        counts = [now - then for now, then in zip(totals["ttft_counts"], far["ttft_counts"], strict=True)]
+        rate_start = next(sample for sample in samples if now_s - sample["at_s"] <= RATE_WINDOW_S)
+        window_start, elapsed_s = samples[0], now_s - rate_start["at_s"]
+        prompt_tokens = totals["prompt_tokens"] - window_start["prompt_tokens"]
+        cached_tokens = totals["cached_tokens"] - window_start["cached_tokens"]
+        counts = [now - then for now, then in zip(totals["ttft_counts"], window_start["ttft_counts"], strict=True)]
 
         def rate(name: str) -> float | None:
-            more = totals[name] - near[name]  # negative: an answer that began again took its tokens back
+            more = totals[name] - rate_start[name]  # negative: an answer that began again took its tokens back
             return more / elapsed_s if elapsed_s > 0.0 <= more else None
 
         return {
-            "window_s": now_s - far["at_s"],
+            "window_s": now_s - window_start["at_s"],
             "in_flight": totals["in_flight"],
             "decisions_per_s": rate("num_decisions"),
             "output_tokens_per_s": rate("output_tokens"),
@@ -123,7 +124,7 @@ class Feed:
         self._decisions = overview.decisions
         self._traffic = Traffic(overview.metrics.ttft_s.bounds)
         self._changes = FeedChanges()
-        self._viewers: set[Frames] = set()
+        self._viewers: set[FrameQueue] = set()
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY_POINTS)
         self._last: dict[str, bytes] = {}
         """The latest frame of each kind that a new viewer needs at once."""
@@ -132,10 +133,10 @@ class Feed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         CURRENT.get().route = "events"
         writer = SseWriter(send, list)
-        with self._viewing() as frames:
+        with self._viewing() as queue:
             try:
                 with CancelOnDisconnect(client_of(scope)):
-                    while (frame := await frames.get()) is not None:
+                    while (frame := await queue.get()) is not None:
                         await writer.write(frame)
             except ClientGoneError:
                 return  # the viewer has closed the page
@@ -156,7 +157,7 @@ class Feed:
         self._closed = True
 
     @contextmanager
-    def _viewing(self) -> Iterator[Frames]:
+    def _viewing(self) -> Iterator[FrameQueue]:
         """Add a viewer. Raises UnavailableError."""
         if self._closed or len(self._viewers) >= MAX_VIEWERS:
             reason = "This gateway is stopping." if self._closed else f"{MAX_VIEWERS} viewers are connected already."
@@ -166,14 +167,14 @@ class Feed:
             self._decisions.has_viewers = True
             self._sample(sends=True)
             self._send_tree()
-        frames = Frames(MAX_UNREAD)
+        queue = FrameQueue(MAX_UNREAD)
         for frame in (self._hello(), *self._last.values()):
-            frames.put_nowait(frame)
-        self._viewers.add(frames)
+            queue.put_nowait(frame)
+        self._viewers.add(queue)
         try:
-            yield frames
+            yield queue
         finally:
-            self._viewers.discard(frames)
+            self._viewers.discard(queue)
             self._decisions.has_viewers = bool(self._viewers)
 
     def _send_decisions(self) -> None:
@@ -181,10 +182,10 @@ class Feed:
             self._send(event("decisions", decisions))
 
     def _send(self, frame: bytes | None) -> None:
-        for frames in () if self._closed else self._viewers:
-            if frames.full():
-                frames.get_nowait()
-            frames.put_nowait(frame)
+        for queue in () if self._closed else self._viewers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(frame)
 
     def _send_latest(self, name: str, data: object) -> None:
         """Send a frame, unless it is the latest of its name already."""
@@ -203,7 +204,7 @@ class Feed:
         traffic = self._traffic.add(totals)
         self._history.append((at, *(traffic[name] for name in _POINT)))
         rows = overview.worker_rows()
-        self._changes.see(rows, overview.turned_away())
+        self._changes.see(rows, overview.disrupted())
         if not sends:
             return
         self._send_latest("changes", {"changes": list(self._changes.recent)})

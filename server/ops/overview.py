@@ -57,7 +57,7 @@ class Overview(Collector):
         return self.router.fleet
 
     def workers(self) -> dict[str, Any]:
-        """Return every live worker: its registration, load as last reported, and state; and those not taken."""
+        """Return every live worker, with its registration, state and last reported load, and the refused ones."""
         workers, broken = [], self.fleet.broken()
         for each in self._live_workers():
             state, reason = self._state(each, broken)
@@ -66,7 +66,7 @@ class Overview(Collector):
             workers.append({**asdict(each.member), **load, **about})
         for url, member, reason in self.fleet.refused():
             about = {"worker_id": "", "epoch": "", "url": url} if member is None else asdict(member)
-            workers.append({**about, "load": None, "state": _absence(member), "reason": reason})
+            workers.append({**about, "load": None, "state": _refusal_state(member), "reason": reason})
         return {"workers": workers, "index": self._index_health()}
 
     def _state(self, candidate: Candidate, broken: Container[WorkerId]) -> tuple[str, str]:
@@ -76,12 +76,12 @@ class Overview(Collector):
         return self.api.services.models.state_of(candidate.member)
 
     def worker_rows(self) -> list[dict[str, Any]]:
-        """Return a row for every worker, by model and name: lost ones, and those that are not taken, included."""
+        """Return a row for every worker, by model and name, the lost and the refused ones included."""
         broken = self.fleet.broken()
         live = {candidate.member.worker_id: candidate for candidate in self._live_workers()}
         registry = self.index.seen_entries() if isinstance(self.index, RedisIndex) else []
         entries = {(entry.member.worker_id, entry.member.epoch): entry for entry in registry}
-        members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural(member.worker_id)))
+        members = sorted(self.fleet.workers(), key=lambda member: (member.model, _natural_key(member.worker_id)))
         rows = [
             self._row(member, live.get(member.worker_id), entries.get((member.worker_id, member.epoch)), broken)
             for member in members
@@ -92,7 +92,7 @@ class Overview(Collector):
             if member is not None:
                 row |= {"worker": member.worker_id, "model": member.model, "epoch": member.epoch}
             if row["worker"] not in known:
-                rows.append(row | {"state": _absence(member), "reason": reason})
+                rows.append(row | {"state": _refusal_state(member), "reason": reason})
         return rows
 
     def _row(
@@ -132,8 +132,8 @@ class Overview(Collector):
             "load": load,
         }
 
-    def turned_away(self) -> dict[tuple[str, str], float]:
-        """Return the requests since the start that were refused, failed or moved, by that and by the reason."""
+    def disrupted(self) -> dict[tuple[str, str], float]:
+        """Return the number of refused, failed and moved requests since the start, by outcome and reason."""
         return {
             **self.day.turned_away,
             ("moved", "went on elsewhere"): self.metrics.resumed.sum(),
@@ -193,7 +193,7 @@ class Overview(Collector):
         num_inexact = sum(worker.ends not in ("", "exact") for worker in self.fleet.workers())
         yield _gauge(
             "headstart_index_inexact_workers",
-            "Workers whose cached tokens the index promises by a rule that no engine has confirmed.",
+            "Workers with window or state layers whose rule for cache hits no engine has confirmed.",
             value=num_inexact,
         )
         yield _gauge(
@@ -201,7 +201,7 @@ class Overview(Collector):
         )
         needed = _gauge(
             "headstart_workers_needed",
-            "Workers that the model needs for the objective, of all gateways: scale by the maximum.",
+            "Workers that the model needs for the work of all gateways: scale by the maximum over gateways.",
             "model",
         )
         for model, number in self.workers_needed().items():
@@ -212,22 +212,23 @@ class Overview(Collector):
     def _model_gauges(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges of the workers and queues of each model, those without a live worker included.
 
-        Names of vLLM follow the model server protocol of the Gateway API inference extension. There the gateway counts
-        as the server of its models.
+        The `vllm:` gauges are those of the Gateway API inference extension, which sees the gateway as the model server.
         """
-        workers = _gauge("headstart_workers", "Live workers by state, and those not taken.", "model", "state")
+        workers = _gauge("headstart_workers", "Live workers by state, and refused ones.", "model", "state")
         waiting = _gauge("vllm:num_requests_waiting", "Sequences that wait.", "model_name")
         running = _gauge("vllm:num_requests_running", "Sequences that run.", "model_name")
         usage = _gauge("vllm:kv_cache_usage_perc", "Used part of the KV pools.", "model_name")
         pools = _gauge("vllm:cache_config_info", "The KV pools.", "model_name", "block_size", "num_gpu_blocks")
         prefill = _gauge(
             "headstart_waiting_prefill_seconds",
-            "Prefill seconds that wait at the model's workers, of all gateways: scale by it.",
+            "Prefill seconds of all gateways that wait at the model's workers: scale by it.",
             "model",
         )
         held = _gauge("headstart_held_requests", "Requests that wait at this gateway for a worker.", "model")
         held_s = _gauge("headstart_held_prefill_seconds", "Prefill seconds that wait at this gateway.", "model")
-        states = Counter(("" if each is None else each.model, _absence(each)) for _, each, _ in self.fleet.refused())
+        states = Counter(
+            ("" if each is None else each.model, _refusal_state(each)) for _, each, _ in self.fleet.refused()
+        )
         broken = self.fleet.broken()
         for model in self._models():
             candidates = self.fleet.candidates(model, None)
@@ -274,12 +275,12 @@ def index_row(entry: RegistryEntry) -> dict[str, Any]:
     }
 
 
-def _absence(member: WorkerMember | None) -> str:
+def _refusal_state(member: WorkerMember | None) -> str:
     return "unreachable" if member is None else REFUSED
 
 
-def _natural(name: str) -> tuple[str, int]:
-    """Sort worker-2 before worker-10."""
+def _natural_key(name: str) -> tuple[str, int]:
+    """Return a sort key that puts worker-2 before worker-10."""
     prefix = name.rstrip("0123456789")
     return prefix, int(name[len(prefix) :] or -1)
 

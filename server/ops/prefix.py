@@ -1,7 +1,7 @@
 """The first difference of two prompts, after which the second one finds no block of the first.
 
-Decoding the token ids shows the difference as text. The bodies differ in the field to blame, and its text contains the
-position of the difference in both prompts.
+The difference is shown as decoded text. The field to blame differs between the bodies, and its text spans the position
+of the difference in both prompts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from server.schema.decoding import invalid
 
 NUM_BEFORE: Final = 20  # tokens shown before the difference: enough to find it in the text
 NUM_AFTER: Final = 40  # tokens shown after it: enough for a date, an id or a path
-MAX_NAMED: Final = 8  # the first differences matter, and bound the answer
+MAX_FIELDS: Final = 8  # the first differences matter most, and the answer stays small
 MAX_CHANCE_CHARS: Final = 32
-"""Where only one field goes on, the template may go on with the same characters in the other prompt."""
+"""Past the end of the shorter field, the prompts may agree by chance for this long."""
 _SCHEMA: Final = re.compile(r"tools\[.*?\.(?:parameters|input_schema)\b")
 _MESSAGES_FIELDS: Final = frozenset({"system", "stop_sequences", "thinking", "output_config", "context_management"})
 _MESSAGES_PARTS: Final = re.compile(
@@ -67,7 +67,7 @@ def compare(a: GenerationSpec, b: GenerationSpec, bodies: Sequence[Mapping[str, 
         "goes_on": goes_on,
         "field": field or reordered,
         "reordered": reordered is not None,
-        "differing": differing[:MAX_NAMED],
+        "differing": differing[:MAX_FIELDS],
         "around": [[decode(ids[begin:shared]), decode(ids[shared:end])] for ids in prompts],
     }
 

@@ -369,7 +369,7 @@ def _pool_terms(
     if not load.num_blocks:
         return 0.0, 0.0, 0.0
     num_blocks = -(-num_tokens // member.block_size)
-    usage = (estimate.num_held_blocks(load) + num_blocks - num_live) / load.num_blocks
+    usage = (estimate.num_used_blocks(load) + num_blocks - num_live) / load.num_blocks
     num_kept_tokens = num_live * member.block_size if usage > 1.0 else matched_tokens
     refill_s = max(0, num_tokens - num_kept_tokens) / tokens_per_s
     if member.layout:

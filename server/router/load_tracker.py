@@ -19,11 +19,11 @@ from server.rates import DecayedRatio, DecayedSum
 
 _MAX_UNREPORTED_S = 2.0
 """After this time, unreported work of this gateway counts as assigned."""
-_OTHERS_MEMORY_S = 60.0  # a gateway without requests in it does not compete for a worker
+_OTHERS_MEMORY_S = 60.0  # a gateway without requests there for this time does not compete for a worker
 _MAX_REPORT_AGE_S = 1.0  # workers report at least once a second
 _RATE_MEMORY_S = 300.0
 """After this time without a new measurement, a slow worker counts as unmeasured."""
-_HIT_RATE_WINDOW_S = 120.0  # at half, it follows single conversations; at twice, a purge shows late
+_HIT_RATE_WINDOW_S = 120.0  # half of it would follow single conversations; twice would show a purge late
 _MAX_CHANGES = 1024  # between two reports, a second apart at most
 _FORGET_S = 600.0
 """The estimate of an idle worker may be dropped after this time without a report."""
@@ -100,11 +100,11 @@ class WorkerLoadEstimate:
         self._queue: dict[TrackedRequest, None] = {}
         self._advanced_s = 0.0
         self._num_live_blocks = 0
-        """Different blocks of own requests."""
-        self._live_blocks = deque[tuple[float, int]](maxlen=_MAX_CHANGES)
-        """Their number since the last report, by the time from which it holds."""
+        """Distinct blocks of own requests."""
+        self._live_block_changes = deque[tuple[float, int]](maxlen=_MAX_CHANGES)
+        """(time, `_num_live_blocks`) after each change since the last report."""
         self._num_reported_live_blocks = 0
-        """Their number when the last report was written."""
+        """`_num_live_blocks` when the last report was written."""
         self.reported_s = -math.inf
         """When the last report was written."""
         self._others_s = 0.0
@@ -118,10 +118,10 @@ class WorkerLoadEstimate:
         """Own requests without a first token."""
         return len(self._queue)
 
-    def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_own_blocks: int = 0) -> TrackedRequest:
-        """Count a request that is sent now; no other live one has `num_own_blocks` of its blocks."""
+    def add(self, prefill_s: float, num_blocks: int, now_s: float, *, num_new_blocks: int = 0) -> TrackedRequest:
+        """Count a request that is sent now. No other live request has `num_new_blocks` of its blocks."""
         request = TrackedRequest(prefill_s, prefill_s, num_blocks)
-        self._count_blocks(num_own_blocks, now_s)
+        self._count_blocks(num_new_blocks, now_s)
         self._queue[request] = None
         self.queued_s += prefill_s
         self.num_outstanding += 1
@@ -150,13 +150,13 @@ class WorkerLoadEstimate:
         del self._queue[request]
         self.queued_s = self.queued_s - request.prefill_s if self._queue else 0.0
 
-    def close(self, request: TrackedRequest, now_s: float, num_kept_blocks: int = 0) -> bool:
-        """Forget it; other live requests have `num_kept_blocks` of its own. Return False if it was closed before."""
+    def close(self, request: TrackedRequest, now_s: float, num_shared_blocks: int = 0) -> bool:
+        """Forget it. Other live requests have `num_shared_blocks` of its blocks. Return False if closed before."""
         if request.closed:
             return False
         request.closed = True
         self._dequeue(request)
-        self._count_blocks(num_kept_blocks - request.num_blocks, now_s)
+        self._count_blocks(num_shared_blocks - request.num_blocks, now_s)
         self.num_outstanding -= 1
         return True
 
@@ -172,17 +172,17 @@ class WorkerLoadEstimate:
             self._tokens_per_s = load.prefill_tokens_per_s
             self._measured_s = written_s
         self.assigned.observe(load.assigned_prefill_s, written_s)
-        while self._live_blocks and self._live_blocks[0][0] <= written_s:
-            self._num_reported_live_blocks = self._live_blocks.popleft()[1]
+        while self._live_block_changes and self._live_block_changes[0][0] <= written_s:
+            self._num_reported_live_blocks = self._live_block_changes.popleft()[1]
 
-    def num_held_blocks(self, load: WorkerLoad) -> int:
+    def num_used_blocks(self, load: WorkerLoad) -> int:
         """Return the blocks that are in use there: those of own requests, and what else the last report has."""
         num_reported = max(0, load.num_blocks - load.num_free_blocks)
         return self._num_live_blocks + max(0, num_reported - self._num_reported_live_blocks)
 
     def _count_blocks(self, num_more: int, now_s: float) -> None:
         self._num_live_blocks += num_more
-        self._live_blocks.append((now_s, self._num_live_blocks))
+        self._live_block_changes.append((now_s, self._num_live_blocks))
 
     def prefill_tokens_per_s(self, median: float, now_s: float) -> float:
         """Return the worker's prefill rate; `median` is the fleet's.
@@ -213,7 +213,7 @@ class WorkerLoadEstimate:
         return shorter_s + min(oldest_s, prefill_s + shorter_s), num_displaced
 
     def ready_s(self, request: TrackedRequest, now_s: float) -> float:
-        """Return the seconds until an own request has its blocks: those of its prefill, and at most as many again."""
+        """Return the seconds until an own request's blocks are computed: its prefill, and at most as long again."""
         if request not in self._queue:
             return 0.0
         self._advance(now_s)

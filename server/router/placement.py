@@ -189,8 +189,8 @@ class Scorer:
             peer = self.choose_peer(chosen.peers.holders)
             source = BlockSource(peer.url, peer.epoch, chosen.peers.num_blocks)
         num_blocks = -(-request.num_prompt_tokens // member.block_size)
-        num_own_blocks = num_blocks - chosen.num_live_blocks
-        active = chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_own_blocks=num_own_blocks)
+        num_new_blocks = num_blocks - chosen.num_live_blocks
+        active = chosen.estimate.add(chosen.prefill_s, num_blocks, now_s, num_new_blocks=num_new_blocks)
         self.ledger.opened((member.worker_id, member.epoch), active, request.hashes)
         return Placement(
             request=request,

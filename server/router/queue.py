@@ -36,8 +36,8 @@ PAUSE_S: Final = 0.25
 """Between two searches of a request that no worker can take: one may return or start in it."""
 FULL_S: Final = 0.1
 """Short compared with the full queue: the worker is asked again long before it is idle."""
-THROUGHPUT_WINDOW_S: Final = 10.0  # at half, one long prompt decides the advised wait; at twice, it follows a rush late
-MAX_DRAIN_S: Final = 60.0  # of the advised wait: the load changes sooner
+THROUGHPUT_WINDOW_S: Final = 10.0  # half of it would follow one long prompt; twice would follow a rush late
+MAX_DRAIN_S: Final = 60.0  # bounds the advised wait: the load changes sooner
 Refusals = Mapping[WorkerIncarnation, WorkerRefused]
 _by_order: Final = attrgetter("order")
 

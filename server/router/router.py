@@ -49,8 +49,8 @@ class Router:
     ) -> None:
         """Raises ValueError for an unknown policy.
 
-        `queue`: where requests wait that would wait long at their worker.
-        `listeners`: those that follow placements, in the order of their calls.
+        `queue`: holds requests whose wait at a worker would be long.
+        `listeners`: are called at each event of a placement, in this order.
         """
         self._index = index
         self.fleet = fleet
@@ -162,7 +162,7 @@ class Router:
     def _candidates(self, request: RouteRequest, found: Sequence[Candidate] | None) -> list[Candidate]:
         """Return the workers of the model. Without an answer of the index, match own recent placements.
 
-        They do not count at a worker with ends.
+        Workers whose hits may stop early (`ends`) then match no block.
         """
         candidates = self.fleet.candidates(request.model, found, request.namespace)
         if found is not None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from server.event_loop import TimeSlice
 from server.schema.decoding import invalid
-from server.schema.patterns import FORMAT_PATTERNS, HELD_FORMATS, enforceable_pattern
+from server.schema.patterns import ENFORCED_FORMATS, FORMAT_PATTERNS, enforceable_pattern
 from server.schema.schema_references import ASIDE, Node, References
 from worker.common.json_schema import Path, is_countable, pointer
 
@@ -139,7 +139,7 @@ def _unenforced(node: Node, references: References) -> Iterator[str]:
 def _write_format(node: Node) -> None:
     """Remove an unknown format, which is an annotation. Write dates and times as patterns."""
     name = node.get("format")
-    if not isinstance(name, str) or name in HELD_FORMATS:
+    if not isinstance(name, str) or name in ENFORCED_FORMATS:
         return
     del node["format"]
     if (pattern := FORMAT_PATTERNS.get(name)) is None:

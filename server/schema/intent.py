@@ -41,14 +41,14 @@ class Conversation:
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
-    thinks: bool | None = None
-    """The client turns thoughts on or off; None: by the effort, else as the template has it."""
+    enable_thinking: bool | None = None
+    """Turns reasoning on or off. None: the effort decides, else the template."""
     names: FieldNames = CHAT_NAMES
     num_removed: int = 0
     """Messages of the client that were removed from the beginning."""
 
     def param_of(self, number: int, path: str) -> str:
-        """Return the field of a message's part; that of all messages where the route's differ from these."""
+        """Return an error's `param`: in chat the path of a message's part, else the route's field of messages."""
         return f"messages[{number + self.num_removed}].{path}" if self.names is CHAT_NAMES else self.names.messages
 
 
@@ -63,7 +63,7 @@ class ChatIntent:
     num_choices: int = 1
     max_tokens: int | None = None
     clamps_max_tokens: bool = False
-    """`max_tokens` is an upper bound, as messages and responses mean it: the context may have room for less."""
+    """`max_tokens` is an upper bound, as in /v1/messages and /v1/responses: the context may have room for less."""
     num_top_logprobs: int | None = None
     """None: no log probabilities are asked for."""
     num_prompt_logprobs: int | None = None
@@ -83,9 +83,9 @@ class ChatIntent:
 
     @property
     def ignored(self) -> tuple[Ignored, ...]:
-        return (*self.tool_set.ignored, *self.dropped_items, *self._blocks())
+        return (*self.tool_set.ignored, *self.dropped_items, *self._ignored_parts())
 
-    def _blocks(self) -> Iterator[Ignored]:
+    def _ignored_parts(self) -> Iterator[Ignored]:
         for number, message in enumerate(self.conversation.messages):
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 if isinstance(part, LeftOut):
@@ -93,7 +93,7 @@ class ChatIntent:
                     yield Ignored(part.kind, field, is_block=True)
 
     def __post_init__(self) -> None:
-        """Check the rules that no single field holds. Raises InvalidRequestError."""
+        """Check the rules that involve several fields. Raises InvalidRequestError."""
         structured, name = self.fields.structured_outputs, self.names.response_format
         check_constraints(structured, self.response_format, name)
         if structured is not None and self.tool_mode != "none":

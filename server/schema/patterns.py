@@ -14,7 +14,8 @@ FORMAT_PATTERNS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time"
 """Formats whose own grammars accept too much: lower-case letters, and the 29th of every February."""
 MAX_PATTERN_CHARS: Final = 1 << 14
 """The compiler refuses much longer patterns."""
-HELD_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+ENFORCED_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+"""Formats that the grammar compiler enforces itself."""
 
 _SECONDS: Final = r"\d+(?:[.,]\d+)?S"
 _HOURS: Final = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
@@ -33,10 +34,10 @@ _ESCAPE: Final = (
     r"\\(?:[-^$\\.*+?()\[\]{}|/_@: \"'%#&~`!=,;dDwWsSafnrtv]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
     r"|u\{[0-9a-fA-F]{1,6}\}|[pP](?:[A-Z]|\{\w+\}))"
 )
-_TOKEN: Final = re.compile(
+_REGEX_TOKEN: Final = re.compile(
     rf"(?P<class>\[(?:\^|(?!\^))(?:{_ESCAPE}|[^\]\[\\])+\])|{_ESCAPE}"
-    r"|(?P<open>\((?:\?(?::|P?<[A-Za-z_]\w*>))?)|(?P<close>\))|(?P<either>\|)|(?P<start>\^)|(?P<end>\$)"
-    r"|(?P<times>[*+?]\??|\{\d{1,5}(?:,\d{0,5})?\}\??)|[^\\\[\]{}()|^$*+?]",
+    r"|(?P<open>\((?:\?(?::|P?<[A-Za-z_]\w*>))?)|(?P<close>\))|(?P<alternation>\|)|(?P<start>\^)|(?P<end>\$)"
+    r"|(?P<quantifier>[*+?]\??|\{\d{1,5}(?:,\d{0,5})?\}\??)|[^\\\[\]{}()|^$*+?]",
     re.DOTALL,
 )
 _PROPERTY: Final = re.compile(r"\\(?:[pP](?:[A-Z]|\{\w+\})|u\{[0-9a-fA-F]+\})")
@@ -46,35 +47,35 @@ _PROPERTY: Final = re.compile(r"\\(?:[pP](?:[A-Z]|\{\w+\})|u\{[0-9a-fA-F]+\})")
 def enforceable_pattern(pattern: str) -> str | None:
     """Return an equivalent pattern that a grammar can enforce; None: there is none.
 
-    Look-around, back references and word boundaries look beyond the text that a grammar has read.
+    Look-around, back references and word boundaries are refused: a grammar has none.
     """
     if len(pattern) > MAX_PATTERN_CHARS:
         return None
     pattern = _SAME.get(pattern, pattern)
     depth = position = 0
-    begins = True  # of an alternative, outside of every group
+    at_start = True  # of a top-level alternative
     ended = is_repeatable = False
     while position < len(pattern):
-        token = _TOKEN.match(pattern, position)
+        token = _REGEX_TOKEN.match(pattern, position)
         if token is None:
             return None
         position, kind = token.end(), token.lastgroup
-        if kind == "either":
-            begins, ended, is_repeatable = depth == 0, False, False
+        if kind == "alternation":
+            at_start, ended, is_repeatable = depth == 0, False, False
             continue
-        if ended or (kind == "start" and not begins) or (kind == "end" and depth):
+        if ended or (kind == "start" and not at_start) or (kind == "end" and depth):
             return None
-        if kind == "times" and not is_repeatable:
+        if kind == "quantifier" and not is_repeatable:
             return None
         depth += {"open": 1, "close": -1}.get(kind or "", 0)
-        if depth < 0 or (kind in ("class", "times") and not _is_in_order(token[0])):
+        if depth < 0 or (kind in ("class", "quantifier") and not _is_valid_token(token[0])):
             return None
-        ended, begins = kind == "end", False
+        ended, at_start = kind == "end", False
         is_repeatable = kind not in ("open", "start", "end")
     return None if depth else pattern
 
 
-def _is_in_order(token: str) -> bool:
+def _is_valid_token(token: str) -> bool:
     """Return whether no range of a class or of a repetition is reversed, and a class has no set operation."""
     if any(operation in token for operation in ("&&", "--", "~~", "||")):
         return False

@@ -189,9 +189,9 @@ class ChatTemplate:
         except InvalidRequestError:
             return None
 
-    def _kwargs(self, conversation: Conversation) -> dict[str, Any]:
+    def _kwargs(self, chat: Conversation) -> dict[str, Any]:
         """Return the switches: the client's, then those of its other fields, then the operator's."""
-        given, effort, thinks = conversation.template_kwargs, conversation.reasoning_effort, conversation.thinks
+        given, effort, thinks = chat.template_kwargs, chat.reasoning_effort, chat.enable_thinking
         if reserved := self._reserved.intersection(given):
             message = f"chat_template_kwargs takes no {min(reserved)}: it takes the switches of the template."
             raise InvalidRequestError(message, param="chat_template_kwargs")

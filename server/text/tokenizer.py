@@ -140,19 +140,19 @@ class Tokenizer:
         *,
         add_bos: bool = False,
         client_offsets: Sequence[int] | None = None,
-        most: float = math.inf,
+        limit: float = math.inf,
     ) -> list[int]:
         """Encode a text. Special tokens in it are special, as in the model's own tokenizer.
 
         `client_offsets`: where clients' control tokens begin in a rendered prompt, sorted; they are text.
-        Raises TooManyTokensError early for a long text with more than `most` tokens.
+        Raises TooManyTokensError early for a long text with more than `limit` tokens.
         """
         is_long = len(text) > INLINE_CHARS
-        if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > most:
+        if is_long and self.bound is not None and (at_least := await run_sliced(self.bound.least_tokens(text))) > limit:
             raise TooManyTokensError(at_least)
         has_client_tokens = client_offsets is not None and bool(client_offsets or self.can_spell_control)
         if self._cut is not None and (not has_client_tokens or (self._cuts_control and not self.can_spell_control)):
-            ids = await self._encode_segments(self._cut, text, client_offsets or (), most if is_long else None)
+            ids = await self._encode_segments(self._cut, text, client_offsets or (), limit if is_long else None)
         elif has_client_tokens and is_long:
             loop = asyncio.get_running_loop()
             ids = await loop.run_in_executor(self.executor, self._texts.encode, text, client_offsets or ())
@@ -174,7 +174,7 @@ class Tokenizer:
         """Encode each text by the library, uncached. Call it in a thread for many or long ones."""
         return [item.ids for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def around(self, ids: list[int]) -> list[int]:
+    def with_special_tokens(self, ids: list[int]) -> list[int]:
         """Add the special tokens that the tokenizer itself puts around a text, as embedding models expect."""
         return [*self._prefix, *ids, *self._suffix]
 
@@ -200,9 +200,9 @@ class Tokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     async def _encode_segments(
-        self, cut: re.Pattern[str], text: str, client_offsets: Sequence[int], most: float | None
+        self, cut: re.Pattern[str], text: str, client_offsets: Sequence[int], limit: float | None
     ) -> list[int]:
-        """Encode segment by segment, in slices if `most` is given. Raises TooManyTokensError."""
+        """Encode segment by segment, in slices if `limit` is given. Raises TooManyTokensError."""
         ids: list[int] = []
         time_slice = TimeSlice()
         start = at = 0
@@ -218,7 +218,7 @@ class Tokenizer:
             if special is not None and client_offsets and holds(client_offsets, special.start()):
                 at = special.start() + 1
                 holds_client_tokens = True
-                if most is not None:
+                if limit is not None:
                     await time_slice.rest()
                 continue
             end = len(text) if special is None else special.start()
@@ -227,7 +227,7 @@ class Tokenizer:
                 known = None if segment is None else self._cache.get(segment)
                 if known is None:
                     begun = len(ids)
-                    await self._extend(ids, text, start, end, most, time_slice, as_text=holds_client_tokens)
+                    await self._extend(ids, text, start, end, limit, time_slice, as_text=holds_client_tokens)
                     if segment is not None:
                         self._cache.put(segment, ids[begun:])
                 else:
@@ -236,27 +236,27 @@ class Tokenizer:
                 ids.append(self._special_ids[special[0]])
                 start = at = special.end()
                 holds_client_tokens = False
-            if most is not None:
-                _check_length(ids, most)
+            if limit is not None:
+                _check_length(ids, limit)
                 await time_slice.rest()
             if special is None:
                 return ids
 
     async def _extend(
-        self, ids: list[int], text: str, start: int, end: int, most: float | None, turn: TimeSlice, *, as_text: bool
+        self, ids: list[int], text: str, start: int, end: int, limit: float | None, turn: TimeSlice, *, as_text: bool
     ) -> None:
         """Append the ids of a new segment, window by window; `as_text`: it holds control tokens of a client."""
         begun = len(ids)
         shared: dict[int, int] = {}
         for bounds in ((start, end),) if self._pretokens is None else windows(text, start, end):
             for fresh in self._parts(text, *bounds, as_text=as_text):
-                if most is None:
+                if limit is None:
                     ids += fresh
                 else:  # one object for each id: a million objects of their own take 32 MB
                     ids += [shared.setdefault(id_, id_) for id_ in fresh]
-                    _check_length(ids, most)
+                    _check_length(ids, limit)
                     await turn.rest()
-            if most is not None:
+            if limit is not None:
                 await turn.rest()
         if as_text:
             self._texts.check(ids[begun:])
@@ -275,8 +275,8 @@ class Tokenizer:
             yield from self.encode_texts([part])
 
 
-def _check_length(ids: list[int], most: float) -> None:
-    if len(ids) > most:
+def _check_length(ids: list[int], limit: float) -> None:
+    if len(ids) > limit:
         raise TooManyTokensError(len(ids))
 
 

@@ -1,7 +1,7 @@
 """The usage log: a line of JSON for each request, written in batches by a thread of its own.
 
 Several gateways of one machine may share a file: a batch is written under the file's lock, whole or not at all. At
-`max_bytes` the file is renamed to FILE.TIME and a new one begins. An incomplete line of a killed process is ended.
+`max_bytes` the file is renamed to FILE.TIME and a new one begins. A killed process's partial line gets a newline.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UsageLog:
                 raise ValueError(f"--usage-log {path}: {error.strerror}") from None
 
     def add(self, account: Account) -> None:
-        """Write the account's line within a second."""
+        """Queue the account's line for the next write. It is lost if MAX_PENDING lines wait."""
         if len(self._lines) >= MAX_PENDING:
             self._metrics.usage_log_lines.inc("lost")
             return
@@ -80,11 +80,11 @@ class UsageLog:
             await asyncio.wait([writing])
         except asyncio.CancelledError:
             await asyncio.wait([writing])
-            self._ended(batch, writing.exception())
+            self._finish_batch(batch, writing.exception())
             raise
-        return self._ended(batch, writing.exception())
+        return self._finish_batch(batch, writing.exception())
 
-    def _ended(self, batch: list[bytes], error: BaseException | None) -> bool:
+    def _finish_batch(self, batch: list[bytes], error: BaseException | None) -> bool:
         """Count a batch as written, or keep its lines. Return whether it was written."""
         reason = "" if error is None else str(error)
         if error is None:

@@ -92,7 +92,8 @@ class EventSource:
     is_exposed: bool = False
     """The operator allows an endpoint that other machines or users can reach."""
 
-    def dialled(self, endpoint: str) -> str:
+    def connect_address(self, endpoint: str) -> str:
+        """Return the address to connect to: the engine's host replaces a wildcard."""
         return endpoint.replace("[::]", "*").replace("*", self.host)
 
 
@@ -118,7 +119,7 @@ class EngineApi(Protocol):
     async def version(self) -> str:
         """Return the engine's version, and check that the version is supported. Call it first."""
 
-    async def number_format(self) -> str:
+    async def precision(self) -> str:
         """Return dtype and quantisation, for the numerics class; empty if unknown."""
 
     async def model(self) -> EngineModel:
@@ -137,8 +138,8 @@ class EngineApi(Protocol):
         """Return whether the engine reports that it is paused. False if it does not answer."""
         return False
 
-    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
-        """Wait for one token, or for an answer of a model without text. Return the cached tokens; None: unknown."""
+    async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+        """Generate one token, or one embedding. Return the number of cached prompt tokens; None: unknown."""
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Return the engine's defaults of missing sampling parameters; None if unknown."""
@@ -151,7 +152,7 @@ class EngineApi(Protocol):
         """Return where the cache events come from, or None if unknown."""
 
     async def drops_last_block(self) -> bool:
-        """Return whether it computes the last matching block again: it does, or may (vLLM with EAGLE and MTP)."""
+        """Return whether it may compute the last matching block again, as vLLM does with EAGLE and MTP."""
         return False
 
     async def index_problem(self) -> str | None:
@@ -167,7 +168,7 @@ class EngineApi(Protocol):
     async def render(self, call: EngineCall) -> Rendered:
         """Return the engine's own ids of a call's prompts."""
 
-    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Answer the call of a request. Closing the iterator aborts it in the engine."""
 
     async def close(self) -> None:
@@ -175,7 +176,7 @@ class EngineApi(Protocol):
 
 
 def failed_by(error: EngineRefusedError) -> Failed:
-    """Return the frame that reports an engine's error: whatever a client can write is no loss of the engine."""
+    """Return the frame for an engine's error. One that a request can cause must not count as a lost engine."""
     if error.status in (401, 403):
         return Failed("not_ready", f"the engine refuses its adapter: {error.message}", retryable=True)
     if error.status in (429, 503):

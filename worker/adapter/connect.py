@@ -48,8 +48,8 @@ PROBE_TEXTS: Final = (
 )
 REPEAT_S: Final = 8.0  # silence for longer looks like a hang
 RETRY_S: Final = 1.0  # an engine takes minutes to start, and a question a second costs nothing
-NAMES_PER_BLOCK: Final = 4
-"""Names of blocks that are remembered after a gap, per block of the engine's pool."""
+REMEMBERED_PER_BLOCK: Final = 4
+"""Engine block hashes that are remembered after lost events, per block of its pool."""
 
 
 async def connect(
@@ -63,14 +63,14 @@ async def connect(
     """Wait for the engine and build the adapter over it. Raises ValueError or OSError if it cannot be served."""
     async with _opened(config) as api:
         while True:
-            model = await wait_for(api, config, report)
+            model = await wait_for_engine(api, config, report)
             load = await api.load()
             facts = facts_of(load, model)
             bundle, folder = await asyncio.to_thread(make_bundle, config, model, await api.sampling_defaults())
             await check_tokenizer(api, bundle)
             blocks = EngineBlocks(
                 config.block_size,
-                max_names=NAMES_PER_BLOCK * max(1024, load.num_blocks),
+                max_names=REMEMBERED_PER_BLOCK * max(1024, load.num_blocks),
                 drops_last_block=await api.drops_last_block(),
                 expected_parts=part_kind(folder),
             )
@@ -118,14 +118,14 @@ async def _member(
         index_problem = await api.index_problem() or ""
         if config.events == "none":
             index_problem = "the engine publishes no cache events (--events none)"
-    has_dates = "strftime_now" in (bundle.chat_template or "strftime_now")
+    may_have_dates = not bundle.chat_template or "strftime_now" in bundle.chat_template  # its ids change by the day
     return WorkerMember(
         worker_id=WorkerId(worker_id),
         epoch=new_epoch(),
         url=url,
         model=bundle.model,
         namespace=bundle.namespace.fingerprint,
-        numerics=f"{api.kind}-{await api.version()}/{await api.number_format() or 'unknown'}",
+        numerics=f"{api.kind}-{await api.version()}/{await api.precision() or 'unknown'}",
         block_size=config.block_size,
         max_model_len=bundle.max_model_len,
         protocol=PROTOCOL_VERSION,
@@ -133,7 +133,7 @@ async def _member(
         oldest_protocol=OLDEST_PROTOCOL,
         prefill_order="fifo",
         capabilities=(*apis, *adapter_names(model.loras)),
-        chat_probes=await probe_digests(api) if CHAT in apis and not has_dates else (),
+        chat_probes=await probe_digests(api) if CHAT in apis and not may_have_dates else (),
         index_problem=index_problem,
         aliases=model.aliases,
     )
@@ -164,7 +164,7 @@ def open_api(config: WorkerConfig) -> EngineApi:
 
 
 def claim_engine(config: WorkerConfig) -> socket.socket:
-    """Return a socket whose name stands for the engine until it is closed. Raises ValueError when another has it.
+    """Return a socket whose name locks the engine until it is closed. Raises ValueError if it is locked.
 
     Two adapters of one engine would count its free blocks twice. Names of abstract sockets belong to a network
     namespace, as loopback addresses do, and end with their process. Elsewhere than on Linux nothing is claimed.
@@ -198,7 +198,7 @@ async def _opened(config: WorkerConfig) -> AsyncIterator[EngineApi]:
         raise
 
 
-async def wait_for(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> EngineModel:
+async def wait_for_engine(api: EngineApi, config: WorkerConfig, report: Callable[[str], None]) -> EngineModel:
     """Return the model when the engine answers, which may take minutes."""
     reported, reported_s = "", 0.0
     while True:
@@ -255,7 +255,8 @@ async def check_tokenizer(api: EngineApi, bundle: TokenizerBundle) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if engine_ids != ids:
             pairs = enumerate(zip(engine_ids, ids, strict=False))
-            first = next((at for at, (engine_id, own_id) in pairs if engine_id != own_id), "the end")
+            shorter = min(len(engine_ids), len(ids))
+            first = next((at for at, (engine_id, own_id) in pairs if engine_id != own_id), shorter)
             raise ValueError(
                 f"--tokenizer: the engine's token ids differ from those of this tokenizer from position {first} of a"
                 f" probe text on; name the folder or Hugging Face id of the engine's own tokenizer"

@@ -117,7 +117,7 @@ async def _send(api: EngineApi, prompt_ids: list[int], root: BlockHash | None = 
     """Generate one token after a prompt."""
     root = root or BlockHash(secrets.token_bytes(HASH_BYTES))
     async with asyncio.timeout(PROBE_TIMEOUT_S):
-        return Probe(prompt_ids, root, await api.one_token(prompt_ids, root.hex()))
+        return Probe(prompt_ids, root, await api.probe(prompt_ids, root.hex()))
 
 
 async def check_cache(api: EngineApi, load: EngineLoad, first: Probe) -> Check:

@@ -117,7 +117,7 @@ class AdapterEngine:
         if self._subscriber is not None:
             await self._subscriber.catch_up()
         with contextlib.suppress(EngineRefusedError):
-            await self._api.one_token()
+            await self._api.probe()
         self.apply(Sign.TOKEN)
 
     def start(self) -> None:
@@ -225,7 +225,7 @@ class AdapterEngine:
         while True:
             self._wake.clear()
             is_probed = self._probe is not None and not self._probe.done()
-            num_open = self._account.num_open + is_probed
+            num_open = self._account.num_open_choices + is_probed
             try:
                 async with asyncio.timeout(ANSWER_S):
                     counts, model = await self._api.load(), await self._api.model()
@@ -251,7 +251,7 @@ class AdapterEngine:
     async def _ask_for_token(self) -> None:
         """Ask for one token, without a tenant's salt. An engine that is full has not shown anything."""
         with contextlib.suppress(EngineLostError, EngineRefusedError):
-            await self._api.one_token()
+            await self._api.probe()
             self.apply(Sign.TOKEN)
 
     def apply(self, sign: Sign, why: str = "") -> None:

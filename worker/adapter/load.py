@@ -42,7 +42,7 @@ class LoadAccount:
     def __init__(self) -> None:
         self.rate = PrefillRate()
         self.starts = StartInterval()
-        self.num_open = 0
+        self.num_open_choices = 0
         """Choices at the engine."""
         self._prefills: dict[Prefill, None] = {}
         self._assigned_s = 0.0
@@ -65,7 +65,7 @@ class LoadAccount:
         self._assigned_s += self.rate.seconds(num_tokens)
         return prefill
 
-    def started(self) -> Prefill | None:
+    def start_first(self) -> Prefill | None:
         """Start the first prefill in line and return it; None if it was started before, or none waits."""
         first = next(iter(self._prefills), None)
         if first is None or first.started_s is not None:
@@ -102,7 +102,7 @@ class LoadAccount:
         for prefill in self._prefills:
             queued[prefill.gateway_id] += self.rate.seconds(prefill.num_tokens)
         num_waiting = max(0, len(self._prefills) - 1)
-        num_running = self.num_open - num_waiting
+        num_running = self.num_open_choices - num_waiting
         num_blocks = num_free = 0
         if engine is not None:
             num_running, num_waiting = max(num_running, engine.num_running), max(num_waiting, engine.num_waiting)

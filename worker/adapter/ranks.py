@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from worker.adapter.api import EngineLostError, EngineRefusedError
-from worker.adapter.connect import open_api, wait_for
+from worker.adapter.connect import open_api, wait_for_engine
 from worker.common.capabilities import GENERATING
 from worker.config import WorkerConfig, parse
 
@@ -21,7 +21,7 @@ async def ask(config: WorkerConfig) -> dict[str, object]:
     """Return the ranks of the engine, and whether it advertises the cache events that its model has."""
     api = open_api(config)
     try:
-        await wait_for(api, config, lambda line: print(line, file=sys.stderr, flush=True))
+        await wait_for_engine(api, config, lambda line: print(line, file=sys.stderr, flush=True))
         pools = GENERATING.isdisjoint(await api.text_apis())
         publishes = await api.event_source() is not None or pools or await api.index_problem()
         return {"ranks": await api.ranks(), "publishes": bool(publishes)}

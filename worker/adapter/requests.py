@@ -185,9 +185,9 @@ class EngineRequests:
         request, reasons = active.request, dict[int, str]()
         if request.call is not None and not request.call.streams:
             self._account.drop_later(prefill)
-        self._account.num_open += len(request.choices)
+        self._account.num_open_choices += len(request.choices)
         try:
-            stream = self._api.text(request, f"{self._name}-{active.key}")
+            stream = self._api.generate(request, f"{self._name}-{active.key}")
             async with contextlib.aclosing(stream):  # type: ignore[type-var]
                 async for part in stream:
                     self._sink.token()
@@ -201,7 +201,7 @@ class EngineRequests:
                     tokens = [Tokens(index, token_ids) for index, token_ids in part.token_ids]
                     self._emit(active, *tokens, EngineText(part.data))
         finally:
-            self._account.num_open -= len(request.choices)
+            self._account.num_open_choices -= len(request.choices)
         self._emit(active, *[Finished(each.index, reasons.get(each.index, "stop")) for each in request.choices])
 
     def _record_first_token(self, active: ActiveRequest, prefill: Prefill, num_expected: int) -> None:
@@ -236,6 +236,6 @@ class EngineRequests:
 
     def _start_reached(self) -> None:
         """Deliver Started for the request whose prefill the engine has reached, if any."""
-        prefill = self._account.started()
+        prefill = self._account.start_first()
         if prefill is not None and (active := self.active.get(prefill.key)) is not None:
             self._start(active, len(active.request.prompt_ids) - prefill.num_tokens)

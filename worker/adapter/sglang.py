@@ -91,7 +91,7 @@ class SglangApi(EngineServer):
             source = str(info.get("tokenizer_path") or info.get("model_path") or "")
         return replace(await super().model(), source=source)
 
-    async def number_format(self) -> str:
+    async def precision(self) -> str:
         info = await self._info()
         return f"{info.get('dtype', 'auto')}/{info.get('quantization') or 'dense'}"
 
@@ -117,7 +117,7 @@ class SglangApi(EngineServer):
                 reuses_prefixes=None if "disable_radix_cache" not in info else not info["disable_radix_cache"],
             )
 
-    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+    async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
         body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": {"max_new_tokens": 1}}
         if salt:
             body |= {"cache_salt": salt, "extra_key": salt}
@@ -183,7 +183,7 @@ class SglangApi(EngineServer):
             max_tokens = next((int(length) for length in asked if length is not None), longest)
         return Rendered((token_ids,), (max(0, max_tokens),), ())
 
-    def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         assert request.call is not None
         return answer_of(self, request.call, chat_body(request, request_id, self._rank))
 

@@ -114,7 +114,7 @@ class EventSubscriber:
         self._live.setsockopt(zmq.SUBSCRIBE, self._topic)
         try:
             if engine_binds(source):
-                self._live.connect(source.dialled(source.endpoint))
+                self._live.connect(source.connect_address(source.endpoint))
             else:
                 self._live.bind(source.endpoint.replace("localhost", "127.0.0.1"))
         except zmq.ZMQError as error:
@@ -227,7 +227,7 @@ class EventSubscriber:
         if self._replay is None:
             self._replay = self._context.socket(zmq.DEALER)
             _bound(self._replay)
-            self._replay.connect(self._source.dialled(self._source.replay_endpoint))
+            self._replay.connect(self._source.connect_address(self._source.replay_endpoint))
         expected = None if self._last_payload is None else self._next - 1
         first = expected or 0
         next_before = self._next

@@ -163,7 +163,7 @@ class TextServer(EngineServer):
             return False
         return bool(rendered.media)
 
-    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    async def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         """Yield the answer to a request's call. Closing the iterator aborts it in the engine."""
         call = request.call
         assert call is not None

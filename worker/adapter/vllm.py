@@ -59,7 +59,7 @@ class VllmApi(TextServer):
         with understood("/version"):
             return str(answer["version"])
 
-    async def number_format(self) -> str:
+    async def precision(self) -> str:
         try:
             config = (await self._config())["model_config"]
             return f"{config['dtype'].removeprefix('torch.')}/{config['quantization'] or 'dense'}"
@@ -94,7 +94,7 @@ class VllmApi(TextServer):
             return bool((await self.json("GET", "/is_paused", timeout_s=_PAUSED_TIMEOUT_S)).get("is_paused"))
         return False
 
-    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+    async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
         if await self.pools():
             await self.embed_one()
             return None

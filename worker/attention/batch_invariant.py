@@ -5,7 +5,7 @@ the token's position p:
 
     tile t = p // 16    queries 16 t .. 16 t + 15 (absent ones are zero)    keys 0 .. 16 t + 15 (later ones are masked)
 
-It needs many small calls, so it only runs with `--deterministic`, where `tiled_paged` does not serve.
+It needs many small calls, so it only runs with `--deterministic`, and only if `tiled_paged` cannot.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ class EngineCore:
         if self._runner.overlaps:
             if self._async_scheduling:
                 self._in_flight.launch_async()
-            while self._in_flight.prefill_runs:  # pure decodes end before a wake-up would pay
+            while self._in_flight.prefill_runs:  # decode-only steps are too short to poll in
                 self._run_housekeeping(wait_s=POLL_INTERVAL_S)
         self._in_flight.process_result()
         self.mailbox.run()  # commands that came while the device worked join the next step
@@ -346,7 +346,7 @@ class EngineCore:
         if has_suspect or not self._runner.overlaps:
             self._outputs.flush()
         if has_suspect:
-            time.sleep(SUSPECT_NOTICE_S)
+            time.sleep(SUSPECT_NOTICE_S)  # Started must reach the gateway before a step that may end the process
         self._in_flight.launch(plan, begun_s)
 
     def _on_idle(self) -> None:

@@ -65,7 +65,7 @@ class Reporter:
         self._report(self._scheduler.allocator.take_events())
 
     def begin_epoch(self, member: WorkerMember) -> None:
-        """Report the reset pool as `member`."""
+        """Reset the assigned seconds, and report the emptied pool under the epoch of `member`."""
         self._assigned_s = 0.0
         if self._publisher is not None:
             self._publisher.begin_epoch(member)
@@ -107,16 +107,16 @@ class Reporter:
         return load if self._transfers is None else self._transfers.with_rates(load)
 
     def _prefill_s(self, num_tokens: int, bounded: float) -> float:
-        """Return the time that these tokens take, at a `_bounded_tokens_per_s` if there is one."""
+        """Return the time of these tokens at the slower of the measured and the `bounded` rate (0.0: not bounded)."""
         return max(self.rate.seconds(num_tokens), num_tokens / bounded if bounded else 0.0)
 
     def _bounded_tokens_per_s(self) -> float:
-        """Return the prefill rate next to the decodes that run. 0.0: none run, or nothing bounds their steps."""
+        """Return the prefill rate while decodes run; 0.0 without decodes, or without a step objective."""
         if (objective := self._scheduler.objective) is None:
             return 0.0
         num_decodes = sum(not sequence.is_prefilling for sequence in self._scheduler.running)
-        most = self._scheduler.limits.max_num_batched_tokens - num_decodes
-        return objective.prefill_tokens_per_s(num_decodes, most) if num_decodes else 0.0
+        max_tokens = self._scheduler.limits.max_num_batched_tokens - num_decodes
+        return objective.prefill_tokens_per_s(num_decodes, max_tokens) if num_decodes else 0.0
 
 
 def _num_tokens_left(request: Request) -> int:

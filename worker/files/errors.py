@@ -20,8 +20,8 @@ class UnsupportedModel(ModelError):
     """Sound files of a model that this engine cannot run exactly."""
 
 
-def encoder(model_type: str) -> UnsupportedModel:
-    """Return the refusal of a model whose tokens attend to later ones."""
+def encoder_error(model_type: str) -> UnsupportedModel:
+    """Return the error for a model whose tokens attend to later ones."""
     return UnsupportedModel(
         f"model type {model_type!r} is an encoder, and only decoders (causal models) run here, for embeddings too"
     )

@@ -74,8 +74,8 @@ class WorkerService:
 
         return EngineSinks(deliver, lambda error: call_soon(die), publisher)
 
-    def report(self, progress: str) -> None:
-        """Set what requests are answered while the model loads. Any thread."""
+    def set_progress(self, progress: str) -> None:
+        """Set the progress that refusals name while the model loads. Any thread may call."""
         self._progress = progress
 
     def start(self, engine: Engine) -> None:
@@ -141,7 +141,7 @@ class WorkerService:
             self._engine.drain()
             logger.info("draining: %d requests are open", self.num_open)
 
-    async def drained(self, grace_s: float) -> None:
+    async def finish_drain(self, grace_s: float) -> None:
         """Wait for the open requests, and fail those left after `grace_s`, so that other workers take over."""
         if self._engine is None:
             return

@@ -250,8 +250,8 @@ def kernels_for(dtype: torch.dtype, device: torch.device, *, deterministic: bool
     return _load()
 
 
-def products_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """Return the kernels if their products serve this dtype on this device."""
+def matmul_kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Return the kernels if their matrix products serve this dtype on this device."""
     return _load() if (dtype, device.type) == (torch.float32, "cpu") else None
 
 

@@ -45,7 +45,7 @@ class Stopwatch:
         self.mark()
 
     def mark(self) -> None:
-        """End a part, on the device, where all work queued before is done."""
+        """End a part: the point at which the device has done all work queued so far."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 class DeviceStream:
-    """Do the work queued on it in order, for one thread: on the current stream of a GPU, or within `enqueue`."""
+    """Runs queued work in order, for one thread: on the current stream of a GPU, or within `enqueue`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,7 @@
 """The mover: whole chains go from one worker to another, when a worker joins and when it leaves.
 
-There is one verb: a worker adopts a chain, and fetches its blocks from the one that has it. Who joins or leaves plans:
+There is one operation: a worker adopts a chain, and fetches its blocks from a peer. The worker that joins or leaves
+makes the plan:
 
 warm_start    a worker that joins adopts what its peers used last, before it registers
 hand_over     a worker that leaves offers its chains to peers with enough room, which adopt them. Chains that no peer
@@ -34,15 +35,15 @@ NUM_FETCHES: Final = 2
 POOL_SHARE: Final = 0.5
 """The share of the own pool that may be filled."""
 _ASK_SHARE: Final = 0.2
-"""The share of the time after which a peer that has not answered is left out."""
+"""The share of `time_s` that a peer has to answer before it is left out."""
 HANDOVER_S: Final = 10.0
 """Time for a hand-over, after the last open request."""
 ROOM_SHARE: Final = 0.5
 """The share of a peer's free blocks that a hand-over may take. They hold its least recently used blocks."""
 
-Peer = tuple[str, str]
+PeerEpoch = tuple[str, str]
 """The URL of a worker that gave blocks, and its epoch."""
-Held = Callable[[Sequence[RegistryEntry], Sequence[BlockHash]], Awaitable[Sequence[bool]]]
+HeldLookup = Callable[[Sequence[RegistryEntry], Sequence[BlockHash]], Awaitable[Sequence[bool]]]
 """Asks the index for each block whether one of the workers has it: `RegistryUpkeep.held`."""
 
 
@@ -60,7 +61,7 @@ def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[Reg
 
 async def warm_start(
     member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], time_s: float
-) -> Counter[Peer]:
+) -> Counter[PeerEpoch]:
     """Fill at most half of the pool within `time_s`, each peer's latest chains first. Return the blocks by peer."""
     begun_s, max_blocks = time.monotonic(), min(MAX_BLOCKS, int(POOL_SHARE * exchange.num_blocks))
     peers = [entry.member for entry in peers_of(member, entries) if entry.num_entries]
@@ -75,10 +76,10 @@ async def warm_start(
         for peer, answer in zip(chosen, await asyncio.gather(*asked), strict=True)
         if answer is not None
     ]
-    plan, fetched = plan_chains(offers, max_blocks), Counter[Peer]()
+    plan, fetched = plan_chains(offers, max_blocks), Counter[PeerEpoch]()
 
     async def adopt(offer: Handover, chain: OfferedChain) -> None:
-        fetched[offer.url, offer.epoch] += 0  # a chain that is given up may still come
+        fetched[offer.url, offer.epoch] += 0  # list the peer in any case: a chain that is given up may still come
         num_blocks = await exchange.adopt(offer.url, offer.epoch, chain)
         fetched[offer.url, offer.epoch] += num_blocks
 
@@ -91,35 +92,37 @@ async def warm_start(
     return fetched
 
 
-def has_purged(fetched: Counter[Peer], entries: Sequence[RegistryEntry]) -> bool:
+def has_purged(fetched: Counter[PeerEpoch], entries: Sequence[RegistryEntry]) -> bool:
     """Return whether a peer that gave blocks has begun another epoch: they may have been purged there."""
     epochs = dict(fetched.keys())
     return any(epochs.get(entry.member.url, entry.member.epoch) != entry.member.epoch for entry in entries)
 
 
 def plan_chains(offers: Sequence[Handover], max_blocks: int) -> list[tuple[Handover, OfferedChain]]:
-    """Take the peers' chains in turn, the latest first, with at most `max_blocks` different blocks."""
+    """Take the peers' chains in turn, the latest first, with at most `max_blocks` distinct blocks."""
     taken: set[BlockHash] = set()
     plan = []
-    for rank in range(max((len(offer.chains) for offer in offers), default=0)):
+    for position in range(max((len(offer.chains) for offer in offers), default=0)):
         for offer in offers:
-            if rank >= len(offer.chains):
+            if position >= len(offer.chains):
                 continue
-            new = set(offer.chains[rank].block_hashes()) - taken
+            new = set(offer.chains[position].block_hashes()) - taken
             if new and len(taken) + len(new) <= max_blocks:
                 taken |= new
-                plan.append((offer, offer.chains[rank]))
+                plan.append((offer, offer.chains[position]))
     return plan
 
 
-async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], held: Held) -> int:
+async def hand_over(
+    member: WorkerMember, exchange: BlockExchange, entries: Sequence[RegistryEntry], held: HeldLookup
+) -> int:
     """Offer the chains of `member` to those of the registry's workers that can hold them. Return the blocks taken."""
     peers = peers_of(member, entries)
     free_blocks = [int(ROOM_SHARE * peer.load.num_free_blocks) for peer in peers]
     chains = await exchange.latest_chains(exchange.num_blocks if any(free_blocks) else 0)
     num_unused = sum(max(0, peer.load.num_blocks - peer.num_entries) for peer in peers)
-    most = most_offered(exchange.num_blocks, num_unused)
-    chains = unique_first(chains, await held(peers, [chain.tip for chain in chains]), most)
+    max_blocks = most_offered(exchange.num_blocks, num_unused)
+    chains = unique_first(chains, await held(peers, [chain.tip for chain in chains]), max_blocks)
     shares = [
         (peer.member, Handover(member.url, member.epoch, member.layout, offered))
         for peer, offered in zip(peers, share_out(chains, free_blocks), strict=True)
@@ -134,17 +137,17 @@ async def hand_over(member: WorkerMember, exchange: BlockExchange, entries: Sequ
 def most_offered(num_blocks: int, num_unused: int) -> int:
     """Return how many of a pool's `num_blocks` to offer to peers with `num_unused` blocks that hold nothing.
 
-    Where blocks of peers have to go, the less recently used half is not worth them.
+    If peers must evict blocks, only the more recently used half is worth it.
     """
     return max(num_unused, num_blocks // 2)
 
 
-def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], most: int) -> list[OfferedChain]:
-    """Return chains of at most `most` different blocks, those that are `held` elsewhere last."""
+def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], max_blocks: int) -> list[OfferedChain]:
+    """Return chains of at most `max_blocks` distinct blocks in all, those `held` elsewhere last."""
     chosen, taken = [], set[BlockHash]()
     for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
         new = taken.union(chain.block_hashes())
-        if len(new) <= most:  # a chain that is too long leaves the room to others
+        if len(new) <= max_blocks:  # a chain that is too long leaves the room to others
             taken = new
             chosen.append(chain)
     return chosen

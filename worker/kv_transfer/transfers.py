@@ -47,7 +47,10 @@ PEER: Final = "peer"
 
 
 class KVTransfers:
-    """Owned by the engine. Its methods run on the engine thread, except `read`."""
+    """Owned by the engine. Any thread may call `read_record` and `close`.
+
+    Its coroutines run on the event loop, its other public methods on the engine thread.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class KVTransfers:
         allocator.track_chains()
         self.record = record
         self.layout = "" if peers is None else record.fingerprint
-        """The fingerprint of its records; empty: it exchanges none."""
+        """The fingerprint of its records; empty: no peers are configured."""
         self.num_blocks = allocator.num_blocks
         self._allocator = allocator
         self._pool = pool
@@ -118,7 +121,7 @@ class KVTransfers:
 
     def purge(self) -> None:
         """Delete every block below the pool. The pool is empty, so no saver finds a block to save."""
-        with self._reporting:  # earlier events are reported before this, or never
+        with self._reporting:  # no thread reports older events after this
             for store in self._stores:
                 self.savers[store.tier].queue.clear()
                 store.clear()
@@ -144,7 +147,7 @@ class KVTransfers:
 
     async def adopt(self, url: str, epoch: str, chain: OfferedChain) -> int:
         """See `worker.contracts.exchange.BlockExchange`."""
-        assert self._peers is not None, "it exchanges none"
+        assert self._peers is not None, "no peers are configured"
         root, hashes = BlockHash(chain.root), chain.block_hashes()
         open_peer = partial(self._peers.fetching, url, epoch, background=True)
         adopted: Future[int] = Future()
@@ -166,7 +169,7 @@ class KVTransfers:
         self, url: str, epoch: str, message: ChainsWanted | Handover, answer: type[T], timeout_s: float
     ) -> T | None:
         """See `worker.contracts.exchange.BlockExchange`."""
-        assert self._peers is not None, "it exchanges none"
+        assert self._peers is not None, "no peers are configured"
         try:
             return await asyncio.to_thread(self._peers.ask, url, epoch, message, answer, timeout_s)
         except (OSError, HTTPException, FetchError, ValueError) as error:

@@ -11,7 +11,7 @@ from worker.attention.base import AttentionShape
 from worker.files.errors import CheckpointError
 
 WeightForm = Literal["auto", "dense", "packed"]
-"""auto: quantised weights stay packed if results equal those of dense ones: in float32 on a CPU."""
+"""auto: on a CPU in float32, quantised weights stay packed. The results equal those of dense ones."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -35,11 +35,11 @@ class LoadOptions:
             raise ValueError(f"weights must be one of {', '.join(get_args(WeightForm))}, got {self.weights!r}")
         if self.weights == "packed" and (self.device != "cpu" or self.dtype == "float16"):
             raise ValueError(
-                "weights=packed needs device=cpu and dtype=float32 or bfloat16: only these have its products"
+                "weights=packed needs device=cpu and dtype=float32 or bfloat16: only these have its kernels"
             )
         if self.deterministic and (self.device != "cpu" or (self.weights, self.dtype) == ("packed", "bfloat16")):
             raise ValueError(
-                "deterministic needs device=cpu, and weights=packed with it dtype=float32: no other products are "
+                "deterministic needs device=cpu, and dtype=float32 if weights=packed: other kernels are not "
                 "batch-invariant"
             )
 

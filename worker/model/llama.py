@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from worker.attention.base import Attention, ForwardBatch
 from worker.files.errors import CheckpointError, UnsupportedModel
-from worker.kernels.cpu import Kernels, products_for
+from worker.kernels.cpu import Kernels, matmul_kernels_for
 from worker.kernels.products import Panels, to_panels, to_quantised_panels
 from worker.model.base import Checkpoint, Progress, QuantisedTensor
 from worker.model.config import LoadOptions, ModelConfig
@@ -130,7 +130,7 @@ class _WeightLoader:
         self._device = torch.device(options.device)
         self._options = options
         self._num_packed = 0
-        self._products = products_for(self._dtype, self._device)
+        self._products = matmul_kernels_for(self._dtype, self._device)
 
     def check_packed(self) -> None:
         """Raise UnsupportedModel when packed weights are asked for and no matrix is packed."""

@@ -1,4 +1,4 @@
-"""Models: from the value of --model to a decoder that is ready to run, and the families that have one.
+"""Loads a decoder from the value of --model, and lists the families of models that have one.
 
 Nothing is ever unpickled, and no code that comes with a checkpoint is ever run.
 """
@@ -14,10 +14,10 @@ from typing import Final
 
 import torch
 
-from worker.files.errors import CheckpointError, UnsupportedModel, encoder
+from worker.files.errors import CheckpointError, UnsupportedModel, encoder_error
 from worker.files.tokenizer_files import download, is_hub_id
 from worker.kernels import cpu
-from worker.kernels.cpu import Kernels, products_for
+from worker.kernels.cpu import Kernels, matmul_kernels_for
 from worker.kernels.device import current_device
 from worker.model.base import Checkpoint, Decoder, ModelFamily, Progress
 from worker.model.config import LoadOptions, ModelConfig
@@ -60,14 +60,14 @@ class LoadedModel:
 
     @property
     def numerics(self) -> str:
-        """Name what decides how results round, except attention. Below float32, the CPU's units are part of it."""
+        """Name what decides the rounding, except attention. Below float32, that includes the CPU's instruction set."""
         device = self.device.type
         if device == "cuda":
             device = torch.cuda.get_device_name(self.device).replace(" ", "-")
         elif self.dtype != torch.float32:
             device = f"cpu-{torch.backends.cpu.get_cpu_capability()}"
         form = "packed" if self.options.weights == "packed" else "dense"
-        if products_for(self.dtype, self.device) is not None:
+        if matmul_kernels_for(self.dtype, self.device) is not None:
             form = "panels"
         if self.options.deterministic:  # norms differ
             form += "-deterministic"
@@ -92,13 +92,14 @@ def _load_decoder(checkpoint: Checkpoint, options: LoadOptions, progress: Progre
             checkpoint.files.check_unchanged()  # else weights of other files would be stored under this digest
             return decoder
 
-        kernels = products_for(options.torch_dtype, torch.device(options.device))
+        kernels = matmul_kernels_for(options.torch_dtype, torch.device(options.device))
         if kernels is None or checkpoint.files.num_bytes < _MIN_PREPARED_BYTES:
             return load(make_weight)
         return load_prepared(_key(checkpoint, config, kernels, options), load)
     if options.deterministic or options.weights == "packed":
         raise UnsupportedModel(
-            f"model type {checkpoint.model_type!r} runs through transformers: without deterministic and weights=packed"
+            f"model type {checkpoint.model_type!r} runs through transformers, which supports neither deterministic nor"
+            " weights=packed"
         )
     from worker.model.transformers_backend import TransformersForCausalLM
 
@@ -121,7 +122,7 @@ def _key(checkpoint: Checkpoint, config: ModelConfig, kernels: Kernels, options:
 def find_family(model_type: str) -> ModelFamily:
     """Raise UnsupportedModel when the model type has no family."""
     if "bert" in model_type:
-        raise encoder(model_type)
+        raise encoder_error(model_type)
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UnsupportedModel(f"model type {model_type!r:.80} is none of {known}: use transformers and safetensors")

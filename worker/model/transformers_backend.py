@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from worker.attention.base import Attention, AttentionShape, ForwardBatch, Span
 from worker.attention.kv_cache import KVCache
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.files.errors import UnsupportedModel, encoder
+from worker.files.errors import UnsupportedModel, encoder_error
 from worker.files.tokenizer_files import read_json
 from worker.model.base import Checkpoint
 from worker.model.config import LoadOptions, ModelConfig, RopeConfig
@@ -293,7 +293,7 @@ def _load(checkpoint: Checkpoint, options: LoadOptions, attention: str) -> Any:
 
     is_masked = checkpoint.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if is_masked and not read_json(checkpoint.path / "config.json").get("is_decoder"):
-        raise encoder(checkpoint.model_type)
+        raise encoder_error(checkpoint.model_type)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,

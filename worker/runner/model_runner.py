@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _LOGPROB_ROWS: Final = 256
 """Prompt logprobs that are computed at a time: each needs a row of the vocabulary's size."""
 _SUM_UNIT: Final = 2.0**-28
-"""Far below the rounding of an embedding; sums of multiples are exact in float64 up to 2**25."""
+"""Finer than embeddings need; float64 adds multiples of it exactly, up to a sum of 2**25."""
 
 
 class ModelRunner:
@@ -145,7 +145,7 @@ class ModelRunner:
         )
 
     def _logits(self, sequences: Sequence[SequenceStep], ends: Sequence[int], hidden: Tensor) -> Tensor | None:
-        """Return the logits of every sampling row: those of its sequence's last token, before `ends`."""
+        """Return a row of logits for every sampling row, from the last token of its sequence (`end - 1`)."""
         last_tokens = [end - 1 for sequence, end in zip(sequences, ends, strict=True) if sequence.sampling_rows]
         if not last_tokens:
             return None
@@ -171,7 +171,7 @@ class ModelRunner:
         return found
 
     def _record(self, model: LoadedModel, max_rows: int, max_model_len: int) -> StepGraphs | None:
-        """Record small steps on a GPU. A model of transformers is run again instead: it also computes on the host."""
+        """Record small steps on a GPU. Models of transformers run eagerly instead: they also compute on the host."""
         if self._device.type != "cuda" or not isinstance(self._attention, RecordableAttention):
             return None
         try:
@@ -228,7 +228,7 @@ def build_batch(
 def _span(part: SequenceStep, block_size: int) -> Span:
     """Describe a part to the attention. Where only a window is kept, repeat its block table up to the whole length.
 
-    Such a sequence writes round in its blocks (`cache.allocators.plain`), so one block is found at several positions.
+    Such a sequence uses its blocks as a ring (`cache.allocators.plain`), so one block is found at several positions.
     Only the last of them is inside a window.
     """
     table, stop = part.block_table, part.start + len(part.token_ids)
@@ -240,7 +240,7 @@ def _span(part: SequenceStep, block_size: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class _StepOutput:
-    """A step's output on the host, in the order of the batch."""
+    """A step's output, in the order of the batch. `results` reads the host copies."""
 
     step: Step
     order: Sequence[Row]
@@ -253,7 +253,7 @@ class _StepOutput:
     """See `_pooled`."""
 
     def followed_token_ids(self, step: Step) -> Tensor:
-        """Return the tokens (sequences,) that `step` begins with, as this output's step sampled them, on the device."""
+        """Return (sequences,) on the device: the token that this output sampled for each sequence of `step`."""
         assert self.sampled is not None, "the step that is followed has sampled nothing"
         token_ids = self.sampled.device_token_ids
         firsts = self._first_logit_rows()

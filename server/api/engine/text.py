@@ -30,7 +30,7 @@ from server.api.engine.prompts import EnginePrompts
 from server.api.engine.shapes import LEADS, TEXTS, EngineShapes
 from server.api.formatting import ResponseFormatter, decoded, encode_json, response_id
 from server.api.pooling import ENGINE_PATHS, head_of
-from server.api.prompts.client_lines import without_line
+from server.api.prompts.client_lines import body_without_line
 from server.api.prompts.ignored_tools import IgnoredTools
 from server.api.prompts.images import ImageRules
 from server.api.prompts.params import choice_seeds, new_spec
@@ -240,7 +240,7 @@ class EngineTexts:
     def _without_vendors(self, path: str, sent: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], str]:
         """Leave out what only a vendor's server can use: lines of agents, and tools, which are named."""
         if not model.keeps_client_lines:
-            sent, rule = without_line(sent, LEADS.get(path, ""), TEXTS[path])
+            sent, rule = body_without_line(sent, LEADS.get(path, ""), TEXTS[path])
             CURRENT.get().removal_rule = rule
         return self._ignored_tools.without(sent)
 

@@ -22,17 +22,18 @@ CLIENT_LINES: Final[Mapping[str, re.Pattern[str]]] = {
         r"x-anthropic-billing-header: ?[a-z_]+=[^;\s]*(; ?[a-z_]+=[^;\s]*)*;? ?\r?(\n|\Z)"
     ),
 }
-"""Each line by its rule, its name in the metric."""
+"""Patterns of known lines, by name: the metric's `rule` label."""
 MAX_LINE_CHARS: Final = 1024
 """Longer lines are not compared."""
 
 
-def without_line(fields: dict[str, Any], lead: str, messages: str) -> tuple[dict[str, Any], str]:
+def body_without_line(fields: dict[str, Any], system_field: str, messages: str) -> tuple[dict[str, Any], str]:
     """Return a body without the known line that begins its system prompt, and the line's rule; "" if none.
 
-    `lead` and `messages` name the fields of the system prompt and of the messages. A route without the first has "".
+    `system_field` and `messages` name the fields of the system prompt and of the messages. `system_field` is "" for a
+    route without such a field.
     """
-    field, value = lead, decoded(fields.get(lead))
+    field, value = system_field, decoded(fields.get(system_field))
     content = value
     if value is None:
         field, value = messages, decoded(fields.get(messages))
@@ -41,13 +42,14 @@ def without_line(fields: dict[str, Any], lead: str, messages: str) -> tuple[dict
     rest, rule = _rest(content)
     if not rule:
         return fields, ""
-    if field == lead:
-        return {**{n: v for n, v in fields.items() if n != lead}, **({lead: rest} if rest else {})}, rule
+    if field == system_field:
+        others = {name: item for name, item in fields.items() if name != system_field}
+        return {**others, **({system_field: rest} if rest else {})}, rule
     first_left = [value[0] | {"content": rest}] if rest or len(value) == 1 else []
     return {**fields, messages: [*first_left, *value[1:]]}, rule
 
 
-def without_client_lines(conversation: Conversation) -> tuple[Conversation, str]:
+def conversation_without_line(conversation: Conversation) -> tuple[Conversation, str]:
     """Return the conversation without the known line that begins its system prompt, and the line's rule; "" if none.
 
     A part of the content that becomes empty is removed too, and so is a system message.

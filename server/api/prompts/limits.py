@@ -41,7 +41,7 @@ class TokenLimits:
         limit = model.max_model_len if keep is None else TEXT_ROOM * model.max_model_len
         check_text(len(text), model, self.prompt_param)
         try:
-            ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, most=limit)
+            ids = await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, limit=limit)
         except TooManyTokensError as error:
             if keep is None:
                 raise self._too_long(model, error.at_least, is_counted=False) from None
@@ -93,7 +93,7 @@ async def encode_any(
     """Tokenise a text that may be longer than a context. Raises ContextLengthError."""
     limit = max(MAX_COUNTED_TOKENS, model.max_model_len)
     try:
-        return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, most=limit)
+        return await model.tokenizer.encode(text, add_bos=add_bos, client_offsets=client_offsets, limit=limit)
     except TooManyTokensError as error:
         message = f"{param} has more than the {limit} tokens that are counted in one request: send it in parts"
         raise ContextLengthError(message, model.max_model_len, num_tokens=error.at_least, param=param) from None

@@ -15,7 +15,7 @@ from server.text.formats.llama import LLAMA, PYTHONIC
 from server.text.formats.table import ROWS
 
 _ALL: Final = (HARMONY, PYTHONIC, *ROWS, LLAMA)
-"""Narrow ones come first."""
+"""More specific ones come first."""
 FORMATS: Final = {each.name: each for each in sorted(_ALL, key=lambda each: each.name)}
 
 
@@ -25,8 +25,8 @@ def formats_of(template: str, tokens: Collection[str] = ()) -> list[ToolFormat]:
     return mentioned or [each for each in _ALL if each.tokens and set(each.tokens) <= set(tokens)]
 
 
-def either(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
-    """Return a model's own format, extended to read calls in the form that a prompt asks for too."""
+def with_calls_of(own: ToolFormat, asked: ToolFormat) -> ToolFormat:
+    """Return a model's own format, extended to read calls also in the form of `asked`, which a prompt asks for."""
     if own.read_calls is None or asked.read_calls is None or not {*own.opens}.isdisjoint(asked.opens):
         return own
     readers = {opening: each.read_calls for each in (own, asked) for opening in each.opens}

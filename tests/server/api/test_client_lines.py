@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from server.api.prompts.client_lines import CLIENT_LINES, MAX_LINE_CHARS, without_client_lines, without_line
+from server.api.prompts.client_lines import CLIENT_LINES, MAX_LINE_CHARS, body_without_line, conversation_without_line
 from server.schema.fields import Message, TextPart
 from server.schema.intent import Conversation
 from server.text.chat_template import ChatTemplate
@@ -183,7 +183,7 @@ def begins(message: Message, line: str, *, own_part: bool) -> Message:
 
 
 def rendered(messages: list[Message]) -> str:
-    conversation, _ = without_client_lines(Conversation(messages=messages))
+    conversation, _ = conversation_without_line(Conversation(messages=messages))
     return TEMPLATE.render(conversation).text
 
 
@@ -194,14 +194,14 @@ def test_conversations_that_differ_in_the_line_share_a_prompt(
     system = msgspec.structs.replace(messages[0], role="system")
     one, other = ([begins(system, line, own_part=own_part), *messages[1:]] for line in (first, second))
     assert rendered(one) == rendered(other)
-    assert without_client_lines(Conversation(messages=one))[1] == "claude-code-billing"
+    assert conversation_without_line(Conversation(messages=one))[1] == "claude-code-billing"
 
 
 @given(messages=st.lists(MESSAGES, max_size=4))
 def test_nothing_else_changes(messages: list[Message]) -> None:
     before = msgspec.json.encode(messages)
     conversation = Conversation(messages=messages)
-    kept, removed = without_client_lines(conversation)
+    kept, removed = conversation_without_line(conversation)
     assert msgspec.json.encode(messages) == before, "the client's messages are never changed in place"
     if not removed:
         assert kept is conversation
@@ -218,7 +218,7 @@ def test_nothing_else_changes(messages: list[Message]) -> None:
 def test_a_null_field_hides_no_line_of_the_messages(lead: object) -> None:
     """As in bodies for an engine that writes the answer itself."""
     fields = {"instructions": lead, "input": [{"role": "developer", "content": f"{LINE}\n{SYSTEM}"}, USER]}
-    left, rule = without_line(fields, "instructions", "input")
+    left, rule = body_without_line(fields, "instructions", "input")
     assert (rule, left["input"][0]["content"]) == ("claude-code-billing", SYSTEM)
 
 

@@ -153,7 +153,7 @@ async def answer(guard: CancelOnDisconnect, *events: Callable[[], None]) -> None
 async def test_disconnect_ends_the_answer() -> None:
     client = ClientConnection()
     with pytest.raises(ClientGoneError):
-        await answer(CancelOnDisconnect(client), client.lose)
+        await answer(CancelOnDisconnect(client), client.mark_disconnected)
     with pytest.raises(ClientGoneError):
         await answer(CancelOnDisconnect(client), lambda: pytest.fail("it has gone before"))
 
@@ -171,7 +171,7 @@ async def test_the_first_reason_counts_and_the_task_goes_on() -> None:
     client = ClientConnection()
     guard = CancelOnDisconnect(client, timeout_s=60.0)
     with pytest.raises(ClientGoneError):
-        await answer(guard, client.lose, lambda: guard.end(ShuttingDownError))
+        await answer(guard, client.mark_disconnected, lambda: guard.end(ShuttingDownError))
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
@@ -183,7 +183,7 @@ async def test_complete_answer_is_not_cancelled() -> None:
     guard = CancelOnDisconnect(client, timeout_s=0.02)
     with guard:
         pass
-    client.lose()
+    client.mark_disconnected()
     guard.end(ShuttingDownError)
     await asyncio.sleep(0.05)
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from server.ops.app import FOLDER
-from server.ops.feed import Feed, Frames
+from server.ops.feed import Feed, FrameQueue
 from tests.server.conftest import ANSWER
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.sse_grammar import check_chat
@@ -111,12 +111,12 @@ async def test_a_later_viewer_sees_each_decision_once(gateway: Process) -> None:
 async def test_a_closed_feed_ends_also_where_a_viewer_is_slow() -> None:
     latency = SimpleNamespace(bounds=())
     overview: Any = SimpleNamespace(decisions=None, metrics=SimpleNamespace(ttft_s=latency))
-    feed, frames = Feed(overview), Frames(2)
-    feed._viewers.add(frames)
+    feed, queue = Feed(overview), FrameQueue(2)
+    feed._viewers.add(queue)
     feed.close()
     for _ in range(3):
         feed._send(b"late")
-    assert frames.get_nowait() is None
+    assert queue.get_nowait() is None
 
 
 async def test_a_decision_is_found_by_the_ids_of_its_request(gateway: Process) -> None:

@@ -205,7 +205,7 @@ def test_a_placement_promises_fetched_tokens() -> None:
     assert placement.promised_tokens == 40 * BLOCK
     estimate = scorer.loads.of(placement.worker)
     assert estimate.queued_s == pytest.approx(0.01 + (10 * BLOCK + 1) / RATE), "its engine loads nothing"
-    assert estimate.num_held_blocks(WorkerLoad()) == 51, "no live request holds any of them"
+    assert estimate.num_used_blocks(WorkerLoad()) == 51, "no live request holds any of them"
 
 
 def test_without_layouts_and_tiers_nothing_is_planned() -> None:

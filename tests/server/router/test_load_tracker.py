@@ -127,14 +127,14 @@ def test_own_blocks_count_while_they_live() -> None:
     worker = fifo()
 
     def held(num_reported: int) -> int:
-        return worker.num_held_blocks(WorkerLoad(num_blocks=100, num_free_blocks=100 - num_reported))
+        return worker.num_used_blocks(WorkerLoad(num_blocks=100, num_free_blocks=100 - num_reported))
 
-    first, second = worker.add(1.0, 10, 0.0, num_own_blocks=10), worker.add(1.0, 10, 0.1, num_own_blocks=5)
+    first, second = worker.add(1.0, 10, 0.0, num_new_blocks=10), worker.add(1.0, 10, 0.1, num_new_blocks=5)
     assert held(0) == 15
     assert held(3) == 18, "of others"
     worker.observe(WorkerLoad(), 0.05, ME)
     assert held(10) == 15, "the report has the first"
-    worker.close(first, 1.3, num_kept_blocks=5)
+    worker.close(first, 1.3, num_shared_blocks=5)
     assert held(10) == 10
     worker.observe(WorkerLoad(), 1.5, ME)
     assert held(14) == 14, "answers have grown"

@@ -259,7 +259,7 @@ class ScriptedApi:
     async def version(self) -> str:
         return "0"
 
-    async def number_format(self) -> str:
+    async def precision(self) -> str:
         return ""
 
     async def model(self) -> EngineModel:
@@ -280,7 +280,7 @@ class ScriptedApi:
     async def is_paused(self) -> bool:
         return self.paused
 
-    async def one_token(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
+    async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
         self.num_probes += 1
         await self.works.wait()
         return 0
@@ -305,7 +305,7 @@ class ScriptedApi:
         if self.reset_error is not None:
             raise self.reset_error
 
-    async def text(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
+    async def generate(self, request: GenerateRequest, request_id: str) -> AsyncIterator[EnginePart]:
         call = Call(request)
         self.calls.append(call)
         try:

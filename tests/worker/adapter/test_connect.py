@@ -172,4 +172,4 @@ async def test_events_come_from_where_the_engine_is(url: str, endpoint: str, dia
     for settings in (config(url), config(url, events=endpoint)):
         source = await event_source(api, settings)
         assert source is not None
-        assert source.dialled(source.endpoint) == dialled
+        assert source.connect_address(source.endpoint) == dialled

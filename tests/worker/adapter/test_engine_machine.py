@@ -105,7 +105,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.turn()
-        assert self.rig.engine._account.num_open == sum(len(call.request.choices) for call in self.api.open_calls)
+        assert self.rig.engine._account.num_open_choices == sum(
+            len(call.request.choices) for call in self.api.open_calls
+        )
         self.rig.engine._publish()
         active = self.rig.engine._requests.active.values()
         waiting = [each.request.gateway_id for each in active if not has_tokens(each)]

@@ -33,12 +33,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_rate_is_measured_from_token_to_token(clock: Clock) -> None:
     account = LoadAccount()
     first, second = account.send(KEY, "g", 1000), account.send(KEY, "h", 500)
-    assert account.started() is first
-    assert account.started() is None, "once"
+    assert account.start_first() is first
+    assert account.start_first() is None, "once"
     clock.now_s += 2.0
     account.first_token(first)
     assert account.rate.tokens_per_s == pytest.approx(500.0)
-    assert account.started() is second
+    assert account.start_first() is second
     clock.now_s += 1.0
     account.first_token(second)
     assert account.rate.tokens_per_s == pytest.approx(500.0)
@@ -49,7 +49,7 @@ def test_the_rate_is_measured_from_token_to_token(clock: Clock) -> None:
 def test_small_prefills_measure_nothing(clock: Clock) -> None:
     account = LoadAccount()
     prefill = account.send(KEY, "g", load_module.MIN_MEASURED_TOKENS - 1)
-    account.started()
+    account.start_first()
     clock.now_s += 1.0
     account.first_token(prefill)
     assert account.rate.tokens_per_s == 0.0
@@ -58,7 +58,7 @@ def test_small_prefills_measure_nothing(clock: Clock) -> None:
 def test_a_token_out_of_turn_measures_nothing(clock: Clock) -> None:
     account = LoadAccount()
     first, second = account.send(KEY, "g", 1000), account.send(KEY, "g", 1000)
-    account.started()
+    account.start_first()
     clock.now_s += 1.0
     account.first_token(second)
     assert account.rate.tokens_per_s == 0.0
@@ -70,10 +70,10 @@ def test_the_rate_after_an_aborted_prefill(clock: Clock) -> None:
     """The next prefill counts from the abort, not from when it was sent."""
     account = LoadAccount()
     first, second = account.send(KEY, "g", 100_000), account.send(KEY, "g", 4000)
-    assert account.started() is first
+    assert account.start_first() is first
     clock.now_s += 9.0
     account.drop(first)
-    assert account.started() is second
+    assert account.start_first() is second
     clock.now_s += 0.5
     account.first_token(second)
     assert account.rate.tokens_per_s == pytest.approx(8000.0)
@@ -92,7 +92,7 @@ def test_load_in_blocks_of_this_worker() -> None:
     account = LoadAccount()
     account.rate = PrefillRate(1000, 1.0)
     account.send(KEY, "g", 500)
-    account.num_open = 3
+    account.num_open_choices = 3
     load = account.current(EngineLoad(1.0, 7, 0, 100, 32, 0.25), 16, True)
     assert (load.num_blocks, load.num_free_blocks) == (200, 150)
     assert (load.num_running, load.num_waiting) == (7, 0)
@@ -113,7 +113,7 @@ def test_every_ending_empties_the_books(steps: list[tuple[str, int]]) -> None:
             case "send":
                 waiting.append(account.send(KEY, f"g{number % 3}", 10 * number))
             case "start":
-                account.started()
+                account.start_first()
             case _ if waiting:
                 prefill = waiting.pop(number % len(waiting))
                 account.first_token(prefill) if kind == "token" else account.drop(prefill)
@@ -123,4 +123,4 @@ def test_every_ending_empties_the_books(steps: list[tuple[str, int]]) -> None:
     for prefill in waiting:
         account.drop(prefill)
     assert account.current(None, 16, False).queued_prefill_s == {}
-    assert account.started() is None
+    assert account.start_first() is None

@@ -55,7 +55,7 @@ async def test_frames_of_a_stream(api: ScriptedApi, rig: Rig) -> None:
 async def test_choices_are_one_call(api: ScriptedApi, rig: Rig) -> None:
     key = rig.submit(make_request(n=3))
     call = await api.call()
-    assert rig.engine._account.num_open == 3
+    assert rig.engine._account.num_open_choices == 3
     call.end()
     await until(lambda: rig.is_over(key))
     assert [frame.choice for frame in finishes(rig.frames[key])] == [0, 1, 2]

@@ -99,11 +99,11 @@ async def test_an_engine_that_renders_nothing_is_refused(api: VllmApi, server: S
 async def test_one_token_has_no_salt_of_a_tenant(api: VllmApi, server: ScriptedHttp) -> None:
     server.answers |= {"POST /v1/chat/completions": Response(status_code=400)}
     server.answers["POST /v1/completions"] = JSONResponse({"choices": [], "usage": {"prompt_tokens": 1}})
-    assert await api.one_token() is None
+    assert await api.probe() is None
     assert server.bodies[-1] == {"model": "m", "prompt": [0], "max_tokens": 1, "temperature": 0}
     usage = {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 32}}
     server.answers["POST /v1/completions"] = JSONResponse({"choices": [], "usage": usage})
-    assert await api.one_token([5, 6], "salt") == 32
+    assert await api.probe([5, 6], "salt") == 32
     assert server.bodies[-1]["cache_salt"] == "salt"
 
 
@@ -196,7 +196,7 @@ async def test_the_number_format_is_known_or_not(
 ) -> None:
     """Engines of another dtype or quantisation must not continue each other's streams."""
     server.answers["GET /server_info"] = answer
-    assert await api.number_format() == expected
+    assert await api.precision() == expected
 
 
 async def test_an_engine_that_fails_at_the_start_is_named_by_url(server: ScriptedHttp) -> None:

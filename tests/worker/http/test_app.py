@@ -206,7 +206,7 @@ async def test_a_worker_outside_the_index_is_ready_and_reports_it(worker: LiveWo
 
 async def test_before_the_model_is_loaded() -> None:
     service = WorkerService(WorkerMetrics())
-    service.report("loading layer 3 of 30")
+    service.set_progress("loading layer 3 of 30")
     async with serve(service) as url, aiohttp.ClientSession() as http:
         async with http.get(url + "/health/live") as response:
             assert response.status == 200

@@ -30,7 +30,7 @@ async def test_draining_lets_the_open_finish_and_refuses_the_new(worker: LiveWor
     async with worker.http.get(worker.url + "/health/live") as response:
         assert response.status == 200
     runner.free_running.set()
-    await worker.service.drained(20.0)
+    await worker.service.finish_drain(20.0)
     status, got = await task
     assert got.tokens[0] == answer(range(10), 100, 5)
 
@@ -40,7 +40,7 @@ async def test_requests_that_outlive_the_grace_fail_retryably(worker: LiveWorker
     task = asyncio.create_task(worker.generate(generate(range(10), 400)))
     await worker.until(lambda: worker.service.num_open == 1)
     worker.service.drain()
-    drained = asyncio.create_task(worker.service.drained(0.02))
+    drained = asyncio.create_task(worker.service.finish_drain(0.02))
     await asyncio.sleep(0.05)
     runner.free_running.set()
     await drained
@@ -86,7 +86,7 @@ async def test_the_engine_dies_while_a_grammar_is_compiled(
         status, got = await late
         assert (status, type(got.last)) == (503, Failed)
         assert got.last.retryable
-        await worker.service.drained(0.01)
+        await worker.service.finish_drain(0.01)
         for method, path in (("POST", "/purge"), ("GET", "/debug/state")):
             async with worker.http.request(method, worker.url + path) as response:
                 assert response.status == 503
@@ -102,7 +102,7 @@ async def test_streams_opened_on_a_dead_engine_do_not_block_the_drain(worker: Li
     worker.service.draining = False  # as for a request that comes while the engine dies
     stream = await worker.service.submit(generate([4, 5, 6], 5))
     async with asyncio.timeout(HANG_S):
-        await worker.service.drained(2 * HANG_S)
+        await worker.service.finish_drain(2 * HANG_S)
     assert stream.ended
 
 

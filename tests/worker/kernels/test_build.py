@@ -122,7 +122,7 @@ def test_without_kernels_torch_serves_and_the_log_says_so_once(
     assert cpu.problem() is None
     for _ in range(2):
         assert cpu.kernels_for(torch.bfloat16, CPU, deterministic=False) is None
-        assert cpu.products_for(torch.float32, CPU) is None
+        assert cpu.matmul_kernels_for(torch.float32, CPU) is None
     assert caplog.text.count(log) == 1
     assert log in (cpu.problem() or "")
 

@@ -84,7 +84,7 @@ def test_in_float32_a_packed_model_gives_the_bits_of_a_dense_one(kind: str, tmp_
 
 
 def test_float32_without_the_kernels_cannot_be_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "products_for", lambda dtype, device: None)
+    monkeypatch.setattr(llama, "matmul_kernels_for", lambda dtype, device: None)
     reference = write_family("smollm2", tmp_path / "hf", hidden_size=96, intermediate_size=64)
     write_gguf(tmp_path / "m.gguf", reference, "llama", kind=gguf.GGMLQuantizationType.Q4_1)
     with pytest.raises(UnsupportedModel, match=r"install g\+\+"):
