@@ -6,13 +6,12 @@ import sys
 from functools import partial
 from typing import Final
 
-import server.config
+import server.gateway
 from cache.redis_index import ReaderSettings
 
 LOOKUP_S: Final = 0.15
-server.config.ReaderSettings = partial(ReaderSettings, deadline_s=LOOKUP_S)  # type: ignore[misc, assignment]
-
-from server.gateway import main  # noqa: E402
+assert server.gateway.ReaderSettings is ReaderSettings
+server.gateway.ReaderSettings = partial(ReaderSettings, deadline_s=LOOKUP_S)  # type: ignore[misc, assignment]
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(server.gateway.main(sys.argv[1:]))

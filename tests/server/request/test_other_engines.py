@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.server.gateway_app import RunningGateway, gateway
+from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker
 from tests.server.scripted_worker import Script, ScriptedWorker, script_of
 from tests.server.test_app import chat, post
@@ -26,11 +26,6 @@ def counts_at_the_end(worker: ScriptedWorker, guess: int, found: int | None) -> 
                     yield frame
 
     return behave
-
-
-def sample(target: RunningGateway, name: str) -> float:
-    lines = target.metrics.render().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 @pytest.mark.parametrize(("guess", "found", "expected"), [(16, 0, 0), (0, 32, 32), (16, 16, 16), (16, None, 16)])
