@@ -3,12 +3,13 @@
 A template comes with the model's files and is code. It can neither reach Python's objects nor change its input.
 jinja2's sandbox does not bound work, such as loops that write nothing or `'x' * 10**9`. Here each turn of a loop, its
 condition, and each call check the clock. What an operator makes is bounded. A template that wants to can still take
-memory, by a filter or by nested lists.
+memory, by filters, methods or nested lists.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -26,6 +27,8 @@ from server.event_loop import Steps
 MAX_RENDER_S: Final = 5.0  # templates take milliseconds
 MAX_SIZE: Final = 1 << 24
 """Characters or items in what an operator makes; bits of a number, times 16."""
+_SIZED: Final = (str, list, tuple)
+_WIDE: Final = re.compile(r"%[^a-zA-Z%]*(\*|[0-9]{7})")  # a width or precision, or one that is an argument
 _CLOCK: Final = "render clock"  # no template can set a name with a space
 
 
@@ -72,7 +75,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with the filters, tags and globals that chat templates use."""
 
     code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
@@ -83,11 +86,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Raise TemplateRuntimeError for a result that is too large."""
-        for sized, number in ((left, right), (right, left)) if operator != "+" else ():
-            if isinstance(sized, str | list | tuple) and isinstance(number, int):
-                _limit(len(sized) * number)
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+        if operator == "*":
+            for sized, number in ((left, right), (right, left)):
+                if isinstance(sized, _SIZED) and isinstance(number, int):
+                    _limit(len(sized) * number)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _limit(16 * left.bit_length() * abs(right))
+        elif operator == "%" and isinstance(left, str) and _WIDE.search(left):
+            raise jinja2.TemplateRuntimeError("a width is too large")
         return _limited(super().call_binop(context, operator, left, right))
 
     def concatenated(self, values: list[Any]) -> str:
@@ -120,7 +126,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 def _limited(value: Any) -> Any:
     """Return a value. Raises TemplateRuntimeError if it is too large."""
-    if isinstance(value, str | list | tuple):
+    if isinstance(value, _SIZED):
         _limit(len(value))
     elif isinstance(value, int):
         _limit(16 * value.bit_length())
