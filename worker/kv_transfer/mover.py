@@ -36,6 +36,7 @@ POOL_SHARE: Final = 0.5
 """The share of the own pool that may be filled."""
 _ASK_SHARE: Final = 0.2
 """The share of `time_s` that a peer has to answer before it is left out."""
+MAX_SENT_HASHES: Final = 1 << 20  # 16 MiB in an offer, half of what a worker reads
 HANDOVER_S: Final = 10.0
 """Time for a hand-over, after the last open request."""
 ROOM_SHARE: Final = 0.5
@@ -146,21 +147,23 @@ def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], max_block
     """Return chains of at most `max_blocks` distinct blocks in all, those `held` elsewhere last."""
     chosen, taken = [], set[BlockHash]()
     for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
-        new = taken.union(chain.block_hashes())
-        if len(new) <= max_blocks:  # a chain that is too long leaves the room to others
-            taken = new
+        new = set(chain.block_hashes()) - taken
+        if len(taken) + len(new) <= max_blocks:  # a chain that is too long leaves the room to others
+            taken |= new
             chosen.append(chain)
     return chosen
 
 
 def share_out(chains: Sequence[OfferedChain], max_blocks: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
     """Give each chain to the peer that may take most further blocks. `max_blocks`: of each peer."""
-    left, taken = list(max_blocks), [set[BlockHash]() for _ in max_blocks]
+    left, taken, num_sent = list(max_blocks), [set[BlockHash]() for _ in max_blocks], [0] * len(max_blocks)
     shares: list[list[OfferedChain]] = [[] for _ in max_blocks]
     for chain in chains:
         largest = max(range(len(left)), key=left.__getitem__)
         new = set(chain.block_hashes()) - taken[largest]
-        if len(new) <= left[largest] and chain.num_blocks <= MAX_BLOCKS and len(shares[largest]) < MAX_CHAINS:
+        fits = chain.num_blocks <= MAX_BLOCKS and num_sent[largest] + chain.num_blocks <= MAX_SENT_HASHES
+        if fits and len(new) <= left[largest] and len(shares[largest]) < MAX_CHAINS:
+            num_sent[largest] += chain.num_blocks
             left[largest] -= len(new)
             taken[largest] |= new
             shares[largest].append(chain)

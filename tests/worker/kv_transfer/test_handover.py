@@ -178,6 +178,14 @@ def test_no_peer_gets_more_chains_than_it_takes(monkeypatch: pytest.MonkeyPatch)
     assert [len(each.block_hashes()) for each in share] == [1, 1, 1]
 
 
+def test_an_offer_is_no_larger_than_a_worker_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that chains share take no further room, and are in the message all the same."""
+    monkeypatch.setattr(mover, "MAX_SENT_HASHES", 25)
+    made = [OfferedChain.of(chain(*range(9), 100 + number)) for number in range(5)]
+    (share,) = share_out(made, [100])
+    assert len(share) == 2
+
+
 # --- over HTTP -----------------------------------------------------------------------------------------------------
 
 
