@@ -100,7 +100,7 @@ class WorkerService:
         try:
             self._check(request)
             prepared = await engine.prepare(request)
-            self._check(request)  # while it was prepared, the queue may have filled, the engine died, or a drain begun
+            self._check(request, is_valid=True)  # by now, the queue may be full, the engine dead, or a drain begun
         except RefusedError as refused:
             self.metrics.refusals.labels(refused.failed.code).inc()
             raise
@@ -165,8 +165,8 @@ class WorkerService:
             return self._progress
         return "draining" if self.draining else self._engine.not_ready_reason or await self._engine.liveness()
 
-    def _check(self, request: GenerateRequest) -> None:
-        """Raise RefusedError if this worker cannot serve the request, or cannot take it now."""
+    def _check(self, request: GenerateRequest, *, is_valid: bool = False) -> None:
+        """Raise RefusedError if this worker cannot serve the request, unless it is valid, or cannot take it now."""
         engine = self.engine
         epoch = engine.member.epoch
         failed: Failed | None
@@ -179,7 +179,7 @@ class WorkerService:
             message = f"grammar: this version has no kind {request.sampling.grammar.kind!r:.80}"
             failed = Failed("unknown_grammar", message, retryable=True)
         else:
-            failed = engine.refusal(request)
+            failed = None if is_valid else engine.refusal(request)
         if failed is None and not any(choice.output_ids for choice in request.choices):
             # A resumed request has waited elsewhere already, and its client is reading.
             failed = self.queue.refusal(request, engine.load.start_interval_s)
