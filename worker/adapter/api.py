@@ -177,7 +177,7 @@ class EngineApi(Protocol):
 
 def failed_by(error: EngineRefusedError) -> Failed:
     """Return the frame for an engine's error. One that a request can cause must not count as a lost engine."""
-    if error.status in (401, 403):
+    if error.status == 401:  # its key was changed; a 403 may be about the request
         return Failed("not_ready", f"the engine refuses its adapter: {error.message}", retryable=True)
     if error.status in (429, 503):
         return Failed("queue_full", error.message, retryable=True, retry_after_s=1.0)

@@ -122,7 +122,7 @@ class EngineBlocks:
         """
         end = max(num_found + self.engine_block_size, num_found - num_found % self._block_size + self._block_size)
         first = hashes[: end // self._block_size]
-        if self._stopped is not None or len(first) * self._block_size <= num_found:
+        if self._stopped is not None or not first or len(first) * self._block_size <= num_found:
             return []
         for node in self._holders.of(first[-1]):
             missing = with_descendants(node)

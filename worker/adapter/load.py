@@ -94,7 +94,7 @@ class LoadAccount:
 
     def drop_later(self, prefill: Prefill) -> None:
         """Forget a prefill when it has probably ended: its first token will not be seen."""
-        asyncio.get_running_loop().call_later(self.rate.seconds(prefill.num_tokens), self.drop, prefill)
+        asyncio.get_running_loop().call_later(self.rate.seconds(prefill.num_tokens), self._prefills.pop, prefill, None)
 
     def current(self, engine: EngineLoad | None, block_size: int, draining: bool, is_slow: bool = False) -> WorkerLoad:
         """Return the load. `engine`: its counts as last read; `block_size`: this worker's."""

@@ -133,6 +133,7 @@ class EngineRequests:
             last = failed_by(error)
             if adapter and error.status == 404:  # it was unloaded since the last list
                 last = Failed("not_ready", f"LoRA adapter {adapter!r:.200} is not loaded here", retryable=True)
+            if last.code == "not_ready":
                 self._sink.doubt()
         except TimeoutError:
             last = Failed("deadline", "it waited too long", retryable=False)
