@@ -105,3 +105,10 @@ def test_a_second_request_finds_the_prefix_of_the_last_token(qwen3: Embedder) ->
         assert largest_error([torch.tensor(body["data"][0]["embedding"])], [want]) < TOLERANCE
         assert int(answer.headers["x-headstart-cached-tokens"]) == cached
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+def test_the_option_makes_any_decoder_embed(tiny_model: Path) -> None:
+    with serving(tiny_model, f"{SMALL_POOL} --task embed") as serve:
+        embedder = Embedder(serve, None, Tokenizer.from_file(str(tiny_model / "tokenizer.json")), "lasttoken")
+        (vector,) = embedder.embed(TEXTS[0])
+    assert float(vector.norm()) == pytest.approx(1.0, abs=TOLERANCE), "normalised"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cache.types import BlockHash
+from server.workers.client import WorkerClient
+from server.workers.networks import WorkerNetworks
 from tests.faults.cluster import Cluster, Topology
 from tests.faults.part import Worker, metrics
 from tests.faults.worker_process import Additions
 from tests.waiting import HANG_S, wait_until
+from worker.contracts.exchange import MAX_BLOCKS, ChainsWanted, Handover
+from worker.wire import pack, unpack
 
 pytestmark = pytest.mark.e2e
 WORKER_ARGS = ["--dtype", "float32", "--deterministic"]
@@ -124,6 +131,25 @@ def test_what_a_busy_worker_holds_is_fetched_by_the_other(fleet: Moving) -> None
     assert [answer.drawn for answer in answers] == [answer.drawn for answer in expected]
     assert len({answer.worker for answer in answers}) == 2
     assert any(answer.places.get("peer", 0) > 600 for answer in answers), [answer.places for answer in answers]
+
+
+async def test_a_copy_that_a_gateway_asks_for_gives_the_same_tokens(fleet: Moving) -> None:
+    prompt = prompt_of("copies")
+    first = fleet.compute(prompt)
+    holder, other = fleet.named(first.worker), fleet.other(first.worker)
+    with closing(WorkerClient("", WorkerNetworks())) as client:
+        member = (await client.state(holder.url)).member
+        wanted = pack(ChainsWanted(member.epoch, member.layout, MAX_BLOCKS))
+        answer = await asyncio.to_thread(httpx.post, f"{member.url}/chains", content=wanted, timeout=HANG_S)
+        chain = unpack(answer.content, Handover).chains[0]  # the one that it used last
+        num_blocks = await client.adopt(other.url, member, BlockHash(chain.root), chain.block_hashes())
+    assert num_blocks == len(chain.block_hashes())
+    wait_until(lambda: fleet.view(prompt, other.name)["matched_tokens"] == first.num_tokens)
+    fleet.post(holder, "/drain")
+    wait_until(lambda: fleet.view(prompt, holder.name)["guard"] == "draining")
+    copied = fleet.ask(prompt)
+    assert (copied.worker, copied.cached, copied.drawn) == (other.name, first.num_tokens, first.drawn)
+    fleet.restart(holder)
 
 
 def test_blocks_outlive_a_worker_by_its_peer_and_by_its_disk(fleet: Moving) -> None:

@@ -80,7 +80,7 @@ async def test_endless_heads_get_a_431(worker: ScriptedWorker, name: str) -> Non
 async def test_heads_that_two_servers_may_read_in_two_ways(worker: ScriptedWorker, name: str) -> None:
     async with gateway(worker) as target:
         status, data = await raw(target.url, HEADS[name])
-        assert status in (400, 431) or not data, (name, data)
+        assert status in (400, 431) or (name != "nonsense" and not data), (name, data)
         assert data.count(b"HTTP/1.1 ") <= 1, "nothing behind it is answered"
         assert worker.received == []
 

@@ -107,7 +107,7 @@ async def test_no_route_or_trick_passes_without_a_key(worker: ScriptedWorker, ke
 
 
 @pytest.mark.parametrize(
-    "key", [None, "", "wrong", digest_text(b"My API Key"), "My API Ke", "my api key", "My  API Key"]
+    "key", [None, "", "wrong", digest_text(b"My API Key"), "My API Ke", "My API Key2", "my api key", "My  API Key"]
 )
 async def test_a_wrong_key_is_a_401_in_our_shape(worker: ScriptedWorker, keys: dict[str, Any], key: str | None) -> None:
     async with gateway(worker, **keys) as target:
@@ -132,6 +132,9 @@ async def test_valid_keys_pass_and_tenants_have_their_own_roots(worker: Scripted
         assert one == again
         assert len(set(others)) == 1, "a salt makes no other tenant: a worker's time is shared out by these tags"
         assert len({"one", "two", one, others[0]}) == 4, "tags that name no tenant"
+        await post(target.url, chat(cache_salt="one"), **bearer("My API Key"))
+        *earlier, salted = (request.root for request in worker.received)
+        assert salted not in earlier, "one salt of two tenants makes two roots"
 
 
 async def test_a_key_for_other_models(worker: ScriptedWorker, keys: dict[str, Any]) -> None:

@@ -222,3 +222,15 @@ def test_no_cost_is_negative_and_a_session_has_its_tenth(
         recent_s = COST.assigned_weight * (workers[own].assigned_s - min(load[2] for load in loads))
         left_s = AFFINITY * workers[own].prefill_s + recent_s
         assert costs_s == pytest.approx([cost_s + left_s * (at != own) for at, cost_s in enumerate(plain)])
+    if workers[own].matched_tokens < max(worker.matched_tokens for worker in workers):
+        assert costs_s == plain, "another one holds more of the prompt"
+
+
+@pytest.mark.parametrize("queue_s", [0.05, 2.0])
+def test_a_cache_key_yields_to_a_longer_match_at_a_busy_worker(queue_s: float) -> None:
+    names, fleet = [f"w{at}" for at in range(3)], FleetView(COST, 0.0, draw=lambda: 0.5)
+    for number in range(16):
+        own = rendezvous_worker(f"k{number}", [view(name) for name in names]).member.worker_id
+        workers = [view(name, queue_s=queue_s, matched_tokens=16 if name == own else 64) for name in names]
+        plain = make_policy("headstart").scores(make_request(), workers, fleet)
+        assert make_policy("headstart").scores(make_request(affinity_key=f"k{number}"), workers, fleet) == plain

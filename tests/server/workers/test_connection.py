@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import pytest
 
-from server.workers.client import WorkerClient
+from server.workers.client import GenerateStream, WorkerClient
 from server.workers.connection import HIGH_WATER_BYTES, ConnectionPool, HttpConnection, StaleConnection, WorkerLost
 from tests.waiting import until
+from tests.worker.scheduler.engine import generate
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -184,3 +185,13 @@ async def test_a_call_on_a_connection_closed_while_idle_is_sent_again() -> None:
 async def test_no_listener() -> None:
     with pytest.raises(WorkerLost, match="Connect"):
         await ConnectionPool().send("http://127.0.0.1:1", b"POST /generate", b"")
+
+
+async def test_a_generation_over_a_kept_connection_that_broke_is_stale() -> None:
+    with closing(WorkerClient()) as client:
+        async with server(answers_once()) as (url, heads):
+            assert await client.is_alive(url)  # its connection is kept
+            with pytest.raises(StaleConnection):
+                async with GenerateStream(client, url, generate([1, 2, 3], 1)):
+                    pass
+    assert [head.split()[1] for head in heads] == [b"/health/live", b"/generate"]

@@ -183,6 +183,9 @@ class TestTruncation:
         assert kept(self.probabilities, top_k=2) == {1, 3}
         assert kept(self.probabilities, top_k=99) == {0, 1, 2, 3, 4}
 
+    def test_a_nucleus_of_no_share_is_the_best_token(self) -> None:
+        assert kept(self.probabilities, top_p=0.0) == {1}
+
     def test_min_p(self) -> None:
         assert kept(self.probabilities, min_p=0.5) == {1, 3, 4}
 

@@ -24,6 +24,7 @@ from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, LAYOUT, SECRET, M
 from tests.worker.scheduler.engine import FAILED, ROOT, HandEngine, generate
 from tests.worker.scheduler.episode_models import EXACT, Alone, EpisodeModel, Faults
 from tests.worker.scheduler.episode_requests import EOS, Asked, draw_plain_requests, draw_request, draw_twins
+from worker.contracts.engine import RequestKey
 from worker.kernels.device import DeviceStream
 from worker.scheduler.request import Request
 from worker.wire import End, Failed
@@ -116,6 +117,8 @@ class _Episode:
         else:
             self.engine = HandEngine(block_size=BLOCK_SIZE, prefix_cache=prefix_cache, **options)
         self.live: list[tuple[Asked, dict[int, list[int]], int, Request]] = []
+        self.aborted: set[tuple[RequestKey, int | None]] = set()
+        """What was aborted: a choice, or None for all of the request."""
         self.left: list[Asked] = []
         self.known: list[list[int]] = []
         """The tokens of every choice, whose blocks may be in the pool."""
@@ -173,11 +176,14 @@ class _Episode:
             self.live.append((asked, resumed, self.step, self.engine.submit(wire, constraints)))
         for asked, _, since, request in self.live:
             if asked.abort_after == self.step - since:
-                self.engine.abort(request, 0 if asked.aborts_first_choice else None)
+                choice = 0 if asked.aborts_first_choice else None
+                self.engine.abort(request, choice)
+                self.aborted.add((request.key, choice))
         chunks = self.engine.in_flight[0][0].chunks.values() if self.engine.in_flight else ()
         drafting = [chunk.sequence.request for chunk in chunks if chunk.draft_ids]
         if len(drafting) == 1 and self.rng.random() < 0.3:  # no other has drafts, and the step that verifies them runs
             self.engine.abort(drafting[0])
+            self.aborted.add((drafting[0].key, None))
 
     def reset(self) -> None:
         if isinstance(self.engine, MovingEngine):
@@ -189,8 +195,11 @@ class _Episode:
 
     def check_answer(self, asked: Asked, resumed: dict[int, list[int]], request: Request) -> None:
         got = self.engine.answer(request)
+        assert got.last is not None, f"{asked} was never answered"
         expected = self.expected[asked]
         for index, alone in enumerate(expected):
+            if index in got.finished and got.finished[index].reason == "abort":
+                assert self.aborted & {(request.key, None), (request.key, index)}, "nobody aborted it"
             tokens = resumed[index] + got.tokens.get(index, [])
             self.known += [[*asked.prompt_ids, *alone.token_ids], [*asked.prompt_ids, *tokens]]
             if _follows_a_tie(tokens, alone):
@@ -201,6 +210,9 @@ class _Episode:
         if isinstance(got.last, Failed):
             may_fail = any(alone.reason in ("no token", "not finite") for alone in expected)
             assert may_fail or (self.faults.any_step and got.last == FAILED), f"{asked} failed: {got.last}"
+        if isinstance(got.last, End) and not asked.num_resumed and request.sampling.prompt_logprobs is not None:
+            is_aborted = any(each.reason == "abort" for each in got.finished.values())
+            assert is_aborted or got.prompt_logprobs is not None, "its prompt logprobs never came"
         if request.sampling.prompt_logprobs is not None and got.prompt_logprobs is not None:
             found = [position.logprob for position in got.prompt_logprobs.positions[1:]]
             assert self.model.logprobs_agree(found, expected[0].prompt_logprobs or [])

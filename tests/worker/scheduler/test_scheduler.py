@@ -95,6 +95,16 @@ def test_a_choice_resumed_after_its_last_token_ends_at_once() -> None:
     assert not engine.scheduler.has_work
 
 
+def test_max_tokens_0_gives_the_prompts_logprobs_alone() -> None:
+    engine = HandEngine()
+    request = engine.submit(generate(range(10), 0, prompt_logprobs=0))
+    engine.finish()
+    got = engine.answer(request)
+    assert (got.tokens, got.finished[0].reason) == ({}, "length")
+    assert got.prompt_logprobs is not None
+    assert [p and p.logprob for p in got.prompt_logprobs.positions] == [None, *(-float(i) for i in range(1, 10))]
+
+
 def test_long_prompt_logprobs_come_in_several_frames() -> None:
     engine = HandEngine(num_blocks=200, max_num_batched_tokens=100, max_num_seqs=4, max_model_len=700)
     request = engine.submit(generate(range(600), 1, prompt_logprobs=0))
