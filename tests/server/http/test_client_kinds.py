@@ -233,7 +233,8 @@ async def test_a_reset_ends_a_request_at_once() -> None:
         await until(lambda: desk.num_left == 1, HANG_S)
 
 
-async def test_a_client_of_http_1_0_that_leaves_before_a_head_ends_its_request() -> None:
+async def test_a_client_of_http_1_0_that_leaves() -> None:
+    """Its request ends before the head of the answer."""
     desk = Desk()
     async with Port(None, app=desk) as port, port.connected() as (_, writer):
         writer.write(request("/late", "1.0"))

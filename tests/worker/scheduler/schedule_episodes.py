@@ -118,7 +118,7 @@ class _Episode:
             self.engine = HandEngine(block_size=BLOCK_SIZE, prefix_cache=prefix_cache, **options)
         self.live: list[tuple[Asked, dict[int, list[int]], int, Request]] = []
         self.aborted: set[tuple[RequestKey, int | None]] = set()
-        """What was aborted: a choice, or None for all of the request."""
+        """Choices that were aborted, by request. None: all of it."""
         self.left: list[Asked] = []
         self.known: list[list[int]] = []
         """The tokens of every choice, whose blocks may be in the pool."""
