@@ -361,5 +361,6 @@ class AdapterEngine:
         self.load = load = msgspec.structs.replace(load, problem=(self._health.problem or "")[:MAX_PROBLEM_CHARS])
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0)
         self._metrics.set_state(load, stats)
+        self._metrics.queued_tokens.set(self._account.num_queued_tokens)
         if self._sinks.publisher is not None:
             self._sinks.publisher.offer(events, load)

@@ -96,6 +96,11 @@ class LoadAccount:
         """Forget a prefill when it has probably ended: its first token will not be seen."""
         asyncio.get_running_loop().call_later(self.rate.seconds(prefill.num_tokens), self._prefills.pop, prefill, None)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute behind the first prefill in line."""
+        return sum(prefill.num_tokens for prefill in list(self._prefills)[1:])
+
     def current(self, engine: EngineLoad | None, block_size: int, draining: bool, is_slow: bool = False) -> WorkerLoad:
         """Return the load. `engine`: its counts as last read; `block_size`: this worker's."""
         queued: dict[GatewayId, float] = defaultdict(float)

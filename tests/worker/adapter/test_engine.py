@@ -149,6 +149,19 @@ async def test_traffic_round_the_gateway_is_said_loudly(
     await until(lambda: rig.is_over(key))
 
 
+async def test_waiting_tokens_are_a_metric(api: ScriptedApi, rig: Rig) -> None:
+    """As of Headstart's engine: autoscalers ask for it."""
+
+    def num_queued() -> float | None:
+        return rig.metrics.registry.get_sample_value("headstart_worker_queued_tokens")
+
+    keys = [rig.submit(make_request(range(100))) for _ in range(3)]
+    await until(lambda: num_queued() == 200)
+    for number in range(3):
+        (await api.call(number)).end()
+    await until(lambda: all(map(rig.is_over, keys)) and num_queued() == 0)
+
+
 async def test_drain(api: ScriptedApi, rig: Rig) -> None:
     key = rig.submit(make_request())
     rig.engine.drain()
