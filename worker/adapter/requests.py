@@ -170,8 +170,7 @@ class EngineRequests:
                     self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
                 self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
-                self._account.drop(prefill)
-                self._start_reached()
+                self._drop(prefill)
         ended_s = time.monotonic()
         first_s = active.first_token_s or ended_s
         started_s = active.begun_s if prefill.started_s is None else prefill.started_s
@@ -184,8 +183,8 @@ class EngineRequests:
     ) -> None:
         """Pass on what an API of the engine answers. Choices end only after the whole answer."""
         request, reasons = active.request, dict[int, str]()
-        if request.call is not None and not request.call.streams:
-            self._account.drop_later(prefill)
+        if request.call is not None and not request.call.streams:  # its first token will not be seen
+            asyncio.get_running_loop().call_later(self._account.seconds_left(), self._drop, prefill)
         self._account.num_open_choices += len(request.choices)
         try:
             stream = self._api.generate(request, f"{self._name}-{active.key}")
@@ -234,6 +233,11 @@ class EngineRequests:
             queue_s = time.monotonic() - active.begun_s
             self._metrics.queue_s.observe(queue_s)
             self._emit(active, Started(num_expected, queue_s=queue_s))
+
+    def _drop(self, prefill: Prefill) -> None:
+        """Remove a prefill that has ended from the account."""
+        self._account.drop(prefill)
+        self._start_reached()
 
     def _start_reached(self) -> None:
         """Deliver Started for the request whose prefill the engine has reached, if any."""

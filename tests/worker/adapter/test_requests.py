@@ -19,6 +19,7 @@ from tests.worker.adapter.rig import (
 )
 from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.contracts.engine import RequestKey, StepLog
+from worker.contracts.rates import PrefillRate
 from worker.wire import (
     End,
     EngineText,
@@ -208,3 +209,18 @@ async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig:
     for call in api.calls:
         call.end()
     await until(lambda: all(map(rig.is_over, keys)))
+
+
+async def test_unstreamed_requests_leave_the_line_one_by_one(api: ScriptedApi, rig: Rig) -> None:
+    """Nobody sees their first tokens: each has probably ended after those before it."""
+    rig.engine._account.rate = PrefillRate(1000, 1.0)
+    unseen, last = rig.submit(make_request(streams=False)), rig.submit(make_request(range(300, 350), streams=False))
+    streamed = rig.submit(make_request(range(500, 600)))
+    await until(lambda: rig.frames[streamed])
+    begun = [rig.frames[key][0] for key in (last, streamed)]
+    waited = [frame.queue_s or 0.0 for frame in begun if isinstance(frame, Started)]
+    assert waited[0] >= 0.09
+    assert waited[1] >= 0.14
+    for call in api.calls:
+        call.end()
+    await until(lambda: all(map(rig.is_over, (unseen, last, streamed))))
