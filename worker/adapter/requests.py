@@ -54,9 +54,21 @@ class ActiveRequest:
     is_started: bool = False
     is_over: bool = False
     """Its last frame was delivered."""
+    prefill: Prefill | None = None
+    """Its place in the account; None before it is sent."""
     num_cached: int | None = None
     """Prompt tokens that the engine found cached, as it reports at the end."""
     task: asyncio.Task[None] | None = None
+
+    def end(self) -> End:
+        """Return the last frame of a request that ends now."""
+        ended_s = time.monotonic()
+        first_s = self.first_token_s or ended_s
+        started_s = None if self.prefill is None else self.prefill.started_s
+        if started_s is None:  # as far as the account knows, it has only waited
+            started_s = ended_s if self.first_token_s is None else self.begun_s
+        queue_s, prefill_s = max(0.0, started_s - self.begun_s), max(0.0, first_s - started_s)
+        return End(queue_s, prefill_s, ended_s - first_s, self.num_cached)
 
 
 @dataclass(eq=False)
@@ -87,7 +99,7 @@ class EngineRequests:
         """End a request. Ignores unknown keys."""
         if (active := self.active.get(key)) is not None:
             choices = active.request.choices
-            self._end(active, *(Finished(each.index, "abort") for each in choices), End(0.0, 0.0, 0.0))
+            self._end(active, *(Finished(each.index, "abort") for each in choices), active.end())
 
     def fail_all(self, failed: Failed) -> None:
         """End every request with this frame."""
@@ -162,7 +174,8 @@ class EngineRequests:
                 self._start(active, num_expected)
                 await asyncio.sleep(SUSPECT_NOTICE_S)
             self.has_sent_block = self.has_sent_block or len(request.prompt_ids) > self._blocks.engine_block_size
-            prefill = self._account.send(active.key, request.gateway_id, len(request.prompt_ids) - num_expected)
+            num_tokens = len(request.prompt_ids) - num_expected
+            prefill = active.prefill = self._account.send(active.key, request.gateway_id, num_tokens)
             try:
                 self._start_reached()
                 await self._answer(active, prefill, num_expected, until_first_token)
@@ -171,12 +184,7 @@ class EngineRequests:
                 self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
                 self._drop(prefill)
-        ended_s = time.monotonic()
-        first_s = active.first_token_s or ended_s
-        started_s = active.begun_s if prefill.started_s is None else prefill.started_s
-        return End(
-            max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
-        )
+        return active.end()
 
     async def _answer(
         self, active: ActiveRequest, prefill: Prefill, num_expected: int, until_first_token: contextlib.AsyncExitStack

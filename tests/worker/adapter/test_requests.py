@@ -170,6 +170,26 @@ async def test_abort_of_all(api: ScriptedApi, rig: Rig, num_turns: int) -> None:
     rig.engine.abort(key)
 
 
+async def test_times_of_an_aborted_request(api: ScriptedApi, rig: Rig) -> None:
+    """They are measurements like those of other requests."""
+    answered, waiting = rig.submit(make_request()), rig.submit(make_request(range(300, 400)))
+    call = await api.call()
+    await asyncio.sleep(0.03)
+    call.token()
+    await until(lambda: token_ids(rig.frames[answered]))
+    await asyncio.sleep(0.03)
+    rig.engine.abort(answered)
+    end = rig.frames[answered][-1]
+    assert isinstance(end, End)
+    assert min(end.prefill_s, end.decode_s) >= 0.025
+    rig.engine.abort(waiting)
+    end = rig.frames[waiting][-1]
+    assert isinstance(end, End)
+    assert end.queue_s + end.prefill_s >= 0.055
+    assert end.decode_s == 0.0
+    await until(rig.is_idle)
+
+
 async def test_fail_all(api: ScriptedApi, rig: Rig) -> None:
     keys = [rig.submit(make_request(n=2)) for _ in range(3)]
     (await api.call(0)).token()
