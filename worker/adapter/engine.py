@@ -33,7 +33,7 @@ from worker.adapter.kv_events import EventBatch
 from worker.adapter.load import LoadAccount
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
-from worker.common.capabilities import adapter_names, adapters_in
+from worker.common.capabilities import GENERATING, adapter_names, adapters_in
 from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
@@ -234,7 +234,7 @@ class AdapterEngine:
                 facts = facts_of(counts, model)
                 self._moved(self._health.answered(facts, counts, is_paused=is_paused, num_open=num_open))
                 self._account.seed_rate(counts)
-                if self._health.problem is None:
+                if self._health.problem is None and not GENERATING.isdisjoint(self.member.capabilities):
                     self._warn_bypass(counts, num_open)
                 self._take_loras(model.loras)
             except (EngineLostError, EngineRefusedError, TimeoutError) as error:
@@ -287,7 +287,7 @@ class AdapterEngine:
             self._begin_epoch(self._blocks.visible_events())
 
     def _warn_bypass(self, counts: EngineLoad, num_open: int) -> None:
-        """Warn about requests that bypass the gateway."""
+        """Warn about requests that bypass the gateway. One call of a model without text may be many at the engine."""
         num_bypassing = counts.num_running + counts.num_waiting - num_open
         self._num_bypassing = self._num_bypassing + 1 if num_bypassing > 0 else 0
         if self._num_bypassing >= BYPASS_AFTER and time.monotonic() - self._warned_s > WARN_AGAIN_S:

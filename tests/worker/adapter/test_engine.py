@@ -19,6 +19,7 @@ from tests.worker.adapter.rig import (
     ScriptedApi,
     is_lost,
     make_request,
+    running,
 )
 from worker.adapter import engine as engine_module
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError
@@ -147,6 +148,19 @@ async def test_traffic_round_the_gateway_is_said_loudly(
     assert caplog.text.count("bypass the gateway") == 1, "once a minute"
     call.end()
     await until(lambda: rig.is_over(key))
+
+
+async def test_inputs_of_one_call_bypass_nothing(
+    api: ScriptedApi, brisk: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine counts each input of an embedding call."""
+    rig = Rig(api)
+    rig.engine.member = replace(rig.engine.member, capabilities=("/v1/embeddings",))
+    api.counts = EngineLoad(1.0, 64, 0, 256, 16, 0.0)
+    async with running(rig):
+        await until(lambda: api.num_asked > engine_module.BYPASS_AFTER + 3)
+    assert rig.engine.load.num_running == 64
+    assert "bypass the gateway" not in caplog.text
 
 
 async def test_waiting_tokens_are_a_metric(api: ScriptedApi, rig: Rig) -> None:
