@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Final
@@ -155,12 +155,8 @@ class AdapterEngine:
         asked = unpack(call, EngineCall)
         if asked.path not in self.member.capabilities:
             raise RefusedError(Failed("unsupported", f"{asked.path!r:.80}: no API of the engine", retryable=True))
-        try:
+        with _refusing():
             return pack(await self._api.render(asked))
-        except EngineRefusedError as error:
-            raise RefusedError(failed_by(error)) from error
-        except EngineLostError as error:
-            raise RefusedError(Failed("not_ready", str(error), retryable=True)) from error
 
     async def prepare(self, request: GenerateRequest) -> None:
         return None
@@ -184,10 +180,9 @@ class AdapterEngine:
 
     def purge(self) -> Future[Epoch]:
         async def empty() -> Epoch:
+            with _refusing():
+                await self._api.reset()
             self._begin_epoch()
-            await self._api.reset()
-            if self._blocks.tree.num_held:  # stored during the reset
-                self._begin_epoch()
             return self.member.epoch
 
         return asyncio.run_coroutine_threadsafe(empty(), asyncio.get_running_loop())
@@ -364,3 +359,14 @@ class AdapterEngine:
         self._metrics.queued_tokens.set(self._account.num_queued_tokens)
         if self._sinks.publisher is not None:
             self._sinks.publisher.offer(events, load)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise RefusedError for the engine's errors."""
+    try:
+        yield
+    except EngineRefusedError as error:
+        raise RefusedError(failed_by(error)) from error
+    except EngineLostError as error:
+        raise RefusedError(Failed("not_ready", str(error), retryable=True)) from error

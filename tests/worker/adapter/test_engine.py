@@ -25,6 +25,7 @@ from worker.adapter import engine as engine_module
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EventBatch
 from worker.common.capabilities import adapters_in
+from worker.contracts.engine import RefusedError
 from worker.wire import End
 
 
@@ -189,9 +190,18 @@ async def test_purge(api: ScriptedApi, rig: Rig) -> None:
     epoch = rig.engine.member.epoch
     assert await asyncio.wrap_future(rig.engine.purge()) == rig.engine.member.epoch != epoch
     assert api.num_resets == 1
-    api.reset_error = EngineRefusedError(404, "no /reset_prefix_cache")
-    with pytest.raises(EngineRefusedError, match="reset_prefix_cache"):
+
+
+@pytest.mark.parametrize("error", [EngineRefusedError(404, "no /reset_prefix_cache"), EngineLostError("no answer")])
+async def test_a_refused_purge_changes_nothing(api: ScriptedApi, rig: Rig, error: Exception) -> None:
+    """The engine still has its blocks, and does not report them again."""
+    prompt_ids, salt = tuple(range(100, 100 + 3 * BLOCK)), ((ROOT.hex(),), None, None)
+    rig.engine.hear("batch", EventBatch(1.0, (BlockStored((1, 2, 3), None, prompt_ids, BLOCK, "GPU", None, salt),)))
+    epoch, api.reset_error = rig.engine.member.epoch, error
+    with pytest.raises(RefusedError, match=r"reset_prefix_cache|no answer"):
         await asyncio.wrap_future(rig.engine.purge())
+    assert rig.engine.member.epoch == epoch
+    await until(lambda: rig.num_published(make_request(prompt_ids)) == 3 * BLOCK)
 
 
 async def test_liveness(api: ScriptedApi, rig: Rig) -> None:
