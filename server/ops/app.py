@@ -38,7 +38,7 @@ from server.request.choice import GenerationSpec
 from server.request_context import CURRENT
 from server.router.decisions import MAX_RECENT, PER_S
 from server.schema.decoding import read_json
-from server.workers.connection import WorkerLost
+from server.workers.connection import WorkerError
 from worker.wire import SamplingDefaults
 
 MAX_BODY_BYTES: Final = 32 << 20  # as much as a gateway takes by default
@@ -185,7 +185,7 @@ class OpsApi:
             raise NotFoundError(f"There is no worker {worker_id!r:.200}; GET /workers lists them.")
         try:
             answer = await self.overview.api.services.requests.client.act(member.url, action)
-        except WorkerLost as error:
+        except WorkerError as error:
             raise UnavailableError(f"Worker {worker_id} did not {action}: {error}.") from error
         return json_response({"worker": worker_id, **answer})
 

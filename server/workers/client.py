@@ -159,8 +159,8 @@ class WorkerClient(ConnectionPool):
         return _decoded(url, answer, Rendered)
 
     async def act(self, url: str, action: str) -> dict[str, Any]:
-        """Do an operator's action, "drain" or "purge", and return the worker's answer. Raises WorkerLost."""
-        data = await self._exchange(url, b"POST /" + action.encode(), ACTION_TIMEOUT_S)
+        """Do an operator's action, "drain" or "purge", and return the worker's answer. Raises WorkerError."""
+        data = await self._exchange(url, b"POST /" + action.encode(), ACTION_TIMEOUT_S, may_refuse=True)
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -92,6 +92,7 @@ class ScriptedWorker:
     embedding_size: int = 0
     layout: str = ""
     adopted: list[Handover] = field(default_factory=list)
+    refuses_purge: Failed | None = None
 
     def member(self) -> WorkerMember:
         b = self.bundle
@@ -211,6 +212,8 @@ class ScriptedWorker:
         return Response(pack({"adopted_blocks": len(self.adopted[-1].chains[0].block_hashes())}))
 
     async def _purge(self, http: Request) -> Response:
+        if self.refuses_purge is not None:
+            return Response(pack(self.refuses_purge), status_code=400)
         return Response(b'{"epoch": "epoch-after-purge"}')
 
     async def _bundle(self, http: Request) -> Response:

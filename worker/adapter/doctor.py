@@ -22,6 +22,7 @@ from worker.adapter.blocks import EngineBlocks
 from worker.adapter.connect import PROBE_TEXTS, check_tokenizer, event_source, make_bundle, open_api
 from worker.adapter.kv_events import BlockStored, EventBatch
 from worker.adapter.subscriber import EventSubscriber, engine_binds
+from worker.common.capabilities import GENERATING
 from worker.common.checks import Check, judge, print_check
 from worker.config import WorkerConfig, parse
 
@@ -73,6 +74,11 @@ async def checks(config: WorkerConfig) -> AsyncIterator[Check]:
             yield Check("tokenizer", "ok", found)
         except ValueError as error:
             yield Check("tokenizer", "fail", str(error), "give the engine's own tokenizer: --tokenizer FOLDER-OR-ID")
+        step = "apis"
+        apis = await api.text_apis()
+        if apis and GENERATING.isdisjoint(apis):
+            yield Check("events", "ok", "not needed: requests for a model without text are routed by load")
+            return
         step = "tokens"
         num_tokens = min(max(PROBE_BLOCKS * load.block_size + 1, MIN_PROBE_TOKENS), model.max_model_len - 2)
 

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Final
@@ -33,7 +33,7 @@ from worker.adapter.kv_events import EventBatch
 from worker.adapter.load import LoadAccount
 from worker.adapter.requests import EngineRequests
 from worker.adapter.subscriber import EventSubscriber
-from worker.common.capabilities import adapter_names, adapters_in
+from worker.common.capabilities import GENERATING, adapter_names, adapters_in
 from worker.contracts.engine import EngineDeadError, EngineOutput, EngineSinks, RefusedError, RequestKey, StepLog
 from worker.contracts.metrics import WorkerMetrics
 from worker.validation import refusal
@@ -155,12 +155,8 @@ class AdapterEngine:
         asked = unpack(call, EngineCall)
         if asked.path not in self.member.capabilities:
             raise RefusedError(Failed("unsupported", f"{asked.path!r:.80}: no API of the engine", retryable=True))
-        try:
+        with _refusing():
             return pack(await self._api.render(asked))
-        except EngineRefusedError as error:
-            raise RefusedError(failed_by(error)) from error
-        except EngineLostError as error:
-            raise RefusedError(Failed("not_ready", str(error), retryable=True)) from error
 
     async def prepare(self, request: GenerateRequest) -> None:
         return None
@@ -184,10 +180,9 @@ class AdapterEngine:
 
     def purge(self) -> Future[Epoch]:
         async def empty() -> Epoch:
+            with _refusing():
+                await self._api.reset()
             self._begin_epoch()
-            await self._api.reset()
-            if self._blocks.tree.num_held:  # stored during the reset
-                self._begin_epoch()
             return self.member.epoch
 
         return asyncio.run_coroutine_threadsafe(empty(), asyncio.get_running_loop())
@@ -234,7 +229,7 @@ class AdapterEngine:
                 facts = facts_of(counts, model)
                 self._moved(self._health.answered(facts, counts, is_paused=is_paused, num_open=num_open))
                 self._account.seed_rate(counts)
-                if self._health.problem is None:
+                if self._health.problem is None and not GENERATING.isdisjoint(self.member.capabilities):
                     self._warn_bypass(counts, num_open)
                 self._take_loras(model.loras)
             except (EngineLostError, EngineRefusedError, TimeoutError) as error:
@@ -287,7 +282,7 @@ class AdapterEngine:
             self._begin_epoch(self._blocks.visible_events())
 
     def _warn_bypass(self, counts: EngineLoad, num_open: int) -> None:
-        """Warn about requests that bypass the gateway."""
+        """Warn about requests that bypass the gateway. One call of a model without text may be many at the engine."""
         num_bypassing = counts.num_running + counts.num_waiting - num_open
         self._num_bypassing = self._num_bypassing + 1 if num_bypassing > 0 else 0
         if self._num_bypassing >= BYPASS_AFTER and time.monotonic() - self._warned_s > WARN_AGAIN_S:
@@ -361,5 +356,17 @@ class AdapterEngine:
         self.load = load = msgspec.structs.replace(load, problem=(self._health.problem or "")[:MAX_PROBLEM_CHARS])
         stats = CacheStats(load.num_blocks, load.num_free_blocks, self._blocks.tree.num_held, 0, 0, 0)
         self._metrics.set_state(load, stats)
+        self._metrics.queued_tokens.set(self._account.num_queued_tokens)
         if self._sinks.publisher is not None:
             self._sinks.publisher.offer(events, load)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise RefusedError for the engine's errors."""
+    try:
+        yield
+    except EngineRefusedError as error:
+        raise RefusedError(failed_by(error)) from error
+    except EngineLostError as error:
+        raise RefusedError(Failed("not_ready", str(error), retryable=True)) from error

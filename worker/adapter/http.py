@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ _MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
 _READ_BYTES: Final = 1 << 20  # aiohttp pauses a connection with twice as many unread bytes
+_NOTHING_THERE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH)
+"""Errors that tell of the engine. A name that is not found, or too many open files, tell of this side."""
 _JSON: Final = {"content-type": "application/json"}
 
 
@@ -137,8 +140,9 @@ class EngineServer(EngineApi):
         await self._session.close()
 
     def _lost(self, error: Exception) -> EngineLostError:
-        gone = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
-        closed = not gone and isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
+        cause = getattr(error, "os_error", error)  # of a connection that could not be made
+        gone = isinstance(cause, OSError) and cause.errno in _NOTHING_THERE
+        closed = cause is error and isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
 
 

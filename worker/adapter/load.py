@@ -7,7 +7,6 @@ requests wait.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -92,9 +91,17 @@ class LoadAccount:
             del self._prefills[prefill]
             self._free_s = self._free_s if prefill.started_s is None else time.monotonic()
 
-    def drop_later(self, prefill: Prefill) -> None:
-        """Forget a prefill when it has probably ended: its first token will not be seen."""
-        asyncio.get_running_loop().call_later(self.rate.seconds(prefill.num_tokens), self._prefills.pop, prefill, None)
+    def seconds_left(self) -> float:
+        """Return the time until the last prefill in line has probably ended."""
+        first, *others = self._prefills
+        now_s = time.monotonic()
+        first_s = max(0.0, self.rate.seconds(first.num_tokens) - (now_s - (first.started_s or now_s)))
+        return first_s + sum(self.rate.seconds(prefill.num_tokens) for prefill in others)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute behind the first prefill in line."""
+        return sum(prefill.num_tokens for prefill in list(self._prefills)[1:])
 
     def current(self, engine: EngineLoad | None, block_size: int, draining: bool, is_slow: bool = False) -> WorkerLoad:
         """Return the load. `engine`: its counts as last read; `block_size`: this worker's."""

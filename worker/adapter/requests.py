@@ -54,9 +54,21 @@ class ActiveRequest:
     is_started: bool = False
     is_over: bool = False
     """Its last frame was delivered."""
+    prefill: Prefill | None = None
+    """Its place in the account; None before it is sent."""
     num_cached: int | None = None
     """Prompt tokens that the engine found cached, as it reports at the end."""
     task: asyncio.Task[None] | None = None
+
+    def end(self) -> End:
+        """Return the last frame of a request that ends now."""
+        ended_s = time.monotonic()
+        first_s = self.first_token_s or ended_s
+        started_s = None if self.prefill is None else self.prefill.started_s
+        if started_s is None:  # as far as the account knows, it has only waited
+            started_s = ended_s if self.first_token_s is None else self.begun_s
+        queue_s, prefill_s = max(0.0, started_s - self.begun_s), max(0.0, first_s - started_s)
+        return End(queue_s, prefill_s, ended_s - first_s, self.num_cached)
 
 
 @dataclass(eq=False)
@@ -87,7 +99,7 @@ class EngineRequests:
         """End a request. Ignores unknown keys."""
         if (active := self.active.get(key)) is not None:
             choices = active.request.choices
-            self._end(active, *(Finished(each.index, "abort") for each in choices), End(0.0, 0.0, 0.0))
+            self._end(active, *(Finished(each.index, "abort") for each in choices), active.end())
 
     def fail_all(self, failed: Failed) -> None:
         """End every request with this frame."""
@@ -162,7 +174,8 @@ class EngineRequests:
                 self._start(active, num_expected)
                 await asyncio.sleep(SUSPECT_NOTICE_S)
             self.has_sent_block = self.has_sent_block or len(request.prompt_ids) > self._blocks.engine_block_size
-            prefill = self._account.send(active.key, request.gateway_id, len(request.prompt_ids) - num_expected)
+            num_tokens = len(request.prompt_ids) - num_expected
+            prefill = active.prefill = self._account.send(active.key, request.gateway_id, num_tokens)
             try:
                 self._start_reached()
                 await self._answer(active, prefill, num_expected, until_first_token)
@@ -170,22 +183,16 @@ class EngineRequests:
                     self._sink.report(self._blocks.remove_missing(hashes, active.num_cached, at_batch))
                 self._sink.report(self._blocks.record_prompt(len(request.prompt_ids)))
             finally:
-                self._account.drop(prefill)
-                self._start_reached()
-        ended_s = time.monotonic()
-        first_s = active.first_token_s or ended_s
-        started_s = active.begun_s if prefill.started_s is None else prefill.started_s
-        return End(
-            max(0.0, started_s - active.begun_s), max(0.0, first_s - started_s), ended_s - first_s, active.num_cached
-        )
+                self._drop(prefill)
+        return active.end()
 
     async def _answer(
         self, active: ActiveRequest, prefill: Prefill, num_expected: int, until_first_token: contextlib.AsyncExitStack
     ) -> None:
         """Pass on what an API of the engine answers. Choices end only after the whole answer."""
         request, reasons = active.request, dict[int, str]()
-        if request.call is not None and not request.call.streams:
-            self._account.drop_later(prefill)
+        if request.call is not None and not request.call.streams:  # its first token will not be seen
+            asyncio.get_running_loop().call_later(self._account.seconds_left(), self._drop, prefill)
         self._account.num_open_choices += len(request.choices)
         try:
             stream = self._api.generate(request, f"{self._name}-{active.key}")
@@ -234,6 +241,11 @@ class EngineRequests:
             queue_s = time.monotonic() - active.begun_s
             self._metrics.queue_s.observe(queue_s)
             self._emit(active, Started(num_expected, queue_s=queue_s))
+
+    def _drop(self, prefill: Prefill) -> None:
+        """Remove a prefill that has ended from the account."""
+        self._account.drop(prefill)
+        self._start_reached()
 
     def _start_reached(self) -> None:
         """Deliver Started for the request whose prefill the engine has reached, if any."""

@@ -1,9 +1,10 @@
-"""`helm test`: every model of the gateway answers a chat completion. Needs only the standard library."""
+"""`helm test`: every model of the gateway answers a chat, or gives an embedding. Needs only the standard library."""
 
 import json
 import pathlib
 import ssl
 import sys
+import urllib.error
 import urllib.request
 
 
@@ -43,6 +44,13 @@ models = [model["id"] for model in call(gateway + "/v1/models")["data"]]
 assert models, "the gateway names no model"
 for model in models:
     question = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello!"}]}
-    answer = call(gateway + "/v1/chat/completions", question)
+    try:
+        answer = call(gateway + "/v1/chat/completions", question)
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
+        answer = call(gateway + "/v1/embeddings", {"model": model, "input": "Hello!"})  # a model without text
+        print(model, "gives an embedding of", len(answer["data"][0]["embedding"]), "numbers")
+        continue
     assert answer["usage"]["completion_tokens"] > 0, answer
     print(model, "answers:", answer["choices"][0]["message"]["content"])

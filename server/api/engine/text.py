@@ -355,7 +355,8 @@ def _body(asked: _EngineBody) -> dict[str, Any]:
         body["model"] = model.adapter
     if path in TEXTS and model.template_kwargs:
         kwargs = msgspec.json.decode(fields.get("chat_template_kwargs", b"null"))
-        body["chat_template_kwargs"] = {**model.template_kwargs, **kwargs} if isinstance(kwargs, dict) else kwargs
+        if kwargs is None or isinstance(kwargs, dict):  # the engine refuses another type
+            body["chat_template_kwargs"] = {**model.template_kwargs, **(kwargs or {})}
     if path in (CHAT_PATH, COMPLETIONS_PATH):
         options = known.stream_options
         if options is not None and (options.include_usage or not known.stream):

@@ -287,6 +287,29 @@ async def test_a_long_prompt_in_the_engines_words(engines: list[EngineWorker]) -
 
 
 @pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({}, {"thinks": False}),
+        ({"chat_template_kwargs": None}, {"thinks": False}),
+        ({"chat_template_kwargs": {"thinks": True}}, {"thinks": True}),
+        ({"chat_template_kwargs": {"a": 1}}, {"thinks": False, "a": 1}),
+        ({"chat_template_kwargs": "x"}, "x"),
+    ],
+)
+async def test_the_operators_template_kwargs_are_sent(
+    engines: list[EngineWorker], fields: dict[str, Any], sent: object
+) -> None:
+    """They set what the request does not set."""
+    options: dict[str, Any] = {"default_chat_template_kwargs": {"": {"thinks": False}}}
+    status, _, raw = await post_once(engine_gateway(engines[0], **options), chat(**fields))
+    assert status == 200, raw
+    call = engines[0].received[-1].call
+    assert call is not None
+    bodies = json.loads(call.body), engines[0].rendered[-1]
+    assert [body["chat_template_kwargs"] for body in bodies] == [sent, sent]
+
+
+@pytest.mark.parametrize(
     "event",
     [
         {"type": "message_start", "message": {"model": "engine-name", "usage": {}}},

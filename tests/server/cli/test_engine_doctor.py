@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from server import cli
 from server.cli import doctor
@@ -139,6 +141,29 @@ async def test_the_replay_is_checked_even_if_the_port_is_taken(folder: Path) -> 
             checks = await checks_of(url)
     assert (checks["events"].status, checks["replay"].status) == ("warn", "ok")
     assert "end the worker" in checks["events"].fix
+
+
+async def test_a_model_without_text_needs_no_cache(folder: Path) -> None:
+    """Neither caching nor events: requests for it are routed by load."""
+    fake = FakeEngine(parse([str(folder), "--port", "0", "--no-prefix-caching"]))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == "/v1/embeddings":
+            await JSONResponse({"error": {"message": "field required"}}, 400)(scope, receive, send)
+        elif path.startswith("/v1/") and path != "/v1/models":
+            await JSONResponse({}, 404)(scope, receive, send)
+        else:
+            await fake.app(scope, receive, send)
+
+    try:
+        async with listening(app) as url:
+            checks = await checks_of(url)
+    finally:
+        fake.close()
+    assert [name for name, check in checks.items() if check.status != "ok"] == [], checks
+    assert "routed by load" in checks["events"].found
+    assert "caching" not in checks
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
 from tests.waiting import until
+from worker.wire import Failed
 
 WRITER = WriterSettings(prefix="team-a", num_shards=2, lease_s=600.0)
 
@@ -105,6 +106,9 @@ async def test_it_reads_a_gateway_and_a_redis_and_empties_a_worker(
         assert "answered 401: The ops key is needed" in capsys.readouterr().err
         keyed = ("--ops", gateway.ops, "--ops-key-file", str(key))
         assert await answer("purge", "w0", *keyed) == {"worker": "w0", "epoch": "epoch-after-purge"}
+        worker.refuses_purge = Failed("invalid_request", "no /reset_prefix_cache", retryable=False)
+        assert await headstart("purge", "w0", *keyed) == 1
+        assert "Worker w0 did not purge: 400 invalid_request: no /reset_prefix_cache." in capsys.readouterr().err
         assert await headstart("purge", "w9", *keyed) == 1
         assert "There is no worker 'w9'" in capsys.readouterr().err
 

@@ -19,11 +19,13 @@ from tests.worker.adapter.rig import (
     ScriptedApi,
     is_lost,
     make_request,
+    running,
 )
 from worker.adapter import engine as engine_module
 from worker.adapter.api import EngineLoad, EngineLostError, EngineRefusedError
 from worker.adapter.kv_events import BlockRemoved, BlockStored, EventBatch
 from worker.common.capabilities import adapters_in
+from worker.contracts.engine import RefusedError
 from worker.wire import End
 
 
@@ -149,6 +151,32 @@ async def test_traffic_round_the_gateway_is_said_loudly(
     await until(lambda: rig.is_over(key))
 
 
+async def test_inputs_of_one_call_bypass_nothing(
+    api: ScriptedApi, brisk: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine counts each input of an embedding call."""
+    rig = Rig(api)
+    rig.engine.member = replace(rig.engine.member, capabilities=("/v1/embeddings",))
+    api.counts = EngineLoad(1.0, 64, 0, 256, 16, 0.0)
+    async with running(rig):
+        await until(lambda: api.num_asked > engine_module.BYPASS_AFTER + 3)
+    assert rig.engine.load.num_running == 64
+    assert "bypass the gateway" not in caplog.text
+
+
+async def test_waiting_tokens_are_a_metric(api: ScriptedApi, rig: Rig) -> None:
+    """As of Headstart's engine: autoscalers ask for it."""
+
+    def num_queued() -> float | None:
+        return rig.metrics.registry.get_sample_value("headstart_worker_queued_tokens")
+
+    keys = [rig.submit(make_request(range(100))) for _ in range(3)]
+    await until(lambda: num_queued() == 200)
+    for number in range(3):
+        (await api.call(number)).end()
+    await until(lambda: all(map(rig.is_over, keys)) and num_queued() == 0)
+
+
 async def test_drain(api: ScriptedApi, rig: Rig) -> None:
     key = rig.submit(make_request())
     rig.engine.drain()
@@ -162,9 +190,18 @@ async def test_purge(api: ScriptedApi, rig: Rig) -> None:
     epoch = rig.engine.member.epoch
     assert await asyncio.wrap_future(rig.engine.purge()) == rig.engine.member.epoch != epoch
     assert api.num_resets == 1
-    api.reset_error = EngineRefusedError(404, "no /reset_prefix_cache")
-    with pytest.raises(EngineRefusedError, match="reset_prefix_cache"):
+
+
+@pytest.mark.parametrize("error", [EngineRefusedError(404, "no /reset_prefix_cache"), EngineLostError("no answer")])
+async def test_a_refused_purge_changes_nothing(api: ScriptedApi, rig: Rig, error: Exception) -> None:
+    """The engine still has its blocks, and does not report them again."""
+    prompt_ids, salt = tuple(range(100, 100 + 3 * BLOCK)), ((ROOT.hex(),), None, None)
+    rig.engine.hear("batch", EventBatch(1.0, (BlockStored((1, 2, 3), None, prompt_ids, BLOCK, "GPU", None, salt),)))
+    epoch, api.reset_error = rig.engine.member.epoch, error
+    with pytest.raises(RefusedError, match=r"reset_prefix_cache|no answer"):
         await asyncio.wrap_future(rig.engine.purge())
+    assert rig.engine.member.epoch == epoch
+    await until(lambda: rig.num_published(make_request(prompt_ids)) == 3 * BLOCK)
 
 
 async def test_liveness(api: ScriptedApi, rig: Rig) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -136,6 +138,32 @@ async def test_nothing_listens() -> None:
     with pytest.raises(EngineLostError) as caught:
         await http.json("GET", "/state")
     assert caught.value.gone
+    await http.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "is_gone"),
+    [
+        ("getaddrinfo", socket.EAI_AGAIN, False),
+        ("sock_connect", errno.EMFILE, False),
+        ("sock_connect", errno.EADDRNOTAVAIL, False),
+        ("sock_connect", errno.EHOSTUNREACH, True),
+    ],
+)
+async def test_a_fault_of_this_side_is_no_lost_engine(
+    monkeypatch: pytest.MonkeyPatch, where: str, number: int, is_gone: bool
+) -> None:
+    """Its streams run on, and its blocks stay known."""
+
+    async def fail(*args: object, **options: object) -> None:
+        raise socket.gaierror(number, "try again") if where == "getaddrinfo" else OSError(number, "no")
+
+    host = "vllm-0.invalid" if where == "getaddrinfo" else "127.0.0.1"
+    http = EngineServer(f"http://{host}:9", "", None, {})
+    monkeypatch.setattr(asyncio.get_running_loop(), where, fail)
+    with pytest.raises(EngineLostError) as caught:
+        await http.json("GET", "/state")
+    assert (caught.value.gone, caught.value.closed) == (is_gone, False)
     await http.close()
 
 

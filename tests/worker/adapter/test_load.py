@@ -88,6 +88,31 @@ def test_the_engines_totals_are_a_beginning() -> None:
     assert account.rate.tokens_per_s == 1500.0
 
 
+def test_each_prefill_ends_after_those_before_it(clock: Clock) -> None:
+    account = LoadAccount()
+    account.rate = PrefillRate(1000, 1.0)
+    for number in range(3):
+        account.send(KEY, "g", 1000)
+        account.start_first()
+        assert account.seconds_left() == pytest.approx(number + 1)
+    clock.now_s += 0.5
+    assert account.seconds_left() == pytest.approx(2.5)
+    clock.now_s += 5.0
+    assert account.seconds_left() == pytest.approx(2.0), "the first is late"
+
+
+def test_a_rate_behind_a_prefill_without_a_token(clock: Clock) -> None:
+    account = LoadAccount()
+    unseen, second = account.send(KEY, "g", 1000), account.send(KEY, "g", 1000)
+    account.start_first()
+    clock.now_s += 1.0
+    account.drop(unseen)
+    account.start_first()
+    clock.now_s += 1.0
+    account.first_token(second)
+    assert account.rate.tokens_per_s == pytest.approx(1000.0)
+
+
 def test_load_in_blocks_of_this_worker() -> None:
     account = LoadAccount()
     account.rate = PrefillRate(1000, 1.0)

@@ -19,6 +19,7 @@ from tests.worker.adapter.rig import (
 )
 from worker.adapter.api import EngineLostError, EngineRefusedError
 from worker.contracts.engine import RequestKey, StepLog
+from worker.contracts.rates import PrefillRate
 from worker.wire import (
     End,
     EngineText,
@@ -169,6 +170,26 @@ async def test_abort_of_all(api: ScriptedApi, rig: Rig, num_turns: int) -> None:
     rig.engine.abort(key)
 
 
+async def test_times_of_an_aborted_request(api: ScriptedApi, rig: Rig) -> None:
+    """They are measurements like those of other requests."""
+    answered, waiting = rig.submit(make_request()), rig.submit(make_request(range(300, 400)))
+    call = await api.call()
+    await asyncio.sleep(0.03)
+    call.token()
+    await until(lambda: token_ids(rig.frames[answered]))
+    await asyncio.sleep(0.03)
+    rig.engine.abort(answered)
+    end = rig.frames[answered][-1]
+    assert isinstance(end, End)
+    assert min(end.prefill_s, end.decode_s) >= 0.025
+    rig.engine.abort(waiting)
+    end = rig.frames[waiting][-1]
+    assert isinstance(end, End)
+    assert end.queue_s + end.prefill_s >= 0.055
+    assert end.decode_s == 0.0
+    await until(rig.is_idle)
+
+
 async def test_fail_all(api: ScriptedApi, rig: Rig) -> None:
     keys = [rig.submit(make_request(n=2)) for _ in range(3)]
     (await api.call(0)).token()
@@ -208,3 +229,18 @@ async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig:
     for call in api.calls:
         call.end()
     await until(lambda: all(map(rig.is_over, keys)))
+
+
+async def test_unstreamed_requests_leave_the_line_one_by_one(api: ScriptedApi, rig: Rig) -> None:
+    """Nobody sees their first tokens: each has probably ended after those before it."""
+    rig.engine._account.rate = PrefillRate(1000, 1.0)
+    unseen, last = rig.submit(make_request(streams=False)), rig.submit(make_request(range(300, 350), streams=False))
+    streamed = rig.submit(make_request(range(500, 600)))
+    await until(lambda: rig.frames[streamed])
+    begun = [rig.frames[key][0] for key in (last, streamed)]
+    waited = [frame.queue_s or 0.0 for frame in begun if isinstance(frame, Started)]
+    assert waited[0] >= 0.09
+    assert waited[1] >= 0.14
+    for call in api.calls:
+        call.end()
+    await until(lambda: all(map(rig.is_over, (unseen, last, streamed))))

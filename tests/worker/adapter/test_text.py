@@ -63,6 +63,19 @@ async def test_rest_of_an_answer_has_fewer_tokens_to_go(server: ScriptedHttp, ap
     assert (server.bodies[-1]["prompt"], server.bodies[-1]["max_tokens"]) == ([*PROMPT, 7], 49)
 
 
+async def test_a_shortened_prompt_is_not_shortened_again(server: ScriptedHttp, api: VllmApi) -> None:
+    """vLLM shortens prompts of ids, too: the rest of an answer would lose tokens at either side."""
+    server.answers[f"POST {COMPLETIONS}"] = sse(delta("a", [5]))
+    shortens = {"truncate_prompt_tokens": len(PROMPT), "truncation_side": "right"}
+    for output_ids in ((), (7,)):
+        await parts_of(api, asking(COMPLETIONS, output_ids=output_ids, prompt="x", **shortens))
+        body = server.bodies[-1]
+        assert body["prompt"] == [*PROMPT, *output_ids]
+        assert not shortens.keys() & body.keys()
+    await parts_of(api, asking(COMPLETIONS, prompt="x", echo=True, **shortens))
+    assert shortens.items() <= server.bodies[-1].items(), "its text is not shortened yet"
+
+
 async def test_an_echo_has_its_text(server: ScriptedHttp, api: VllmApi) -> None:
     """vLLM echoes no text of a prompt of ids, nor where ids are asked for."""
     server.answers[f"POST {COMPLETIONS}"] = sse(delta("a", [5]))
