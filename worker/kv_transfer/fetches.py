@@ -88,6 +88,25 @@ class PrefixFetch:
         return {place: count for place, count in counts.items() if count > 0}
 
 
+@dataclass(frozen=True, slots=True)
+class SharedFetch:
+    """The wait of a sequence for blocks that are fetched for another one, or for none."""
+
+    fetch: PrefixFetch
+    num_needed: int
+    """Blocks of the chain, from its start, that the sequence has too."""
+    limit_s: float
+    """From this time on, computing them is quicker."""
+
+    @property
+    def ended(self) -> bool:
+        is_over = self.fetch.ended or self.fetch.allocation.num_filled >= self.num_needed
+        return is_over or time.monotonic() >= self.limit_s
+
+    def num_fetched_blocks(self) -> dict[str, int]:
+        return {}
+
+
 @dataclass(eq=False)
 class FetchQueue:
     """The fetches of an engine: a `worker.scheduler.prefix_wait.PrefixFetcher`. Owned by the engine thread."""
@@ -112,7 +131,7 @@ class FetchQueue:
             threading.Thread(target=self._run, name=f"fetch-{number}", daemon=True).start()
 
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
-        if sequence.has_fetched:
+        if sequence.has_fetched or not sequence.reuse:
             return False
         hashes = sequence.reusable_hashes(self._allocator.block_size)
         if num_cached_blocks >= len(hashes):
@@ -122,10 +141,7 @@ class FetchQueue:
             self._end(other)  # a background fetch is slow, and this request names a peer that sends at once
             return self.start(sequence, sequence.count_cached(self._allocator) // self._allocator.block_size)
         if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
-            compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
-            other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
-            sequence.fetch = other
-            return True
+            return self._share(sequence, hashes, num_cached_blocks, other)
         sources, seconds = self._choose(sequence, hashes, num_cached_blocks)
         if not sources:
             sequence.has_fetched = True
@@ -196,6 +212,19 @@ class FetchQueue:
             if gain_s > best[0]:
                 best = (gain_s, number, fetch_s)
         return sources[: best[1]], best[2]
+
+    def _share(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int, other: PrefixFetch) -> bool:
+        """Wait for blocks that another fetch brings. False: the wait for them is over."""
+        if isinstance(sequence.fetch, SharedFetch) and sequence.fetch.fetch is other:
+            sequence.has_fetched = True
+            return False
+        compute_s = self._prefill_rate.seconds((len(hashes) - num_cached) * self._allocator.block_size)
+        limit_s = time.monotonic() + max(_LAG_S, compute_s)
+        if other.in_background:
+            other.deadline_s = min(other.deadline_s, limit_s)
+        num_shared = sum(self._fetches.get(each) is other for each in hashes[num_cached:])
+        sequence.fetch = SharedFetch(other, num_cached + num_shared, limit_s)
+        return True
 
     def _begin(
         self, sequence: TokenSequence, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], seconds: float
