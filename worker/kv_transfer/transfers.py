@@ -125,6 +125,7 @@ class KVTransfers:
             for store in self._stores:
                 self.savers[store.tier].queue.clear()
                 store.clear()
+                self._metrics.stored_blocks.labels(store.tier).set(len(store))
 
     def close(self) -> None:
         """Save the queued blocks within `FLUSH_S`, and release the stores. Any thread."""
@@ -141,7 +142,10 @@ class KVTransfers:
         is_known = self._allocator.link(link.block_hash) == link
         if not is_known or not self._pool.read(link.block_hash, payload):
             holder = next((store for store in self._stores if link.block_hash in store), None)
-            if holder is None or not holder.read(link, payload):
+            if holder is None:
+                return None
+            if not holder.read(link, payload):
+                self._report(holder)  # a damaged record is dropped
                 return None
         return self.record.header(link, payload)
 
