@@ -99,6 +99,7 @@ class BatchAdmission:
     def _start(self, sequence: TokenSequence, num_choices: int) -> None:
         """Move the sequence to the batch with its first `num_choices`. The others stay in the queue."""
         self._waiting.remove(sequence)
+        sequence.waiting_for_prefix_of = None  # it may have ended, and must not outlive its answer
         if num_choices < len(sequence.choices):
             self._waiting.add(sequence.split(num_choices))
         self._running.add(sequence)

@@ -317,6 +317,7 @@ class TokenSequence:
         self.request.started_s = now_s
         self.request.num_cached_tokens = min(self.num_computed, len(self.request.prompt_ids))
         self.request.fetched_tokens = self.fetched_tokens(block_size)
+        self.fetch = None  # a long chain of links
 
     def fetched_tokens(self, block_size: int) -> dict[str, int] | None:
         """Return the tokens that its own fetch brought, by place. None: it brought none."""
