@@ -90,13 +90,11 @@ class PrefixFetch:
 
 @dataclass(frozen=True, slots=True)
 class SharedFetch:
-    """The wait of a sequence for blocks that are fetched for another one, or for none."""
+    """The wait of a sequence for the first `num_needed` blocks of another's fetch, until `limit_s` at most."""
 
     fetch: PrefixFetch
     num_needed: int
-    """Blocks of the chain, from its start, that the sequence has too."""
     limit_s: float
-    """From this time on, computing them is quicker."""
 
     @property
     def ended(self) -> bool:
@@ -143,12 +141,16 @@ class FetchQueue:
         if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
             return self._share(sequence, hashes, num_cached_blocks, other)
         sources, seconds = self._choose(sequence, hashes, num_cached_blocks)
-        if not sources:
-            sequence.has_fetched = True
-            return False
-        if len(self.active) >= self.num_threads:  # each of them ends soon, by its deadline at the latest
+        if sources and len(self.active) >= self.num_threads:  # each of them ends soon, by its deadline at the latest
             return True
-        return self._begin(sequence, hashes, sources, seconds)
+        sequence.has_fetched = True
+        if not sources:
+            return False
+        first, stop = sources[0].start, sources[-1].stop
+        compute_s = self._prefill_rate.seconds((stop - first) * self._allocator.block_size)
+        timeout_s = max(_LAG_S, min(compute_s, _LAG_FACTOR * seconds + _LAG_S))
+        sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
+        return sequence.fetch is not None
 
     def count_fetchable(self, sequence: TokenSequence, num_cached_blocks: int) -> int:
         hashes = sequence.reusable_hashes(self._allocator.block_size)
@@ -225,16 +227,6 @@ class FetchQueue:
         num_shared = sum(self._fetches.get(each) is other for each in hashes[num_cached:])
         sequence.fetch = SharedFetch(other, num_cached + num_shared, limit_s)
         return True
-
-    def _begin(
-        self, sequence: TokenSequence, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], seconds: float
-    ) -> bool:
-        sequence.has_fetched = True
-        first, stop = sources[0].start, sources[-1].stop
-        compute_s = self._prefill_rate.seconds((stop - first) * self._allocator.block_size)
-        timeout_s = max(_LAG_S, min(compute_s, _LAG_FACTOR * seconds + _LAG_S))
-        sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
-        return sequence.fetch is not None
 
     def _reserve(
         self,

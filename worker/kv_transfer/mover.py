@@ -155,10 +155,7 @@ def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], max_block
 
 
 def share_out(chains: Sequence[OfferedChain], max_blocks: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
-    """Give each chain to the peer with room in its message that may take most further blocks.
-
-    `max_blocks`: of each peer.
-    """
+    """Give each chain to the peer with most room of those whose message takes it. `max_blocks`: of each peer."""
     left, taken, num_sent = list(max_blocks), [set[BlockHash]() for _ in max_blocks], [0] * len(max_blocks)
     shares: list[list[OfferedChain]] = [[] for _ in max_blocks]
     for chain in chains:

@@ -169,10 +169,9 @@ class Request:
     def end(self, now_s: float) -> End:
         """Return the last frame: the seconds of waiting, of the prefill and of the decodes. 0: there was none."""
         started_s = now_s if self.started_s is None else self.started_s
-        first_token_s = self.first_token_s
-        if first_token_s is None:
+        if self.first_token_s is None:
             return End(started_s - self.arrival_s, 0.0, 0.0)
-        return End(started_s - self.arrival_s, first_token_s - started_s, now_s - first_token_s)
+        return End(started_s - self.arrival_s, self.first_token_s - started_s, now_s - self.first_token_s)
 
     def add_prompt_logprobs(self, found: Sequence[TokenLogprobs]) -> list[PromptLogprobs]:
         """Add those of a step, if asked for. Return the frames with all of them, once, when they are complete."""
