@@ -118,7 +118,7 @@ class WorkerMetrics:
                     num_skipped += max(0, len(frame.token_ids) - 1)
                 case Finished():
                     self.successes.labels(frame.reason).inc()
-                case End():
+                case End() if frame.prefill_s or frame.decode_s:  # it had a first token
                     self.prefill_s.observe(frame.prefill_s)
                     self.decode_s.observe(frame.decode_s)
                 case Failed():

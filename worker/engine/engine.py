@@ -248,7 +248,7 @@ class EngineCore:
         return self.mailbox.call(empty_pool, before=self._in_flight.process_all)
 
     def probe(self) -> Future[None]:
-        """Compute one token in a new block now, ahead of the queue. The future fails when the device does."""
+        """Compute one token now, ahead of the queue. The future fails when the device does."""
         return self.mailbox.call(self._in_flight.probe, before=self._in_flight.process_all)
 
     def debug_state(self) -> Future[dict[str, Any]]:

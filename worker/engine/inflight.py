@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
 
-from cache.types import HASH_BYTES, NULL_BLOCK, BlockHash
+from cache.types import NULL_BLOCK
 from worker.common.logs import about
 from worker.contracts.engine import (
     MAX_RECORDED_STEPS,
@@ -38,8 +37,6 @@ from worker.scheduler.scheduler import Scheduler
 from worker.wire import Failed, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_NO_ROOT: Final = BlockHash(bytes(HASH_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +117,14 @@ class InFlightSteps:
             self.process_result()
 
     def probe(self) -> None:
-        """Compute one token in a block of the pool, or in the null block when none is free. Raises EngineDeadError."""
-        allocation = self.scheduler.allocator.allocate(1, (0,), _NO_ROOT, reuse=False)
-        table, slots = ((NULL_BLOCK,), [0]) if allocation is None else (allocation.block_table, allocation.slots(0, 1))
+        """Compute one token in the null block: another one may be cached. Raises EngineDeadError."""
         row = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,), ())
         self.watchdog.begin_step()  # a device that never answers is a step that hangs
         try:
-            self.runner.run(Step([SequenceStep((0,), 0, table, slots, (row,))]))
+            self.runner.run(Step([SequenceStep((0,), 0, (NULL_BLOCK,), [0], (row,))]))
         except Exception as error:
             self.watchdog.end_step(failed=True)
             raise EngineDeadError(f"the device does not compute: {error}") from error
-        finally:
-            if allocation is not None:
-                allocation.free()
         self.watchdog.end_step()
 
     def _observe_start(self, plan: StepPlan, schedule_s: float) -> None:

@@ -88,6 +88,23 @@ class PrefixFetch:
         return {place: count for place, count in counts.items() if count > 0}
 
 
+@dataclass(frozen=True, slots=True)
+class SharedFetch:
+    """The wait of a sequence for the first `num_needed` blocks of another's fetch, until `limit_s` at most."""
+
+    fetch: PrefixFetch
+    num_needed: int
+    limit_s: float
+
+    @property
+    def ended(self) -> bool:
+        is_over = self.fetch.ended or self.fetch.allocation.num_filled >= self.num_needed
+        return is_over or time.monotonic() >= self.limit_s
+
+    def num_fetched_blocks(self) -> dict[str, int]:
+        return {}
+
+
 @dataclass(eq=False)
 class FetchQueue:
     """The fetches of an engine: a `worker.scheduler.prefix_wait.PrefixFetcher`. Owned by the engine thread."""
@@ -112,7 +129,7 @@ class FetchQueue:
             threading.Thread(target=self._run, name=f"fetch-{number}", daemon=True).start()
 
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
-        if sequence.has_fetched:
+        if sequence.has_fetched or not sequence.reuse:
             return False
         hashes = sequence.reusable_hashes(self._allocator.block_size)
         if num_cached_blocks >= len(hashes):
@@ -122,17 +139,18 @@ class FetchQueue:
             self._end(other)  # a background fetch is slow, and this request names a peer that sends at once
             return self.start(sequence, sequence.count_cached(self._allocator) // self._allocator.block_size)
         if other is not None:  # it is being fetched already, for another sequence or a peer's hand-over
-            compute_s = self._prefill_rate.seconds((len(hashes) - num_cached_blocks) * self._allocator.block_size)
-            other.deadline_s = min(other.deadline_s, time.monotonic() + max(_LAG_S, compute_s))
-            sequence.fetch = other
-            return True
+            return self._share(sequence, hashes, num_cached_blocks, other)
         sources, seconds = self._choose(sequence, hashes, num_cached_blocks)
-        if not sources:
-            sequence.has_fetched = True
-            return False
-        if len(self.active) >= self.num_threads:  # each of them ends soon, by its deadline at the latest
+        if sources and len(self.active) >= self.num_threads:  # each of them ends soon, by its deadline at the latest
             return True
-        return self._begin(sequence, hashes, sources, seconds)
+        sequence.has_fetched = True
+        if not sources:
+            return False
+        first, stop = sources[0].start, sources[-1].stop
+        compute_s = self._prefill_rate.seconds((stop - first) * self._allocator.block_size)
+        timeout_s = max(_LAG_S, min(compute_s, _LAG_FACTOR * seconds + _LAG_S))
+        sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
+        return sequence.fetch is not None
 
     def count_fetchable(self, sequence: TokenSequence, num_cached_blocks: int) -> int:
         hashes = sequence.reusable_hashes(self._allocator.block_size)
@@ -197,15 +215,18 @@ class FetchQueue:
                 best = (gain_s, number, fetch_s)
         return sources[: best[1]], best[2]
 
-    def _begin(
-        self, sequence: TokenSequence, hashes: Sequence[BlockHash], sources: Sequence[FetchSource], seconds: float
-    ) -> bool:
-        sequence.has_fetched = True
-        first, stop = sources[0].start, sources[-1].stop
-        compute_s = self._prefill_rate.seconds((stop - first) * self._allocator.block_size)
-        timeout_s = max(_LAG_S, min(compute_s, _LAG_FACTOR * seconds + _LAG_S))
-        sequence.fetch = self._reserve(sequence.root, hashes[:stop], sources, time.monotonic() + timeout_s)
-        return sequence.fetch is not None
+    def _share(self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int, other: PrefixFetch) -> bool:
+        """Wait for blocks that another fetch brings. False: the wait for them is over."""
+        if isinstance(sequence.fetch, SharedFetch) and sequence.fetch.fetch is other:
+            sequence.has_fetched = True
+            return False
+        compute_s = self._prefill_rate.seconds((len(hashes) - num_cached) * self._allocator.block_size)
+        limit_s = time.monotonic() + max(_LAG_S, compute_s)
+        if other.in_background:
+            other.deadline_s = min(other.deadline_s, limit_s)
+        num_shared = sum(self._fetches.get(each) is other for each in hashes[num_cached:])
+        sequence.fetch = SharedFetch(other, num_cached + num_shared, limit_s)
+        return True
 
     def _reserve(
         self,

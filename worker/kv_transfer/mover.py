@@ -155,14 +155,17 @@ def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], max_block
 
 
 def share_out(chains: Sequence[OfferedChain], max_blocks: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
-    """Give each chain to the peer that may take most further blocks. `max_blocks`: of each peer."""
+    """Give each chain to the peer with most room of those whose message takes it. `max_blocks`: of each peer."""
     left, taken, num_sent = list(max_blocks), [set[BlockHash]() for _ in max_blocks], [0] * len(max_blocks)
     shares: list[list[OfferedChain]] = [[] for _ in max_blocks]
     for chain in chains:
-        largest = max(range(len(left)), key=left.__getitem__)
+        able = [n for n, num in enumerate(num_sent) if num + chain.num_blocks <= MAX_SENT_HASHES]
+        able = [n for n in able if len(shares[n]) < MAX_CHAINS]
+        if not able or chain.num_blocks > MAX_BLOCKS:
+            continue
+        largest = max(able, key=left.__getitem__)
         new = set(chain.block_hashes()) - taken[largest]
-        fits = chain.num_blocks <= MAX_BLOCKS and num_sent[largest] + chain.num_blocks <= MAX_SENT_HASHES
-        if fits and len(new) <= left[largest] and len(shares[largest]) < MAX_CHAINS:
+        if len(new) <= left[largest]:
             num_sent[largest] += chain.num_blocks
             left[largest] -= len(new)
             taken[largest] |= new

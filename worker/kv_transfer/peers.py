@@ -35,6 +35,7 @@ from worker.contracts.exchange import (
 from worker.wire import CONTENT_TYPE, pack, unpack
 
 _CONNECT_TIMEOUT_S: Final = 1.0  # a machine that has gone must not keep a fetch thread waiting
+_SEND_TIMEOUT_S: Final = 5.0
 _READ_TIMEOUT_S: Final = 5.0
 """For the head of an answer, and for each record: so a slow peer cannot block the thread."""
 
@@ -78,6 +79,8 @@ class PeerClient:
             headers |= {"authorization": f"Bearer {epoch_token(self._token, epoch)}", EPOCH_HEADER: epoch}
         connection = self._connection(url)
         try:
+            connection.connect()
+            connection.sock.settimeout(_SEND_TIMEOUT_S)  # for the whole body
             connection.request("POST", path, body, headers)
             with _Answer(connection.sock) as answer:
                 yield answer

@@ -125,6 +125,7 @@ class KVTransfers:
             for store in self._stores:
                 self.savers[store.tier].queue.clear()
                 store.clear()
+                self._metrics.stored_blocks.labels(store.tier).set(len(store))
 
     def close(self) -> None:
         """Save the queued blocks within `FLUSH_S`, and release the stores. Any thread."""
@@ -142,6 +143,8 @@ class KVTransfers:
         if not is_known or not self._pool.read(link.block_hash, payload):
             holder = next((store for store in self._stores if link.block_hash in store), None)
             if holder is None or not holder.read(link, payload):
+                if holder is not None:  # a damaged record is dropped
+                    self._report(holder)
                 return None
         return self.record.header(link, payload)
 

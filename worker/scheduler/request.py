@@ -167,10 +167,11 @@ class Request:
         return Started(self.num_cached_tokens, self.fetched_tokens, self.started_s - self.arrival_s)
 
     def end(self, now_s: float) -> End:
-        """Return the last frame: the seconds of waiting, of the prefill and of the decodes."""
+        """Return the last frame: the seconds of waiting, of the prefill and of the decodes. 0: there was none."""
         started_s = now_s if self.started_s is None else self.started_s
-        first_token_s = now_s if self.first_token_s is None else self.first_token_s
-        return End(started_s - self.arrival_s, first_token_s - started_s, now_s - first_token_s)
+        if self.first_token_s is None:
+            return End(started_s - self.arrival_s, 0.0, 0.0)
+        return End(started_s - self.arrival_s, self.first_token_s - started_s, now_s - self.first_token_s)
 
     def add_prompt_logprobs(self, found: Sequence[TokenLogprobs]) -> list[PromptLogprobs]:
         """Add those of a step, if asked for. Return the frames with all of them, once, when they are complete."""
@@ -315,6 +316,7 @@ class TokenSequence:
         self.request.started_s = now_s
         self.request.num_cached_tokens = min(self.num_computed, len(self.request.prompt_ids))
         self.request.fetched_tokens = self.fetched_tokens(block_size)
+        self.fetch = None  # a long chain of links
 
     def fetched_tokens(self, block_size: int) -> dict[str, int] | None:
         """Return the tokens that its own fetch brought, by place. None: it brought none."""

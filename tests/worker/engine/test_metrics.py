@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.waiting import HANG_S
 from tests.worker.engine.threaded_engine import BLOCK_SIZE, ThreadedEngine
 from tests.worker.scheduler.engine import generate
 from worker.contracts.engine import EngineOutput, RequestKey, StepLog
@@ -31,6 +32,20 @@ def test_vllms_names_have_the_same_values(threaded: ThreadedEngine) -> None:
         assert vllm(f"request_{name}_time_seconds_count") == 3
         assert vllm(f"request_{name}_time_seconds_sum") == threaded.counted(f"{own}_seconds_sum")
     assert threaded.metrics.render().count(b"# TYPE vllm:num_preemptions_total counter") == 1
+
+
+def test_an_abort_in_the_queue_is_no_prefill(threaded: ThreadedEngine) -> None:
+    threaded.runner.gate.clear()
+    threaded.submit(0, generate([1, 2, 3], 2))
+    assert threaded.runner.entered.acquire(timeout=HANG_S)
+    waiting = threaded.submit(1, generate([4, 5, 6], 2))
+    threaded.engine.abort(waiting)
+    threaded.runner.gate.set()
+    for key in range(2):
+        threaded.wait(RequestKey(key))
+    threaded.settle()
+    for name in ("queue", "prefill", "decode"):
+        assert threaded.counted(f"{name}_seconds_count") == 1
 
 
 def test_an_adapter_has_none() -> None:

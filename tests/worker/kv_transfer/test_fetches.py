@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import pytest
 from msgspec import structs
@@ -267,6 +268,52 @@ def test_two_sequences_with_a_common_prefix_fetch_it_once(make_fetches) -> None:
     assert len(source.read_blocks) == len(set(source.read_blocks)) == 6
     assert other.fetched_tokens(BLOCK_SIZE) == {"s0": BLOCK_SIZE}
     fetches.assert_idle()
+
+
+def test_tokens_of_anothers_fetch_are_not_its_own(make_fetches) -> None:
+    source = Source(num_held=4)
+    source.gate.clear()
+    fetches = make_fetches(source)
+    one, other = fetches.sequence(5, 1), fetches.sequence(5, 2)
+    assert fetches.start(one)
+    assert fetches.start(other)
+    source.gate.set()
+    assert fetches.run(one) == 4
+    assert not fetches.start(other), "its last block is nowhere"
+    assert one.fetched_tokens(BLOCK_SIZE) == {"s0": 4 * BLOCK_SIZE}
+    assert other.fetched_tokens(BLOCK_SIZE) is None
+
+
+def test_what_may_reuse_nothing_waits_for_no_fetch(make_fetches) -> None:
+    source = Source()
+    source.gate.clear()
+    fetches = make_fetches(source)
+    assert fetches.start(fetches.sequence(4))
+    whole = fetches.sequence(4)
+    whole.request.prompt_logprobs = []
+    assert not fetches.start(whole)
+
+
+def test_a_short_sequence_does_not_cut_the_fetch_of_a_long_one(make_fetches) -> None:
+    """It waits for its own blocks only, and no longer than it takes to compute them."""
+    source = Source()
+    source.gate.clear()
+    source.hangs_at = 1
+    fetches = make_fetches(source)
+    assert fetches.start(fetches.sequence(12))
+    (fetch,) = fetches.queue.active
+    deadline_s = fetch.deadline_s
+    short, late = fetches.sequence(2, last=7), fetches.sequence(3, last=7)
+    for sequence in (short, late):
+        assert fetches.start(sequence)
+        assert sequence.is_fetching
+    assert fetch.deadline_s == deadline_s
+    fetches.run(short)
+    assert fetches.queue.active == [fetch], "the rest still comes"
+    assert late.is_fetching
+    late.fetch = replace(late.fetch, limit_s=0.0)
+    assert not late.is_fetching
+    assert not fetches.start(late), "it is computed"
 
 
 def test_the_wait_for_an_adopted_chain_is_bounded(make_fetches) -> None:

@@ -186,6 +186,13 @@ def test_an_offer_is_no_larger_than_a_worker_reads(monkeypatch: pytest.MonkeyPat
     assert len(share) == 2
 
 
+@pytest.mark.parametrize("limit", ["MAX_CHAINS", "MAX_SENT_HASHES"])
+def test_a_full_message_leaves_chains_to_other_peers(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(mover, limit, 3)
+    shares = share_out([OfferedChain.of(chain(n)) for n in range(10)], [100, 50])
+    assert [len(share) for share in shares] == [3, 3]
+
+
 # --- over HTTP -----------------------------------------------------------------------------------------------------
 
 

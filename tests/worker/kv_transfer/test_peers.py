@@ -23,9 +23,10 @@ from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, PAYLOADS, PROM
 from tests.worker.scheduler.engine import ROOT
 from worker.common.proof import gateway_token
 from worker.common.tls import ServerCertificate, WorkerCa
-from worker.contracts.exchange import frame_head
+from worker.contracts.exchange import Handover, OfferedChain, frame_head
 from worker.kv_transfer import peers
 from worker.kv_transfer.peers import FetchError, PeerClient, PeerStream
+from worker.wire import pack
 
 
 @dataclass
@@ -238,6 +239,22 @@ async def test_a_peer_that_drips_its_head_is_given_up(slow: bytes, monkeypatch: 
         got = await fetched(url)
     assert isinstance(got.error, TimeoutError)
     assert num_dripped < 40
+
+
+async def test_a_large_offer_may_take_longer_than_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_CONNECT_TIMEOUT_S", 0.2)
+    offer = Handover("http://me", "e1", RECORD.fingerprint, (OfferedChain(ROOT, bytes(8 << 20)),))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)  # as an event loop behind a step
+        await reader.readexactly(8 << 20)
+        writer.write(HEAD + b"content-length: 1\r\n\r\n" + pack({}))
+        await writer.drain()
+
+    async with listening(serve) as port:
+        url = f"http://127.0.0.1:{port}"
+        answer = await asyncio.to_thread(PeerClient(RECORD, TOKEN).ask, url, "e1", offer, dict[str, int], 5.0)
+    assert answer == {}
 
 
 async def test_an_interrupt_ends_a_read_that_waits() -> None:

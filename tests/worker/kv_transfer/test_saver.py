@@ -20,7 +20,7 @@ from cache.types import BlockHash, BlockId, ChainLink
 from tests.members import make_member
 from tests.waiting import HANG_S, wait_until
 from tests.worker.kv_transfer.moving_engine import BLOCK_SIZE, PAYLOAD_BYTES, BytesCopier
-from tests.worker.kv_transfer.moving_worker import HASHES, RECORD, moving_worker
+from tests.worker.kv_transfer.moving_worker import HASHES, LINKS, RECORD, moving_worker
 from tests.worker.scheduler.engine import ROOT
 from worker.contracts.metrics import WorkerMetrics
 from worker.contracts.rates import PrefillRate
@@ -142,6 +142,28 @@ async def test_a_purge_between_two_moves_of_the_saver() -> None:
         store.after_clear = lambda: saver.save(HASHES[-1], transfers.new_payload())
         await asyncio.wrap_future(worker.engine.purge())
         assert len(store) == 0
+
+
+async def test_the_gauge_follows_what_is_dropped() -> None:
+    """By a purge, and when a peer's read finds a damaged record."""
+    store = host_store(64)
+    async with moving_worker(store) as worker:
+        transfers = worker.engine.exchange
+        assert isinstance(transfers, KVTransfers)
+        (saver,), payload = transfers.savers.values(), transfers.new_payload()
+
+        def gauge() -> float | None:
+            name, labels = "headstart_worker_kv_stored_blocks", {"tier": store.tier}
+            return transfers._metrics.registry.get_sample_value(name, labels)
+
+        transfers._saved(store, saver.save(HASHES[-1], payload))
+        assert gauge() == len(HASHES)
+        transfers._pool.read = lambda block_hash, payload: False
+        store._read_record = lambda room, link, record: link != LINKS[-1]  # type: ignore[method-assign]
+        assert transfers.read_record(LINKS[-1], payload) is None
+        assert gauge() == len(HASHES) - 1
+        await asyncio.wrap_future(worker.engine.purge())
+        assert gauge() == 0
 
 
 def test_a_write_that_began_before_a_purge_is_not_kept() -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.worker.device_streams import LateStream
 from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import ROOT, HandEngine, generate
+from worker.wire import End
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -29,3 +30,15 @@ def test_aborted_in_flight_blocks_stay_until_the_step_returns(raises: bool) -> N
     assert engine.allocator.find([*range(10), 1], ROOT) == (0 if raises else 8)
     engine.finish()
     assert engine.answer(other).tokens[0] == answer(range(20, 30), 100, 4)
+
+
+def test_the_part_of_a_prefill_before_an_abort_is_none() -> None:
+    """In the metrics, it would look like a short prefill."""
+    engine = HandEngine(max_num_batched_tokens=8, max_num_seqs=4)
+    gone = engine.submit(generate(range(40)))
+    engine.step()
+    engine.step()
+    engine.abort(gone)
+    last = engine.answer(gone).last
+    assert isinstance(last, End)
+    assert (last.prefill_s, last.decode_s) == (0.0, 0.0)

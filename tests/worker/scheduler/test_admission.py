@@ -83,6 +83,20 @@ def test_no_sequence_waits_for_a_stalled_prefix() -> None:
     engine.finish()
 
 
+def test_a_started_sequence_forgets_whom_it_waited_for() -> None:
+    """Else a chain of requests, each with the prompt of the last one, would live as long as the newest."""
+    engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
+    engine.submit(generate([1] * 200, 1))
+    engine.step()
+    second = engine.submit(generate([1] * 201, 50))
+    engine.step()
+    (sequence,) = second.sequences
+    assert sequence.waiting_for_prefix_of is not None
+    while second.started_s is None:
+        engine.step()
+    assert sequence.waiting_for_prefix_of is None
+
+
 def test_an_aborted_prefix_is_computed_by_the_next() -> None:
     engine = HandEngine(num_blocks=600, max_num_batched_tokens=64, max_num_seqs=16)
     first, second = engine.submit(generate([1] * 200, 4)), engine.submit(generate([1] * 201, 4))
