@@ -118,6 +118,22 @@ async def test_only_polls_make_a_worker_silent() -> None:
     assert fleets.fleet.present() == [(member("a"), False)]
 
 
+async def test_a_lease_is_no_answer() -> None:
+    """The registry may reach a worker that this gateway cannot."""
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    await fleets.fleet.poll()
+    fleets.fleet.report_failure(WorkerId("a"))
+    for _ in range(3):
+        await fleets.fleet.poll()
+        fleets.clock.now_s += 1.5
+        assert names(fleets.fleet.candidates("m", fleets.index.memory.match([], "m"))) == {"a"}
+        assert fleets.fleet.broken() == {"a"}
+    fleets.states[member("a").url] = WorkerState(member("a"), WorkerLoad())
+    await fleets.fleet.poll()
+    assert fleets.fleet.broken() == set()
+
+
 async def test_a_gateway_that_stood_still_forgets_no_worker() -> None:
     """Silence is what polls have seen: ten minutes of it, at a poll a second."""
     fleets = static()
