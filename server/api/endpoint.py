@@ -258,9 +258,10 @@ class GenerateEndpoint(ABC):
             with response.guard(client), client.probed_by(writer), self._services.keep_alive.keeping(writer):
                 await answer.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
-            num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])
+            num_choices = sum([len(each.choices) for each in response.generations])
+            num_gaps = response.num_output_tokens - num_choices
             if first_s and num_gaps > 0:
-                gap_s = (time.perf_counter() - first_s) / num_gaps
+                gap_s = (time.perf_counter() - first_s) * num_choices / num_gaps  # choices run side by side
                 self._metrics.count_gaps(response.model, gap_s, num_gaps)
             await writer.write(last + answer.formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):
