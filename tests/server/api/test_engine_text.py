@@ -354,6 +354,17 @@ async def test_silent_workers_are_waited_for_until_the_deadline(engines: list[En
     assert json.loads(raw)["error"]["code"] == "timeout"
 
 
+async def test_a_gateway_that_stops_waits_for_no_engine(engines: list[EngineWorker]) -> None:
+    async with engine_gateway(engines[0]) as target:
+        engines[0].silent = True
+        asked = asyncio.create_task(post(target.url, chat()))
+        await until(lambda: target.endpoint.preparing)
+        target.endpoint.shutdown()
+        status, _, raw = await asked
+        assert not target.endpoint.preparing
+    assert (status, json.loads(raw)["error"]["code"]) == (503, "shutting_down")
+
+
 async def test_workers_that_are_gone_are_not_waited_for_long(engines: list[EngineWorker]) -> None:
     async with engine_gateway(engines[0]) as target:
         engines[0].refuses_render = Failed("not_ready", "gone", retryable=True)
