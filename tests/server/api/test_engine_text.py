@@ -203,7 +203,7 @@ async def test_plain_content_goes_on_at_another_engine(engines: list[EngineWorke
 
 
 @pytest.mark.parametrize("role", [None, "assistant"])
-async def test_text_beside_a_role_goes_on_too(engines: list[EngineWorker], role: str | None) -> None:
+async def test_text_with_a_role_goes_on_too(engines: list[EngineWorker], role: str | None) -> None:
     """SGLang writes the role, or a null, into every event."""
     for engine in engines:
         engine.parts = [{"role": role} | part for part in engine.parts]

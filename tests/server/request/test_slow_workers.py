@@ -70,7 +70,7 @@ async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker, monk
 
 @pytest.mark.parametrize("wakes", ["reads", "ends", "lives", "not"])
 async def test_a_fleet_that_wakes_during_the_probes_keeps_its_streams(wakes: str) -> None:
-    """Or has ended them: their connections may carry other requests by then."""
+    """Or has ended them: their connections may carry other requests at that time."""
     workers = [make_member(name, url=name) for name in ("own", "other")]
     failed: list[str] = []
     watching = ExitStack()
