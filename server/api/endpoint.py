@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from server.api.formatting import ResponseFormatter
 from server.api.prompts.ignored_tools import IgnoredTools, ignored_header
 from server.auth.identity import Identity, identity_of
-from server.errors import NotFoundError, RevisionGoneError, UnavailableError, forget
+from server.errors import NotFoundError, RevisionGoneError, ShuttingDownError, UnavailableError, forget
 from server.event_loop import TimeSlice, sliced
 from server.http.stream import CancelOnDisconnect, ClientGoneError, KeepAlive, SseWriter, client_of
 from server.metrics import GatewayMetrics
@@ -56,15 +56,19 @@ class EndpointServices:
     """Prepares the requests whose text an engine writes, and returns None for others."""
     open_responses: set[ResponseStream] = field(default_factory=set)
     """The responses being written now."""
+    preparing: set[CancelOnDisconnect] = field(default_factory=set)
+    """The guards of the requests being prepared now."""
 
     @property
     def num_streamed_tokens(self) -> int:
         return sum(response.num_output_tokens for response in self.open_responses)
 
     def shutdown(self) -> None:
-        """End every open response."""
+        """End every open response, and every preparation."""
         for response in self.open_responses:
             response.shutdown()
+        for guard in self.preparing:
+            guard.end(ShuttingDownError)
 
 
 Headers = list[tuple[bytes, bytes]]
@@ -87,13 +91,6 @@ class PreparedRequest(Struct, frozen=True, eq=False):
 Prepare = Callable[[], Awaitable[PreparedRequest]]
 
 
-async def prepared(prepare: Prepare) -> PreparedRequest:
-    """Prepare a request for the revision that serves now. Raises ApiError."""
-    while True:
-        with suppress(RevisionGoneError):  # gone while its engine renders the prompt
-            return await prepare()
-
-
 @dataclass(slots=True, eq=False)
 class Answer:
     """The generations of one request, and what writes them. Both are replaced when their revision goes too early."""
@@ -112,7 +109,7 @@ class Answer:
             except RevisionGoneError:
                 if self.prepare is None:
                     raise
-                again = await prepared(self.prepare)
+                again = await self.prepare()
                 self.formatter, self.response.generations = again.formatter, await self.begin(again)
                 del again
 
@@ -157,8 +154,13 @@ class GenerateEndpoint(ABC):
             context.begin_trace(services.tracing, scope)
         hints = read_hints(scope["headers"])
         prepare = partial(self._prepared, scope["path"], await read_body(receive), identity)
-        with CancelOnDisconnect(client_of(scope), services.request_timeout_s):
-            request = await prepared(prepare)
+        guard = CancelOnDisconnect(client_of(scope), services.request_timeout_s)
+        services.preparing.add(guard)
+        try:
+            with guard:
+                request = await prepare()
+        finally:
+            services.preparing.discard(guard)
         num_prompt_tokens = sum([len(spec.prompt_ids) for spec in request.specs])
         account.model = request.specs[0].model.name
         if usage is not None:
@@ -181,8 +183,11 @@ class GenerateEndpoint(ABC):
                 usage.add_tokens(response.num_output_tokens + response.num_pooled_tokens)
 
     async def _prepared(self, path: str, body: bytes, identity: Identity) -> PreparedRequest:
-        request = await self._services.engine_text(path, body, identity)
-        return await self.prepare(body, identity) if request is None else request
+        """Prepare a request for the revision that serves now. Raises ApiError."""
+        while True:
+            with suppress(RevisionGoneError):  # gone while its engine renders the prompt
+                request = await self._services.engine_text(path, body, identity)
+                return await self.prepare(body, identity) if request is None else request
 
     async def _generations(
         self, request: PreparedRequest, *, deadline_s: float, hints: RoutingHints
@@ -258,9 +263,10 @@ class GenerateEndpoint(ABC):
             with response.guard(client), client.probed_by(writer), self._services.keep_alive.keeping(writer):
                 await answer.run(deliver)
                 last = await events_of(deltas) if (deltas := response.take_deltas()) else b""
-            num_gaps = response.num_output_tokens - sum([len(each.choices) for each in response.generations])
+            num_choices = sum([len(each.choices) for each in response.generations])
+            num_gaps = response.num_output_tokens - num_choices
             if first_s and num_gaps > 0:
-                gap_s = (time.perf_counter() - first_s) / num_gaps
+                gap_s = (time.perf_counter() - first_s) * num_choices / num_gaps  # choices run side by side
                 self._metrics.count_gaps(response.model, gap_s, num_gaps)
             await writer.write(last + answer.formatter.last_events(response), more=False)
         except (ClientGoneError, asyncio.CancelledError):

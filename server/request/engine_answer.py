@@ -162,8 +162,10 @@ class EngineAnswer:
             delta = _value_of(choice["delta"])
             if not delta and not is_over and not request.shows_ids and not _has(choice, "logprobs"):
                 return False
-            if self._is_rest and "role" in delta:
-                return False
+            if self._is_rest and delta.pop("role", None) is not None:  # the client has it
+                if not any(delta.values()) and not is_over:
+                    return False
+                choice["delta"] = Raw(_encode(delta))
         self._is_plain &= all(name in _PLAIN or value is None for name, value in delta.items())
         if delta.get("content"):
             self._is_plain &= num_ids > 0  # an engine may give no ids of a stream

@@ -158,11 +158,12 @@ class Generation:
             return placement
 
     def _full_workers(self) -> Refusals:
-        """Return the workers that are full for the tenant. Raises ApiError if all are."""
-        full = self._services.queue.full(self.spec.tenant)
-        fleet, revision = self._services.fleet, self.spec.model.fingerprint
-        workers = fleet.workers(self.spec.model.name) if full else ()
-        if full and all((each.worker_id, each.epoch) in full for each in workers if each.namespace == revision):
+        """Return the revision's workers that are full for the tenant. Raises ApiError if all are."""
+        full, model = self._services.queue.full(self.spec.tenant), self.spec.model
+        workers = self._services.fleet.workers(model.name) if full else ()
+        own = [(each.worker_id, each.epoch) for each in workers if each.namespace == model.fingerprint]
+        full = {each: full[each] for each in own if each in full}
+        if full and len(full) == len(own):
             raise soonest_error(full.values(), self.spec)
         return full
 

@@ -72,5 +72,6 @@ class PoisonCache:
 def _poison_key(spec: GenerationSpec) -> bytes:
     digest = blake2b(spec.root, digest_size=16)
     digest.update(array("I", spec.prompt_ids).tobytes())
-    digest.update(msgspec.msgpack.encode(spec.sampling))
+    call = None if spec.text_request is None else spec.text_request.call
+    digest.update(msgspec.msgpack.encode((spec.sampling, spec.embed, spec.media, call)))
     return digest.digest()

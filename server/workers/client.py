@@ -47,7 +47,6 @@ ADOPT_TIMEOUT_S: Final = 15.0
 """More than the worker's own time for it."""
 BUNDLE_TIMEOUT_S: Final = 30.0  # for a tokenizer over a slow network
 RENDER_TIMEOUT_S: Final = 60.0  # an engine may be busy, and takes seconds for a long chat
-NUM_PROBES: Final = 2  # one may be lost by chance
 NO_SUCCESSOR_TIMEOUT_S: Final = 60.0  # a paused fleet comes back, and no other worker could go on
 MAX_PROBED: Final = 8
 """Workers that could resume a stream, probed at a time."""
@@ -253,16 +252,20 @@ class StallWatch:
             if stream.last_read_s < before_s:
                 silent[stream.url].append(stream)
         if silent:
-            await asyncio.gather(*(self._check(url, streams) for url, streams in silent.items()))
+            await asyncio.gather(*(self._check(url, streams, before_s) for url, streams in silent.items()))
 
-    async def _check(self, url: str, streams: list[GenerateStream]) -> None:
-        for _ in range(NUM_PROBES):
-            if await self._client.is_alive(url):
-                return
-        before_s = time.monotonic() - self._no_successor_timeout_s
-        can_resume = await self._any_lives(self._successors(url))
-        for stream in streams:
-            if can_resume or stream.last_read_s < before_s:
+    async def _check(self, url: str, streams: list[GenerateStream], before_s: float) -> None:
+        """End the streams that have been silent since `before_s` if their worker does not answer two probes."""
+        if await self._client.is_alive(url):
+            return
+        # At the same time: a fleet that wakes from a pause answers both.
+        lives, can_resume = await asyncio.gather(self._client.is_alive(url), self._any_lives(self._successors(url)))
+        if lives:
+            return
+        if not can_resume:
+            before_s = time.monotonic() - self._no_successor_timeout_s
+        for stream in self._streams.intersection(streams):  # others have ended, and their connection may be reused
+            if stream.last_read_s < before_s:
                 stream.give_up()
 
     def _successors(self, url: str) -> list[str]:

@@ -336,7 +336,6 @@ class Fleet:
         if worker.is_gone:
             return False
         worker.leased_s = now_s
-        worker.answered()
         return True
 
     def _forget(self) -> None:

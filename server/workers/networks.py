@@ -28,6 +28,7 @@ DEFAULT_NETWORKS: Final = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/1
 MAX_VERIFIED: Final = 50_000  # bounds the memory for forged addresses
 MAX_WARNINGS: Final = 500  # bounds the memory for forged addresses
 _DNS: Final = "dns:"
+_NO_ADDRESS: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
 _NAME: Final = r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 _URL: Final = re.compile(rf"https?://(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|{_NAME})(?::(?P<port>[0-9]{{1,5}}))?/?")
 
@@ -154,7 +155,10 @@ def check_target(target: str) -> None:
 
 
 async def target_urls(targets: Iterable[str], scheme: str) -> list[str]:
-    """Return the URLs of all targets, one for every address of a name; `scheme` is that of named ones."""
+    """Return the URLs of all targets, one for every address of a name, or the name's if the resolver fails.
+
+    `scheme` is that of named ones.
+    """
     urls: list[str] = []
     for target in targets:
         if target.startswith(_DNS):
@@ -163,6 +167,8 @@ async def target_urls(targets: Iterable[str], scheme: str) -> list[str]:
                 found = await resolve(name, int(port))
             except OSError as error:
                 logger.debug("%s does not resolve: %s", name, error)
+                if error.errno not in _NO_ADDRESS:  # the resolver has failed, so a worker may be there
+                    urls.append(f"{scheme}://{name}:{port}")
                 continue
             hosts = sorted({str(address[4][0]) for address in found})
             urls += [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}" for host in hosts]

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from cache.records import WorkerMember
 from cache.types import WorkerId
+from server.api.endpoint import EndpointServices
 from server.auth.limits import AuthThrottle
 from server.config import GatewayConfig
 from server.gateway import Gateway
@@ -107,6 +108,7 @@ class RunningGateway:
     """The app of the ops port."""
     fleet: Fleet
     public: Application
+    endpoint: EndpointServices
 
 
 @asynccontextmanager
@@ -143,7 +145,7 @@ async def gateway(
         try:
             url = f"http://{server.address}"
             parts = built.metrics, built.models, built.requests.queue, built.ops, built.fleet, built.public
-            yield RunningGateway(url, router, list(workers), *parts)
+            yield RunningGateway(url, router, list(workers), *parts, built.endpoint)
             # However the requests have ended, nothing of them is left.
             await until(
                 lambda: not (built.requests.queue.num_tokens or built.watch._streams or built.keep_alive._writers)

@@ -97,6 +97,19 @@ async def test_vllms_names_by_model(bundle: TokenizerBundle, raw_tokenizer: Toke
         assert counted("request_generation_tokens_sum") == whole + 2 * 3 + 2
 
 
+async def test_choices_run_side_by_side(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> None:
+    """The time between the tokens of one is not divided by their number."""
+    means = []
+    for n in (1, 8):
+        worker = ScriptedWorker(bundle, reply=raw_tokenizer.encode(ANSWER).ids, pace_s=0.02 / n)
+        async with gateway(worker) as target:
+            name, value = "vllm:inter_token_latency_seconds", target.metrics.registry.get_sample_value
+            await post(target.url, chat(stream=True, n=n))
+            total_s, num_gaps = (value(f"{name}_{part}", {"model_name": "tiny"}) or 0 for part in ("sum", "count"))
+            means.append(total_s / num_gaps)
+    assert min(means) > 0.015
+
+
 def candidate(name: str, load: WorkerLoad) -> Candidate:
     return Candidate(make_member(name), load, 0)
 

@@ -202,6 +202,20 @@ async def test_plain_content_goes_on_at_another_engine(engines: list[EngineWorke
     assert len({event["id"] for event in found[:-1]}) == 1
 
 
+@pytest.mark.parametrize("role", [None, "assistant"])
+async def test_text_with_a_role_goes_on_too(engines: list[EngineWorker], role: str | None) -> None:
+    """SGLang writes the role, or a null, into every event."""
+    for engine in engines:
+        engine.parts = [{"role": role} | part for part in engine.parts]
+    engines[0].dies_after = 0
+    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True))
+    found = events(raw)
+    assert text_of(found) == "".join(WORDS)
+    choices = [event["choices"][0] for event in found[:-1]]
+    assert [choice["delta"].get("role") for choice in choices].count("assistant") == 1
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("held", [{}, {"content": ""}])
 async def test_tokens_without_text_are_computed_again(engines: list[EngineWorker], held: dict[str, Any]) -> None:
     """A parser may keep text back: what was not sent must not be in the next engine's prompt."""
@@ -361,6 +375,17 @@ async def test_silent_workers_are_waited_for_until_the_deadline(engines: list[En
         status, _, raw = await post(target.url, chat())
     assert status == 504
     assert json.loads(raw)["error"]["code"] == "timeout"
+
+
+async def test_a_gateway_that_stops_waits_for_no_engine(engines: list[EngineWorker]) -> None:
+    async with engine_gateway(engines[0]) as target:
+        engines[0].silent = True
+        asked = asyncio.create_task(post(target.url, chat()))
+        await until(lambda: target.endpoint.preparing)
+        target.endpoint.shutdown()
+        status, _, raw = await asked
+        assert not target.endpoint.preparing
+    assert (status, json.loads(raw)["error"]["code"]) == (503, "shutting_down")
 
 
 async def test_workers_that_are_gone_are_not_waited_for_long(engines: list[EngineWorker]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
+from server.request import request as generations
 from server.request.retry_state import RetryBudget
 from server.router import queue
 from tests.server.conftest import ANSWER
@@ -86,6 +88,18 @@ async def test_a_flood_does_not_reach_full_workers(make: MakeWorker, monkeypatch
             worker.behave = worker.answer
         await asyncio.sleep(pause_s)
         assert (await post(target.url, chat()))[0] == 200
+
+
+async def test_a_full_model_is_no_reason_to_refuse_another(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "FULL_S", 60.0)
+    monkeypatch.setattr(generations, "PAUSE_S", 0.01)
+    full, other = make(), make()
+    full.behave = refuses(429, "queue_full", retry_after_s=60.0)
+    other.bundle = replace(other.bundle, model="other")
+    other.behave = refuses(503, "draining")
+    async with gateway(full, other) as target:
+        statuses = [(await post(target.url, chat(model=model)))[0] for model in ("tiny", "tiny", "other")]
+    assert statuses == [429, 429, 503]
 
 
 async def test_prompts_at_a_worker_count_in_the_bound(make: MakeWorker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from cache.hashing import MediaStart
 from server.request.retry_state import (
     MAX_POISON_ENTRIES,
     MAX_RETRIES,
@@ -12,7 +13,7 @@ from server.request.retry_state import (
     PoisonCache,
     RetryBudget,
 )
-from worker.wire import SamplingParams
+from worker.wire import Embed, EngineCall, SamplingParams
 
 
 def test_requests_and_time_earn_retries_up_to_a_limit() -> None:
@@ -41,14 +42,26 @@ def test_a_poison_request_is_known_by_all_that_is_computed() -> None:
     now_s = 0.0
     cache = PoisonCache(clock=lambda: now_s)
 
-    def spec(ids: list[int], root: bytes = b"r" * 16, max_tokens: int = 5) -> Any:
-        return SimpleNamespace(root=root, prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens))
+    def spec(ids: list[int], max_tokens: int = 5, call: EngineCall | None = None, **changes: Any) -> Any:
+        text_request = None if call is None else SimpleNamespace(call=call)
+        fields = {"root": b"r" * 16, "embed": None, "media": (), "text_request": text_request, **changes}
+        return SimpleNamespace(prompt_ids=ids, sampling=SamplingParams(max_tokens=max_tokens), **fields)
 
     assert spec([1, 2]) not in cache
     cache.add(spec([1, 2]))
     assert spec([1, 2]) in cache
-    for other in (spec([1, 2, 3]), spec([1, 2], max_tokens=6), spec([1, 2], root=b"s" * 16)):
+    for other in (
+        spec([1, 2, 3]),
+        spec([1, 2], max_tokens=6),
+        spec([1, 2], root=b"s" * 16),
+        spec([1, 2], embed=Embed()),
+        spec([1, 2], media=(MediaStart("image", 1),)),
+    ):
         assert other not in cache
+    cache.add(spec([], call=EngineCall("/v1/embeddings", b"1")))
+    assert spec([], call=EngineCall("/v1/embeddings", b"1")) in cache
+    assert spec([], call=EngineCall("/v1/embeddings", b"2")) not in cache, "an engine reads the prompt itself"
+    assert spec([], call=EngineCall("/rerank", b"1")) not in cache
     for number in range(MAX_POISON_ENTRIES):
         cache.add(spec([number]))
     assert len(cache._until_s) == MAX_POISON_ENTRIES

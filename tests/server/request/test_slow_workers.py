@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from server.workers import client
+from tests.members import make_member
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, stalls_after
@@ -61,6 +66,37 @@ async def test_streams_outlive_a_pause_of_the_whole_fleet(make: MakeWorker, monk
         _, _, raw = await asked
         assert check_chat(raw) == [ANSWER]
         assert [len(worker.received) for worker in workers] == [1, 0], "it was never taken elsewhere"
+
+
+@pytest.mark.parametrize("wakes", ["reads", "ends", "lives", "not"])
+async def test_a_fleet_that_wakes_during_the_probes_keeps_its_streams(wakes: str) -> None:
+    """Or has ended them: their connections may carry other requests at that time."""
+    workers = [make_member(name, url=name) for name in ("own", "other")]
+    failed: list[str] = []
+    watching = ExitStack()
+    num_probed = 0
+
+    async def is_alive(url: str) -> bool:
+        nonlocal num_probed
+        num_probed += url == "own"
+        await asyncio.sleep(0)
+        if url == "other":
+            if wakes == "reads":
+                stream.last_read_s = time.monotonic()
+            elif wakes == "ends":
+                watching.close()
+        return url == "other" or (wakes == "lives" and num_probed == 2)
+
+    pool: Any = SimpleNamespace(unpackers=[], is_alive=is_alive)
+    request: Any = None
+    stream = client.GenerateStream(pool, "own", request)
+    connection: Any = SimpleNamespace(fail=failed.append)
+    stream._connection = connection
+    stream.last_read_s -= 60.0
+    watch = client.StallWatch(pool, lambda: workers, 5.0)
+    watching.enter_context(watch.watching(stream))
+    await watch._probe()
+    assert len(failed) == (wakes == "not")
 
 
 async def test_a_pause_without_end_ends_in_an_error(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -10,10 +11,11 @@ import pytest
 
 from cache.records import Candidate, WorkerLoad, WorkerMember, WorkerState, signed
 from cache.types import WorkerId
+from server.workers import networks
 from server.workers.client import WorkerClient
 from server.workers.connection import WorkerAbsent, WorkerLost
 from server.workers.fleet import FORGET_S, MAX_POLL_S, Fleet
-from server.workers.networks import WorkerNetworks
+from server.workers.networks import AddressInfo, WorkerNetworks
 from tests.running import listening
 from tests.server.router.fleets import Clock, Fleets, Index, member
 from worker.wire import pack
@@ -96,6 +98,26 @@ async def test_a_model_may_exist_until_the_registry_was_read() -> None:
     assert not fleets.fleet.may_have("m")
 
 
+@pytest.mark.parametrize("code", [socket.EAI_AGAIN, socket.EAI_NONAME])
+async def test_a_model_may_exist_until_the_resolver_has_answered(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    found: list[AddressInfo] = []
+
+    async def resolve(host: str, port: int) -> list[AddressInfo]:
+        if not found:
+            raise socket.gaierror(code, "no name")
+        return found
+
+    monkeypatch.setattr(networks, "resolve", resolve)
+    fleets = Fleets(workers=("dns:z:8000",))
+    await fleets.fleet.poll()
+    assert fleets.fleet.may_have("m") == (code == socket.EAI_AGAIN)
+    found.append((None, None, 0, "", ("10.0.0.1", 8000)))
+    fleets.states["http://10.0.0.1:8000"] = WorkerState(member("z", url="http://10.0.0.1:8000"), WorkerLoad())
+    await fleets.fleet.poll()
+    assert fleets.fleet.may_have("m")
+    assert not fleets.fleet.may_have("other")
+
+
 async def test_a_draining_worker_is_a_candidate_but_not_live() -> None:
     fleets = static(draining=True)
     await fleets.fleet.poll()
@@ -116,6 +138,22 @@ async def test_only_polls_make_a_worker_silent() -> None:
     assert fleets.fleet.candidates("m", None) == []
     assert names(fleets.fleet.silent("m", "n")) == {"a"}
     assert fleets.fleet.present() == [(member("a"), False)]
+
+
+async def test_a_lease_is_no_answer() -> None:
+    """The registry may reach a worker that this gateway cannot."""
+    fleets = Fleets()
+    fleets.index.register(member("a"))
+    await fleets.fleet.poll()
+    fleets.fleet.report_failure(WorkerId("a"))
+    for _ in range(3):
+        await fleets.fleet.poll()
+        fleets.clock.now_s += 1.5
+        assert names(fleets.fleet.candidates("m", fleets.index.memory.match([], "m"))) == {"a"}
+        assert fleets.fleet.broken() == {"a"}
+    fleets.states[member("a").url] = WorkerState(member("a"), WorkerLoad())
+    await fleets.fleet.poll()
+    assert fleets.fleet.broken() == set()
 
 
 async def test_a_gateway_that_stood_still_forgets_no_worker() -> None:
