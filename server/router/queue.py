@@ -54,7 +54,7 @@ class HeldRequest(Generic[T]):
     """Its place: new, priority, the tenant's turn, arrival."""
     since_s: float
     due_s: float
-    """Do not decide again before this time: the outcome cannot change."""
+    """Unless it is its model's first, do not decide again before this time: only an event changes the outcome."""
 
 
 class RequestQueue(Generic[T]):
@@ -149,9 +149,12 @@ class RequestQueue(Generic[T]):
         return held
 
     def due(self, now_s: float) -> list[HeldRequest[T]]:
-        """Return the requests to decide again, in order. The first is decided at every turn if it is a retry."""
-        first = self._held[0] if self._held and self._held[0].request.is_retry else None
-        return [held for held in self._held if held.due_s <= now_s or held is first]
+        """Return the requests to decide again, in order. The first of each model is decided at every turn.
+
+        Its wait may end at once: a worker joins, a client leaves, a request ends sooner than predicted.
+        """
+        first = {held.request.model: held for held in reversed(self._held)}
+        return [held for held in self._held if held.due_s <= now_s or held is first[held.request.model]]
 
     def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
         """Return whether it stays in the queue, given that it would still wait `wait_s` at its worker."""
@@ -169,7 +172,7 @@ class RequestQueue(Generic[T]):
             self._next_turn.clear()
 
     def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:
-        """Return the earliest time of its release: a worker computes a second of its queue in a second."""
+        """Return when its wait is short enough: a worker computes a second of its queue in a second."""
         waited_s = now_s - held.since_s
         at_worker_s = min(wait_s - self.hold_s, (wait_s - WAIT_SHARE * waited_s) / (1.0 + WAIT_SHARE))
         return now_s + max(RETRY_S, at_worker_s)
