@@ -74,10 +74,8 @@ class RequestQueue(Generic[T]):
         self._full: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
         """By tenant: until when, and the refusal."""
         self._held: list[HeldRequest[T]] = []
-        self._turn_tokens = 0.0
-        """The turn of the last request that left, in prompt tokens of virtual time."""
-        self._next_turn: dict[str, float] = {}
-        """By tenant."""
+        self._next_turn: dict[tuple[str, int], dict[str, float]] = {}
+        """By model and priority, then tenant, in prompt tokens of virtual time."""
         self._num_held = 0
 
     # --- the bound ----------------------------------------------------------------------------------------------
@@ -138,9 +136,13 @@ class RequestQueue(Generic[T]):
         self, item: T, request: RouteRequest, wait_s: float, now_s: float, prefill_s: float = 0.0
     ) -> HeldRequest[T]:
         """Hold a request of which `holds` is true."""
-        turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
+        own = request.model, request.priority
+        turns = (held.order[2] for held in self._held if held.order[0] and (held.request.model, held.order[1]) == own)
+        if (now_tokens := next(turns, None)) is None:  # virtual time is the first turn of those that wait
+            now_tokens, self._next_turn[own] = 0.0, {}
+        turn = max(now_tokens, self._next_turn[own].get(request.tenant, 0.0))
         if not request.is_retry:  # its turn was taken before
-            self._next_turn[request.tenant] = turn + request.num_prompt_tokens / request.weight
+            self._next_turn[own][request.tenant] = turn + request.num_prompt_tokens / request.weight
         self._num_held += 1
         order = not request.is_retry, request.priority, turn, self._num_held
         held = HeldRequest(item, request, prefill_s, order, now_s, now_s)
@@ -166,9 +168,7 @@ class RequestQueue(Generic[T]):
     def remove(self, held: HeldRequest[T]) -> None:
         """Remove it: it is placed, or its client has left."""
         self._held.remove(held)
-        self._turn_tokens = max(self._turn_tokens, held.order[2])
         if not self._held:
-            self._turn_tokens = 0.0
             self._next_turn.clear()
 
     def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:

@@ -104,6 +104,31 @@ def test_weights_divide_the_turns() -> None:
     assert first.count("light") == pytest.approx(80, rel=0.05)
 
 
+@pytest.mark.parametrize("first", [{}, {"is_retry": True}, {"priority": -1}, {"model": "other"}])
+def test_one_that_leaves_early_takes_no_turns(first: dict[str, object]) -> None:
+    """An abort, a retry, a priority or another model's: the tenant's requests before it still wait."""
+    queue = RequestQueue[str](1.0)
+    for _ in range(100):
+        queue.hold("flood", request("flood"), 9.0, 0.0)
+    queue.remove(queue.hold("first", make_request([], tenant="flood", **first), 9.0, 0.0))
+    queue.hold("other", request("other"), 9.0, 0.0)
+    assert [each.item for each in queue.due(100.0)].index("other") <= 1
+
+
+def test_a_tenant_that_comes_late_is_given_no_past_turns() -> None:
+    """Although a request of low priority, or of another model, has waited from the start."""
+    queue = RequestQueue[str](1.0)
+    queue.hold("low", request("low", priority=1), 9.0, 0.0)
+    queue.hold("other model", make_request([], tenant="low", model="other"), 9.0, 0.0)
+    flood = [queue.hold("flood", request("flood"), 9.0, 0.0) for _ in range(20)]
+    for held in flood[:10]:
+        queue.remove(held)
+    for _ in range(10):
+        queue.hold("late", request("late"), 9.0, 0.0)
+    order = [each.item for each in queue.due(100.0) if each.item in ("flood", "late")]
+    assert order == ["flood", "late"] * 10
+
+
 def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
     assert RequestQueue[str](3.0).holds(request(), 3.1)
     assert not RequestQueue[str](3.0).holds(request(), 3.0)
