@@ -89,6 +89,7 @@ async def test_a_correction_counts_once() -> None:
     worker_id = placement.worker.worker_id
     assert fleets.router.scorer.loads.hit_rate(worker_id) == pytest.approx(0.5)
     fleets.router.first_token(placement)
+    fleets.clock.now_s += 120.0
     fleets.router.corrected(placement, 200)
     fleets.router.corrected(placement, 200)
     fleets.router.closed(placement)
