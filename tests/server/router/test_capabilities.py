@@ -95,6 +95,8 @@ async def test_a_correction_counts_once() -> None:
     fleets.router.closed(placement)
     assert fleets.router.scorer.loads.hit_rate(worker_id) == pytest.approx(0.25)
     assert placement.num_cached_tokens == 200
+    state = fleets.index_state()
+    assert (state["num_requests"], state["precision"]) == (1, 0.5)
 
 
 async def test_a_correction_before_the_start_is_none() -> None:
