@@ -48,7 +48,7 @@ class Child:
         that was replaced may come back.
         """
         delay_s = FIRST_DELAY_S
-        while True:
+        while not self._stopping:
             started_s = time.monotonic()
             code = await self.run_once()
             if self._stopping:
