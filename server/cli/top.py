@@ -53,6 +53,8 @@ class View:
     def update(self, name: str, data: Any) -> None:
         """Apply one event."""
         self.latest[name] = data
+        if name == "hello":  # it has all that are shown, also to a view that connects again
+            self.decisions.clear()
         self.decisions.extend(data.get("decisions", ()))
         found = data.get("found", {})
         for decision in self.decisions:
