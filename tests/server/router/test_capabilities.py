@@ -60,6 +60,10 @@ async def test_a_request_goes_where_the_context_holds_what_it_demands() -> None:
     with pytest.raises(NoWorkerError, match="context too short") as caught:
         await fleets.place(chain(3), num_context_tokens=201)
     assert caught.value.longest_context == 200
+    fleets.index.register(member("c", capabilities=()))
+    with pytest.raises(NoWorkerError) as caught:
+        await fleets.place(chain(3), num_context_tokens=201, needs=frozenset({TOKENS}))
+    assert caught.value.longest_context == 200, "the other serves no such request"
     fleets.index.memory.publish(member("b").worker_id, load=WorkerLoad(draining=True))
     with pytest.raises(NoWorkerError) as caught:
         await fleets.place(chain(3), num_context_tokens=150)
