@@ -65,8 +65,7 @@ class Child:
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, and SIGKILL after `grace_s`. Return when the process is gone."""
         self._stopping = True
-        process = self.process
-        if process is None:
+        if (process := self.process) is None:
             return
         for send_signal, timeout_s in ((process.terminate, grace_s), (process.kill, None)):
             with contextlib.suppress(ProcessLookupError):
