@@ -35,7 +35,7 @@ class Sums:
         self._rows = defaultdict[tuple[str | int, ...], Counter[str]](Counter)
 
     def add(self, path: Path) -> None:
-        """Add the lines of a log, which may be compressed with gzip. Raises OSError or, for a broken one, ValueError."""
+        """Add the lines of a log, which may be compressed with gzip. Raises OSError; for a broken one, ValueError."""
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 for line in file:

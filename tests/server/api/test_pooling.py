@@ -29,7 +29,7 @@ class PoolingWorker(ScriptedWorker):
 
     dies: bool = False
     num_together: int = 1
-    """It answers when so many have come."""
+    """It answers when that many requests have come."""
     refusal: Failed | None = None
     asked: list[GenerateRequest] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ async def test_the_engines_count_of_tokens_is_the_tenants(engines: list[PoolingW
 
 
 async def test_a_tenants_requests_wait_side_by_side(engines: list[PoolingWorker]) -> None:
-    """Nobody has counted their tokens yet: an estimate counts among those that wait."""
+    """Their tokens are not counted yet: an estimate counts among those that wait."""
     engines[0].num_together = 3
     async with pooling_gateway(engines[0]) as target:
         answers = await asyncio.gather(*(ask(target, "/rerank", BODY) for _ in range(3)))

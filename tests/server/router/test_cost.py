@@ -254,7 +254,7 @@ def test_the_decision_log_tells_what_is_moved() -> None:
 
 
 async def test_a_retry_and_a_correction_replace_what_is_recorded() -> None:
-    """However many decisions are made: results of one worker never stand beside the name of another."""
+    """However many decisions are made: results of one worker never stand with the name of another."""
     fleets = Fleets()
     fleets.index.register(mover("a"), load=report())
     fleets.decisions.has_viewers = True
