@@ -168,6 +168,7 @@ class Batch:
         self._requests = requests
         self._answers = answers
         self._tally = tally
+        self._answered_s = 0.0
 
     async def run(self, session: aiohttp.ClientSession, places: Sequence[Place], concurrency: int) -> None:
         """Raises CommandError when no line can be answered."""
@@ -193,18 +194,18 @@ class Batch:
         body = msgspec.json.encode(line.body)
         failed_s, wait_s = 0.0, 0.5
         while True:
-            asked_wait_s = 0.0
             try:
                 async with session.post(self._base + line.url, data=body, allow_redirects=False) as response:
                     status, headers = response.status, response.headers
                     raw = await read_answer(response, MAX_ANSWER_BYTES)
+                self._answered_s = time.monotonic()
             except RedirectError as error:
                 raise CommandError(f"{self._base}{line.url}: {error} as --url") from None
             except ValueError as error:
                 self._tally.failures.append(f"{line.custom_id}: {error}")
                 return
             except (aiohttp.ClientError, TimeoutError) as error:
-                status, failure = 0, f"{self._base}: {reason(error)}"
+                status, failure, asked_wait_s = 0, f"{self._base}: {reason(error)}", 0.0
             else:
                 if status < 500 and status not in (408, 429):
                     return self._take(line, status, raw, headers.get("x-request-id", ""))
@@ -213,7 +214,7 @@ class Batch:
             wait_s = min(2.0 * wait_s, MAX_WAIT_S)
             pause_s = max(asked_wait_s, wait_s * random.uniform(0.5, 1.0))
             if time.monotonic() + pause_s - failed_s > self._retry_s:
-                if not status:
+                if not status and self._answered_s < failed_s:  # nor to any other line
                     raise CommandError(f"{failure}, for {self._retry_s:.0f} s; run it again to go on")
                 self._tally.failures.append(f"{line.custom_id}: {failure}")
                 return

@@ -38,7 +38,7 @@ class Child:
         self._command = command
         self._on_line = on_line
         self._quiet = quiet
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._was_ready = False
 
     async def run(self, report: Callable[[str], None]) -> None:
@@ -48,10 +48,10 @@ class Child:
         that was replaced may come back.
         """
         delay_s = FIRST_DELAY_S
-        while True:
+        while not self._stopping.is_set():
             started_s = time.monotonic()
             code = await self.run_once()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if code == BAD_USAGE and not self._was_ready:
                 raise CommandError(f"{self.name} cannot start; its lines above have the reason", BAD_USAGE)
@@ -64,9 +64,8 @@ class Child:
 
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, and SIGKILL after `grace_s`. Return when the process is gone."""
-        self._stopping = True
-        process = self.process
-        if process is None:
+        self._stopping.set()
+        if (process := self.process) is None:
             return
         for send_signal, timeout_s in ((process.terminate, grace_s), (process.kill, None)):
             with contextlib.suppress(ProcessLookupError):
@@ -95,7 +94,7 @@ class Child:
         code = await process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS has the second for a group that is gone
             os.killpg(process.pid, signal.SIGKILL)  # its own children, such as a compiler
-        for text in () if self._stopping else last_lines:
+        for text in () if self._stopping.is_set() else last_lines:
             self._on_line(text)
         return code
 

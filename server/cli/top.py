@@ -53,6 +53,8 @@ class View:
     def update(self, name: str, data: Any) -> None:
         """Apply one event."""
         self.latest[name] = data
+        if name == "hello":  # it has all that are shown, also to a view that connects again
+            self.decisions.clear()
         self.decisions.extend(data.get("decisions", ()))
         found = data.get("found", {})
         for decision in self.decisions:
@@ -84,9 +86,8 @@ async def events(url: str) -> AsyncGenerator[tuple[str, Any], None]:
                         raise ValueError("an event that is no object")
                     yield name, data
     except LineTooLong:
-        raise CommandError(
-            f"{url}: an event is longer than {MAX_EVENT_BYTES >> 20} MiB, so it is no gateway's"
-        ) from None
+        problem = f"an event is longer than {MAX_EVENT_BYTES >> 20} MiB, so it is no gateway's"
+        raise CommandError(f"{url}: {problem}") from None
     except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{url}: {reason(error)}; is a gateway running?") from None
     raise CommandError(f"{url} has closed the feed: the gateway stopped")

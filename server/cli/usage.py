@@ -6,8 +6,9 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +25,6 @@ SUMS: Final = tuple(Account(tenant="", key="", route="").sums())
 PLAIN_COLUMNS: Final = 200  # a pipe wraps no row
 _decode: Final = msgspec.json.Decoder(Account).decode
 
-Group = tuple[str | int, ...]
-
 
 class Sums:
     """The sums of accounts by group; lines that are no account are counted."""
@@ -33,18 +32,26 @@ class Sums:
     def __init__(self, by: Sequence[str]) -> None:
         self.by = by
         self.num_invalid = 0
-        self._rows = defaultdict[Group, Counter[str]](Counter)
+        self._rows = defaultdict[tuple[str | int, ...], Counter[str]](Counter)
 
-    def add(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
-            try:
-                account = _decode(line)
-            except msgspec.MsgspecError:
-                self.num_invalid += bool(line.strip())
-                continue
-            day = f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
-            group = tuple([day if name == "day" else getattr(account, name) for name in self.by])
-            self._rows[group].update(account.sums())
+    def add(self, path: Path) -> None:
+        """Add the lines of a log, which may be compressed with gzip. Raises OSError; for a broken one, ValueError."""
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                for line in file:
+                    self._add(line)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _add(self, line: bytes) -> None:
+        try:
+            account = _decode(line)
+        except msgspec.MsgspecError:
+            self.num_invalid += bool(line.strip())
+            return
+        day = f"{datetime.fromtimestamp(account.ended_at, UTC):%Y-%m-%d}"
+        group = tuple([day if name == "day" else getattr(account, name) for name in self.by])
+        self._rows[group].update(account.sums())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the groups in order, each with its sums."""
@@ -52,12 +59,6 @@ class Sums:
             dict(zip(self.by, group, strict=True)) | {name: round(row[name], 3) for name in SUMS}
             for group, row in sorted(self._rows.items(), key=lambda item: item[0])
         ]
-
-
-def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a log, which may be compressed with gzip. Raises OSError."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        yield from file
 
 
 def _groups(text: str) -> tuple[str, ...]:
@@ -84,11 +85,11 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0. Raises OSError."""
+    """Return 0. Raises OSError, ValueError."""
     args = parser().parse_args(argv)
     sums = Sums(args.by)
     for path in args.files:
-        sums.add(lines_of(path))
+        sums.add(path)
     rows = sums.rows()
     if sums.num_invalid:
         print(f"headstart usage: {sums.num_invalid} lines are no accounts and were left out", file=sys.stderr)

@@ -92,8 +92,8 @@ class Generation:
         self._history = AttemptHistory(spec, services)
         self._numerics: str | None = None
         """The numerics class of the last worker."""
-        self._is_waiting = False
-        """The prompt counts as waiting for its first token."""
+        self._num_waiting_tokens = 0
+        """Prompt tokens that count as waiting for the first token."""
         self._stopped_early = False
         """The gateway ended a choice at a stop string, so it does not wait for the End frame."""
         self._aborts: set[asyncio.Task[None]] = set()
@@ -123,8 +123,9 @@ class Generation:
         services.budget.earn()
         if spec in services.poison:
             raise InternalError("This request has failed recently and is not tried again.")
-        services.queue.enter(spec.tenant, len(spec.prompt_ids))
-        self._is_waiting = True
+        num_tokens = max(1, self.route.num_prompt_tokens)  # estimated where the engine makes the ids
+        services.queue.enter(spec.tenant, num_tokens)
+        self._num_waiting_tokens = num_tokens
         self.times.wait()
         try:
             while not self.finished:
@@ -346,9 +347,9 @@ class Generation:
             trace.first_token(self.num_cached_tokens)
 
     def _release(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
-            self._services.queue.leave(self.spec.tenant, len(self.spec.prompt_ids))
+        if self._num_waiting_tokens:
+            self._services.queue.leave(self.spec.tenant, self._num_waiting_tokens)
+            self._num_waiting_tokens = 0
 
     def _stopped_here(self, choice: Choice, worker: WorkerMember) -> None:
         """Abort a choice that a stop string ended: workers see only tokens, so this one still generates."""

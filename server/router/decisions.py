@@ -49,10 +49,10 @@ class DecisionLog(PlacementListener):
 
     def placed(self, placement: Placement, decision: Decision) -> None:
         self.num_decisions += 1
-        if self._bucket.take(self._clock()):
+        is_known = self.recent.pop(placement.request.request_id, None) is not None  # a retry replaces its record
+        if not is_known and self._bucket.take(self._clock()):
             return
         entry = describe(decision, placement)
-        self.recent.pop(entry["request"], None)
         self.recent[entry["request"]] = entry
         if len(self.recent) > MAX_RECENT:
             del self.recent[next(iter(self.recent))]
@@ -78,15 +78,18 @@ class DecisionLog(PlacementListener):
         return [entry for key, entry in self.recent.items() if key == id_ or (digits and digits[1] in key)]
 
     def started(self, placement: Placement) -> None:
-        request_id, queue_s = placement.request.request_id, placement.queue_s
-        if (entry := self.recent.get(request_id)) is None:
-            return
-        entry["found_tokens"] = placement.num_cached_tokens
-        if self.has_viewers:
-            self._found[request_id] = placement.num_cached_tokens
+        self.corrected(placement)
         self._reached(placement, "prefill")
-        if queue_s is not None:
+        entry, queue_s = self.recent.get(placement.request.request_id), placement.queue_s
+        if entry is not None and queue_s is not None:
             entry["times"]["queue"] = max(0.0, round(entry["times"]["prefill"] - queue_s, 4))
+
+    def corrected(self, placement: Placement) -> None:
+        request_id = placement.request.request_id
+        if (entry := self.recent.get(request_id)) is not None:
+            entry["found_tokens"] = placement.num_cached_tokens
+            if self.has_viewers:  # they get it with the time of the end, which follows
+                self._found[request_id] = placement.num_cached_tokens
 
     def first_token(self, placement: Placement) -> None:
         self._reached(placement, "first_token")

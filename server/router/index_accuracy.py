@@ -35,11 +35,10 @@ class IndexAccuracy(PlacementListener):
         self.blind = False
         self.reason = ""
 
-    def started(self, placement: Placement) -> None:
-        assert placement.num_cached_tokens is not None, "it has started"
-        self.add(placement.promised_tokens, placement.num_cached_tokens)
-
-    corrected = started
+    def closed(self, placement: Placement) -> None:
+        """Count it once, at its end: the engine's own count may replace the worker's guess until then."""
+        if placement.num_cached_tokens is not None:
+            self.add(placement.promised_tokens, placement.num_cached_tokens)
 
     def state(self, *, lookup_failed: bool) -> dict[str, Any]:
         """Return the index's health as JSON: blind if it is wrong or does not answer. Ratios are None until judged."""

@@ -223,7 +223,8 @@ class Scorer:
         if before is None or before == num_cached_tokens:
             return False
         placement.num_cached_tokens = num_cached_tokens
-        placement.estimate.hit_rate.add(num_cached_tokens - before, 0, self._clock())
+        started_s = placement.active.started_s or self._clock()  # the guess has faded since then
+        placement.estimate.hit_rate.add(num_cached_tokens - before, 0, started_s)
         return True
 
     def first_token(self, placement: Placement) -> bool:

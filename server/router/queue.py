@@ -54,7 +54,7 @@ class HeldRequest(Generic[T]):
     """Its place: new, priority, the tenant's turn, arrival."""
     since_s: float
     due_s: float
-    """Do not decide again before this time: the outcome cannot change."""
+    """Unless it is its model's first, do not decide again before this time: only an event changes the outcome."""
 
 
 class RequestQueue(Generic[T]):
@@ -74,10 +74,8 @@ class RequestQueue(Generic[T]):
         self._full: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
         """By tenant: until when, and the refusal."""
         self._held: list[HeldRequest[T]] = []
-        self._turn_tokens = 0.0
-        """The turn of the last request that left, in prompt tokens of virtual time."""
-        self._next_turn: dict[str, float] = {}
-        """By tenant."""
+        self._next_turn: dict[tuple[str, int], dict[str, float]] = {}
+        """By model and priority, then tenant, in prompt tokens of virtual time."""
         self._num_held = 0
 
     # --- the bound ----------------------------------------------------------------------------------------------
@@ -138,9 +136,13 @@ class RequestQueue(Generic[T]):
         self, item: T, request: RouteRequest, wait_s: float, now_s: float, prefill_s: float = 0.0
     ) -> HeldRequest[T]:
         """Hold a request of which `holds` is true."""
-        turn = max(self._turn_tokens, self._next_turn.get(request.tenant, 0.0))
+        own = request.model, request.priority
+        turns = (held.order[2] for held in self._held if held.order[0] and (held.request.model, held.order[1]) == own)
+        if (now_tokens := next(turns, None)) is None:  # virtual time is the first turn of those that wait
+            now_tokens, self._next_turn[own] = 0.0, {}
+        turn = max(now_tokens, self._next_turn[own].get(request.tenant, 0.0))
         if not request.is_retry:  # its turn was taken before
-            self._next_turn[request.tenant] = turn + request.num_prompt_tokens / request.weight
+            self._next_turn[own][request.tenant] = turn + request.num_prompt_tokens / request.weight
         self._num_held += 1
         order = not request.is_retry, request.priority, turn, self._num_held
         held = HeldRequest(item, request, prefill_s, order, now_s, now_s)
@@ -149,9 +151,12 @@ class RequestQueue(Generic[T]):
         return held
 
     def due(self, now_s: float) -> list[HeldRequest[T]]:
-        """Return the requests to decide again, in order. The first is decided at every turn if it is a retry."""
-        first = self._held[0] if self._held and self._held[0].request.is_retry else None
-        return [held for held in self._held if held.due_s <= now_s or held is first]
+        """Return the requests to decide again, in order. The first of each model is decided at every turn.
+
+        Its wait may end at once: a worker joins, a client leaves, a request ends sooner than predicted.
+        """
+        first = {held.request.model: held for held in reversed(self._held)}
+        return [held for held in self._held if held.due_s <= now_s or held is first[held.request.model]]
 
     def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
         """Return whether it stays in the queue, given that it would still wait `wait_s` at its worker."""
@@ -163,13 +168,11 @@ class RequestQueue(Generic[T]):
     def remove(self, held: HeldRequest[T]) -> None:
         """Remove it: it is placed, or its client has left."""
         self._held.remove(held)
-        self._turn_tokens = max(self._turn_tokens, held.order[2])
         if not self._held:
-            self._turn_tokens = 0.0
             self._next_turn.clear()
 
     def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:
-        """Return the earliest time of its release: a worker computes a second of its queue in a second."""
+        """Return when its wait is short enough: a worker computes a second of its queue in a second."""
         waited_s = now_s - held.since_s
         at_worker_s = min(wait_s - self.hold_s, (wait_s - WAIT_SHARE * waited_s) / (1.0 + WAIT_SHARE))
         return now_s + max(RETRY_S, at_worker_s)

@@ -183,7 +183,8 @@ def _no_worker(decision: Decision, fleet: Fleet) -> NoWorkerError | TtftBudgetEr
         return TtftBudgetError(min(predicted_s), budget_s)
     if not workers:
         return NoWorkerError(f"no worker of model {model!r} is {'ready' if fleet.workers(model) else 'known'}")
-    reasons = sorted({str(worker.guard) for worker in workers})
+    able = [worker for worker in workers if decision.request.needs.issubset(worker.member.capabilities)] or workers
+    reasons = sorted({str(worker.guard) for worker in able})
     message = f"none of {len(workers)} workers can take the request: {', '.join(reasons)}"
-    longest = max(worker.member.max_model_len for worker in workers) if reasons == [TOO_SHORT] else None
+    longest = max(worker.member.max_model_len for worker in able) if reasons == [TOO_SHORT] else None
     return NoWorkerError(message, longest_context=longest)

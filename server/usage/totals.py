@@ -70,6 +70,8 @@ class UsageTotals(Collector):
             weight = self._weights[owner] = DecayedSum(_WINDOW_S)
         weight.add(num_tokens, now_s)
         row = self._rows.get(owner)
+        if owner == (OTHER, OTHER):
+            return self._other  # which has these labels
         if row is None and (len(self._rows) < MAX_SERIES or self._makes_room(weight, now_s)):
             row = self._rows[owner] = defaultdict(float)
         return self._other if row is None else row

@@ -78,7 +78,7 @@ class UsageFleet(Cluster):
         """Return what `headstart usage` sums by key."""
         sums = command.Sums(("key",))
         for file in self.files():
-            sums.add(command.lines_of(file))
+            sums.add(file)
         return {row["key"]: row for row in sums.rows()}
 
 

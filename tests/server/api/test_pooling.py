@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ class PoolingWorker(ScriptedWorker):
     """An adapter whose engine ranks and embeds."""
 
     dies: bool = False
+    num_together: int = 1
+    """It answers when that many requests have come."""
     refusal: Failed | None = None
     asked: list[GenerateRequest] = field(default_factory=list)
 
@@ -41,6 +44,7 @@ class PoolingWorker(ScriptedWorker):
         if self.refusal is not None:
             yield self.refusal
             return
+        await until(lambda: len(self.asked) >= self.num_together)
         yield EngineText(json.dumps(ANSWER | {"usage": {"prompt_tokens": 9, "total_tokens": 9}}).encode())
         yield Finished(0, "stop")
         yield End(0.0, 0.0, 0.0)
@@ -82,6 +86,15 @@ async def test_the_engines_count_of_tokens_is_the_tenants(engines: list[PoolingW
         await ask(target, "/score", {"model": "tiny", "text_1": "a", "text_2": "b"})
         counted = target.metrics.registry.get_sample_value
         assert counted("vllm:prompt_tokens_total", {"model_name": "tiny"}) == 9
+
+
+async def test_a_tenants_requests_wait_side_by_side(engines: list[PoolingWorker]) -> None:
+    """Their tokens are not counted yet: an estimate counts among those that wait."""
+    engines[0].num_together = 3
+    async with pooling_gateway(engines[0]) as target:
+        answers = await asyncio.gather(*(ask(target, "/rerank", BODY) for _ in range(3)))
+        assert target.queue.num_tokens == 0
+    assert [status for status, _ in answers] == [200] * 3
 
 
 async def test_a_lost_engine_is_replaced(engines: list[PoolingWorker]) -> None:

@@ -170,6 +170,7 @@ class Moody:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.script: dict[str, list[Response]] = {}
+        self.delays_s: dict[str, float] = {}
 
     def app(self) -> Starlette:
         app = Starlette()
@@ -179,6 +180,7 @@ class Moody:
     async def answer(self, request: Request) -> Response:
         name = (await request.json())["name"]
         self.asked.append(name)
+        await asyncio.sleep(self.delays_s.get(name, 0.0))
         script = self.script.get(name, [])
         return script.pop(0) if len(script) > 1 else script[0] if script else JSONResponse({"ok": name})
 
@@ -233,6 +235,18 @@ async def test_a_server_that_is_gone_ends_the_run(files: Files, capsys: pytest.C
     files.ask(line("a"))
     assert await files.run("http://127.0.0.1:1", "--retry-s", "0") == 1
     assert "run it again to go on" in capsys.readouterr().err
+
+
+async def test_a_slow_line_ends_no_others(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    """While the server answers them, it is not gone."""
+    server = Moody()
+    server.delays_s = {"slow": 60.0, "steady": 0.25}
+    files.ask(line("slow", {"name": "slow"}), *(line(str(i), {"name": "steady"}) for i in range(16)))
+    options = ("--order", "file", "--concurrency", "2", "--timeout-s", "1", "--retry-s", "1")
+    async with listening(server.app()) as url:
+        assert await files.run(url, *options) == 1
+    assert "no answer to slow: " in capsys.readouterr().err
+    assert len(files.read()) == 16
 
 
 async def test_the_key_is_sent_and_bodies_arrive_as_written(files: Files, tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ async def test_backs_off_further_each_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert waits == ["0.01 s", "0.02 s", "0.04 s", "0.04 s"]
 
 
+async def test_a_child_that_waits_to_start_again_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "FIRST_DELAY_S", 0.2)
+    async with Running("print('up', flush=True); raise SystemExit(3)") as running:
+        await until(lambda: bool(running.reports))
+        assert await running.lines.get() == "up"
+    assert running.lines.empty()
+
+
 async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     async with Running(STUBBORN, stop_s=0.2) as running:
         await running.lines.get()

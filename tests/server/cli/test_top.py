@@ -89,6 +89,13 @@ def drawn(seen: View, columns: int = 160, height: int | None = None, **options: 
     return captured.get()
 
 
+def test_a_view_that_connects_again_shows_a_decision_once() -> None:
+    seen = View()
+    for last in "bc":
+        seen.update("hello", {"decisions": [decision("a", "w0"), decision(last, "w0")]})
+    assert [each["request"] for each in seen.decisions] == ["a", "c"]
+
+
 def test_the_workers_needed_are_on_the_screen() -> None:
     seen = view(worker("w0"))
     assert "needed" not in drawn(seen)

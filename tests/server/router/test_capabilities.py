@@ -60,6 +60,10 @@ async def test_a_request_goes_where_the_context_holds_what_it_demands() -> None:
     with pytest.raises(NoWorkerError, match="context too short") as caught:
         await fleets.place(chain(3), num_context_tokens=201)
     assert caught.value.longest_context == 200
+    fleets.index.register(member("c", capabilities=()))
+    with pytest.raises(NoWorkerError) as caught:
+        await fleets.place(chain(3), num_context_tokens=201, needs=frozenset({TOKENS}))
+    assert caught.value.longest_context == 200, "the other serves no such request"
     fleets.index.memory.publish(member("b").worker_id, load=WorkerLoad(draining=True))
     with pytest.raises(NoWorkerError) as caught:
         await fleets.place(chain(3), num_context_tokens=150)
@@ -89,11 +93,14 @@ async def test_a_correction_counts_once() -> None:
     worker_id = placement.worker.worker_id
     assert fleets.router.scorer.loads.hit_rate(worker_id) == pytest.approx(0.5)
     fleets.router.first_token(placement)
+    fleets.clock.now_s += 120.0
     fleets.router.corrected(placement, 200)
     fleets.router.corrected(placement, 200)
     fleets.router.closed(placement)
     assert fleets.router.scorer.loads.hit_rate(worker_id) == pytest.approx(0.25)
     assert placement.num_cached_tokens == 200
+    state = fleets.index_state()
+    assert (state["num_requests"], state["precision"]) == (1, 0.5)
 
 
 async def test_a_correction_before_the_start_is_none() -> None:

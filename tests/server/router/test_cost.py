@@ -253,6 +253,26 @@ def test_the_decision_log_tells_what_is_moved() -> None:
     assert chosen["fetch_s"] > 0.0
 
 
+async def test_a_retry_and_a_correction_replace_what_is_recorded() -> None:
+    """However many decisions are made: results of one worker never stand with the name of another."""
+    fleets = Fleets()
+    fleets.index.register(mover("a"), load=report())
+    fleets.decisions.has_viewers = True
+    for number in range(9):  # the ninth is one too many at once
+        fleets.router.closed(await fleets.place(chain(2), request_id=f"r{number}"))
+    assert fleets.decisions.find("r8") == []
+    fleets.index.register(mover("b"), load=report())
+    placement = await fleets.place(chain(2), request_id="r0", excluded=incarnations("a"))
+    fleets.router.started(placement, 16)
+    [entry] = fleets.decisions.find("r0")
+    assert (entry["worker"], entry["found_tokens"]) == ("b", 16)
+    fleets.router.corrected(placement, 0)
+    fleets.router.closed(placement)
+    news = fleets.decisions.drain()
+    assert news is not None
+    assert (entry["found_tokens"], news["found"]) == (0, {"r0": 0})
+
+
 @pytest.mark.parametrize(
     ("fetch_rate", "weight"), [(0.0, 1.0), (RATE / 2, 1.0), (2 * RATE, 0.5), (20 * RATE, 0.05), (1e9, 0.04)]
 )

@@ -104,6 +104,31 @@ def test_weights_divide_the_turns() -> None:
     assert first.count("light") == pytest.approx(80, rel=0.05)
 
 
+@pytest.mark.parametrize("first", [{}, {"is_retry": True}, {"priority": -1}, {"model": "other"}])
+def test_one_that_leaves_early_takes_no_turns(first: dict[str, object]) -> None:
+    """An abort, a retry, a priority or another model's: the tenant's requests before it still wait."""
+    queue = RequestQueue[str](1.0)
+    for _ in range(100):
+        queue.hold("flood", request("flood"), 9.0, 0.0)
+    queue.remove(queue.hold("first", make_request([], tenant="flood", **first), 9.0, 0.0))
+    queue.hold("other", request("other"), 9.0, 0.0)
+    assert [each.item for each in queue.due(100.0)].index("other") <= 1
+
+
+def test_a_tenant_that_comes_late_is_given_no_past_turns() -> None:
+    """Although a request of low priority, or of another model, has waited from the start."""
+    queue = RequestQueue[str](1.0)
+    queue.hold("low", request("low", priority=1), 9.0, 0.0)
+    queue.hold("other model", make_request([], tenant="low", model="other"), 9.0, 0.0)
+    flood = [queue.hold("flood", request("flood"), 9.0, 0.0) for _ in range(20)]
+    for held in flood[:10]:
+        queue.remove(held)
+    for _ in range(10):
+        queue.hold("late", request("late"), 9.0, 0.0)
+    order = [each.item for each in queue.due(100.0) if each.item in ("flood", "late")]
+    assert order == ["flood", "late"] * 10
+
+
 def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
     assert RequestQueue[str](3.0).holds(request(), 3.1)
     assert not RequestQueue[str](3.0).holds(request(), 3.0)
@@ -111,13 +136,19 @@ def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
 
 
 def test_retries_go_before_new_requests_of_any_tenant() -> None:
-    """The first is decided at every turn, whatever it would wait."""
     queue = RequestQueue[str](1.0)
     for number in range(3):
         queue.hold(f"new {number}", request("a", priority=-1), 2.0, 0.0)
     queue.hold("retry", make_request([], tenant="b", is_retry=True), 50.0, 0.0)
     assert [each.item for each in queue.due(0.06)] == ["retry"]
     assert [each.item for each in queue.due(1.01)] == ["retry", "new 0", "new 1", "new 2"]
+
+
+def test_the_first_of_each_model_is_decided_at_every_turn() -> None:
+    queue = RequestQueue[str](1.0)
+    for item in ("m", "n", "m later", "n later"):
+        queue.hold(item, make_request([], model=item[0]), 50.0, 0.0)
+    assert [each.item for each in queue.due(0.06)] == ["m", "n"]
 
 
 A, B = (WorkerId("a"), Epoch("1")), (WorkerId("b"), Epoch("1"))
@@ -197,6 +228,15 @@ async def test_a_short_queue_an_affinity_and_a_budget_hold_nothing(fleets: Fleet
     fleets.clock.now_s += 0.01
     queue(fleets, "a", 2.0)
     assert (await asyncio.wait_for(fleets.place(chain(8)), HANG_S)).worker.worker_id == "a"
+
+
+async def test_a_worker_that_joins_gets_what_is_held_at_once(fleets: Fleets) -> None:
+    """Although the wait at the others is still long."""
+    waiting = asyncio.create_task(fleets.place(chain(4)))
+    await held(fleets, 1)
+    fleets.clock.now_s += 0.1
+    fleets.index.register(member("c", prefill_order="fifo"))
+    assert (await asyncio.wait_for(waiting, HANG_S)).worker.worker_id == "c"
 
 
 async def test_tenants_take_turns_when_places_come_free(fleets: Fleets) -> None:

@@ -70,6 +70,7 @@ async def test_the_hit_rate_of_a_worker_decays(three: Fleets) -> None:
     for _ in range(2):  # counted once
         three.router.started(placement, 200)
     assert three.router.scorer.loads.hit_rate(worker_id) == pytest.approx(0.25)
+    three.router.closed(placement)
     assert three.index_state()["recall"] == 0.0, "nothing was predicted"
     three.clock.now_s += 3600.0
     assert three.router.scorer.loads.hit_rate(worker_id) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import secrets
 import subprocess
@@ -258,6 +259,15 @@ async def test_the_command_sums_logs(
     assert cli.main(["usage", str(logged.path.with_name("none"))]) == 2
     with pytest.raises(SystemExit):
         cli.main(["usage", str(other), "--by", "colour"])
+
+
+def test_a_broken_gzip_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may still be written."""
+    whole, broken = gzip.compress(b"{}\n" * 1000), tmp_path / "usage.jsonl.gz"
+    for content in (whole[: len(whole) // 2], whole[:15] + b"\xff" * 20, b"no gzip"):
+        broken.write_bytes(content)
+        assert cli.main(["usage", str(broken)]) == 2
+        assert f"headstart usage: {broken}: " in capsys.readouterr().err
 
 
 def test_the_example_bills_what_was_answered(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def test_each_key_has_its_series() -> None:
     assert (row["tenant"], row["requests"], row["prompt_tokens"], row["cached_tokens"]) == ("one", 3, 208, 156)
 
 
+def test_a_key_named_as_the_rest_has_no_second_series() -> None:
+    """Prometheus would drop one of two with the same labels."""
+    totals = UsageTotals(clock=lambda: 0.0)
+    totals.add(account(OTHER, 100, tenant=OTHER))
+    [family] = [each for each in totals.collect() if each.name == "headstart_usage_requests"]
+    assert [sample.value for sample in family.samples] == [1]
+
+
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 10_000), st.floats(0.0, 5.0)), max_size=400))
 def test_increases_sum_to_what_was_used(uses: list[tuple[int, int, float]]) -> None:
     """A reader that adds up the increases of all series, new ones from zero, gets every token."""
