@@ -131,10 +131,9 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
         if message.role != "assistant":
             _think(messages, thoughts)
             messages.append(message)
-        elif message.tool_calls and last is not None and last.role == "assistant":  # calls in a row are one message
-            if last.tool_calls is None:
-                last.tool_calls = []
-            last.tool_calls += message.tool_calls  # its own list: thousands of calls take linear time
+        elif last is not None and last.role == "assistant" and (message.tool_calls or last.tool_calls):
+            _join(last, message)
+            thoughts += filter(None, [message.reasoning_content])
             _think(messages, thoughts)
         else:
             messages.append(message)
@@ -143,6 +142,22 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
     if not messages:
         raise invalid("input", "holds no message")
     return messages, tuple(dropped)
+
+
+def _join(last: schema.Message, message: schema.Message) -> None:
+    """Add a call, or a text after calls, to the turn's message. Thousands take linear time."""
+    if message.tool_calls:
+        last.tool_calls = last.tool_calls or []
+        last.tool_calls += message.tool_calls
+    elif not last.content:
+        last.content = message.content
+    else:
+        last.content = _parts(last.content)
+        last.content += _parts(message.content or "")
+
+
+def _parts(content: str | list[schema.TextPart]) -> list[schema.TextPart]:
+    return content if isinstance(content, list) else [schema.TextPart(type="text", text=content)]
 
 
 def _think(messages: list[schema.Message], thoughts: list[str]) -> None:
