@@ -62,7 +62,8 @@ CASES: list[tuple[OutputRules, str, tuple[str, str, list[tuple[str, str]]]]] = [
     (LLAMA, '{"name": "other", "parameters": {}}', ("", '{"name": "other", "parameters": {}}', [])),
     (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g"', ("", "", [("f", "{}"), ("g", "")])),
     (LLAMA, '{"answer": 42}', ("", '{"answer": 42}', [])),
-    (LLAMA, '{"name": "f", "parameters": null}', ("", "", [("f", "null")])),
+    (LLAMA, '{"name": "f", "parameters": null}', ("", "", [("f", "{}")])),
+    (LLAMA, '{"name": "f", "parameters": 5}', ("", "", [("f", "5")])),
     (MISTRAL, "[TOOL_CALLS]" + "x" * 300 + '{"a": 1}', ("", "[TOOL_CALLS]" + "x" * 300 + '{"a": 1}', [])),
     (LLAMA, " plain", ("", " plain", [])),
     (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS)] * 2)),
@@ -198,3 +199,9 @@ def test_the_input_of_a_custom_tool_comes_as_it_is_written() -> None:
     assert parser.feed("cd\\", last=False) == [OutputDelta("input", "cd")]
     assert parser.feed('ne"', last=False) == [OutputDelta("input", "\ne")]
     assert parser.feed("}}</tool_call>", last=True) == []
+
+
+@pytest.mark.parametrize("text", ['{"name": "f", "arguments": null}', '{"arguments": null, "name": "f"}'])
+def test_null_arguments_are_none(text: str) -> None:
+    text = f"<tool_call>{text}</tool_call>"
+    assert read(HERMES, [text]) == read(HERMES, list(text)) == ("", "", [("f", "{}")])
