@@ -1,7 +1,7 @@
 """/v1/chat/completions: prepare a prompt from messages, and format deltas as chat chunks or one answer.
 
 tool_choice   the model sees      its text is read as
-none          no tool             content
+none          tools               content
 auto          tools, and is free  its family's format
 required      tools, and a form   its family's form; a list of calls where that is unknown
 one function  the same, once      the same; that function's arguments where the form is unknown
