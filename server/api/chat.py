@@ -1,7 +1,7 @@
 """/v1/chat/completions: prepare a prompt from messages, and format deltas as chat chunks or one answer.
 
 tool_choice   the model sees      its text is read as
-none          no tool             content
+none          tools               content
 auto          tools, and is free  its family's format
 required      tools, and a form   its family's form; a list of calls where that is unknown
 one function  the same, once      the same; that function's arguments where the form is unknown
@@ -177,6 +177,8 @@ async def chat_spec(
         relaxed=constraint.relaxed,
         clamps_max_tokens=limits.clamps or limits.max_tokens is None,
         end_of_thought_id=None if rules.reasoning == "none" else model.tokenizer.token_id(rules.thoughts.ends[0]),
+        start_of_thought_id=model.tokenizer.token_id(rules.thoughts.starts[0]),
+        begins_in_thoughts=rules.reasoning == "inside",
     )
     return spec, rules
 

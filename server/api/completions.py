@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -215,10 +216,10 @@ class CompletionFormatter(ChunkFormatter):
     ) -> Iterator[tuple[int, TokenLogprobs | None, int]]:
         """Yield each token's id, log probabilities (None for a prompt's first token) and offset in the text."""
         if echo:
-            offset = 0
+            offset, decoder = 0, getincrementaldecoder("utf-8")("ignore")  # a character may take several tokens
             for token_id, logprobs in zip(generation.spec.prompt_ids, generation.prompt_logprobs, strict=False):
                 yield token_id, logprobs, offset
-                offset += len(self._token_bytes[token_id].decode("utf-8", "ignore"))
+                offset += len(decoder.decode(self._token_bytes[token_id]))
         if self.shows_output:
             shift = len(self._echoes[prompt]) if self._echoes else 0
             for entry in entries:

@@ -57,12 +57,11 @@ class TokenizeApi:
         if memoryview(request.messages)[:5].tobytes() != b"null":
             if request.prompt is not None:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
-            name = request.model or self._model(None, identity).name
+            model = self._model(request.model, identity)
             body = await http_request.body()
             if not request.model:
-                body = encode_json({**_FIELDS.decode(body), "model": name})
+                body = encode_json({**_FIELDS.decode(body), "model": model.name})
             chat = await CHAT.read(body, TextLimit)
-            model = self._models.readable(name, identity)
             intent = chat.intent()
             ignored = self._ignored_tools.take(intent)
             rendered = await render_chat(intent.conversation, model)

@@ -54,6 +54,9 @@ class GenerationSpec(Struct, frozen=True, eq=False, kw_only=True):
     """The name of the conversation in the body. A session header takes precedence."""
     end_of_thought_id: int | None = None
     """The token that ends the model's reasoning, where one token does."""
+    start_of_thought_id: int | None = None
+    begins_in_thoughts: bool = False
+    """The prompt has begun the reasoning."""
     embed: Embed | None = None
     """Set if the request is for an embedding instead of text."""
     text_request: EngineTextRequest | None = None

@@ -176,8 +176,13 @@ class ResponseStream:
 
 
 def _num_reasoning_tokens(generation: Generation) -> int:
-    """Return the output tokens up to the one that ends the model's reasoning."""
-    end = generation.spec.end_of_thought_id
-    if end is None:
+    """Return the output tokens up to the one that ends the model's reasoning; all of an answer cut within it."""
+    spec, num_tokens = generation.spec, 0
+    if (end := spec.end_of_thought_id) is None:
         return 0
-    return sum(c.output_ids.index(end) + 1 for c in generation.choices if end in c.output_ids)
+    for ids in [choice.output_ids for choice in generation.choices]:
+        if end in ids:
+            num_tokens += ids.index(end) + 1
+        elif spec.begins_in_thoughts or (ids and ids[0] == spec.start_of_thought_id):
+            num_tokens += len(ids)
+    return num_tokens

@@ -92,7 +92,8 @@ class CustomCall(Struct, kw_only=True):
 
 class ToolCall(Struct, kw_only=True):
     id: str
-    type: Literal["function", "custom"] = "function"
+    type: Literal["function", "custom"] | None = None
+    """None: a function."""
     function: FunctionCall | None = None
     custom: CustomCall | None = None
 
@@ -133,8 +134,8 @@ class Message(Struct, kw_only=True):
         elif self.content is None and self.role not in ("assistant", "tool", "function"):  # these may be empty
             raise invalid(f"{field}.content", "is required")
         for index, call in enumerate(self.tool_calls or ()):
-            if (call.function if call.type == "function" else call.custom) is None:
-                raise invalid(f"{field}.tool_calls[{index}].{call.type}", "is required")
+            if (call.custom if call.type == "custom" else call.function) is None:
+                raise invalid(f"{field}.tool_calls[{index}].{call.type or 'function'}", "is required")
         if self.role == "tool" and not self.tool_call_id:
             raise invalid(f"{field}.tool_call_id", "is required in a tool message")
 

@@ -114,7 +114,7 @@ def _with_model_names(message: Message, tool_set: ToolSet) -> Message:
         return message
     calls = []
     for call in message.tool_calls:
-        if call.custom is None or call.type == "function":
+        if call.custom is None or call.type != "custom":
             name, text = ToolName(call.called.name, "function", call.called.namespace), call.called.arguments
         else:
             name, text = ToolName(call.custom.name, "custom", call.custom.namespace), call.custom.input
@@ -150,7 +150,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class InputItem(Struct, kw_only=True):
     """An item of any type. The type decides which fields count."""
 
-    type: str = "message"
+    type: str | None = None
     role: str | None = None
     content: str | list[TextPart] | None = None
     call_id: str | None = None
@@ -165,6 +165,10 @@ class InputItem(Struct, kw_only=True):
     summary: Any = None
     id: str | None = None
     status: str | None = None
+
+    @property
+    def kind(self) -> str:
+        return "message" if self.type is None else self.type
 
 
 class TextFormat(Struct, kw_only=True):

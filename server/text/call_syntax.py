@@ -101,7 +101,7 @@ def call_of(text: str) -> tuple[str, str] | None:
     name = value.get("name")
     if not isinstance(name, str):
         return None
-    arguments: object = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
+    arguments: object = next((value[key] for key in _ARGUMENT_KEYS if value.get(key) is not None), {})
     return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 

@@ -184,7 +184,7 @@ class OutputParser(TextReader):
             kind, text = "input", joined_pairs(self._input.feed(text))
         elif kind == "arguments":
             text = self._escapes.feed(text)
-        elif kind == "content" and text:
+        elif kind in ("content", "reasoning") and text:
             self._end_input()
         self._append(kind, text)
 

@@ -97,7 +97,7 @@ class PretokenCache:
         return list(chain.from_iterable(cast(list[Sequence[int]], found)))
 
     def _keep(self, key: str, ids: Sequence[int]) -> None:
-        if len(key) > MAX_CHUNK_CHARS:
+        if len(key) > MAX_CHUNK_CHARS or key in self._ids:
             return
         if self.num_bytes >= MAX_CACHED_BYTES:
             self._ids = {}

@@ -197,6 +197,18 @@ async def test_echo_and_scoring(worker: ScriptedWorker) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+async def test_offsets_of_characters_of_several_tokens(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, client(target) as sdk:
+        answer = await sdk.completions.create(model="tiny", prompt="é中🎉x", echo=True, max_tokens=2, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.text_offset is not None
+    num_prompt_tokens = len(worker.received[0].prompt_ids)
+    assert num_prompt_tokens > 4
+    assert logprobs.text_offset[num_prompt_tokens - 1 :][:2] == [3, 4]
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+
+
 async def test_stop_strings_in_stream_and_unstreamed(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         _, _, body = await post(target.url, chat(stop=["France", "Paris"]))

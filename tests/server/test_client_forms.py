@@ -169,3 +169,16 @@ async def test_a_wrong_body_of_responses_at_chats_is_named(worker: ScriptedWorke
         assert (await post(target.url, said))[0] == 200
         tool = {"type": "function", "function": {"name": "send", "parameters": SEND}}
         assert (await post(target.url, chat(tools=[tool])))[0] == 200
+
+
+async def test_a_type_of_null_is_an_absent_one(worker: ScriptedWorker) -> None:
+    """The official SDK dumps it so."""
+    function = {"name": "f", "arguments": "{}"}
+    async with gateway(worker) as target:
+        for given in ({}, {"type": None}):
+            item = {**given, "role": "user", "content": "hi"}
+            assert (await post(target.url, {"model": "tiny", "input": [item]}, "/v1/responses"))[0] == 200
+            messages = [{"role": "assistant", "tool_calls": [{**given, "id": "a", "function": function}]}]
+            assert (await post(target.url, chat(messages=messages)))[0] == 200
+    prompts = [request.prompt_ids for request in worker.received]
+    assert prompts[:2] == prompts[2:]

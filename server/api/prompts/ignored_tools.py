@@ -56,6 +56,8 @@ class IgnoredTools:
             return fields, ""
         self._check_tool(f"tools[{types.index(left_out[0])}].type", left_out[0])
         kept = [tool for tool, kind in zip(tools, types, strict=True) if kind not in left_out]
+        if not kept and _requires_call(decoded(fields.get("tool_choice"))):
+            raise unsupported("tool_choice", f"asks for a call, and this server cannot run {', '.join(left_out)[:256]}")
         others = {name: value for name, value in fields.items() if name != "tools" and (kept or name != "tool_choice")}
         return others | ({"tools": kept} if kept else {}), ", ".join(self._named(left_out))
 
@@ -71,6 +73,13 @@ class IgnoredTools:
                 self._logged.add(kind)
                 log.warning("left %s out of a prompt: this server or its model cannot use it", kind)
         return types[:MAX_NAMED]
+
+
+def _requires_call(choice: Any) -> bool:
+    if isinstance(choice, dict):
+        choice = choice.get("allowed_tools") or choice
+        choice = choice.get("mode", choice.get("type")) if isinstance(choice, dict) else choice
+    return choice not in (None, "auto", "none")
 
 
 def ignored_header(names: str) -> dict[str, str]:

@@ -97,7 +97,7 @@ def _tools_of_items(items: str | Sequence[InputItem]) -> list[ToolSpec | Ignored
     """Return the tools in the items. Raises InvalidRequestError."""
     found: list[ToolSpec | Ignored] = []
     for index, item in enumerate(() if isinstance(items, str) else items):
-        if item.type in _TOOL_ITEMS and item.tools:
+        if item.kind in _TOOL_ITEMS and item.tools:
             path = f"input[{index}].tools"
             if not isinstance(item.tools, list) or not all(isinstance(tool, dict) for tool in item.tools):
                 raise invalid(path, "is a list of tools")
@@ -115,15 +115,15 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
     thoughts: list[str] = []
     for index, item in enumerate(items):
         field = f"input[{index}]"
-        if item.type == "reasoning":
+        if item.kind == "reasoning":
             thoughts += filter(None, [thought_text(item.content) or thought_text(item.summary)])
             continue
-        if item.type in _SERVER_RUN:
-            dropped.append(Ignored(item.type, f"{field}.type"))
+        if item.kind in _SERVER_RUN:
+            dropped.append(Ignored(item.kind, f"{field}.type"))
             continue
-        reader = _READERS.get(item.type)
+        reader = _READERS.get(item.kind)
         if reader is None:
-            why = f"is {item.type!r}: it {_GONE[item.type]}" if item.type in _GONE else _UNKNOWN
+            why = f"is {item.kind!r}: it {_GONE[item.kind]}" if item.kind in _GONE else _UNKNOWN
             raise unsupported(f"{field}.type", why)
         if (message := reader(item, field, tool_set)) is None:
             continue
@@ -131,10 +131,9 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
         if message.role != "assistant":
             _think(messages, thoughts)
             messages.append(message)
-        elif message.tool_calls and last is not None and last.role == "assistant":  # calls in a row are one message
-            if last.tool_calls is None:
-                last.tool_calls = []
-            last.tool_calls += message.tool_calls  # its own list: thousands of calls take linear time
+        elif last is not None and last.role == "assistant" and (message.tool_calls or last.tool_calls):
+            _join(last, message)
+            thoughts += filter(None, [message.reasoning_content])
             _think(messages, thoughts)
         else:
             messages.append(message)
@@ -143,6 +142,22 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
     if not messages:
         raise invalid("input", "holds no message")
     return messages, tuple(dropped)
+
+
+def _join(last: schema.Message, message: schema.Message) -> None:
+    """Add a call, or a text after calls, to the turn's message. Thousands take linear time."""
+    if message.tool_calls:
+        last.tool_calls = last.tool_calls or []
+        last.tool_calls += message.tool_calls
+    elif not last.content:
+        last.content = message.content
+    else:
+        last.content = _parts(last.content)
+        last.content += _parts(message.content or "")
+
+
+def _parts(content: str | list[schema.TextPart]) -> list[schema.TextPart]:
+    return content if isinstance(content, list) else [schema.TextPart(type="text", text=content)]
 
 
 def _think(messages: list[schema.Message], thoughts: list[str]) -> None:
@@ -166,10 +181,10 @@ def _message(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
 
 
 def _tool_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
-    kind: ToolKind = "function" if item.type == "function_call" else "custom"
+    kind: ToolKind = "function" if item.kind == "function_call" else "custom"
     key, text = ("arguments", item.arguments) if kind == "function" else ("input", item.input)
     if not (item.call_id and item.name) or not isinstance(text, str):
-        raise invalid(field, f"is a {item.type} without call_id, name or {key}")
+        raise invalid(field, f"is a {item.kind} without call_id, name or {key}")
     return _call(item.call_id, tool_set.call(ToolName(item.name, kind, item.namespace or None), text))
 
 
@@ -181,13 +196,13 @@ def _tool_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Messa
 
 def _client_call(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     arguments = _as_text(item.action or item.operation or item.arguments or {})
-    function = schema.FunctionCall(name=item.type.removesuffix("_call"), arguments=arguments)
-    return _call(item.call_id or item.id or item.type, function)
+    function = schema.FunctionCall(name=item.kind.removesuffix("_call"), arguments=arguments)
+    return _call(item.call_id or item.id or item.kind, function)
 
 
 def _client_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:
     output = item.output if item.output is not None else item.status or ""
-    return _result(item.call_id or item.id or item.type, _as_text(output))
+    return _result(item.call_id or item.id or item.kind, _as_text(output))
 
 
 def _search_output(item: InputItem, field: str, tool_set: ToolSet) -> schema.Message:

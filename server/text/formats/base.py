@@ -95,9 +95,11 @@ class TextReader(ABC):
             return self._emit_object("".join(parts), before, otherwise or self.emit_content, complete, is_constrained)
         self.emit("call", head[0])
         self.text = self.text[head[1] :]
-        if self.text[0] == '"':
+        if self.text[0] in '"n':  # null: a call without arguments
             complete = yield from self.value(parts.append)
-            self.emit("arguments", unquoted("".join(parts) + ("" if complete else '"')))
+            text = "".join(parts)
+            closing = "" if complete or text[0] == "n" else '"'
+            self.emit("arguments", "{}" if "null".startswith(text) else unquoted(text + closing))
         else:
             yield from self.value(partial(self.emit, "arguments"))
         yield from self._tail()

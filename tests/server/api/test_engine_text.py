@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 
 from cache.records import WorkerMember
 from server.api.engine import text as engine_text
+from server.api.prompts.ignored_tools import IgnoredTools
+from server.errors import InvalidRequestError
 from tests.server.gateway_app import RunningGateway, gateway
 from tests.server.scripted_worker import Die, Refuse, ScriptedWorker, script_of
 from tests.server.sse_grammar import events
@@ -435,3 +437,31 @@ async def test_routes_that_an_engine_lacks_are_named(engines: list[EngineWorker]
         for path, fields in (("/v1/completions", {"prompt": [1, 2]}), ("/v1/responses", {"input": "a"})):
             status, _, raw = await post(target.url, {"model": "tiny"} | fields, path)
             assert (status, f"not {path}".encode() in raw) == (400, True), (path, raw)
+
+
+WEB: Any = {"tools": [{"type": "web_search", "name": "web_search"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "choice", "is_refused"),
+    [
+        (APIS[0], "required", True),
+        (APIS[0], {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{}]}}, True),
+        (APIS[0], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}, False),
+        (APIS[0], "auto", False),
+        (APIS[2], {"type": "any"}, True),
+        (APIS[2], {"type": "tool", "name": "web_search"}, True),
+        (APIS[2], {"type": "auto"}, False),
+        (APIS[3], {"type": "web_search"}, True),
+        (APIS[3], "none", False),
+    ],
+)
+def test_a_call_of_the_vendors_tools_alone_is_refused(path: str, choice: Any, is_refused: bool) -> None:
+    body = {**WEB, "path": path, "tool_choice": choice}
+    ignored = IgnoredTools(strict_tools=False, strict_blocks=False)
+    if not is_refused:
+        assert ignored.without(body) == ({"path": path}, "web_search")
+        return
+    with pytest.raises(InvalidRequestError, match="cannot run web_search") as refused:
+        ignored.without(body)
+    assert refused.value.param == "tool_choice"

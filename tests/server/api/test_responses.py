@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from server.api.prompts.items import messages_of_items
+from server.schema.fields import TextPart
 from server.schema.requests import InputItem, ResponsesRequest
 from server.schema.tools import ToolSet
 from tests.server.api.test_tools import CALL, WEATHER
@@ -116,3 +117,23 @@ async def test_thousands_of_calls_in_a_row_are_one_message() -> None:
         cpu_s[count] = min(cpu_s[count], time.thread_time() - begun_s)
         assert [call.id for call in message.tool_calls or ()] == [f"c{n}" for n in range(count)]
     assert cpu_s[50_000] < 50 * cpu_s[5_000], "a hundred times as long would be quadratic"
+
+
+def test_a_text_after_a_call_is_of_its_message() -> None:
+    """Else a result would not follow its call."""
+    calls = {id_: InputItem(type="function_call", call_id=id_, name="f", arguments="{}") for id_ in "ab"}
+    results = [InputItem(type="function_call_output", call_id=id_, output="42") for id_ in "ab"]
+    text = InputItem(role="assistant", content=[TextPart(type="output_text", text="I look.")])
+    thought = InputItem(type="reasoning", summary=[{"type": "summary_text", "text": "hm"}])
+    before, user = InputItem(role="assistant", content="Well."), InputItem(role="user", content="hi")
+    for items, content in (
+        ([calls["a"], text, calls["b"]], ["I look."]),
+        ([calls["a"], thought, text, calls["b"]], ["I look."]),
+        ([before, calls["a"], text, calls["b"]], ["Well.", "I look."]),
+    ):
+        request = ResponsesRequest(model="tiny", input=[user, *items, *results])
+        messages, _ = messages_of_items(request, ToolSet())
+        assert [message.role for message in messages] == ["user", "assistant", "tool", "tool"]
+        assert [call.id for call in messages[1].tool_calls or ()] == ["a", "b"]
+        assert [part.text for part in messages[1].content] == content  # type: ignore[union-attr]
+        assert messages[1].reasoning_content == ("hm" if thought in items else None)

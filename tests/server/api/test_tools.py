@@ -149,6 +149,19 @@ async def test_reasoning_is_split_from_the_answer(says: Says) -> None:
     assert json.loads(body)["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thoughts)
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_an_answer_cut_within_its_thoughts_is_reasoning(says: Says, is_begun: bool) -> None:
+    opening = "<think>\n" if is_begun else "{# <think> #}"
+    worker = says("Well, 4." if is_begun else "<think>Well, 4.", chat_template="{{ messages[0].content }}" + opening)
+    async with gateway(worker) as target:
+        _, _, raw = await post(target.url, chat())
+        usage = json.loads(raw)["usage"]
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"] > 0
+        _, _, raw = await post(target.url, {**chat(), "max_tokens": 50}, "/v1/messages")
+        usage = json.loads(raw)["usage"]
+        assert usage["output_tokens_details"]["thinking_tokens"] == usage["output_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [

@@ -157,6 +157,9 @@ async def test_a_key_for_other_models(worker: ScriptedWorker, keys: dict[str, An
         assert (await raw(target.url, one % b"My API Key"))[0] == 200
         assert await listed(target.url, "key without models") == []
         assert await listed(target.url, "key of alias") == ["nick"]
+        unnamed = {"messages": chat()["messages"]}
+        for body in (unnamed, unnamed | {"model": "nick"}):
+            assert (await post(target.url, body, "/tokenize", **bearer("key of alias")))[0] == 200
         assert await listed(target.url, "My API Key") == ["tiny", "nick"]
         assert (await post(target.url, chat(model="nick"), **bearer("key of alias")))[0] == 200
         assert (await post(target.url, chat(), **bearer("key of alias")))[0] == 403

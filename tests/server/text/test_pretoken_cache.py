@@ -145,3 +145,9 @@ def test_the_bytes_of_chunks_are_bounded() -> None:
         cache.ids(chr(97 + number % 26) * (number // 26 + 1))
     assert cache.num_bytes <= MAX_CACHED_BYTES + 5 * 100_000 * 40
     assert len(cache._ids) < 16
+
+
+def test_a_word_that_comes_again_counts_once() -> None:
+    cache = PretokenCache(lambda texts: [[1] for _ in texts])
+    cache.ids("a" + " zq" * 2000)
+    assert cache.num_bytes == sum(200 + 40 * len(ids) for ids in cache._ids.values())
