@@ -25,7 +25,7 @@ _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
 _READ_BYTES: Final = 1 << 20  # aiohttp pauses a connection with twice as many unread bytes
 _NOTHING_THERE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH)
-"""Errors that tell of the engine. A name that is not found, or too many open files, tell of this side."""
+"""Errors of the engine. A name that is not found, or too many open files, is an error of this side."""
 _JSON: Final = {"content-type": "application/json"}
 
 

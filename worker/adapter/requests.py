@@ -65,7 +65,7 @@ class ActiveRequest:
         ended_s = time.monotonic()
         first_s = self.first_token_s or ended_s
         started_s = None if self.prefill is None else self.prefill.started_s
-        if started_s is None:  # as far as the account knows, it has only waited
+        if started_s is None:  # by the account, it has only waited
             started_s = ended_s if self.first_token_s is None else self.begun_s
         queue_s, prefill_s = max(0.0, started_s - self.begun_s), max(0.0, first_s - started_s)
         return End(queue_s, prefill_s, ended_s - first_s, self.num_cached)

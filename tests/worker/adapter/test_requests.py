@@ -232,7 +232,7 @@ async def test_started_comes_in_the_order_of_the_prefills(api: ScriptedApi, rig:
 
 
 async def test_unstreamed_requests_leave_the_line_one_by_one(api: ScriptedApi, rig: Rig) -> None:
-    """Nobody sees their first tokens: each has probably ended after those before it."""
+    """Their first tokens are not seen: each has probably ended after those before it."""
     rig.engine._account.rate = PrefillRate(1000, 1.0)
     unseen, last = rig.submit(make_request(streams=False)), rig.submit(make_request(range(300, 350), streams=False))
     streamed = rig.submit(make_request(range(500, 600)))
