@@ -29,8 +29,6 @@ class BatchAdmission:
     _prefix_wait: PrefixWait
     _num_steps_waited: int = field(default=1, init=False)
     """TGI's counter: decodes since the last prefill, from 1."""
-    _refused: tuple[int, int, int] | None = field(default=None, init=False)
-    """Waiting and running sequences and tokens left when a group was too small: to try again would evict again."""
 
     def admit(self, candidates: Iterable[TokenSequence], plan: StepPlan, budget: PrefillBudget) -> list[TokenSequence]:
         """Admit waiting sequences in the order given, and plan the first chunk of each.
@@ -39,12 +37,10 @@ class BatchAdmission:
         whose tenant has its share. Admits as many of a sequence's choices as may run.
         """
         min_admitted, growth_reason = self._min_admitted(), self._growth_reason()
-        state = (len(self._waiting), len(self._running), budget.left)
-        if min_admitted is not None and (state[0] < min_admitted or state == self._refused):
+        if min_admitted is not None and len(self._waiting) < min_admitted:
             return []
         admitted = self._admit_in_order(candidates, plan, budget)
         if min_admitted is not None and len(admitted) < min_admitted:
-            self._refused = state if admitted else None
             for sequence in reversed(admitted):
                 self.preempt(sequence)
                 chunk = plan.chunks.pop(sequence)

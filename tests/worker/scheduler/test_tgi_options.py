@@ -122,25 +122,3 @@ def test_a_refused_group_gives_its_tokens_to_the_prefills() -> None:
     assert started(engine, group) == 0
     assert plan.num_prefill_tokens == 64
     engine.finish()
-
-
-def test_a_refused_group_is_not_tried_again_at_once() -> None:
-    """Each try evicts cached blocks for sequences that do not start."""
-    engine = HandEngine(
-        num_blocks=200, waiting_served_ratio=1.0, max_waiting_tokens=20, max_num_batched_tokens=64, max_num_seqs=32
-    )
-    for i in range(3):
-        engine.submit(generate([i] * 230, 1))
-        engine.finish()
-    for i in range(6):
-        engine.submit(generate([10 + i], 100))
-    engine.step()
-    group = [engine.submit(generate([20 + i] * 120, 8)) for i in range(6)]
-    evictions = []
-    for _ in range(8):
-        engine.step()
-        assert started(engine, group) == 0
-        evictions.append(engine.allocator.stats().evictions)
-    assert evictions[-1] - evictions[0] <= 6 * 2, "the running ones grow"
-    engine.finish()
-    assert started(engine, group) == 6
