@@ -24,8 +24,8 @@ _MAX_ERROR_BYTES: Final = 64 << 10  # and an error, whose message is cut to _MAX
 _MAX_MESSAGE: Final = 8 << 10
 """Characters of an error's message."""
 _READ_BYTES: Final = 1 << 20  # aiohttp pauses a connection with twice as many unread bytes
-_NOTHING_THERE: Final = (errno.ECONNREFUSED, errno.EHOSTUNREACH)
-"""Errors of the engine. A name that is not found, or too many open files, is an error of this side."""
+_OWN_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of this side, as a name that is not found is one."""
 _JSON: Final = {"content-type": "application/json"}
 
 
@@ -141,7 +141,9 @@ class EngineServer(EngineApi):
 
     def _lost(self, error: Exception) -> EngineLostError:
         cause = getattr(error, "os_error", error)  # of a connection that could not be made
-        gone = isinstance(cause, OSError) and cause.errno in _NOTHING_THERE
+        is_refused = isinstance(error, aiohttp.ClientConnectorError | ConnectionRefusedError)
+        is_unnamed = isinstance(error, aiohttp.ClientConnectorDNSError)
+        gone = is_refused and not is_unnamed and getattr(cause, "errno", None) not in _OWN_ERRORS
         closed = cause is error and isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
         return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
 

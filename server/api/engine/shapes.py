@@ -171,13 +171,12 @@ def _turns_of_blocks(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
 
 
 def _add_message(turns: list[Turn], message: dict[str, Any]) -> None:
-    """Add a message. Thoughts and calls before it are of its turn, unless this has a text: so the engine reads them."""
-    role, content = message["role"], message.get("content")
-    if turns and role == turns[-1]["role"] == "assistant" and not turns[-1]["content"]:
-        turns[-1]["content"] = content
-        turns[-1]["own"].append(message)
-    else:
-        turns.append({"role": role, "content": content, "tool_calls": [], "own": [message]})
+    """Add a message. Thoughts before it are of its turn."""
+    turn = {"role": message["role"], "content": message.get("content"), "tool_calls": [], "own": [message]}
+    last = turns[-1] if turns else turn
+    if message["role"] == last["role"] == "assistant" and not (last["content"] or last["tool_calls"]):
+        turn["own"] = [*turns.pop().get("own", ()), message] if turns else turn["own"]
+    turns.append(turn)
 
 
 def _add_item(turns: list[Turn], item: dict[str, Any]) -> None:

@@ -113,6 +113,7 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
     if not items:
         raise invalid("input", "must not be empty")
     thoughts: list[str] = []
+    before_results = _before_results(items)
     for index, item in enumerate(items):
         field = f"input[{index}]"
         if item.kind == "reasoning":
@@ -131,7 +132,11 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
         if message.role != "assistant":
             _think(messages, thoughts)
             messages.append(message)
-        elif last is not None and last.role == "assistant" and (message.tool_calls or last.tool_calls):
+        elif (
+            last is not None
+            and last.role == "assistant"
+            and (message.tool_calls or (last.tool_calls and before_results[index]))
+        ):
             _join(last, message)
             thoughts += filter(None, [message.reasoning_content])
             _think(messages, thoughts)
@@ -142,6 +147,16 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
     if not messages:
         raise invalid("input", "holds no message")
     return messages, tuple(dropped)
+
+
+def _before_results(items: Sequence[InputItem]) -> list[bool]:
+    """Return for each item whether results of calls come next, after other items of the assistant."""
+    found = [False] * len(items)
+    for index in range(len(items) - 1, 0, -1):
+        kind = items[index].kind
+        is_users = kind == "message" and items[index].role != "assistant"
+        found[index - 1] = kind.endswith("_output") or (found[index] and not is_users)
+    return found
 
 
 def _join(last: schema.Message, message: schema.Message) -> None:

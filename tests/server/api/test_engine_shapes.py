@@ -99,18 +99,6 @@ def test_ids_are_written_into_calls_and_results(path: str) -> None:
     assert "call00001" in written
 
 
-def test_a_text_after_a_call_parts_it_from_no_result() -> None:
-    """The engine reads both as one message."""
-    call, result = ({"type": kind, "call_id": "call00001"} for kind in ("function_call", "function_call_output"))
-    text = {"type": "message", "role": "assistant", "content": "I look."}
-    items = [{"role": "user", "content": "hi"}, call, text, result | {"output": "42"}]
-    turns = _turns("/v1/responses", fields_of({"input": items}))
-    assert turns is not None
-    changed, repairs = repaired(Shapes(missing_results=True, orphans=True), turns, has_tools=True)
-    assert repairs == ()
-    assert _body("/v1/responses", changed)["input"][1:] == items[1:]
-
-
 @pytest.mark.parametrize("output", [5, {"a": 1}, ["x"], [5]])
 @pytest.mark.parametrize("path", BODIES)
 def test_results_of_another_form_are_left_to_the_engine(path: str, output: object) -> None:

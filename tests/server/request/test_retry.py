@@ -35,6 +35,8 @@ SPEC: Any = SimpleNamespace(
     root=b"r" * 16,
     prompt_ids=[1],
     sampling=SamplingParams(max_tokens=1),
+    embed=None,
+    media=(),
     text_request=None,
 )
 FLEET: Any = SimpleNamespace(report_failure=lambda worker_id: None, report_wrong_epoch=lambda member: None)

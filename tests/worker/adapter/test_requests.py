@@ -185,8 +185,7 @@ async def test_times_of_an_aborted_request(api: ScriptedApi, rig: Rig) -> None:
     rig.engine.abort(waiting)
     end = rig.frames[waiting][-1]
     assert isinstance(end, End)
-    assert end.queue_s + end.prefill_s >= 0.055
-    assert end.decode_s == 0.0
+    assert (end.prefill_s, end.decode_s) == (0.0, 0.0), "nothing was measured"
     await until(rig.is_idle)
 
 
