@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -76,6 +76,8 @@ class RequestQueue(Generic[T]):
         self._held: list[HeldRequest[T]] = []
         self._next_turn: dict[tuple[str, int], dict[str, float]] = {}
         """By model and priority, then tenant, in prompt tokens of virtual time."""
+        self._now_tokens: dict[tuple[str, int], float] = {}
+        """By model and priority: virtual time, which is the turn of the latest tenant that was served."""
         self._num_held = 0
 
     # --- the bound ----------------------------------------------------------------------------------------------
@@ -137,10 +139,9 @@ class RequestQueue(Generic[T]):
     ) -> HeldRequest[T]:
         """Hold a request of which `holds` is true."""
         own = request.model, request.priority
-        turns = (held.order[2] for held in self._held if held.order[0] and (held.request.model, held.order[1]) == own)
-        if (now_tokens := next(turns, None)) is None:  # virtual time is the first turn of those that wait
-            now_tokens, self._next_turn[own] = 0.0, {}
-        turn = max(now_tokens, self._next_turn[own].get(request.tenant, 0.0))
+        if next(self._turns(own), None) is None:
+            self._now_tokens[own], self._next_turn[own] = 0.0, {}
+        turn = max(self._now_tokens[own], self._next_turn[own].get(request.tenant, 0.0))
         if not request.is_retry:  # its turn was taken before
             self._next_turn[own][request.tenant] = turn + request.num_prompt_tokens / request.weight
         self._num_held += 1
@@ -161,6 +162,9 @@ class RequestQueue(Generic[T]):
     def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
         """Return whether it stays in the queue, given that it would still wait `wait_s` at its worker."""
         if wait_s <= max(self.hold_s, (now_s - held.since_s) * WAIT_SHARE):
+            if not held.request.is_retry:  # its tenant's first turn counts: requests may pass one that waits on
+                own = held.request.model, held.request.priority
+                self._now_tokens[own] = max(self._now_tokens[own], next(self._turns(own, held.request.tenant)))
             return False
         held.due_s = self._due_s(held, wait_s, now_s)
         return True
@@ -170,6 +174,14 @@ class RequestQueue(Generic[T]):
         self._held.remove(held)
         if not self._held:
             self._next_turn.clear()
+            self._now_tokens.clear()
+
+    def _turns(self, own: tuple[str, int], tenant: str | None = None) -> Iterator[float]:
+        """Yield the turns of the held requests of a model and priority that are no retries: of all tenants, or one."""
+        for held in self._held:
+            is_own = held.order[0] and (held.request.model, held.order[1]) == own
+            if is_own and tenant in (None, held.request.tenant):
+                yield held.order[2]
 
     def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:
         """Return when its wait is short enough: a worker computes a second of its queue in a second."""

@@ -119,7 +119,7 @@ def _turns(path: str, fields: Mapping[str, Any]) -> list[Turn] | None:
         return None
     turns: list[Turn] = [{"role": "system", "content": lead}] if lead else []
     for message in messages:
-        if path == RESPONSES_PATH and message.get("type", "message") != "message":
+        if path == RESPONSES_PATH and (message.get("type") or "message") != "message":
             _add_item(turns, message)
             continue
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
@@ -217,7 +217,7 @@ def _items(turn: Turn) -> list[dict[str, Any]]:
     for item in own:
         if "call_id" in item:
             items.append({**item, "call_id": next(calls)["id"]})
-        elif item.get("type", "message") != "message":
+        elif (item.get("type") or "message") != "message":
             items.append(item)
         elif message is not None:
             items.append(item | message)

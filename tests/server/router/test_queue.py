@@ -122,11 +122,12 @@ def test_a_tenant_that_comes_late_is_given_no_past_turns() -> None:
     queue.hold("other model", make_request([], tenant="low", model="other"), 9.0, 0.0)
     flood = [queue.hold("flood", request("flood"), 9.0, 0.0) for _ in range(20)]
     for held in flood[:10]:
+        assert not queue.stays(held, 0.0, 0.0)
         queue.remove(held)
     for _ in range(10):
         queue.hold("late", request("late"), 9.0, 0.0)
     order = [each.item for each in queue.due(100.0) if each.item in ("flood", "late")]
-    assert order == ["flood", "late"] * 10
+    assert order == ["late", *["flood", "late"] * 9, "flood"], "its first turn is the latest that was served"
 
 
 def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
@@ -204,6 +205,20 @@ def test_each_tenant_fills_its_own_share() -> None:
     with pytest.raises(QueueFullError) as refused:
         queue.enter("heavy", 200)
     assert refused.value.retry_after_s == pytest.approx(900 / 650)
+
+
+def test_a_long_prompt_that_waits_on_stops_no_turns() -> None:
+    """A tenant whose requests pass it pays nothing for what no other tenant wanted."""
+    queue: RequestQueue[str] = RequestQueue(hold_s=1.0, clock=lambda: 0.0)
+    queue.hold("long", make_request([], tenant="long", num_prompt_tokens=100_000), 60.0, 0.0)
+    for _ in range(50):
+        passing = queue.hold("early", make_request([], tenant="early", num_prompt_tokens=1000), 2.0, 0.0)
+        assert not queue.stays(passing, 0.0, 0.0)
+        queue.remove(passing)
+    queue.hold("next", make_request([], tenant="early", num_prompt_tokens=1000), 2.0, 0.0)
+    for _ in range(60):
+        queue.hold("flood", make_request([], tenant="late", num_prompt_tokens=1000), 2.0, 0.0)
+    assert [held.item for held in queue.due(1e9)].index("next") <= 2
 
 
 async def test_a_held_request_goes_where_the_index_says_by_then(fleets: Fleets) -> None:
