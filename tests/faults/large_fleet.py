@@ -19,8 +19,8 @@ from server.router.short_list import SCORE_ALL
 from tests.e2e.serving import free_ports
 from tests.faults.part import Gateway
 from tests.redis_server import RedisServer, newest_redis
+from tests.server.api.engine_worker import APIS, EngineWorker
 from tests.server.api.test_embeddings import embeds
-from tests.server.api.test_engine_text import APIS, EngineWorker
 from tests.server.scripted_worker import ScriptedWorker, listening
 from tests.waiting import HANG_S
 from worker.common.capabilities import TOKENS

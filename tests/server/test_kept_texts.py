@@ -15,7 +15,7 @@ from server.request.hints import SESSION_HEADERS
 from server.router.short_list import ShortList
 from server.router.types import MAX_KEY_CHARS, RouteRequest, short_key
 from server.schema.fields import RequestFields
-from tests.server.api.test_engine_text import EngineWorker
+from tests.server.api.engine_worker import EngineWorker
 from tests.server.api.test_pooling import BODY
 from tests.server.gateway_app import gateway
 from tests.server.router.test_short_list import fleet

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from cache.hashing import MediaStart
 from cache.records import WorkerMember
-from tests.server.api.test_engine_text import EngineWorker
+from tests.server.api.engine_worker import EngineWorker
 from tests.server.scripted_worker import ScriptedWorker
 from worker.common.capabilities import IMAGES
 from worker.wire import EngineCall, Failed, Frame, GenerateRequest, Rendered, pack, unpack

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from server.api.engine.control import _Replacement
 from server.text import control_tokens
-from tests.server.api.test_engine_text import EngineWorker, engine_gateway
+from tests.server.api.engine_worker import EngineWorker, engine_gateway
 from tests.server.conftest import bundle_of, trained_tokenizer
 from tests.server.test_app import post, post_once
 from worker.wire import EngineCall, Failed, Rendered, TokenizerBundle, pack, unpack

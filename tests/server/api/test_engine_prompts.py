@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from cache.records import WorkerMember
+from tests.server.api.engine_worker import engine_gateway
 from tests.server.api.test_engine_control import TEMPLATE, TemplateWorker, calling, chat_of, responses, tool, user
-from tests.server.api.test_engine_text import engine_gateway
 from tests.server.conftest import bundle_of
 from tests.server.test_app import post, post_once
 from worker.common.chat_probes import CHAT_PROBES, digests

@@ -2,146 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from tokenizers import Tokenizer
 
-from cache.records import WorkerMember
-from server.api.engine import text as engine_text
-from server.api.prompts.ignored_tools import IgnoredTools
-from server.errors import InvalidRequestError
-from tests.server.gateway_app import RunningGateway, gateway
-from tests.server.scripted_worker import Die, Refuse, ScriptedWorker, script_of
+from tests.server.api.engine_worker import USAGE, WORDS, EngineWorker, engine_gateway, text_of
+from tests.server.scripted_worker import Die, script_of
 from tests.server.sse_grammar import events
 from tests.server.test_app import chat, post, post_once
-from tests.waiting import until
-from worker.common.capabilities import TOKENS
 from worker.wire import (
     End,
-    EngineCall,
     EngineText,
     Failed,
     Finished,
-    Frame,
-    GenerateRequest,
-    Rendered,
     Started,
-    TokenizerBundle,
-    Tokens,
-    pack,
-    unpack,
 )
-
-APIS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-WORDS = ("The", " capital", " is", " Paris", ".")
-USAGE = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
-
-
-def chunk(delta: dict[str, Any] | None, ids: list[int] | None = None, **fields: Any) -> bytes:
-    """One event of vLLM's chat stream."""
-    choices = []
-    if delta is not None:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": fields.pop("finish_reason", None)}
-        choices = [choice | ({} if ids is None else {"token_ids": ids})]
-    head = {"id": "chatcmpl-engine", "object": "chat.completion.chunk", "created": 1, "model": "engine-name"}
-    return json.dumps(head | {"choices": choices} | fields).encode()
-
-
-@dataclass(eq=False)
-class EngineWorker(ScriptedWorker):
-    """An adapter whose engine writes `parts`: each a delta with one token."""
-
-    parts: list[dict[str, Any]] = field(default_factory=lambda: [{"content": word} for word in WORDS])
-    dies_after: int | None = None
-    gives_ids: bool = True
-    rendered: list[dict[str, Any]] = field(default_factory=list)
-    refuses_render: Failed | None = None
-    tokenizer: Tokenizer | None = None
-    silent: bool = False
-    """It answers neither polls nor calls."""
-    apis: tuple[str, ...] | None = None
-    """The engine's; by default all. Without any, the worker is one with Headstart's engine."""
-
-    def member(self) -> WorkerMember:
-        return replace(super().member(), capabilities=(APIS if self.apis is None else self.apis) or (TOKENS,))
-
-    def app(self) -> Starlette:
-        app = super().app()
-        app.router.routes.append(Route("/render", self._render, methods=["POST"]))
-        return app
-
-    async def _state(self, http: Request) -> Response:
-        return Response(status_code=500) if self.silent else await super()._state(http)
-
-    async def _render(self, http: Request) -> Response:
-        if self.silent:
-            return Response(pack(Failed("not_ready", "silent", retryable=True)), status_code=503)
-        call = unpack(await http.body(), EngineCall)
-        body = json.loads(call.body)
-        self.rendered.append(body)
-        if self.refuses_render is not None:
-            return Response(pack(self.refuses_render), status_code=400)
-        assert self.tokenizer is not None
-        texts = [str(message["content"]) for message in body.get("messages", ())]
-        ids = self.tokenizer.encode("<|im_start|>" + "\n".join(texts) + "<|im_end|>").ids
-        return Response(pack(Rendered((tuple(ids),), (100,))))
-
-    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
-        assert request.call is not None
-        yield Started(self.num_cached_tokens)
-        begun = len(request.choices[0].output_ids)
-        if not request.call.streams:
-            if self.dies_after is not None:
-                raise Die
-            message = {"role": "assistant", "content": "".join(part.get("content", "") for part in self.parts)}
-            choice = {"index": 0, "message": message, "token_ids": [1, 2], "finish_reason": "stop"}
-            body = {"id": "e", "created": 1, "model": "e", "choices": [choice], "prompt_token_ids": [1], "usage": USAGE}
-            yield Tokens(0, (1, 2))
-            yield EngineText(json.dumps(body).encode())
-            yield Finished(0, "stop")
-            yield End(0.0, 0.0, 0.0)
-            return
-        yield EngineText(chunk({"role": "assistant", "content": ""}, prompt_token_ids=[1, 2, 3, 4]))
-        for number, part in enumerate(self.parts[begun:], begun):
-            if number == self.dies_after:
-                await asyncio.sleep(0.02)
-                raise Die
-            if self.gives_ids:
-                yield Tokens(0, (10 + number,))
-            reason = "stop" if number == len(self.parts) - 1 else None
-            yield EngineText(chunk(part, [10 + number], finish_reason=reason))
-        if "stream_options" in json.loads(request.call.body):
-            usage = USAGE | {"prompt_tokens": 4 + begun, "completion_tokens": 5 - begun}
-            yield EngineText(chunk(None, usage=usage, system_fingerprint="fp"))
-        yield Finished(0, "stop")
-        yield End(0.0, 0.0, 0.0)
-
-
-@pytest.fixture
-def engines(bundle: TokenizerBundle, raw_tokenizer: Tokenizer) -> list[EngineWorker]:
-    return [EngineWorker(bundle, f"w{number}", tokenizer=raw_tokenizer) for number in range(2)]
-
-
-@asynccontextmanager
-async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterator[RunningGateway]:
-    async with gateway(*workers, **options) as target:
-        await until(lambda: any(model.facts.engine_paths for _, model in target.models.names()))
-        yield target
-
-
-def text_of(found: list[Any]) -> str:
-    deltas = [choice["delta"] for event in found if event != "[DONE]" for choice in event["choices"]]
-    return "".join(delta.get("content") or "" for delta in deltas)
 
 
 async def test_events_pass_without_what_was_not_asked_for(engines: list[EngineWorker]) -> None:
@@ -344,65 +221,6 @@ async def test_other_apis_have_the_clients_model(engines: list[EngineWorker], ev
     assert got == json.loads(json.dumps(event).replace("engine-name", body["model"]))
 
 
-async def test_a_lost_worker_renders_nothing(engines: list[EngineWorker]) -> None:
-    engines[0].refuses_render = Failed("not_ready", "gone", retryable=True)
-    async with engine_gateway(*engines) as target:
-        answers = [await post(target.url, chat()) for _ in range(4)]
-    assert {status for status, _, _ in answers} == {200}
-
-
-@asynccontextmanager
-async def silent_gateway(engines: list[EngineWorker], **options: Any) -> AsyncIterator[RunningGateway]:
-    """A gateway that has learnt the model, and whose workers are all silent now."""
-    async with engine_gateway(*engines, **options) as target:
-        for engine in engines:
-            engine.silent = True
-        await until(lambda: not target.fleet.live_workers())
-        yield target
-
-
-async def test_silent_workers_are_waited_for(engines: list[EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_text, "MAX_WAITS", 0)
-    async with silent_gateway(engines) as target:
-        asked = asyncio.create_task(post(target.url, chat()))
-        await asyncio.wait([asked], timeout=1.0)
-        assert not asked.done()
-        engines[1].silent = False
-        status, _, _ = await asked
-    assert status == 200
-
-
-async def test_silent_workers_are_waited_for_until_the_deadline(engines: list[EngineWorker]) -> None:
-    async with silent_gateway(engines, request_timeout_s=1.0) as target:
-        status, _, raw = await post(target.url, chat())
-    assert status == 504
-    assert json.loads(raw)["error"]["code"] == "timeout"
-
-
-async def test_a_gateway_that_stops_waits_for_no_engine(engines: list[EngineWorker]) -> None:
-    async with engine_gateway(engines[0]) as target:
-        engines[0].silent = True
-        asked = asyncio.create_task(post(target.url, chat()))
-        await until(lambda: target.endpoint.preparing)
-        target.endpoint.shutdown()
-        status, _, raw = await asked
-        assert not target.endpoint.preparing
-    assert (status, json.loads(raw)["error"]["code"]) == (503, "shutting_down")
-
-
-async def test_workers_that_are_gone_are_not_waited_for_long(engines: list[EngineWorker]) -> None:
-    async with engine_gateway(engines[0]) as target:
-        engines[0].refuses_render = Failed("not_ready", "gone", retryable=True)
-        status, _, _ = await post(target.url, chat())
-    assert status == 503
-
-
-async def test_a_worker_that_refuses_is_left(engines: list[EngineWorker]) -> None:
-    engines[0].behave = script_of(then=Refuse(429, "queue_full", retry_after_s=1.0))
-    _, _, raw = await post_once(engine_gateway(*engines), chat(stream=True))
-    assert text_of(events(raw)) == "".join(WORDS)
-
-
 def only_of_engine(engine: EngineWorker) -> EngineWorker:
     """Replace the worker's vocabulary by its control tokens."""
     added = json.loads(engine.bundle.tokenizer_json)["added_tokens"]
@@ -437,31 +255,3 @@ async def test_routes_that_an_engine_lacks_are_named(engines: list[EngineWorker]
         for path, fields in (("/v1/completions", {"prompt": [1, 2]}), ("/v1/responses", {"input": "a"})):
             status, _, raw = await post(target.url, {"model": "tiny"} | fields, path)
             assert (status, f"not {path}".encode() in raw) == (400, True), (path, raw)
-
-
-WEB: Any = {"tools": [{"type": "web_search", "name": "web_search"}]}
-
-
-@pytest.mark.parametrize(
-    ("path", "choice", "is_refused"),
-    [
-        (APIS[0], "required", True),
-        (APIS[0], {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{}]}}, True),
-        (APIS[0], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}, False),
-        (APIS[0], "auto", False),
-        (APIS[2], {"type": "any"}, True),
-        (APIS[2], {"type": "tool", "name": "web_search"}, True),
-        (APIS[2], {"type": "auto"}, False),
-        (APIS[3], {"type": "web_search"}, True),
-        (APIS[3], "none", False),
-    ],
-)
-def test_a_call_of_the_vendors_tools_alone_is_refused(path: str, choice: Any, is_refused: bool) -> None:
-    body = {**WEB, "path": path, "tool_choice": choice}
-    ignored = IgnoredTools(strict_tools=False, strict_blocks=False)
-    if not is_refused:
-        assert ignored.without(body) == ({"path": path}, "web_search")
-        return
-    with pytest.raises(InvalidRequestError, match="cannot run web_search") as refused:
-        ignored.without(body)
-    assert refused.value.param == "tool_choice"

@@ -23,6 +23,7 @@ from server.api.engine.media import read_media
 from server.api.prompts.images import ImageRules, image_name
 from server.errors import InvalidRequestError
 from server.event_loop import run_now
+from tests.server.api.engine_worker import engine_gateway
 from tests.server.api.seeing_engine import (
     CHAT,
     MESSAGES,
@@ -37,7 +38,6 @@ from tests.server.api.seeing_engine import (
     place_of,
     png,
 )
-from tests.server.api.test_engine_text import engine_gateway
 from tests.server.test_app import post, post_once
 from tests.waiting import HANG_S
 from worker.common.capabilities import IMAGES

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.server.api.engine_worker import engine_gateway
 from tests.server.api.mutated_images import mutated
 from tests.server.api.seeing_engine import SeeingWorker
-from tests.server.api.test_engine_text import engine_gateway
 from tests.server.test_app import post
 from worker.wire import TokenizerBundle
 

@@ -15,7 +15,7 @@ from msgspec import Raw, ValidationError
 from server.api.engine.text import _check, _is_sent, _known_of
 from server.errors import InvalidRequestError
 from server.schema.field_table import IGNORED, SENT_FIELDS, SENT_XARGS
-from tests.server.api.test_engine_text import EngineWorker, engine_gateway, engines  # noqa: F401 (a fixture)
+from tests.server.api.engine_worker import EngineWorker, engine_gateway
 from tests.server.test_app import chat, post
 
 ENGINES: Final = tomllib.loads((Path(__file__).parents[2] / "data" / "engine_fields.toml").read_text())
@@ -68,7 +68,7 @@ def test_any_other_field_is_refused_by_name(path: str, name: str) -> None:
         assert refused(path, {"vllm_xargs": {name: 1}}) == f"vllm_xargs.{name[:64]}"
 
 
-async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:  # noqa: F811
+async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:
     async with engine_gateway(engines[0]) as target:
         xargs = {"ngram_size": 30}
         status, _, raw = await post(target.url, chat(vllm_xargs=xargs, store=True, background=False, unheard_of=None))
@@ -84,7 +84,7 @@ async def test_what_an_engine_gets(engines: list[EngineWorker]) -> None:  # noqa
         assert len(engines[0].rendered) == 1
 
 
-async def test_an_owner_lists_names_of_xargs(engines: list[EngineWorker]) -> None:  # noqa: F811
+async def test_an_owner_lists_names_of_xargs(engines: list[EngineWorker]) -> None:
     async with engine_gateway(engines[0], engine_xargs=frozenset({"target_token"})) as target:
         for xargs, expected in (({"target_token": 67}, 200), ({"ngram_size": 3}, 200), ({"other": 1}, 400)):
             status, _, raw = await post(target.url, chat(vllm_xargs=xargs))

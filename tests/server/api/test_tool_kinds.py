@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from cache.types import BlockHash
+from server.api.prompts.ignored_tools import IgnoredTools
 from server.api.prompts.items import messages_of_items
 from server.api.responses import ResponsesFormatter
+from server.errors import InvalidRequestError
 from server.request.choice import ChoiceDelta, GenerationSpec
 from server.schema.requests import ChatRequest, ResponsesRequest
 from server.schema.tools import make_tool_set, read_tools
 from server.text.formats import FORMATS
 from server.text.output_parser import ChoiceMessage, OutputRules
+from tests.server.api.engine_worker import APIS
 from tests.server.api.test_tools import WEATHER, follows
 from tests.server.gateway_app import gateway
 from tests.server.scripted_worker import Says
@@ -402,3 +405,31 @@ def answered(rules: OutputRules, texts: list[str]) -> dict[str, Any]:
     deltas = [event["delta"] for event in found if event["type"].endswith(("arguments.delta", "input.delta"))]
     assert "".join(deltas) == item.get("input", item.get("arguments"))
     return dict(item)
+
+
+WEB: Any = {"tools": [{"type": "web_search", "name": "web_search"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "choice", "is_refused"),
+    [
+        (APIS[0], "required", True),
+        (APIS[0], {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{}]}}, True),
+        (APIS[0], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}, False),
+        (APIS[0], "auto", False),
+        (APIS[2], {"type": "any"}, True),
+        (APIS[2], {"type": "tool", "name": "web_search"}, True),
+        (APIS[2], {"type": "auto"}, False),
+        (APIS[3], {"type": "web_search"}, True),
+        (APIS[3], "none", False),
+    ],
+)
+def test_a_call_of_the_vendors_tools_alone_is_refused(path: str, choice: Any, is_refused: bool) -> None:
+    body = {**WEB, "path": path, "tool_choice": choice}
+    ignored = IgnoredTools(strict_tools=False, strict_blocks=False)
+    if not is_refused:
+        assert ignored.without(body) == ({"path": path}, "web_search")
+        return
+    with pytest.raises(InvalidRequestError, match="cannot run web_search") as refused:
+        ignored.without(body)
+    assert refused.value.param == "tool_choice"

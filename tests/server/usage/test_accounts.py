@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from server import cli
 from server.auth.identity import digest_text
 from tests.faults.part import ROOT
+from tests.server.api.engine_worker import EngineWorker, engine_gateway
 from tests.server.api.test_embeddings import SIZE, embeds
-from tests.server.api.test_engine_text import EngineWorker, engine_gateway
 from tests.server.api.test_pooling import BODY, PoolingWorker, pooling_gateway
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import RunningGateway, gateway

@@ -1,0 +1,132 @@
+"""A scripted adapter whose engine writes the text, and a gateway in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from cache.records import WorkerMember
+from tests.server.gateway_app import RunningGateway, gateway
+from tests.server.scripted_worker import Die, ScriptedWorker
+from tests.waiting import until
+from worker.common.capabilities import TOKENS
+from worker.wire import (
+    End,
+    EngineCall,
+    EngineText,
+    Failed,
+    Finished,
+    Frame,
+    GenerateRequest,
+    Rendered,
+    Started,
+    Tokens,
+    pack,
+    unpack,
+)
+
+APIS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+WORDS = ("The", " capital", " is", " Paris", ".")
+USAGE = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+
+
+def chunk(delta: dict[str, Any] | None, ids: list[int] | None = None, **fields: Any) -> bytes:
+    """One event of vLLM's chat stream."""
+    choices = []
+    if delta is not None:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": fields.pop("finish_reason", None)}
+        choices = [choice | ({} if ids is None else {"token_ids": ids})]
+    head = {"id": "chatcmpl-engine", "object": "chat.completion.chunk", "created": 1, "model": "engine-name"}
+    return json.dumps(head | {"choices": choices} | fields).encode()
+
+
+@dataclass(eq=False)
+class EngineWorker(ScriptedWorker):
+    """An adapter whose engine writes `parts`: each a delta with one token."""
+
+    parts: list[dict[str, Any]] = field(default_factory=lambda: [{"content": word} for word in WORDS])
+    dies_after: int | None = None
+    gives_ids: bool = True
+    rendered: list[dict[str, Any]] = field(default_factory=list)
+    refuses_render: Failed | None = None
+    tokenizer: Tokenizer | None = None
+    silent: bool = False
+    """It answers neither polls nor calls."""
+    apis: tuple[str, ...] | None = None
+    """The engine's; by default all. Without any, the worker is one with Headstart's engine."""
+
+    def member(self) -> WorkerMember:
+        return replace(super().member(), capabilities=(APIS if self.apis is None else self.apis) or (TOKENS,))
+
+    def app(self) -> Starlette:
+        app = super().app()
+        app.router.routes.append(Route("/render", self._render, methods=["POST"]))
+        return app
+
+    async def _state(self, http: Request) -> Response:
+        return Response(status_code=500) if self.silent else await super()._state(http)
+
+    async def _render(self, http: Request) -> Response:
+        if self.silent:
+            return Response(pack(Failed("not_ready", "silent", retryable=True)), status_code=503)
+        call = unpack(await http.body(), EngineCall)
+        body = json.loads(call.body)
+        self.rendered.append(body)
+        if self.refuses_render is not None:
+            return Response(pack(self.refuses_render), status_code=400)
+        assert self.tokenizer is not None
+        texts = [str(message["content"]) for message in body.get("messages", ())]
+        ids = self.tokenizer.encode("<|im_start|>" + "\n".join(texts) + "<|im_end|>").ids
+        return Response(pack(Rendered((tuple(ids),), (100,))))
+
+    async def answer(self, request: GenerateRequest) -> AsyncIterator[Frame]:
+        assert request.call is not None
+        yield Started(self.num_cached_tokens)
+        begun = len(request.choices[0].output_ids)
+        if not request.call.streams:
+            if self.dies_after is not None:
+                raise Die
+            message = {"role": "assistant", "content": "".join(part.get("content", "") for part in self.parts)}
+            choice = {"index": 0, "message": message, "token_ids": [1, 2], "finish_reason": "stop"}
+            body = {"id": "e", "created": 1, "model": "e", "choices": [choice], "prompt_token_ids": [1], "usage": USAGE}
+            yield Tokens(0, (1, 2))
+            yield EngineText(json.dumps(body).encode())
+            yield Finished(0, "stop")
+            yield End(0.0, 0.0, 0.0)
+            return
+        yield EngineText(chunk({"role": "assistant", "content": ""}, prompt_token_ids=[1, 2, 3, 4]))
+        for number, part in enumerate(self.parts[begun:], begun):
+            if number == self.dies_after:
+                await asyncio.sleep(0.02)
+                raise Die
+            if self.gives_ids:
+                yield Tokens(0, (10 + number,))
+            reason = "stop" if number == len(self.parts) - 1 else None
+            yield EngineText(chunk(part, [10 + number], finish_reason=reason))
+        if "stream_options" in json.loads(request.call.body):
+            usage = USAGE | {"prompt_tokens": 4 + begun, "completion_tokens": 5 - begun}
+            yield EngineText(chunk(None, usage=usage, system_fingerprint="fp"))
+        yield Finished(0, "stop")
+        yield End(0.0, 0.0, 0.0)
+
+
+@asynccontextmanager
+async def engine_gateway(*workers: EngineWorker, **options: Any) -> AsyncIterator[RunningGateway]:
+    async with gateway(*workers, **options) as target:
+        await until(lambda: any(model.facts.engine_paths for _, model in target.models.names()))
+        yield target
+
+
+def text_of(found: list[Any]) -> str:
+    deltas = [choice["delta"] for event in found if event != "[DONE]" for choice in event["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
