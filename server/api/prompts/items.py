@@ -135,10 +135,9 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
         elif last is not None and (message.tool_calls or (last.tool_calls and before_results[index])):
             _join(last, message)
             thoughts += filter(None, [message.reasoning_content])
-            _think(messages, thoughts)
         else:
             messages.append(message)
-            _think(messages, thoughts)
+        _think(messages, thoughts)
     _think(messages, thoughts)
     if not messages:
         raise invalid("input", "holds no message")
