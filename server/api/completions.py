@@ -241,6 +241,6 @@ class CompletionFormatter(ChunkFormatter):
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:
-    """Return the rank of a choice for `best_of`. One without text is the last."""
+    """Return what `best_of` ranks a choice by. One without tokens comes last."""
     scores = [entry.logprobs.logprob for entry in choice.entries]
     return sum(scores) / len(scores) if scores else -math.inf

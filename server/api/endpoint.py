@@ -58,13 +58,16 @@ class EndpointServices:
     """The responses being written now."""
     preparing: set[CancelOnDisconnect] = field(default_factory=set)
     """The guards of the requests being prepared now."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by `shutdown`: a request whose body was still being sent does not begin."""
 
     @property
     def num_streamed_tokens(self) -> int:
         return sum(response.num_output_tokens for response in self.open_responses)
 
     def shutdown(self) -> None:
-        """End every open response, and every preparation."""
+        """End every open response, and every preparation. No other response begins."""
+        self.stopping.set()
         for response in self.open_responses:
             response.shutdown()
         for guard in self.preparing:
@@ -167,6 +170,8 @@ class GenerateEndpoint(ABC):
             usage.take("tokens", num_prompt_tokens)
         begin = partial(self._generations, deadline_s=deadline_s, hints=hints)
         response = ResponseStream(await begin(request), deadline_s)
+        if services.stopping.is_set():
+            raise ShuttingDownError
         answer = Answer(request.formatter, response, prepare, begin)
         headers, is_streamed = request.headers(), request.stream
         del request, prepare  # the body

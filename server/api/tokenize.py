@@ -59,7 +59,7 @@ class TokenizeApi:
                 raise invalid("prompt", "and messages exclude each other: give one of them")
             model = self._model(request.model, identity)
             body = await http_request.body()
-            if not request.model:
+            if request.model is None:
                 body = encode_json({**_FIELDS.decode(body), "model": model.name})
             chat = await CHAT.read(body, TextLimit)
             intent = chat.intent()

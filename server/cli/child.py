@@ -85,6 +85,8 @@ class Child:
             preexec_fn=partial(_die_with_parent, os.getpid()) if sys.platform == "linux" else None,
             limit=MAX_LINE_BYTES,
         )
+        if self._stopping.is_set():
+            process.kill()  # `stop` came before it
         assert process.stdout is not None
         last_lines: deque[str] = deque(maxlen=MAX_LAST_LINES)
         on_line = last_lines.append if self._quiet else self._on_line

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Final
 
 import msgspec
@@ -54,19 +55,17 @@ class PoisonCache:
         self._until_s: dict[bytes, float] = {}
 
     def add(self, spec: GenerationSpec) -> None:
-        while len(self._until_s) >= MAX_POISON_ENTRIES:
+        key = _poison_key(spec)
+        self._until_s.pop(key, None)  # the first to expire is the first in the dict
+        if len(self._until_s) >= MAX_POISON_ENTRIES:
             del self._until_s[next(iter(self._until_s))]
-        self._until_s[_poison_key(spec)] = self._clock() + POISON_TTL_S
+        self._until_s[key] = self._clock() + POISON_TTL_S
 
     def __contains__(self, spec: GenerationSpec) -> bool:
-        if not self._until_s:
-            return False
-        key = _poison_key(spec)
-        until_s = self._until_s.get(key)
-        if until_s is not None and until_s <= self._clock():
-            del self._until_s[key]
-            return False
-        return until_s is not None
+        now_s = self._clock()
+        for expired in [*takewhile(lambda key: self._until_s[key] <= now_s, self._until_s)]:
+            del self._until_s[expired]
+        return bool(self._until_s) and _poison_key(spec) in self._until_s  # a large body takes long to hash
 
 
 def _poison_key(spec: GenerationSpec) -> bytes:

@@ -1,4 +1,4 @@
-"""One decision, without I/O: score every worker, choose one, and count the request there.
+"""One decision, without I/O: score the workers, choose one, and count the request there.
 
     candidates + load estimates + ledger -> WorkerViews -> policy -> lowest score -> Placement
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -74,9 +75,9 @@ class RequestQueue(Generic[T]):
         self._full: dict[str, dict[WorkerIncarnation, tuple[float, WorkerRefused]]] = {}
         """By tenant: until when, and the refusal."""
         self._held: list[HeldRequest[T]] = []
-        self._next_turn: dict[tuple[str, int], dict[str, float]] = {}
+        self._next_turn = defaultdict[tuple[str, int], dict[str, float]](dict)
         """By model and priority, then tenant, in prompt tokens of virtual time."""
-        self._now_tokens: dict[tuple[str, int], float] = {}
+        self._now_tokens = defaultdict[tuple[str, int], float](float)
         """By model and priority: virtual time, which is the turn of the latest tenant that was served."""
         self._num_held = 0
 
@@ -139,8 +140,6 @@ class RequestQueue(Generic[T]):
     ) -> HeldRequest[T]:
         """Hold a request of which `holds` is true."""
         own = request.model, request.priority
-        if next(self._turns(own), None) is None:
-            self._now_tokens[own], self._next_turn[own] = 0.0, {}
         turn = max(self._now_tokens[own], self._next_turn[own].get(request.tenant, 0.0))
         if not request.is_retry:  # its turn was taken before
             self._next_turn[own][request.tenant] = turn + request.num_prompt_tokens / request.weight
@@ -170,11 +169,12 @@ class RequestQueue(Generic[T]):
         return True
 
     def remove(self, held: HeldRequest[T]) -> None:
-        """Remove it: it is placed, or its client has left."""
+        """Remove it: it is placed, or its client has left. The turns end with the last request that has one."""
         self._held.remove(held)
-        if not self._held:
-            self._next_turn.clear()
-            self._now_tokens.clear()
+        own = held.request.model, held.request.priority
+        if next(self._turns(own), None) is None:
+            self._next_turn.pop(own, None)
+            self._now_tokens.pop(own, None)
 
     def _turns(self, own: tuple[str, int], tenant: str | None = None) -> Iterator[float]:
         """Yield the turns of the held requests of a model and priority that are no retries: of all tenants, or one."""

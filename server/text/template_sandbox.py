@@ -115,7 +115,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def bounded(self, tree: jinja2.nodes.Template) -> jinja2.Template:
         """Compile a template whose loops check the clock. Render it with the variables of a `RenderClock`."""
-        check = jinja2.nodes.EnvironmentAttribute("check(context)")  # the generator writes `environment.` before it
+        check = jinja2.nodes.EnvironmentAttribute("check(context)")  # compiled to `environment.check(context)`
         for loop in tree.find_all(jinja2.nodes.For):
             loop.body.insert(0, jinja2.nodes.ExprStmt(check).set_lineno(loop.lineno))
             loop.test = loop.test and jinja2.nodes.And(check, loop.test)

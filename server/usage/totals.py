@@ -62,6 +62,8 @@ class UsageTotals(Collector):
             row[name] += amount
 
     def _row(self, owner: Owner, num_tokens: int) -> dict[str, float]:
+        if owner == (OTHER, OTHER):
+            return self._other  # which has these labels
         now_s = self._clock()
         weight = self._weights.get(owner)
         if weight is None:
@@ -70,8 +72,6 @@ class UsageTotals(Collector):
             weight = self._weights[owner] = DecayedSum(_WINDOW_S)
         weight.add(num_tokens, now_s)
         row = self._rows.get(owner)
-        if owner == (OTHER, OTHER):
-            return self._other  # which has these labels
         if row is None and (len(self._rows) < MAX_SERIES or self._makes_room(weight, now_s)):
             row = self._rows[owner] = defaultdict(float)
         return self._other if row is None else row

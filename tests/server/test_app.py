@@ -348,6 +348,21 @@ async def test_only_json_media_types_are_accepted(worker: ScriptedWorker, media_
             assert json.loads(raw)["error"]["code"] == "unsupported_media_type"
 
 
+async def test_a_body_that_ends_after_the_shutdown_begins_nothing(worker: ScriptedWorker) -> None:
+    async with gateway(worker) as target, aiohttp.ClientSession() as session:
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b"{"
+            target.endpoint.shutdown()
+            yield json.dumps(chat()).encode()[1:]
+
+        headers = {"content-type": "application/json"}
+        async with session.post(target.url + CHATS, data=body(), headers=headers) as response:
+            error = (await response.json())["error"]
+    assert (response.status, error["code"]) == (503, "shutting_down")
+    assert not worker.received
+
+
 async def test_no_worker_is_503(worker: ScriptedWorker) -> None:
     async with gateway(worker) as target:
         target.router.members.clear()

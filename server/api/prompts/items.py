@@ -128,21 +128,16 @@ def messages_of_items(request: ResponsesRequest, tool_set: ToolSet) -> tuple[lis
             raise unsupported(f"{field}.type", why)
         if (message := reader(item, field, tool_set)) is None:
             continue
-        last = messages[-1] if messages else None
+        last = messages[-1] if messages and messages[-1].role == "assistant" else None
         if message.role != "assistant":
             _think(messages, thoughts)
             messages.append(message)
-        elif (
-            last is not None
-            and last.role == "assistant"
-            and (message.tool_calls or (last.tool_calls and before_results[index]))
-        ):
+        elif last is not None and (message.tool_calls or (last.tool_calls and before_results[index])):
             _join(last, message)
             thoughts += filter(None, [message.reasoning_content])
-            _think(messages, thoughts)
         else:
             messages.append(message)
-            _think(messages, thoughts)
+        _think(messages, thoughts)
     _think(messages, thoughts)
     if not messages:
         raise invalid("input", "holds no message")

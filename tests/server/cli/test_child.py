@@ -74,6 +74,17 @@ async def test_a_child_that_waits_to_start_again_stays_away(monkeypatch: pytest.
     assert running.lines.empty()
 
 
+async def test_a_child_that_is_stopped_while_it_starts_ends() -> None:
+    child = make_child("import time; time.sleep(600)", asyncio.Queue())
+    running = asyncio.create_task(child.run(print))
+    await asyncio.sleep(0)
+    assert child.process is None, "the system is starting it"
+    await child.stop(5.0)
+    await asyncio.wait_for(running, HANG_S)
+    assert child.process is not None
+    assert child.process.returncode == -signal.SIGKILL
+
+
 async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     async with Running(STUBBORN, stop_s=0.2) as running:
         await running.lines.get()

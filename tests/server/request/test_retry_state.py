@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from cache.hashing import MediaStart
+from server.request import retry_state
 from server.request.retry_state import (
     MAX_POISON_ENTRIES,
     MAX_RETRIES,
@@ -70,3 +74,22 @@ def test_a_poison_request_is_known_by_all_that_is_computed() -> None:
     now_s += POISON_TTL_S + 1
     assert not any(spec([number]) in cache for number in range(MAX_POISON_ENTRIES))
     assert not cache._until_s
+
+
+def test_expired_poison_costs_other_requests_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails again expires later than those after it."""
+    now_s = 0.0
+    cache = PoisonCache(clock=lambda: now_s)
+    num_hashed = Counter[str]()
+    monkeypatch.setattr(retry_state, "_poison_key", lambda spec: num_hashed.update([spec]) or spec)
+    names: Any = ["first", "second", "first"]
+    for name in names:
+        cache.add(name)
+        now_s += 1.0
+    now_s += POISON_TTL_S - 2.0
+    assert names[0] in cache
+    assert names[1] not in cache
+    now_s += 1.0
+    num_hashed.clear()
+    assert names[0] not in cache
+    assert not num_hashed

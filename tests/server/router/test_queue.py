@@ -130,6 +130,17 @@ def test_a_tenant_that_comes_late_is_given_no_past_turns() -> None:
     assert order == ["late", *["flood", "late"] * 9, "flood"], "its first turn is the latest that was served"
 
 
+def test_priorities_that_have_left_are_forgotten() -> None:
+    """A client chooses them, and others may wait on."""
+    queue = RequestQueue[str](1.0)
+    queue.hold("waits", request(), 9.0, 0.0)
+    for priority in range(1, 100):
+        held = queue.hold("leaves", request(priority=priority), 9.0, 0.0)
+        assert not queue.stays(held, 0.0, 0.0)
+        queue.remove(held)
+    assert {*queue._next_turn, *queue._now_tokens} == {(request().model, 0)}
+
+
 def test_a_short_wait_or_none_allowed_holds_nothing() -> None:
     assert RequestQueue[str](3.0).holds(request(), 3.1)
     assert not RequestQueue[str](3.0).holds(request(), 3.0)
