@@ -33,7 +33,7 @@ from worker.common.cores import bound_spinning
 from worker.common.http_protocol import StrictProtocol
 from worker.common.logs import configure_logging
 from worker.common.proof import gateway_token
-from worker.common.sockets import is_loopback, listen, reachable
+from worker.common.sockets import allow_files, is_loopback, listen, reachable
 from worker.common.tls import ServerCertificate, WorkerCa
 from worker.common.tracing import Tracing, open_tracing
 from worker.common.watchdog import watched
@@ -56,6 +56,7 @@ _RETIRE_S: Final = 1.0  # without Redis the lease ends by itself
 _CONNECT_S: Final = 1.0
 """Time for Redis to answer a worker that joins. Without it the worker starts cold."""
 _REFUSED: Final = 2  # the exit status of wrong usage
+_MAX_FILES: Final = 1 << 14  # each request has a connection to its gateway, and an adapter's has one to the engine
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
         return _REFUSED
     configure_logging(config.log_level, config.log_format)
     bound_spinning()
+    allow_files(_MAX_FILES)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner, watched(runner.get_loop(), "worker"):
             status = runner.run(Worker(config, tracing, certificate, ca).run())

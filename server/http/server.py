@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import ssl
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp
 
 from server.event_loop import ByteCollector
 from server.http.protocol import ConnectionLimit, GatewayProtocol, HttpLimits
+from worker.common.sockets import allow_files
 
 log = logging.getLogger(__name__)
 
@@ -89,23 +89,19 @@ class Listener(uvicorn.Server):
 def affordable_connections(wanted: int) -> int:
     """Return how many of `wanted` connections fit the limit of open files: each needs one to a client, one to a worker.
 
-    Sets the soft limit on open files to the hard limit if it has to. Raises ValueError if the limit leaves hardly any
-    connections, and warns if it leaves fewer than wanted.
+    Raises the soft limit if it has to. Raises ValueError if the hard limit leaves hardly any connections, and warns if
+    it leaves fewer than wanted.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * wanted + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if (allowed := allow_files(needed)) == needed:
         return wanted
-    affordable = (soft - SPARE_FILES) // 2
+    affordable = (allowed - SPARE_FILES) // 2
     if affordable < min(wanted, MIN_CONNECTIONS):
         least = 2 * MIN_CONNECTIONS + SPARE_FILES
         raise ValueError(
-            f"this process may open {soft} files, too few for {min(wanted, MIN_CONNECTIONS)} connections: allow "
+            f"this process may open {allowed} files, too few for {min(wanted, MIN_CONNECTIONS)} connections: allow "
             f"{least} at least, {needed} for --max-connections {wanted} (ulimit -n, LimitNOFILE=, --ulimit nofile=)"
         )
     text = "this process may open %d files, enough for %d connections: --max-connections %d needs %d (ulimit -n)"
-    log.warning(text, soft, affordable, wanted, needed)
+    log.warning(text, allowed, affordable, wanted, needed)
     return affordable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -62,6 +63,12 @@ IS_NAMED_LOOPBACK = """
 import socket, sys
 from worker.main import main
 socket.gethostbyname = lambda name: "127.0.1.1"
+sys.exit(main(sys.argv[1:]))
+"""
+MAY_OPEN_FEW_FILES = """
+import resource, sys
+from worker.main import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 sys.exit(main(sys.argv[1:]))
 """
 HANGS = LOSES_ITS_DEVICE.replace('raise RuntimeError("device lost")', "__import__('time').sleep(600)")
@@ -246,6 +253,14 @@ def test_an_address_that_others_cannot_reach_is_said(start, model: Path) -> None
     code, stderr = process.end(signal.SIGTERM)
     assert code == 0, stderr
     assert "give --advertise-url" in stderr
+
+
+def test_a_worker_raises_its_limit_of_open_files(start, model: Path) -> None:
+    """Each request has a connection, and a login shell often allows 1024 files."""
+    process = start("--model", str(model), entry=("-c", MAY_OPEN_FEW_FILES))
+    assert process.line()["event"] == "listening"
+    soft, hard = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == (1 << 14 if hard == resource.RLIM_INFINITY else min(1 << 14, hard))
 
 
 def test_sigterm_while_loading_ends_at_once(start, model: Path) -> None:

@@ -140,12 +140,11 @@ class EngineServer(EngineApi):
         await self._session.close()
 
     def _lost(self, error: Exception) -> EngineLostError:
-        cause = getattr(error, "os_error", error)  # of a connection that could not be made
-        is_refused = isinstance(error, aiohttp.ClientConnectorError | ConnectionRefusedError)
-        is_unnamed = isinstance(error, aiohttp.ClientConnectorDNSError)
-        gone = is_refused and not is_unnamed and getattr(cause, "errno", None) not in _OWN_ERRORS
-        closed = cause is error and isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
-        return EngineLostError(f"{self._url}: {type(error).__name__}: {error!s:.300}", gone=gone, closed=closed)
+        is_own = isinstance(error, aiohttp.ClientConnectorDNSError) or getattr(error, "errno", None) in _OWN_ERRORS
+        is_unconnected = isinstance(error, aiohttp.ClientConnectorError | ConnectionRefusedError)
+        is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError) and not is_unconnected
+        why = f"{self._url}: {type(error).__name__}: {error!s:.300}"
+        return EngineLostError(why, gone=is_unconnected and not is_own, closed=is_closed)
 
 
 def _type_of(data: bytes) -> bytes:

@@ -75,13 +75,12 @@ class LoadAccount:
         return first
 
     def first_token(self, prefill: Prefill) -> None:
-        """End a prefill, and measure the rate if it was the first in line."""
-        now_s = time.monotonic()
-        is_first = next(iter(self._prefills), None) is prefill
+        """End a prefill, and measure the rate if it was the first in line: only that one was started."""
         if prefill not in self._prefills:
             return
         del self._prefills[prefill]
-        if is_first and prefill.started_s is not None and prefill.num_tokens >= MIN_MEASURED_TOKENS:
+        now_s = time.monotonic()
+        if prefill.started_s is not None and prefill.num_tokens >= MIN_MEASURED_TOKENS:
             self.rate.add(prefill.num_tokens, max(1e-6, now_s - prefill.started_s), now_s)
         self._free_s = now_s
 
@@ -89,7 +88,8 @@ class LoadAccount:
         """Forget a prefill that has ended without a token."""
         if prefill in self._prefills:
             del self._prefills[prefill]
-            self._free_s = self._free_s if prefill.started_s is None else time.monotonic()
+            if prefill.started_s is not None:
+                self._free_s = time.monotonic()
 
     def seconds_left(self) -> float:
         """Return the time until the last prefill in line has probably ended."""

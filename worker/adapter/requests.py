@@ -60,17 +60,14 @@ class ActiveRequest:
     """Prompt tokens that the engine found cached, as it reports at the end."""
     task: asyncio.Task[None] | None = None
 
-    def end(self, *, is_aborted: bool = False) -> End:
-        """Return the last frame of a request that ends now. An abort before the first token has measured no prefill."""
-        ended_s = time.monotonic()
-        first_s = self.first_token_s or ended_s
+    def end(self) -> End:
+        """Return the last frame of a request that ends now: the seconds of each part. 0: there was none."""
+        now_s = time.monotonic()
         started_s = None if self.prefill is None else self.prefill.started_s
-        if started_s is None:  # by the account, it has only waited
-            started_s = ended_s if self.first_token_s is None else self.begun_s
-        queue_s, prefill_s = max(0.0, started_s - self.begun_s), max(0.0, first_s - started_s)
-        if is_aborted and self.first_token_s is None:
-            prefill_s = 0.0
-        return End(queue_s, prefill_s, ended_s - first_s, self.num_cached)
+        if (first_s := self.first_token_s) is None:
+            return End((started_s or now_s) - self.begun_s, 0.0, 0.0, self.num_cached)
+        started_s = started_s or self.begun_s  # its token came out of turn: the account has not started it
+        return End(started_s - self.begun_s, first_s - started_s, now_s - first_s, self.num_cached)
 
 
 @dataclass(eq=False)
@@ -101,7 +98,7 @@ class EngineRequests:
         """End a request. Ignores unknown keys."""
         if (active := self.active.get(key)) is not None:
             choices = active.request.choices
-            self._end(active, *(Finished(each.index, "abort") for each in choices), active.end(is_aborted=True))
+            self._end(active, *(Finished(each.index, "abort") for each in choices), active.end())
 
     def fail_all(self, failed: Failed) -> None:
         """End every request with this frame."""

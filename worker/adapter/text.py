@@ -115,15 +115,13 @@ class TextServer(EngineServer):
         found += [path for path in POOLING_PATHS if await self._has(path)]
         return (*found, IMAGES) if CHAT in found and await self.takes_images() else tuple(found)
 
-    async def pools(self) -> bool:
-        """Return whether the engine's model generates no text."""
-        return not await self._has(CHAT) and any([await self._has(path) for path in POOLING_PATHS])
-
-    async def embed_one(self) -> None:
-        """Wait for one answer of a model without text, which may be a refusal."""
-        found = [path for path in POOLING_PATHS if await self._has(path)]
-        path = found[0] if found else POOLING_PATHS[0]
-        await self.call("POST", path, {"model": await self.model_name(), "input": "a"}, None)
+    async def pooling_path(self) -> str | None:
+        """Return an API of a model that generates no text. None: it generates text."""
+        if not await self._has(CHAT):
+            for path in POOLING_PATHS:
+                if await self._has(path):
+                    return path
+        return None
 
     async def _has(self, path: str) -> bool:
         """Return whether the engine has this API. One that it has refuses the empty body as incomplete."""

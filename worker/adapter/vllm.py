@@ -53,7 +53,7 @@ class VllmApi(TextServer):
 
     async def version(self) -> str:
         status, _ = await self.call("GET", f"{COMPLETIONS}/render")  # 405: it takes POST only
-        if status == 404 and not await self.pools():
+        if status == 404 and await self.pooling_path() is None:
             raise EngineRefusedError(404, f"no {COMPLETIONS}/render: start vLLM 0.32 or newer with --enable-scale-out")
         answer = await self.json("GET", "/version")
         with understood("/version"):
@@ -95,8 +95,8 @@ class VllmApi(TextServer):
         return False
 
     async def probe(self, prompt_ids: Sequence[int] = (0,), salt: str = "") -> int | None:
-        if await self.pools():
-            await self.embed_one()
+        if (path := await self.pooling_path()) is not None:
+            await self.call("POST", path, {"model": await self.model_name(), "input": "a"}, None)  # a refusal will do
             return None
         body = {"model": await self.model_name(), "prompt": list(prompt_ids), "max_tokens": 1, "temperature": 0}
         answer = await self.json("POST", COMPLETIONS, body | ({"cache_salt": salt} if salt else {}), timeout_s=None)

@@ -1,9 +1,10 @@
-"""Listening sockets, the address under which others reach them, and the Host headers that they answer to."""
+"""Listening sockets, the files and addresses that they need, and the Host headers that they answer to."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import resource
 import socket
 from collections.abc import Iterable
 from typing import Final
@@ -35,6 +36,16 @@ def listen(
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return sock
+
+
+def allow_files(wanted: int) -> int:
+    """Raise the soft limit on open files to `wanted`, or to the hard limit. Return how many of `wanted` are allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def reachable(host: str) -> str:

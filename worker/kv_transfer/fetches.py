@@ -129,7 +129,7 @@ class FetchQueue:
             threading.Thread(target=self._run, name=f"fetch-{number}", daemon=True).start()
 
     def start(self, sequence: TokenSequence, num_cached_blocks: int) -> bool:
-        if sequence.has_fetched or not sequence.reuse:
+        if sequence.has_fetched:
             return False
         hashes = sequence.reusable_hashes(self._allocator.block_size)
         if num_cached_blocks >= len(hashes):
@@ -179,8 +179,7 @@ class FetchQueue:
     def poll(self, now_s: float) -> None:
         """Make findable what has arrived. End the fetches that are complete or late."""
         for fetch in self.active.copy():
-            if fetch.num_arrived > fetch.allocation.num_filled:
-                fetch.allocation.fill(fetch.num_arrived)
+            fetch.allocation.fill(fetch.num_arrived)
             unfinished = next((source for source in fetch.sources if fetch.num_arrived < source.stop), None)
             if fetch.finished or unfinished is None:
                 self._end(fetch)
@@ -200,14 +199,11 @@ class FetchQueue:
         self, sequence: TokenSequence, hashes: Sequence[BlockHash], num_cached: int
     ) -> tuple[list[FetchSource], float]:
         """Return the sources to fetch from, and the seconds it takes. Leaves out sources slower than computing."""
-        if not sequence.reuse:
-            return [], 0.0
-        size = self._allocator.block_size
         best: tuple[float, int, float] = (0.0, 0, 0.0)
         gain_s, fetch_s = 0.0, 0.0
         sources = self._sources(sequence, hashes, num_cached)
         for number, source in enumerate(sources, 1):
-            num_tokens = (source.stop - source.start) * size
+            num_tokens = (source.stop - source.start) * self._allocator.block_size
             seconds = source.rate.seconds(num_tokens, time.monotonic())
             fetch_s += seconds
             gain_s += self._prefill_rate.seconds(num_tokens) - seconds
@@ -253,8 +249,7 @@ class FetchQueue:
             fetch.ended = True
             if fetch.waits_at is not None:
                 fetch.waits_at.interrupt()
-        if fetch.num_arrived > fetch.allocation.num_filled:
-            fetch.allocation.fill(fetch.num_arrived)
+        fetch.allocation.fill(fetch.num_arrived)
         fetch.allocation.free()
         self.active.remove(fetch)
         for link in fetch.links[fetch.sources[0].start :]:

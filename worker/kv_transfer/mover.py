@@ -17,6 +17,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from msgspec.structs import replace
@@ -46,6 +48,29 @@ PeerEpoch = tuple[str, str]
 """The URL of a worker that gave blocks, and its epoch."""
 HeldLookup = Callable[[Sequence[RegistryEntry], Sequence[BlockHash]], Awaitable[Sequence[bool]]]
 """Asks the index for each block whether one of the workers has it: `RegistryUpkeep.held`."""
+
+
+@dataclass(eq=False)
+class _Room:
+    """Chains for one pool. A block that several of them have takes the room of one."""
+
+    num_left: int
+    """Blocks that may still be added."""
+    chains: list[OfferedChain] = field(default_factory=list, init=False)
+    num_hashes: int = field(default=0, init=False)
+    """Hashes in a message with the chains, which repeats what they share."""
+    _blocks: set[BlockHash] = field(default_factory=set, init=False)
+
+    def add(self, chain: OfferedChain) -> int:
+        """Add a chain if its new blocks fit. Return how many they are; 0 if they do not fit."""
+        new = set(chain.block_hashes()) - self._blocks
+        if len(new) > self.num_left:
+            return 0
+        self.num_left -= len(new)
+        self._blocks |= new
+        self.num_hashes += chain.num_blocks
+        self.chains.append(chain)
+        return len(new)
 
 
 def peers_of(member: WorkerMember, entries: Sequence[RegistryEntry]) -> list[RegistryEntry]:
@@ -101,15 +126,10 @@ def has_purged(fetched: Counter[PeerEpoch], entries: Sequence[RegistryEntry]) ->
 
 def plan_chains(offers: Sequence[Handover], max_blocks: int) -> list[tuple[Handover, OfferedChain]]:
     """Take the peers' chains in turn, the latest first, with at most `max_blocks` distinct blocks."""
-    taken: set[BlockHash] = set()
-    plan = []
+    room, plan = _Room(max_blocks), []
     for position in range(max((len(offer.chains) for offer in offers), default=0)):
         for offer in offers:
-            if position >= len(offer.chains):
-                continue
-            new = set(offer.chains[position].block_hashes()) - taken
-            if new and len(taken) + len(new) <= max_blocks:
-                taken |= new
+            if position < len(offer.chains) and room.add(offer.chains[position]):
                 plan.append((offer, offer.chains[position]))
     return plan
 
@@ -145,29 +165,18 @@ def most_offered(num_blocks: int, num_unused: int) -> int:
 
 def unique_first(chains: Sequence[OfferedChain], held: Sequence[bool], max_blocks: int) -> list[OfferedChain]:
     """Return chains of at most `max_blocks` distinct blocks in all, those `held` elsewhere last."""
-    chosen, taken = [], set[BlockHash]()
+    room = _Room(max_blocks)
     for chain, _ in sorted(zip(chains, held, strict=True), key=lambda pair: pair[1]):
-        new = set(chain.block_hashes()) - taken
-        if len(taken) + len(new) <= max_blocks:  # a chain that is too long leaves the room to others
-            taken |= new
-            chosen.append(chain)
-    return chosen
+        room.add(chain)  # one that is too long leaves the room to others
+    return room.chains
 
 
 def share_out(chains: Sequence[OfferedChain], max_blocks: Sequence[int]) -> list[tuple[OfferedChain, ...]]:
     """Give each chain to the peer with most room of those whose message takes it. `max_blocks`: of each peer."""
-    left, taken, num_sent = list(max_blocks), [set[BlockHash]() for _ in max_blocks], [0] * len(max_blocks)
-    shares: list[list[OfferedChain]] = [[] for _ in max_blocks]
+    rooms = [_Room(num_blocks) for num_blocks in max_blocks]
     for chain in chains:
-        able = [n for n, num in enumerate(num_sent) if num + chain.num_blocks <= MAX_SENT_HASHES]
-        able = [n for n in able if len(shares[n]) < MAX_CHAINS]
-        if not able or chain.num_blocks > MAX_BLOCKS:
-            continue
-        largest = max(able, key=left.__getitem__)
-        new = set(chain.block_hashes()) - taken[largest]
-        if len(new) <= left[largest]:
-            num_sent[largest] += chain.num_blocks
-            left[largest] -= len(new)
-            taken[largest] |= new
-            shares[largest].append(chain)
-    return [tuple(share) for share in shares]
+        able = [room for room in rooms if room.num_hashes + chain.num_blocks <= MAX_SENT_HASHES]
+        able = [room for room in able if len(room.chains) < MAX_CHAINS]
+        if able and chain.num_blocks <= MAX_BLOCKS:
+            max(able, key=attrgetter("num_left")).add(chain)
+    return [tuple(room.chains) for room in rooms]

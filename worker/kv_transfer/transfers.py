@@ -142,9 +142,10 @@ class KVTransfers:
         is_known = self._allocator.link(link.block_hash) == link
         if not is_known or not self._pool.read(link.block_hash, payload):
             holder = next((store for store in self._stores if link.block_hash in store), None)
-            if holder is None or not holder.read(link, payload):
-                if holder is not None:  # a damaged record is dropped
-                    self._report(holder)
+            if holder is None:
+                return None
+            if not holder.read(link, payload):
+                self._report(holder)  # a damaged record is dropped
                 return None
         return self.record.header(link, payload)
 

@@ -61,7 +61,7 @@ class PrefixWait:
             return 0
         sequence, size = request.sequences[0], self._allocator.block_size
         num_cached = sequence.count_cached(self._allocator)
-        if sequence.reuse and self._await_prefixes:
+        if self._await_prefixes:
             hashes = sequence.reusable_hashes(size)
             nearest = (other for other in islice(latest, MAX_COMPARED) if other.first_token_s is None)
             chains = (other.sequences[0].block_hashes for other in nearest if other.sequences)

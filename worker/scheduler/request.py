@@ -195,7 +195,7 @@ class FetchProgress(Protocol):
         """Return whether nothing more will come."""
 
     def num_fetched_blocks(self) -> dict[str, int]:
-        """Return the blocks that came, by place."""
+        """Return the blocks that came for the sequence, by place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +212,7 @@ class TokenSequence:
     """The sequence that computes a prefix of this one, and its `num_computed` at the last look."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     fetch: FetchProgress | None = None
-    """The last fetch that it has waited for."""
+    """The last fetch that it has waited for; None in the batch."""
     hidden: np.ndarray | None = None
     """For an embedding: the sum of the hidden states of the computed tokens, or the last one."""
     has_fetched: bool = False
@@ -260,7 +260,7 @@ class TokenSequence:
 
     def reusable_hashes(self, block_size: int) -> list[BlockHash]:
         """Return the hashes of the blocks that a cached prefix may have: the last token is always computed."""
-        return self.hash_blocks(block_size)[: (len(self.token_ids) - 1) // block_size]
+        return self.hash_blocks(block_size)[: (len(self.token_ids) - 1) // block_size] if self.reuse else []
 
     def count_cached(self, allocator: Allocator) -> int:
         """Return the tokens of its prefix that are in the pool, and that it may use."""
@@ -316,11 +316,10 @@ class TokenSequence:
         self.request.started_s = now_s
         self.request.num_cached_tokens = min(self.num_computed, len(self.request.prompt_ids))
         self.request.fetched_tokens = self.fetched_tokens(block_size)
-        self.fetch = None  # a long chain of links
 
     def fetched_tokens(self, block_size: int) -> dict[str, int] | None:
         """Return the tokens that its own fetch brought, by place. None: it brought none."""
-        blocks = self.fetch.num_fetched_blocks() if self.has_fetched and self.fetch is not None else {}
+        blocks = {} if self.fetch is None else self.fetch.num_fetched_blocks()
         return {place: count * block_size for place, count in blocks.items()} or None
 
     def release(self) -> None:

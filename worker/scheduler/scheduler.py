@@ -168,6 +168,7 @@ class Scheduler:
             if sequence.request.started_s is None:
                 sequence.start_request(now_s, self.allocator.block_size)
                 plan.started.append(sequence.request)
+            sequence.fetch = None  # a long chain of links
         return plan
 
     def schedule_async(self) -> StepPlan | None:

@@ -1,4 +1,7 @@
-"""`helm test`: every model of the gateway answers a chat, or gives an embedding. Needs only the standard library."""
+"""`helm test`: every model of the gateway answers a chat, or gives an embedding if it generates no text.
+
+A model that gives neither, as a reranker, is not tried. Needs only the standard library.
+"""
 
 import json
 import pathlib
@@ -47,9 +50,13 @@ for model in models:
     try:
         answer = call(gateway + "/v1/chat/completions", question)
     except urllib.error.HTTPError as error:
-        if error.code != 400:
-            raise
-        answer = call(gateway + "/v1/embeddings", {"model": model, "input": "Hello!"})  # a model without text
+        refusal = error.read().decode()
+        if "generates no text" not in refusal:
+            sys.exit(f"{model}: {error}: {refusal}")
+        if "/v1/embeddings" not in refusal:
+            print(model, "is not tried: it gives neither text nor embeddings")
+            continue
+        answer = call(gateway + "/v1/embeddings", {"model": model, "input": "Hello!"})
         print(model, "gives an embedding of", len(answer["data"][0]["embedding"]), "numbers")
         continue
     assert answer["usage"]["completion_tokens"] > 0, answer

@@ -292,6 +292,7 @@ def test_what_may_reuse_nothing_waits_for_no_fetch(make_fetches) -> None:
     whole = fetches.sequence(4)
     whole.request.prompt_logprobs = []
     assert not fetches.start(whole)
+    assert fetches.queue.count_fetchable(whole, 0) == 0
 
 
 def test_a_short_sequence_does_not_cut_the_fetch_of_a_long_one(make_fetches) -> None:

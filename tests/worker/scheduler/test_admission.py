@@ -9,6 +9,13 @@ from tests.worker.scheduler.arithmetic_runner import answer
 from tests.worker.scheduler.engine import HandEngine, generate
 
 
+class EndedFetch:
+    ended = True
+
+    def num_fetched_blocks(self) -> dict[str, int]:
+        return {"peer": 1}
+
+
 def test_priority_orders_the_queue_until_aging_outweighs_it() -> None:
     engine = HandEngine(max_num_seqs=1, aging_s=10.0)
     running = engine.submit(generate([1], 3))
@@ -95,6 +102,19 @@ def test_a_started_sequence_forgets_whom_it_waited_for() -> None:
     while second.started_s is None:
         engine.step()
     assert sequence.waiting_for_prefix_of is None
+
+
+def test_a_sequence_that_starts_later_drops_its_fetch() -> None:
+    """Like the first of its request: the links of a long prefix would live as long as its answer."""
+    engine = HandEngine(max_num_seqs=1)
+    request = engine.submit(generate([1] * 20, 4, n=2))
+    engine.step()
+    (later,) = engine.scheduler.waiting
+    later.fetch = EndedFetch()
+    while later.allocation is None:
+        engine.step()
+    assert later.fetch is None
+    assert request.fetched_tokens is None, "the first has brought nothing"
 
 
 def test_an_aborted_prefix_is_computed_by_the_next() -> None:
