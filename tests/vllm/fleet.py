@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from tests.faults.part import ROOT, Gateway, Part, get, metrics
 from tests.redis_server import RedisServer, newest_redis
 from tests.server.sse_grammar import events
 from tests.stopwatch import Stopwatch
+from tests.vllm import replay
 from tests.vllm.engines import MODEL, START_S, Engine, Options
 from tests.waiting import HANG_S, wait_until
 
@@ -131,6 +133,22 @@ class Adapter(Part):
         """Return how often it has seen this of the engine's events."""
         return int(metrics(self.url).get(f"headstart_worker_index_events_total{{engine_{event}}}", 0))
 
+    def is_whole(self) -> bool:
+        """Return whether it publishes exactly the blocks that its engine holds."""
+        truth = replay.held(self.engine.options.replay, OWN_BLOCK_SIZE)
+        return (self.held(), self.published()) == truth
+
+    def settle(self) -> None:
+        """Wait until it publishes all that its engine has computed. Events come in order: this call's are last."""
+        salt = secrets.token_hex(16)
+        ask(self.engine, "tick " * 2 * BLOCK_SIZE, salt)
+
+        def has_told() -> bool:
+            return any(salt.encode() in batch for batch in replay.batches(self.engine.options.replay))
+
+        wait_until(has_told, what="the engine has published its events")
+        wait_until(self.is_whole, what="the index is whole")
+
     def purge(self) -> str:
         """Empty the engine's cache; return the new epoch."""
         answer = httpx.post(f"{self.url}/purge", timeout=HANG_S)
@@ -157,8 +175,8 @@ class VllmFleet:
         self.engines: list[Engine] = []
         self.adapters: list[Adapter] = []
         for number in range(num_engines):
-            events, replay = (f"tcp://127.0.0.1:{next(ports)}" for _ in range(2))
-            engine = Engine(folder, replace(base, events=events, replay=replay), f"e{number}")
+            ends = [f"tcp://127.0.0.1:{next(ports)}" for _ in range(2)]
+            engine = Engine(folder, replace(base, events=ends[0], replay=ends[1]), f"e{number}")
             args: list[str] = []
             if number == num_engines - 1:
                 target = f"tcp://127.0.0.1:{next(ports)}"
@@ -256,6 +274,12 @@ class VllmFleet:
         )
         assert answer.status_code == 200, answer.text
         return next((worker for worker in answer.json()["workers"] if worker["worker"] == adapter.name), {})
+
+
+def ask(engine: Engine, prompt: str, salt: str = "") -> None:
+    """Compute a prompt at an engine, past gateway and adapter, under a root of its own."""
+    body = {"model": engine.options.name, "prompt": prompt, "max_tokens": 1}
+    engine.request("/v1/completions", body | {"cache_salt": salt or secrets.token_hex(16)}, timeout_s=LONG_S)
 
 
 def family(part: Part) -> list[int]:

@@ -6,16 +6,13 @@ import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Final
 
 import pytest
 
 from tests.server.sse_grammar import check_chat
 from tests.stopwatch import Stopwatch
-from tests.vllm.engines import MODEL, Engine
-from tests.vllm.fleet import BLOCK_SIZE, LONG_S, OWN_BLOCK_SIZE, Adapter, VllmFleet, found, hits, promised
-from tests.vllm.replay import held
+from tests.vllm.fleet import BLOCK_SIZE, Adapter, VllmFleet, ask, found, hits, promised
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
@@ -38,12 +35,6 @@ def remembered(fleet: VllmFleet, body: dict[str, Any]) -> Adapter:
     return adapter
 
 
-def is_whole(adapter: Adapter) -> bool:
-    """Return whether the adapter publishes exactly the blocks that its engine holds."""
-    truth = held(adapter.engine.options.replay, OWN_BLOCK_SIZE)
-    return (adapter.held(), adapter.published()) == truth
-
-
 def test_four_turns(fleet: VllmFleet) -> None:
     """Every turn goes to the same engine; promise, usage and the engine's own counter are equal."""
     messages = [{"role": "user", "content": f"{secrets.token_hex(8)} {STORY} Who says that?"}]
@@ -58,7 +49,7 @@ def test_four_turns(fleet: VllmFleet) -> None:
         counts.append((promised(answer), found(answer), sum(after) - sum(before)))
         [text] = check_chat(answer.content, include_usage=True, by_engine=True)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
-        wait_until(partial(is_whole, adapter), what="the index is whole")
+        adapter.settle()
     print(f"promised, found, counted by the engine: {counts}")
     assert all(one == other == third for one, other, third in counts)
     assert counts[0][0] < counts[1][0] < counts[2][0] < counts[3][0]
@@ -88,7 +79,7 @@ def test_reset_through_the_adapter(fleet: VllmFleet) -> None:
     before = hits(adapter.engine)
     ask(adapter.engine, body["prompt"])
     assert hits(adapter.engine) == before
-    wait_until(lambda: is_whole(adapter), what="the index is whole")
+    wait_until(adapter.is_whole, what="the index is whole")
 
 
 def test_reset_behind_the_adapter(fleet: VllmFleet) -> None:
@@ -102,7 +93,7 @@ def test_reset_behind_the_adapter(fleet: VllmFleet) -> None:
     wait_until(lambda: fleet.matched(body, adapter) == 0)
     print(f"no promise {time.monotonic() - begun_s:.3f} s after the engine's next step")
     assert adapter.epoch() != epoch
-    wait_until(lambda: is_whole(adapter), what="the index is whole")
+    wait_until(adapter.is_whole, what="the index is whole")
 
 
 def test_adapter_restarted(fleet: VllmFleet) -> None:
@@ -117,16 +108,10 @@ def test_adapter_restarted(fleet: VllmFleet) -> None:
     wait_until(lambda: fleet.knows_epoch(body, adapter), what="the gateway knows the new epoch")
     wait_until(lambda: fleet.indexed(body, adapter) == before, what="the index promises as before")
     print(f"{before} tokens promised again {time.monotonic() - begun_s:.3f} s after the restart")
-    wait_until(lambda: is_whole(adapter), what="the index is whole")
+    wait_until(adapter.is_whole, what="the index is whole")
     answer = fleet.complete(body)
     assert fleet.adapter_of(answer) is adapter
     assert found(answer) > 0
-
-
-def ask(engine: Engine, prompt: str) -> None:
-    """Compute a prompt at an engine, past gateway and adapter, under a root of its own."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "cache_salt": secrets.token_hex(16)}
-    engine.request("/v1/completions", body, timeout_s=LONG_S)
 
 
 class Follower:
@@ -191,4 +176,4 @@ def test_lost_batches(fleet: VllmFleet) -> None:
     assert max(busy_s) <= KNOWN_S, busy_s
     assert max(idle_s) <= KNOWN_S, idle_s
     assert adapter.counted("gap") == 0
-    wait_until(lambda: is_whole(adapter), what="the index is whole")
+    wait_until(adapter.is_whole, what="the index is whole")

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.vllm.engines import MODEL
-from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, hits, running
-from tests.vllm.test_cache import ask, is_whole, question, remembered
+from tests.vllm.fleet import LONG_S, Adapter, VllmFleet, ask, hits, running
+from tests.vllm.test_cache import question, remembered
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
@@ -83,7 +83,7 @@ def test_killed_engine(fleet: VllmFleet) -> None:
     print(f"serves again {time.monotonic() - begun_s:.2f} s after the engine, which took {victim.engine.start_s:.0f} s")
     assert fleet.matched(known, victim) == victim.published() == hits(victim.engine) == 0
     ask(victim.engine, known["prompt"])
-    wait_until(lambda: is_whole(victim), what="the index is whole")
+    wait_until(victim.is_whole, what="the index is whole")
     assert victim.published() > 0
     fleet.complete(known)
     print(f"epochs: {epoch} while it was gone, {victim.epoch()} now")

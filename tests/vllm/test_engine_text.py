@@ -29,6 +29,8 @@ CACHE: Final = frozenset(
 CHAT: Final = "/v1/chat/completions"
 PARAMETERS: Final = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Final = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+DAYS: Final = {"type": "object", "properties": {"days": {"type": "array", "minItems": 40}}, "required": ["days"]}
+LONG_CALL: Final = {"type": "function", "function": {"name": "get_weather", "parameters": DAYS}}
 NAMED: Final = {"type": "function", "function": {"name": "get_weather"}}
 CALLED: Final = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
 
@@ -269,7 +271,7 @@ def test_plain_streams_survive_their_worker(fleet: VllmFleet) -> None:
     ("path", "fields"),
     [
         (CHAT, {"n": 2, "temperature": 1.0}),
-        (CHAT, {"tools": [TOOL], "tool_choice": NAMED}),
+        (CHAT, {"tools": [LONG_CALL], "tool_choice": NAMED}),
         ("/v1/messages", {}),
     ],
 )
