@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class Held(NamedTuple):
     num_blocks: int
     """Different ones, of the engine's size."""
     num_own_blocks: int
-    """Distinct blocks of the index's size whose prefix is held, too."""
+    """Distinct blocks of the index's size with a salt of the gateway's form, whose prefix is held, too."""
 
 
 def held(replay_endpoint: str, own_block_size: int) -> Held:
@@ -61,7 +62,7 @@ def held(replay_endpoint: str, own_block_size: int) -> Held:
         salt, tokens, parent = chains[block]
         while parent in held:
             parent = chains[parent][2]
-        if parent is None:
+        if parent is None and re.fullmatch("[0-9a-f]{32}", salt):
             ends = range(own_block_size, len(tokens) + 1, own_block_size)
             own.update((salt, tokens[:end]) for end in ends)
     return Held(len(held), len(own))
@@ -69,7 +70,7 @@ def held(replay_endpoint: str, own_block_size: int) -> Held:
 
 def _name(event: dict[str, Any], chains: dict[int, tuple[str, tuple[int, ...], int | None]]) -> None:
     parent, size = event["parent_block_hash"], event["block_size"]
-    salt: str = event["extra_keys"][0][0] if parent is None else ""
+    salt: str = (event["extra_keys"][0] or [""])[-1] if parent is None else ""
     tokens: tuple[int, ...] = ()
     for number, block in enumerate(event["block_hashes"]):
         if parent is not None:
