@@ -185,7 +185,7 @@ class GenerateEndpoint(ABC):
             services.open_responses.discard(response)
             answer.close(account, self._metrics, time.perf_counter() - context.started_s)
             if usage is not None:
-                usage.add_tokens(response.num_output_tokens + response.num_pooled_tokens)
+                usage.add_tokens(account.prompt_tokens - num_prompt_tokens + response.num_output_tokens)
 
     async def _prepared(self, path: str, body: bytes, identity: Identity) -> PreparedRequest:
         """Prepare a request for the revision that serves now. Raises ApiError."""

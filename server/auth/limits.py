@@ -126,14 +126,15 @@ class KeyUsage:
             self._spend("day", amount)
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count the answer's tokens, after the fact."""
-        self._spend("tokens", num_tokens)
+        """Count the answer's tokens, after the fact. Negative: those of prompts that did not run, for the day."""
+        self._spend("tokens", max(0, num_tokens))
         self._spend("day", num_tokens)
 
     def _spend(self, kind: str, num_tokens: int) -> None:
         if (allotment := self._allotments.get(kind)) is not None:
-            allotment.demand.add(num_tokens, self._fleet.clock())
-            allotment.add(self._fleet.clock(), -num_tokens)
+            now_s = self._fleet.clock()
+            allotment.demand.add(max(0, num_tokens), now_s)
+            allotment.add(now_s, min(-num_tokens, allotment.limit - allotment.owned(now_s)))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit-* headers of an answer that begins now: what is left in the fleet."""

@@ -180,8 +180,6 @@ class CancelOnDisconnect:
         if self._client.disconnected:
             raise ClientGoneError
         self._task = asyncio.current_task()
-        assert self._task is not None
-        self._num_cancels = self._task.cancelling()
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, TimeoutError)
         self._client.watcher = self
@@ -197,5 +195,5 @@ class CancelOnDisconnect:
     def end(self, reason: type[Exception]) -> None:
         """Cancel the block, which raises `reason` around it."""
         if self._task is not None and self._reason is None:
-            self._reason = reason
+            self._reason, self._num_cancels = reason, self._task.cancelling()  # 3.11: groups that failed leave theirs
             self._task.cancel()

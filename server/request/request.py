@@ -204,6 +204,7 @@ class Generation:
             raise RevisionGoneError from error
         elif error.is_silent or self._services.is_learning(self.spec.model.name):
             await asyncio.sleep(4 * PAUSE_S)  # as often as workers are polled
+            history.readmit_full()
         elif not (full or error.longest_context) and (history.readmit_lost() or history.may_wait()):
             await asyncio.sleep(PAUSE_S)
         else:

@@ -45,10 +45,6 @@ class ResponseStream:
         return sum([generation.num_output_tokens for generation in self.generations])
 
     @property
-    def num_pooled_tokens(self) -> int:
-        return sum([each.answer.num_pooled_tokens for each in self.generations if each.answer is not None])
-
-    @property
     def num_cached_tokens(self) -> int:
         return sum([generation.num_cached_tokens or 0 for generation in self.generations])
 

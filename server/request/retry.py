@@ -81,6 +81,8 @@ class AttemptHistory:
         """Losses of workers that may have received the request, and may be lost because of it."""
         self.num_suspicions = 0
         """Workers lost during the request's prefill; above 0 it is a poison candidate."""
+        self._full: set[WorkerIncarnation] = set()
+        """Excluded only because their queue was full."""
         self._refusals: list[WorkerRefused] = []
         self._num_refusals = 0
         self._num_readmissions = 0
@@ -130,6 +132,10 @@ class AttemptHistory:
         self.excluded = frozenset()
         return True
 
+    def readmit_full(self) -> None:
+        """Allow workers whose queue was full to be asked again, after a pause."""
+        self.excluded, self._full = self.excluded - self._full, set()
+
     def may_wait(self) -> bool:
         """Return whether to wait for another worker. A poison candidate waits too: its lost workers stay excluded."""
         self._num_waits += 1
@@ -163,6 +169,7 @@ class AttemptHistory:
         refusal = WorkerRefused(refusal.status, failed)  # without a traceback, which would keep the request alive
         services.metrics.refusals.inc(refusal.status if refusal.status in (400, 409, 429, 503) else "other")
         if failed.code == "queue_full":
+            self._full.add((worker.worker_id, worker.epoch))
             services.queue.refused((worker.worker_id, worker.epoch), spec.tenant, refusal)
         is_replaced = failed.code in _REPLACED
         if is_replaced:

@@ -56,6 +56,7 @@ class HeldRequest(Generic[T]):
     since_s: float
     due_s: float
     """Unless it is its model's first, do not decide again before this time: only an event changes the outcome."""
+    is_released: bool = False
 
 
 class RequestQueue(Generic[T]):
@@ -161,9 +162,11 @@ class RequestQueue(Generic[T]):
     def stays(self, held: HeldRequest[T], wait_s: float, now_s: float) -> bool:
         """Return whether it stays in the queue, given that it would still wait `wait_s` at its worker."""
         if wait_s <= max(self.hold_s, (now_s - held.since_s) * WAIT_SHARE):
+            held.is_released = True
             if not held.request.is_retry:  # its tenant's first turn counts: requests may pass one that waits on
                 own = held.request.model, held.request.priority
-                self._now_tokens[own] = max(self._now_tokens[own], next(self._turns(own, held.request.tenant)))
+                first = next(self._in_turn(own, held.request.tenant))
+                self._now_tokens[own] = max(self._now_tokens[own], first.order[2])
             return False
         held.due_s = self._due_s(held, wait_s, now_s)
         return True
@@ -171,17 +174,24 @@ class RequestQueue(Generic[T]):
     def remove(self, held: HeldRequest[T]) -> None:
         """Remove it: it is placed, or its client has left. The turns end with the last request that has one."""
         self._held.remove(held)
-        own = held.request.model, held.request.priority
-        if next(self._turns(own), None) is None:
+        own, tenant = (held.request.model, held.request.priority), held.request.tenant
+        if next(self._in_turn(own), None) is None:
             self._next_turn.pop(own, None)
             self._now_tokens.pop(own, None)
+        elif not (held.is_released or held.request.is_retry):  # its tenant's later requests move up
+            num_tokens = held.request.num_prompt_tokens / held.request.weight
+            self._next_turn[own][tenant] -= num_tokens
+            for later in self._in_turn(own, tenant):
+                if later.order > held.order:
+                    later.order = *later.order[:2], later.order[2] - num_tokens, later.order[3]
+            self._held.sort(key=_by_order)
 
-    def _turns(self, own: tuple[str, int], tenant: str | None = None) -> Iterator[float]:
-        """Yield the turns of the held requests of a model and priority that are no retries: of all tenants, or one."""
+    def _in_turn(self, own: tuple[str, int], tenant: str | None = None) -> Iterator[HeldRequest[T]]:
+        """Yield the held requests of a model and priority that are no retries: of all tenants, or one."""
         for held in self._held:
             is_own = held.order[0] and (held.request.model, held.order[1]) == own
             if is_own and tenant in (None, held.request.tenant):
-                yield held.order[2]
+                yield held
 
     def _due_s(self, held: HeldRequest[T], wait_s: float, now_s: float) -> float:
         """Return when its wait is short enough: a worker computes a second of its queue in a second."""

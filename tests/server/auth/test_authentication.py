@@ -16,9 +16,10 @@ import pytest
 
 from server.auth.identity import KeyFile, digest_text
 from server.auth.limits import AuthThrottle
+from server.router.queue import FULL_S
 from tests.server.auth.test_shared_limits import is_live
 from tests.server.gateway_app import gateway
-from tests.server.scripted_worker import ScriptedWorker, listening
+from tests.server.scripted_worker import Refuse, ScriptedWorker, listening, script_of
 from tests.server.test_app import chat, post
 from tests.server.test_gateway import gateway_process
 from tests.waiting import HANG_S, until
@@ -31,6 +32,7 @@ KEYS = {
     "key of alias": 'tenant = "one"\nmodels = ["nick"]',
     "slow key": 'tenant = "one"\nrequests_per_minute = 2\ntokens_per_minute = 100000',
     "few tokens": 'tenant = "one"\ntokens_per_minute = 200',
+    "small day": 'tenant = "one"\ntokens_per_day = 200',
     "one stream": 'tenant = "one"\nmax_streams = 1',
 }
 ROUTES = [
@@ -206,6 +208,18 @@ async def test_tokens_are_counted_with_the_answer(worker: ScriptedWorker, keys: 
         assert status == 429
         assert headers["x-ratelimit-remaining-tokens"] == "0"
         assert len(worker.received) == 1
+
+
+async def test_prompts_that_do_not_run_cost_no_tokens_of_the_day(worker: ScriptedWorker, keys: dict[str, Any]) -> None:
+    """Else a client that asks again and again while the fleet is full would be locked out for the day."""
+    worker.behave = script_of(then=Refuse(429, "queue_full"))
+    async with gateway(worker, **keys) as target:
+        for _ in range(20):
+            _, _, body = await post(target.url, chat(), **bearer("small day"))
+            assert json.loads(body)["error"]["code"] == "queue_full"
+        worker.behave = None
+        await asyncio.sleep(FULL_S)
+        assert (await post(target.url, chat(), **bearer("small day")))[0] == 200
 
 
 async def test_open_requests_are_counted_until_they_end(worker: ScriptedWorker, keys: dict[str, Any]) -> None:

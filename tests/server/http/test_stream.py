@@ -178,6 +178,22 @@ async def test_the_first_reason_counts_and_the_task_goes_on() -> None:
     await asyncio.sleep(0)
 
 
+async def test_a_group_that_failed_hides_no_deadline() -> None:
+    async def fail() -> None:
+        raise RuntimeError
+
+    async def answer_again() -> None:
+        with CancelOnDisconnect(ClientConnection(), timeout_s=0.01):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(fail())
+            except ExceptionGroup:
+                await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        await answer_again()
+
+
 async def test_complete_answer_is_not_cancelled() -> None:
     client = ClientConnection()
     guard = CancelOnDisconnect(client, timeout_s=0.02)

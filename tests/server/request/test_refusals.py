@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from cache.types import WorkerId
 from server.request import request as generations
 from server.request.retry_state import RetryBudget
 from server.router import queue
+from server.router.placement import Placement
+from server.router.types import NoWorkerError, RouteRequest
 from tests.server.conftest import ANSWER
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker, dies_after
@@ -88,6 +91,30 @@ async def test_a_flood_does_not_reach_full_workers(make: MakeWorker, monkeypatch
             worker.behave = worker.answer
         await asyncio.sleep(pause_s)
         assert (await post(target.url, chat()))[0] == 200
+
+
+async def test_a_full_worker_is_asked_again_while_another_is_silent(
+    make: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost machine is silent for minutes, and the full worker has room long before."""
+    monkeypatch.setattr(generations, "PAUSE_S", 0.01)
+    worker = make()
+    worker.behave = refuses(429, "queue_full")
+    async with gateway(worker, request_timeout_s=10.0) as target:
+        router, place = target.router, target.router.place
+
+        async def place_or_wait(request: RouteRequest) -> Placement:
+            try:
+                return await place(request)
+            except NoWorkerError as error:
+                worker.behave = None
+                raise NoWorkerError(str(error), is_silent=True) from None
+
+        silent = replace(router.members[0], worker_id=WorkerId("silent"))
+        monkeypatch.setattr(router, "workers", lambda model=None: [*router.members, silent])
+        monkeypatch.setattr(router, "place", place_or_wait)
+        assert (await post(target.url, chat()))[0] == 200
+    assert len(worker.received) == 2
 
 
 async def test_a_full_model_is_no_reason_to_refuse_another(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,20 @@ def test_one_that_leaves_early_takes_no_turns(first: dict[str, object]) -> None:
     assert [each.item for each in queue.due(100.0)].index("other") <= 1
 
 
+def test_a_tenant_whose_clients_leave_pays_nothing_for_them() -> None:
+    """A client that gives up and asks again would go further back each time, and be served last."""
+    queue = RequestQueue[str](1.0)
+    for _ in range(100):
+        queue.hold("flood", request("flood"), 9.0, 0.0)
+    gone = [queue.hold("gone", request("other"), 9.0, 0.0) for _ in range(20)]
+    queue.hold("last", request("other"), 9.0, 0.0)
+    for each in gone:
+        queue.remove(each)
+    queue.hold("again", request("other"), 9.0, 0.0)
+    order = [each.item for each in queue.due(100.0)]
+    assert (order.index("last"), order.index("again")) == (1, 3)
+
+
 def test_a_tenant_that_comes_late_is_given_no_past_turns() -> None:
     """Although a request of low priority, or of another model, has waited from the start."""
     queue = RequestQueue[str](1.0)
