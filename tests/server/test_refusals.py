@@ -124,7 +124,7 @@ async def ports(tmp_path: Path, worker: ScriptedWorker) -> AsyncIterator[Ports]:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No probes of workers, which may fail as they like, and no log records, which pytest keeps with exceptions."""
     monkeypatch.setattr(Fleet, "run", lambda fleet: asyncio.Event().wait())
-    monkeypatch.setattr("server.router.queue.PAUSE_S", 0.01)
+    monkeypatch.setattr("server.request.request.PAUSE_S", 0.01)
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

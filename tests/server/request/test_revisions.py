@@ -25,7 +25,7 @@ Place = Callable[[RouteRequest], Any]
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.router.queue.PAUSE_S", 0.01)
+    monkeypatch.setattr("server.request.request.PAUSE_S", 0.01)
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:
