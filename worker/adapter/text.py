@@ -32,7 +32,7 @@ _CLOSING_S: Final = 0.05
 _IMAGES: Final = frozenset({"image", "vision_chunk"})
 """vLLM's names for them."""
 _ABSENT: Final = frozenset({404, 405, 501})
-_SHORTENS_PROMPT: Final = ("truncate_prompt_tokens", "truncation_side")
+_CHANGES_PROMPT: Final = ("suffix", "truncate_prompt_tokens", "truncation_side")
 LENGTHS: Final = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",)}
 
 
@@ -241,7 +241,7 @@ def call_body(client_body: Mapping[str, Any], request: GenerateRequest, request_
         body["kv_transfer_params"] = {"prompt_token_ids": prompt_ids}
     elif call.path == COMPLETIONS and not echoes:
         body["prompt"] = prompt_ids
-        for name in _SHORTENS_PROMPT:  # /render has applied them, and the output so far must stay
+        for name in _CHANGES_PROMPT:  # /render has applied them, and the output so far must stay
             body.pop(name, None)
     if call.path in LENGTHS and not echoes:  # an echo of ids has no text
         body["return_token_ids"] = True

@@ -64,9 +64,9 @@ async def test_rest_of_an_answer_has_fewer_tokens_to_go(server: ScriptedHttp, ap
 
 
 async def test_a_shortened_prompt_is_not_shortened_again(server: ScriptedHttp, api: VllmApi) -> None:
-    """vLLM shortens prompts of ids, too: the rest of an answer would lose tokens at either side."""
+    """vLLM shortens prompts of ids, too: the rest of an answer would lose tokens. It refuses a suffix to ids."""
     server.answers[f"POST {COMPLETIONS}"] = sse(delta("a", [5]))
-    shortens = {"truncate_prompt_tokens": len(PROMPT), "truncation_side": "right"}
+    shortens = {"truncate_prompt_tokens": len(PROMPT), "truncation_side": "right", "suffix": "of code"}
     for output_ids in ((), (7,)):
         await parts_of(api, asking(COMPLETIONS, output_ids=output_ids, prompt="x", **shortens))
         body = server.bodies[-1]
