@@ -75,7 +75,7 @@ class EngineAnswer:
         self._num_shown_ids = 0
         """Output tokens whose text is in events."""
         self.num_output_tokens = 0
-        """Those that the engine has counted at its end."""
+        """Those that the engine has counted at its end. Before that, the events with output, if it gives no ids."""
         self.num_pooled_tokens = 0
         """Prompt tokens of an answer without text, as the engine has counted them."""
 
@@ -107,6 +107,7 @@ class EngineAnswer:
         fields = _fields_of(data)
         if "choices" not in fields:
             self._is_plain = False
+            self.num_output_tokens += "delta" in fields
             self._count(fields)
             self._pending.append(self._pooled(fields) if self._request.call.pools else self._named(data, fields))
             return
@@ -167,6 +168,7 @@ class EngineAnswer:
                     return False
                 choice["delta"] = Raw(_encode(delta))
         self._is_plain &= all(name in _PLAIN or value is None for name, value in delta.items())
+        self.num_output_tokens += not num_ids and any(value for name, value in delta.items() if name != "role")
         if delta.get("content"):
             self._is_plain &= num_ids > 0  # an engine may give no ids of a stream
             self._num_shown_ids = num_ids

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from server.request.engine_answer import EngineAnswer
+from server.request.engine_text_request import EngineTextRequest
 from tests.server.gateway_app import gateway
 from tests.server.request.failing_workers import MakeWorker
 from tests.server.scripted_worker import Script, ScriptedWorker, script_of
 from tests.server.test_app import chat, post
-from worker.wire import End, Failed, Frame, GenerateRequest, Started
+from worker.wire import End, EngineCall, Failed, Frame, GenerateRequest, Started
 
 
 def counts_at_the_end(worker: ScriptedWorker, guess: int, found: int | None) -> Script:
@@ -57,3 +60,27 @@ async def test_a_worker_that_cannot_take_it_now_is_no_lost_worker(make: MakeWork
             workers[2].behave = refuses
             status, _, raw = await post(target.url, chat())
             assert status == (429 if code == "queue_full" else 503), raw
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        ({"type": "message_start"}, {"type": "content_block_delta", "delta": {"text": "a"}}),
+        ({"type": "response.created"}, {"type": "response.output_text.delta", "delta": "a"}),
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, {"choices": [{"delta": {"content": "a"}}]}),
+        ({"choices": []}, {"choices": [{"text": "a"}]}),
+    ],
+)
+def test_a_cut_stream_without_ids_counts_its_events(begin: dict[str, object], part: dict[str, object]) -> None:
+    """A client could leave before the usage and pay nothing."""
+    call = EngineCall("/v1/chat/completions", b"", streams=True)
+    head = {"model": msgspec.Raw(b'"m"')}
+    asked = EngineTextRequest(
+        call=call, head=head, shows_usage=False, has_usage=False, shows_ids=False, is_resumable=False
+    )
+    answer = EngineAnswer(asked)
+    for event in (begin, part, part):
+        answer.take(json.dumps(event).encode(), 0)
+    assert answer.num_output_tokens == 2
+    answer.take(json.dumps({"choices": [], "usage": {"completion_tokens": 7}}).encode(), 0)
+    assert answer.num_output_tokens == 7
