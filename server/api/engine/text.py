@@ -79,7 +79,7 @@ _PREFIXES: Final = {
 }
 """The beginnings of answers' ids, by the engine's route."""
 _BYTES_PER_TOKEN: Final = 4  # of usual English, as a guess before the engine has counted
-_OWN_FIELDS: Final = ("model", "priority", "request_id", "return_token_ids", "stream_options")
+_OWN_FIELDS: Final = ("model", "priority", "request_id", "stream_options")
 """Fields of a body that the gateway or the adapter writes. The salt stays, for the engine to check."""
 _HINTS: Final = frozenset(RequestFields.__struct_fields__)
 _NOT_SENT: Final = {

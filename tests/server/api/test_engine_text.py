@@ -59,6 +59,9 @@ async def test_what_was_asked_for_stays(engines: list[EngineWorker]) -> None:
         _, _, raw = await post(target.url, chat(stream=True, **options))
         _, _, whole = await post(target.url, chat())
     found = events(raw)
+    call = engines[0].received[0].call
+    assert call is not None
+    assert json.loads(call.body)["return_token_ids"], "an adapter does not ask for the ids of an echo"
     assert found[-2]["usage"] == USAGE
     assert found[0]["prompt_token_ids"] == [1, 2, 3, 4]
     assert [event["choices"][0].get("token_ids") for event in found[1:-2]] == [[10 + n] for n in range(5)]
