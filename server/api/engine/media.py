@@ -97,7 +97,7 @@ class _Reader:
         self._salt = salt
 
     def value(self, raw: Raw, param: str) -> Steps[Any]:
-        """Read a part or a list of parts. Return it with the names of its images; None if it has no image."""
+        """Read a part or a list of parts. Return it with the names of its images; None if it stays as it is."""
         if first_char(raw) == "[":
             items = _list_of(raw)
             read = []
@@ -127,7 +127,11 @@ class _Reader:
         for name in _HOLD_PARTS:
             if name in part and (value := (yield from self.value(part[name], f"{param}.{name}"))) is not None:
                 new[name] = value
-        return {name: _value_of(item) for name, item in part.items() if name not in new} | new if new else None
+        # vLLM takes a part with such a key for a medium, and renders again: the rest of an answer would begin anew.
+        kept = {name: item for name, item in part.items() if name not in MEDIA or first_char(item) != "n"}
+        if not new and len(kept) == len(part):
+            return None
+        return {name: _value_of(item) for name, item in kept.items() if name not in new} | new
 
     def _image(self, part: dict[str, Raw], param: str, rules: ImageRules) -> Steps[dict[str, Any]]:
         """Check an image. Return its part with the image's name."""
