@@ -102,7 +102,6 @@ class _Known(Struct):
     """The fields of a body that the gateway needs, of whatever API."""
 
     n: int | None = None
-    best_of: int | None = None
     encoding_format: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
